@@ -1,0 +1,166 @@
+"""Several hosts on one machine: Linux network namespaces, each with its own host name, hosts file and sshd.
+
+Everything lives in the namespaces of one holder process per host, so that ending the holders removes interfaces,
+names and mounts, whatever happened before. Not here: what runs on the hosts (tests/launch, tests/cluster/slurm.py).
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# What a login by ssh gives: nothing of the caller's environment.
+CLEAN_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", "LANG": "C.UTF-8"}
+
+
+def why_impossible() -> str | None:
+    """The reason why hosts cannot be raised here, or None where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "unshare", "nsenter", "mount"):
+        if shutil.which(tool) is None:
+            return f"the command {tool!r} is missing (Debian package iproute2 or util-linux)"
+    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
+    return None if probe.returncode == 0 else f"unshare: {probe.stderr.strip()}"
+
+
+class Hosts:
+    """`count` hosts named PREFIX1 .. PREFIXn with addresses SUBNET.1 .. SUBNET.n on a common bridge.
+
+    names: "right" gives every host a hosts file with all addresses; "debian" gives each host the line
+    "127.0.1.1 own-name", as the Debian installer writes it; "none" leaves every name but localhost unresolvable.
+    """
+
+    def __init__(self, count: int = 3, *, prefix: str = "h", subnet: str = "10.79.1", names: str = "right") -> None:
+        if names not in ("right", "debian", "none"):
+            raise ValueError(f"names is {names!r}; expected right, debian or none")
+        self.hosts = [f"{prefix}{i + 1}" for i in range(count)]
+        self.address = {host: f"{subnet}.{i + 1}" for i, host in enumerate(self.hosts)}
+        self.names = names
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._raise_hosts()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _raise_hosts(self) -> None:
+        switch = self._hold("switch", None)
+        self._in("switch", ["ip", "link", "add", "br0", "type", "bridge"])
+        self._in("switch", ["ip", "link", "set", "br0", "up"])
+        for i, host in enumerate(self.hosts):
+            holder = self._hold(host, self._hosts_file(host))
+            end = f"v{i + 1}"
+            self._in("switch", ["ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", str(holder)])
+            self._in("switch", ["ip", "link", "set", end, "master", "br0", "up"])
+            self._in(host, ["ip", "link", "set", "lo", "up"])
+            self._in(host, ["ip", "address", "add", f"{self.address[host]}/24", "dev", "eth0"])
+            self._in(host, ["ip", "link", "set", "eth0", "up"])
+        assert switch
+
+    def _hosts_file(self, host: str) -> Path:
+        lines = ["127.0.0.1 localhost"]
+        if self.names != "none":
+            if self.names == "debian":
+                lines.append(f"127.0.1.1 {host}")
+            lines += [f"{self.address[h]} {h}" for h in self.hosts if self.names == "right" or h != host]
+        path = self.folder / f"hosts.{host}"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def _hold(self, host: str, hosts_file: Path | None) -> int:
+        """Start the process whose namespaces are the host; returns its process id."""
+        script = 'hostname "$1"; if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi; : > "$3"; exec sleep infinity'
+        ready = self.folder / f"ready.{host}"
+        command = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-ec", script, "sh",
+                   host, str(hosts_file or ""), str(ready)]
+        process = subprocess.Popen(command, start_new_session=True)
+        self._holders[host] = process
+        wait_until(ready.exists, f"host {host} to come up", process)
+        return process.pid
+
+    def _in(self, host: str, command: Sequence[str]) -> None:
+        subprocess.run(self.enter(host) + list(command), check=True, capture_output=True, text=True)
+
+    def enter(self, host: str) -> list[str]:
+        """The command prefix that runs what follows on `host`."""
+        return ["nsenter", "-t", str(self._holders[host].pid), "--net", "--uts", "--mount", "--"]
+
+    def popen(self, host: str, command: Sequence[str], *, env: dict[str, str] | None = None,
+              **options: object) -> subprocess.Popen[str]:
+        """Start `command` on `host` with a login's environment plus `env`, in a process group of its own."""
+        return subprocess.Popen(self.enter(host) + list(command), env={**CLEAN_ENV, **(env or {})},  # type: ignore[call-overload,no-any-return]
+                                text=True, start_new_session=True, **options)
+
+    def start_sshd(self) -> Path:
+        """Run an sshd on every host; returns the path of an `ssh` command that logs in anywhere without questions."""
+        sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+        if sshd is None:
+            raise RuntimeError("sshd is missing (Debian package openssh-server)")
+        keys = self.folder / "keys"
+        keys.mkdir(mode=0o700)
+        for name in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
+        (keys / "authorized").write_text((keys / "user.pub").read_text())
+        (keys / "sshd_config").write_text(
+            f"HostKey {keys}/host\nAuthorizedKeysFile {keys}/authorized\nPidFile none\nStrictModes no\nUsePAM no\n"
+            "PermitRootLogin yes\nUseDNS no\nMaxStartups 200\nSubsystem sftp internal-sftp\n")
+        ssh = keys / "ssh"
+        ssh.write_text("#!/bin/sh\nexec /usr/bin/ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o LogLevel=ERROR "
+                       f"-o UserKnownHostsFile=/dev/null -i {keys}/user \"$@\"\n")
+        ssh.chmod(0o755)
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd's privilege separation folder, made by its service elsewhere
+        for host in self.hosts:
+            self._daemons.append(subprocess.Popen(
+                [*self.enter(host), sshd, "-D", "-f", str(keys / "sshd_config")], start_new_session=True,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            # Raw addresses: the agent must work where names do not resolve.
+            login = [*self.enter(self.hosts[0]), str(ssh), self.address[host], "true"]
+            wait_until(lambda command=login: subprocess.run(command, capture_output=True).returncode == 0,  # type: ignore[misc]
+                       f"sshd on {host}")
+        return ssh
+
+    def close(self) -> None:
+        for process in [*self._daemons, *self._holders.values()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._daemons.clear()
+        self._holders.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def wait_until(condition: object, what: str, process: subprocess.Popen[bytes] | None = None, seconds: float = 20) -> None:
+    """Poll `condition()` until it is true; RuntimeError after `seconds` or when `process` has ended."""
+    limit = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"waiting for {what}: the process ended with status {process.returncode}")
+        if time.monotonic() > limit:
+            raise RuntimeError(f"waiting for {what}: nothing after {seconds} s")
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def killed_at_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """End the whole process group of `process` on leaving, so that no test leaves a rank behind."""
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
