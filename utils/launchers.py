@@ -156,7 +156,7 @@ class PMI(Launcher):
 
 
 class PALS(Launcher):
-    """mpiexec of HPE Cray EX. It has no world size of its own: PMI_SIZE where cray-pmi is used, else by the node file."""
+    """mpiexec of HPE Cray EX. It gives no world size: that is PMI_SIZE under cray-pmi, else by the node file."""
 
     name = "pals"
     rank, local_rank, local_world_size = "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"

@@ -1,0 +1,342 @@
+"""setup_distributed(): launcher, rendezvous and device, then torch.distributed; returns Distributed.
+
+environ -> Placement -> Rendezvous -> Distributed. After it nothing reads the environment for ranks.
+"""
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from . import __version__, device, network, rollcall
+from .launchers import LaunchError, Placement, detect
+from .logging import get_logger, setup_logging
+from .rendezvous import Rendezvous, agree
+from .telephone import poll
+
+_log = get_logger(__name__)
+_Number = TypeVar("_Number", float, torch.Tensor)
+START_UP_SECONDS = 100.0
+_CLOSE_SECONDS = 20.0
+
+
+@dataclass
+class Distributed:
+    """This process in the running job. A context manager: leaving it destroys the process group, also after an error.
+
+    Collectives are torch.distributed's; the fields are what a training script needs to know.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int  # index of this host, in the order of the hosts' lowest ranks
+    num_nodes: int
+    launcher: str
+    backend: str
+    device: torch.device
+    master_addr: str
+    master_port: int
+    _store: Store = field(repr=False)
+    _closed: bool = field(default=False, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone prints and saves."""
+        return self.rank == 0
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """For DistributedDataParallel(device_ids=...): this rank's GPU, None on CPU."""
+        return None if self.device.index is None else [self.device.index]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(device_ids=self.device_ids)
+
+    def all_reduce_mean(self, value: _Number) -> _Number:
+        """The mean over all ranks of a number, or of each element of a tensor (which is not changed)."""
+        if isinstance(value, torch.Tensor):
+            total = value.detach().clone()
+            dist.all_reduce(total)
+            return total / self.world_size
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total) / self.world_size
+
+    def close(self) -> None:
+        """Destroy the process group; a second call does nothing. Never waits longer than 20 s."""
+        if self._closed:
+            return
+        self._closed = True
+        if dist.is_initialized() and not _within(_CLOSE_SECONDS, dist.destroy_process_group):
+            _log.error("the process group could not be destroyed within %.0f s: a collective is still waiting for "
+                       "another rank. Ending this process", _CLOSE_SECONDS)
+            _exit_now()
+
+    def __enter__(self) -> Distributed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is not None:
+            self._report(error)
+        self.close()
+
+    def _report(self, error: BaseException) -> None:
+        """Say on this rank why it stops: the first to fail shows its traceback, the others name the first.
+
+        The connections are still open here, so that no other rank has noticed yet and this traceback comes first.
+        """
+        if isinstance(error, SystemExit) and error.code in (None, 0) or getattr(error, _REPORTED, False):
+            return
+        with contextlib.suppress(AttributeError):  # an exception class with __slots__
+            setattr(error, _REPORTED, True)
+        what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        mine = f"rank {self.rank} on {socket.gethostname()} failed: {what}"
+        first = ""
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+            self._store.set_timeout(datetime.timedelta(seconds=3))
+            first = self._store.compare_set("ddpkit/failed", "", mine).decode()
+        if first and first != mine:
+            sys.stderr.write(f"[rank {self.rank}/{self.world_size} {socket.gethostname()}] stops, because {first}\n")
+        else:
+            lines = "".join(traceback.format_exception(error))
+            sys.stderr.write(f"{lines}[rank {self.rank}/{self.world_size} {socket.gethostname()}] failed: {what}\n")
+        sys.stderr.flush()
+        if self.is_main and self.world_size > 1:
+            time.sleep(1)  # the store is in this process: let the others read who failed first
+
+
+_REPORTED = "_ddpkit_reported"
+
+
+def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_SECONDS, launcher: str | None = None,
+                      collective_timeout: float | None = None) -> Distributed:
+    """Join this process to the launch that started it, whatever launcher that was, and pin its GPU.
+
+    backend: nccl, xccl or gloo; None takes the one of the accelerator that torch sees, gloo on CPU (gloo trains on the
+    CPU also where there are GPUs). timeout: seconds that starting may take. launcher: a name to believe instead of
+    finding out (see utils/launchers.py). collective_timeout: seconds for a collective, None for torch's default.
+
+    Raises LaunchError when the ranks cannot start together: on every rank, with the cause. ValueError for a bad
+    argument, RuntimeError when torch.distributed is initialised already.
+    """
+    for name, seconds in (("timeout", timeout), ("collective_timeout", collective_timeout)):
+        if seconds is not None and not 0 < seconds < 1e6:
+            raise ValueError(f"{name} is {seconds!r}; expected seconds above 0")
+    if backend is not None and backend not in device.BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {', '.join(device.BACKENDS)}")
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed is initialised already: call setup_distributed() once, and not after "
+                           "init_process_group()")
+    deadline = time.monotonic() + timeout
+    placement = detect(launcher=launcher)
+    setup_logging(placement.rank, placement.world_size)
+    with _watchdog(placement, timeout):
+        job = _start(placement, backend, deadline, collective_timeout)
+    atexit.register(job.close)
+    _report_uncaught(job)
+    return job
+
+
+def _start(placement: Placement, backend: str | None, deadline: float, collective_timeout: float | None) -> Distributed:
+    choice, card = _introduce(placement, backend)
+    met, store = _meet(placement, card, deadline)
+    reply = met.reply
+    if "error" in card:
+        raise LaunchError(card["error"])
+    chosen = choice or device.choose(card["backend"], reply["local_rank"], reply["local_world_size"])
+    device.pin(chosen.device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(reply["threads"])
+        os.environ["OMP_NUM_THREADS"] = str(reply["threads"])  # for what this process starts
+    if chosen.backend == "gloo":
+        _choose_gloo_interface(reply["num_nodes"], met.own_addr)
+    timeout = None if collective_timeout is None else datetime.timedelta(seconds=collective_timeout)
+    try:
+        dist.init_process_group(chosen.backend, store=store, rank=placement.rank, world_size=placement.world_size,
+                                timeout=timeout, device_id=None if chosen.device.type == "cpu" else chosen.device)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}: all ranks met, but "
+            f"{chosen.backend} could not connect them: {str(error).splitlines()[0]}. Another rank may have died since "
+            f"(look for its message); else check GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')!r} "
+            f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', '')!r} and firewalls between hosts") from error
+    if placement.rank == 0:
+        _log.info("%d ranks on %d hosts by %s, backend %s, rank 0 at %s:%d\n%s", placement.world_size,
+                  reply["num_nodes"], placement.launcher, chosen.backend, met.master_addr, met.master_port,
+                  reply["table"])
+        for note in [*reply["notes"], *met.notes]:
+            _log.warning("%s", note)
+    return Distributed(placement.rank, placement.world_size, reply["local_rank"], reply["local_world_size"],
+                       reply["node_rank"], reply["num_nodes"], placement.launcher, chosen.backend, chosen.device,
+                       met.master_addr, met.master_port, PrefixStore("job", store))
+
+
+def _introduce(placement: Placement, backend: str | None) -> tuple[device.Choice | None, rollcall.Card]:
+    """Choose the device where the local rank is known, and write this rank's card. What fails goes on the card."""
+    choice, wanted, error = None, backend or "", ""
+    try:
+        wanted = device.choose_backend(backend)
+        if placement.local_rank is not None and placement.local_world_size is not None:
+            choice = device.choose(wanted, placement.local_rank, placement.local_world_size)
+    except (LaunchError, RuntimeError) as problem:
+        error = str(problem)
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "") if wanted == "gloo" else ""
+    missing = network.missing_interfaces(interfaces.split(",")) if interfaces else []
+    if missing:
+        present = ", ".join(name for _, name in socket.if_nameindex())
+        error = (f"GLOO_SOCKET_IFNAME={interfaces}, but {socket.gethostname()} has no interface {missing[0]}; it has "
+                 f"{present}. Unset it, or name one of these")
+    card = rollcall.card(
+        placement, backend=wanted, device=str(choice.device) if choice else "by local rank",
+        device_id=choice.identity if choice else "", mask=device.masks(), torch=str(torch.__version__), kit=__version__,
+        gloo=interfaces, gloo_loopback="lo" in interfaces.split(","))
+    return choice, {**card, "error": error} if error else card
+
+
+def _meet(placement: Placement, card: rollcall.Card, deadline: float) -> tuple[Rendezvous, Store]:
+    """The roll call of all ranks, and the key-value store that they share after it."""
+    left = deadline - time.monotonic()
+    if placement.world_size == 1:
+        error, replies = rollcall.judge([card])
+        assert error is None
+        return Rendezvous("127.0.0.1", 0, replies[0], "127.0.0.1", "127.0.0.1"), HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and placement.launcher == "torchrun":
+        agent = _agent_store(left)
+        met = agree(placement, card, rollcall.judge, timeout=deadline - time.monotonic(), telephone=_AgentStore(agent))
+        if met.listener is not None:
+            met.listener.close()
+        place = replace(met, master_addr=os.environ["MASTER_ADDR"], master_port=int(os.environ["MASTER_PORT"]))
+        return place, PrefixStore(f"ddpkit/{met.master_port}", agent)
+    met = agree(placement, card, rollcall.judge, timeout=left)
+    limit = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        store = TCPStore(met.reach_addr, met.master_port, placement.world_size, is_master=placement.rank == 0,
+                              timeout=limit, wait_for_workers=False,
+                              master_listen_fd=None if met.listener is None else met.listener.detach())
+    except RuntimeError as error:
+        raise LaunchError(f"rank {placement.rank} on {socket.gethostname()}: the key-value store of rank 0 at "
+                          f"{met.reach_addr}:{met.master_port} is gone: {str(error).splitlines()[0]}. "
+                          "Look for rank 0's own message") from error
+    return met, store
+
+
+def _agent_store(seconds: float) -> Store:
+    """A client of the store that torchrun's agent runs at MASTER_ADDR, MASTER_PORT."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    why, limit = "", time.monotonic() + seconds
+
+    def reached() -> str | None:
+        nonlocal why
+        try:
+            socket.create_connection((address, int(port)), timeout=3).close()
+        except (OSError, ValueError) as error:
+            why = str(error)
+            return None
+        return "yes"
+
+    if not poll(reached, seconds):
+        raise LaunchError(f"torchrun's store at MASTER_ADDR={address!r} MASTER_PORT={port!r} cannot be reached from "
+                          f"{socket.gethostname()} for {seconds:.0f} s: {why}. Give torchrun a --rdzv-endpoint that "
+                          "all hosts can reach")
+    client = TCPStore(address, int(port), is_master=False, wait_for_workers=False,
+                           timeout=datetime.timedelta(seconds=max(1.0, limit - time.monotonic())))
+    return PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+
+
+class _AgentStore:
+    """torchrun's store as the telephone of utils/telephone.py."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def publish(self, text: str) -> None:
+        self._store.set("ddpkit/address", text)
+
+    def look_up(self, seconds: float) -> str | None:
+        def told() -> str | None:
+            return self._store.get("ddpkit/address").decode() if self._store.check(["ddpkit/address"]) else None
+
+        return poll(told, seconds)
+
+
+def _choose_gloo_interface(num_nodes: int, own_addr: str) -> None:
+    """Name the interface for gloo where it would take a wrong one: it uses what the host name resolves to."""
+    if num_nodes == 1 or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    if network.default_gloo_address() != own_addr:
+        interface = network.interface_of(own_addr)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+@contextlib.contextmanager
+def _watchdog(placement: Placement, timeout: float) -> Iterator[None]:
+    """End this process when starting takes longer than `timeout` plus a tenth: native code may wait for ever."""
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(timeout * 1.1 + 1):
+            sys.stderr.write(f"[rank {placement.rank}/{placement.world_size} {socket.gethostname()}] starting did not "
+                             f"end within {timeout:.0f} s. The main thread is here:\n")
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            sys.stderr.write("".join(traceback.format_stack(main)) if main else "")
+            sys.stderr.write("Another rank died or hangs (look for its message), or the hosts cannot reach each other "
+                             "on the chosen network interface\n")
+            _exit_now()
+
+    threading.Thread(target=watch, daemon=True, name="start-up watchdog").start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _within(seconds: float, action: Callable[[], None]) -> bool:
+    """Run `action` in a thread; whether it ended in time. Its exception is logged, not raised."""
+    def run() -> None:
+        try:
+            action()
+        except (RuntimeError, ValueError) as error:
+            _log.warning("destroying the process group: %s", error)
+
+    thread = threading.Thread(target=run, daemon=True, name="close")
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _exit_now() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _report_uncaught(job: Distributed) -> None:
+    """Without a with statement an uncaught exception is reported the same way; a reported one is not printed twice."""
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not job._closed:
+            job._report(error)
+        if not getattr(error, _REPORTED, False):
+            usual(kind, error, trace)
+
+    sys.excepthook = hook

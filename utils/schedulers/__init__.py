@@ -1,0 +1,1 @@
+"""What a batch scheduler allocated to this job. One file per scheduler; standard library only."""
