@@ -179,9 +179,10 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
             f"(look for its message); else check GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')!r} "
             f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', '')!r} and firewalls between hosts") from error
     if placement.rank == 0:
-        _log.info("%d ranks on %d hosts by %s, backend %s, rank 0 at %s:%d\n%s", placement.world_size,
-                  reply["num_nodes"], placement.launcher, chosen.backend, met.master_addr, met.master_port,
-                  reply["table"])
+        ranks, hosts = placement.world_size, reply["num_nodes"]
+        _log.info("%d rank%s on %d host%s by %s, backend %s%s\n%s", ranks, "s" * (ranks > 1), hosts, "s" * (hosts > 1),
+                  placement.launcher, chosen.backend,
+                  f", rank 0 at {met.master_addr}:{met.master_port}" if ranks > 1 else "", reply["table"])
         for note in [*reply["notes"], *met.notes]:
             _log.warning("%s", note)
     return Distributed(placement.rank, placement.world_size, reply["local_rank"], reply["local_world_size"],

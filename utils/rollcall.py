@@ -130,8 +130,8 @@ def _notes(cards: list[Card], hosts: Iterable[list[int]]) -> Iterable[str]:
             union |= mask
         if len(ranks) > 1 and union.bit_count() == 1 and cards[ranks[0]]["host_cores"] > 1:
             yield (f"all {len(ranks)} ranks of {cards[ranks[0]]['host']} may run on core {union.bit_length() - 1} "
-                   f"only, of {cards[ranks[0]]['host_cores']}: start with --bind-to none (Open MPI), --cpu-bind none (PALS) or "
-                   "--cpus-per-task (srun)")
+                   f"only, of {cards[ranks[0]]['host_cores']}: start with --bind-to none (Open MPI), --cpu-bind none "
+                   "(PALS) or --cpus-per-task (srun)")
             return
 
 

