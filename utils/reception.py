@@ -1,0 +1,335 @@
+"""The roll call: every rank hands rank 0 its card, rank 0 judges them all and answers each. No torch.
+
+One connection per rank, lines of JSON, held until torch has connected all ranks, so that a rank that dies is noticed
+and named. Not here: how rank 0 is found (rendezvous.py), what is on the cards (rollcall.py).
+"""
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import network
+from .launchers import LaunchError, Placement
+from .rollcall import Card, ranges
+
+Reply = dict[str, Any]
+Judge = Callable[[list[Card]], tuple[str | None, list[Reply]]]  # cards by rank -> what is wrong, and a reply for each
+
+_PROTOCOL = "ddpkit-1"
+_LONGEST_LINE = 1 << 20
+_LINGER = 15.0  # seconds that rank 0 stays to tell late ranks why the start failed
+
+
+class Reception:
+    """Rank 0's side of the roll call: one connection per rank, held until the verdict."""
+
+    def __init__(self, listener: socket.socket, placement: Placement, token: str) -> None:
+        self._listener, self._placement, self._token = listener, placement, token
+        self._selector = selectors.DefaultSelector()
+        self._unread: dict[socket.socket, bytes] = {}
+        self._rank_of: dict[socket.socket, int] = {}
+        self._line_of: dict[int, socket.socket] = {}
+        self._cards: dict[int, Card] = {}
+        self._failure = ""
+        self.address = "127.0.0.1"  # of this host, as the first rank on another host reached it
+
+    def gather(self, card: Card, judge: Judge, deadline: float) -> Reply:
+        """Collect the cards of all ranks, judge them, answer every rank; returns the reply for rank 0."""
+        self._cards[0] = card
+        if card.get("error"):
+            self._failure = _says(0, card)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while not self._failure and len(self._cards) < self._placement.world_size:
+                if time.monotonic() >= deadline:
+                    self._failure = self._missing()
+                self._serve(deadline)
+            replies: list[Reply] = []
+            if not self._failure:
+                wrong, replies = judge([self._cards[rank] for rank in range(self._placement.world_size)])
+                self._failure = wrong or ""
+            self._answer(replies)
+            # Ranks that come late to a failed start are told the cause, instead of finding nobody.
+            deadline = min(deadline, time.monotonic() + _LINGER)
+            while self._failure and len(self._cards) < self._placement.world_size and time.monotonic() < deadline:
+                self._serve(deadline)
+        finally:
+            self._selector.close()
+            self._listener.setblocking(True)
+            for line in list(self._unread):
+                if self._failure or line not in self._rank_of:
+                    self._unread.pop(line)
+                    line.close()
+        if self._failure:
+            raise LaunchError(self._failure)
+        return replies[0]
+
+    def watch(self) -> Watch:
+        """Watch over the ranks that were met, until all of them have started."""
+        return Watch({line: (rank, _where(self._cards[rank])) for rank, line in self._line_of.items()}, leads=True)
+
+    def _serve(self, deadline: float) -> None:
+        """Deal with what comes next, or return at the deadline."""
+        for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._read(key.fileobj)  # type: ignore[arg-type]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._failure = f"rank 0 on {socket.gethostname()} ran out of file descriptors: {error}"
+                    return
+                continue  # the peer gave up between its connect and our accept
+            line.setblocking(False)
+            self._unread[line] = b""
+            self._selector.register(line, selectors.EVENT_READ)
+
+    def _read(self, line: socket.socket) -> None:
+        try:
+            received = line.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        rank = self._rank_of.get(line)
+        if not received:
+            if rank is not None and not self._failure:
+                self._failure = (f"rank {rank} on {_where(self._cards[rank])} ended while the ranks were starting. "
+                                 "Its own message tells why")
+            return self._drop(line)
+        self._unread[line] += received
+        while b"\n" in self._unread[line]:
+            text, _, self._unread[line] = self._unread[line].partition(b"\n")
+            if not self._hear(line, text):
+                return self._drop(line)
+        if len(self._unread[line]) > _LONGEST_LINE:
+            self._drop(line)
+
+    def _drop(self, line: socket.socket) -> None:
+        self._selector.unregister(line)
+        self._unread.pop(line, None)
+        line.close()
+
+    def _hear(self, line: socket.socket, text: bytes) -> bool:
+        """Deal with one line of a rank; False for a stranger."""
+        try:
+            said = json.loads(text)
+            if said["kit"] != _PROTOCOL or said["token"] != self._token:
+                line.sendall(_line(kit=_PROTOCOL, token=self._token))  # so that the stranger knows whom it met
+                return False
+            rank, size = int(said["rank"]), int(said["world_size"])
+        except (ValueError, KeyError, TypeError, OSError):
+            return False
+        if said.get("giving_up"):
+            self._failure = self._missing()
+            return True
+        card: Card = said["card"]
+        size_here, answered = self._placement.world_size, bool(self._failure)
+        if answered:
+            pass  # the first cause stands
+        elif size != size_here:
+            self._failure = (f"the ranks disagree on the world size: rank 0 on {_where(self._cards[0])} was told "
+                             f"{size_here}, rank {rank} on {_where(card)} was told {size}. All ranks have to be "
+                             "started by one launch with one size")
+        elif rank in self._cards:
+            self._failure = (f"two processes say that they are rank {rank}: on {_where(self._cards[rank])} and on "
+                             f"{_where(card)}. Are two launches using the same MASTER_ADDR and MASTER_PORT?")
+        elif card.get("error"):
+            self._failure = _says(rank, card)
+        self._rank_of[line], self._line_of[rank], self._cards[rank] = rank, line, card
+        peer, own = plain_address(line.getpeername()[0]), plain_address(line.getsockname()[0])
+        if answered:
+            self._answer_one(line, {"error": self._failure})
+            return True
+        if self.address == "127.0.0.1" and not network.is_loopback(own) and (peer != own or len(self._cards) == 2):
+            self.address = own
+        with contextlib.suppress(OSError):
+            line.sendall(_line(kit=_PROTOCOL, token=self._token, welcome=True))
+        return True
+
+    def _missing(self) -> str:
+        missing = [rank for rank in range(self._placement.world_size) if rank not in self._cards]
+        known: dict[str, int] = {}
+        for card in self._cards.values():
+            known[str(card.get("host"))] = known.get(str(card.get("host")), 0) + 1
+        hosts = ", ".join(f"{host} ({count})" for host, count in list(known.items())[:16])
+        return (f"{len(missing)} of {self._placement.world_size} ranks did not come: rank {ranges(missing)}. "
+                f"Those that came run on {hosts}{' ...' if len(known) > 16 else ''}. Look for messages of the missing "
+                f"ranks; if there are none, they hang before setup_distributed() or cannot reach rank 0, which listens "
+                f"on {socket.gethostname()} port {self._listener.getsockname()[1]}")
+
+    def _answer(self, replies: list[Reply]) -> None:
+        for rank, line in self._line_of.items():
+            self._answer_one(line, {"error": self._failure} if self._failure else {"reply": replies[rank]})
+
+    def _answer_one(self, line: socket.socket, verdict: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a rank that is gone needs no answer
+            line.settimeout(10)
+            line.sendall(_line(kit=_PROTOCOL, token=self._token, master_addr=self.address, **verdict))
+            line.setblocking(False)
+
+
+def call(address: str, port: int, hello: dict[str, Any], deadline: float) -> tuple[Reply, socket.socket] | str:
+    """Hand in the card and wait for the verdict: (verdict, open connection), or why this place is not rank 0's."""
+    left = deadline - time.monotonic()
+    try:
+        line = socket.create_connection((address, port), timeout=max(0.1, min(3.0, left)))
+    except OSError as error:
+        return error.strerror or "no answer"
+    with contextlib.ExitStack() as on_failure, line.makefile("rb") as heard:
+        on_failure.callback(line.close)
+        try:
+            if line.getsockname() == line.getpeername():
+                return "Connection refused"  # the kernel joined a connection to itself: nobody listens
+            line.sendall(_line(kit=_PROTOCOL, **hello))
+            line.settimeout(max(0.1, min(5.0, left)))
+            verdict = _said(heard.readline(_LONGEST_LINE))
+            if verdict.get("token") != hello["token"]:
+                return "another launch of this kit listens there" if verdict.get("kit") else "not this kit answered"
+            if not _is_verdict(verdict):
+                line.settimeout(max(0.1, deadline - time.monotonic()))
+                verdict = _wait(line, heard, hello)
+        except TimeoutError:
+            return "it accepted the connection and said nothing; another program listens there"
+        except OSError as error:
+            return f"the connection broke ({error.strerror})"
+        if not _is_verdict(verdict):
+            raise LaunchError(f"rank 0 at {address} port {port} ended while the ranks were starting (seen by rank "
+                              f"{hello['rank']} on {socket.gethostname()}). Its own message tells why")
+        if verdict.get("error"):
+            raise LaunchError(verdict["error"])
+        on_failure.pop_all()
+    return verdict, line
+
+
+def _wait(line: socket.socket, heard: Any, hello: dict[str, Any]) -> dict[str, Any]:
+    """The verdict; when it does not come in time, ask rank 0 to name who is missing."""
+    try:
+        return _said(heard.readline(_LONGEST_LINE))
+    except TimeoutError:
+        line.settimeout(5)
+        # A new file object: a buffered reader that timed out once refuses to go on.
+        with contextlib.suppress(OSError), line.makefile("rb") as again:
+            line.sendall(_line(kit=_PROTOCOL, **{k: v for k, v in hello.items() if k != "card"}, giving_up=True))
+            return _said(again.readline(_LONGEST_LINE))
+    return {}
+
+
+class Watch:
+    """Between the roll call and the end of torch's own start: a rank that dies then would leave the others waiting.
+
+    Rank 0 sees its connection end and tells the others. Everything happens in a thread, because the main thread waits
+    in native code; when it does not come back by itself, the thread ends the process.
+    """
+
+    def __init__(self, lines: dict[socket.socket, tuple[int, str]], *, leads: bool) -> None:
+        self._lines, self._leads = lines, leads
+        self._over = threading.Event()
+        self._found = threading.Event()
+        self._cause = ""
+        threading.Thread(target=self._run, daemon=True, name="start-up watch").start()
+
+    def cause(self, seconds: float) -> str:
+        """Who died, if it becomes known within `seconds`; the caller deals with it from now on."""
+        self._over.set()
+        self._found.wait(seconds)
+        return self._cause
+
+    def started(self) -> None:
+        """This rank has started: it may end from now on without being missed."""
+        self._over.set()
+        for line in list(self._lines):
+            with contextlib.suppress(OSError):
+                line.sendall(_line(kit=_PROTOCOL, started=True))
+                if not self._leads:
+                    line.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for line in self._lines:
+                line.setblocking(False)
+                selector.register(line, selectors.EVENT_READ, line)
+            while selector.get_map() and not self._cause:
+                for key, _ in selector.select(60):
+                    said = self._hear(key.data)
+                    if said is not None:
+                        self._cause = self._cause or said
+                        selector.unregister(key.data)
+                        if self._leads and not said:
+                            key.data.close()
+        if not self._cause:
+            return
+        if self._leads:
+            for line in self._lines:
+                with contextlib.suppress(OSError):
+                    line.sendall(_line(kit=_PROTOCOL, error=self._cause))
+        self._found.set()
+        if not self._over.wait(2):
+            sys.stderr.write(f"{self._cause}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _hear(self, line: socket.socket) -> str | None:
+        """Why the start failed; empty when the other side has started; None when it has said nothing yet."""
+        try:
+            received = line.recv(1 << 16)
+        except BlockingIOError:
+            return None
+        except OSError:
+            received = b""
+        said = [_said(text) for text in received.split(b"\n") if text]
+        for one in said:
+            if one.get("error"):
+                return str(one["error"])
+            if one.get("started"):
+                return ""
+        if received:
+            return None
+        rank, where = self._lines[line]
+        return f"rank {rank} on {where} died while torch was connecting the ranks. Its own message tells why"
+
+
+def _is_verdict(said: dict[str, Any]) -> bool:
+    return "error" in said or "reply" in said
+
+
+def _line(**words: Any) -> bytes:
+    return json.dumps(words, separators=(",", ":")).encode() + b"\n"
+
+
+def _said(text: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) and said.get("kit") == _PROTOCOL else {}
+
+
+def plain_address(address: str) -> str:
+    """::ffff:10.0.0.1 -> 10.0.0.1"""
+    return address.removeprefix("::ffff:")
+
+
+def _where(card: Card) -> str:
+    return f"{card.get('host', '?')} (pid {card.get('pid', '?')})"
+
+
+def _says(rank: int, card: Card) -> str:
+    return f"rank {rank} on {_where(card)} cannot start: {card['error']}"
