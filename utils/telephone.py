@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import re
+import select
 import signal
 import socket
 import stat
@@ -61,10 +62,14 @@ class Pmi1:
 
     def _say(self, message: str, seconds: float) -> dict[str, str]:
         """Send one command and return the words of the answer."""
-        self._socket.settimeout(seconds)
+        # Never settimeout(): it would make the descriptor non-blocking for the MPI library, which shares it.
+        ready, limit = select.poll(), time.monotonic() + seconds
+        ready.register(self._socket, select.POLLIN)
         try:
             self._socket.sendall(f"cmd={message}\n".encode())
             while b"\n" not in self._unread:
+                if not ready.poll(max(0.0, limit - time.monotonic()) * 1000):
+                    raise TimeoutError
                 received = self._socket.recv(4096)
                 if not received:
                     raise NoTelephone("mpiexec closed the PMI connection")
