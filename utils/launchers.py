@@ -31,15 +31,18 @@ class Placement:
     notes: tuple[str, ...] = ()  # what a person should be told once
 
     def __post_init__(self) -> None:
-        for name, index, count in (("rank", self.rank, self.world_size),
-                                   ("local rank", self.local_rank, self.local_world_size),
-                                   ("local world size", self.local_world_size, self.world_size + 1)):
-            if index is not None and index < 0:
-                raise LaunchError(f"{self.launcher}: the {name} is {index}; expected zero or more")
-            if index is not None and count is not None and index >= count:
-                limit = f"at most {self.world_size}, the world size" if "size" in name else f"less than {count}"
-                raise LaunchError(f"{self.launcher}: the {name} is {index}; expected {limit}. "
-                                  "The variables contradict each other: unset those that were set by hand")
+        local_size = self.world_size if self.local_world_size is None else self.local_world_size
+        for name, value in (("world size", self.world_size), ("local world size", local_size)):
+            if value < 1:
+                raise LaunchError(f"{self.launcher}: the {name} is {value}; expected at least 1. "
+                                  "Unset the variables that were set by hand")
+        for name, value, limit, what in (
+                ("rank", self.rank, self.world_size - 1, f"less than {self.world_size}"),
+                ("local rank", self.local_rank or 0, local_size - 1, f"less than {local_size}"),
+                ("local world size", local_size, self.world_size, f"at most {self.world_size}, the world size")):
+            if not 0 <= value <= limit:
+                raise LaunchError(f"{self.launcher}: the {name} is {value}; expected {what}. The variables contradict "
+                                  "each other: unset those that were set by hand")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -100,7 +103,8 @@ class Torchrun(Launcher):
     name = "torchrun"
     rank, world_size, local_rank, local_world_size = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     also = ("TORCHELASTIC_RUN_ID",)
-    parents = r"torchrun|\S*python\S*(\s+-\S+)*\s+(\S*/torchrun|-m\s+torch\.distributed\.(run|launch))"
+    parents = (r"(\S*python\S*\s.*?/)?(torchrun|accelerate\s+launch)|"
+               r"\S*python\S*\s(.*\s)?-m\s+torch\.distributed\.(run|launch)")
 
     def present(self, environ: Mapping[str, str]) -> bool:
         return bool(_is_set(environ, "TORCHELASTIC_RUN_ID")) and super().present(environ)
@@ -366,7 +370,8 @@ def _innermost(candidates: list[Launcher], ancestors: Iterable[str]) -> tuple[La
             if one.started(command):
                 return one, f"the nearest launcher among the parent processes is: {command.strip()[:100]}"
         if re.match(_SHELLS, command):
-            return candidates[-1], f"the parent process is a shell's, not a rank's: {command.strip()}"
+            by_hand = next(one for one in candidates if isinstance(one, ByHand | Single))
+            return by_hand, f"the parent process is a shell's, not a rank's: {command.strip()}"
     return candidates[0], "its variables are set, and no parent process tells otherwise"
 
 

@@ -41,7 +41,8 @@ def conda_bounds() -> dict[str, str]:
 
 def test_environment_yml_lists_the_packages_and_bounds_of_pyproject() -> None:
     project = pyproject()["project"]
-    wanted = bounds([*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)])
+    extras = project["optional-dependencies"].values()
+    wanted = bounds([*project["dependencies"], *(requirement for extra in extras for requirement in extra)])
     wanted["python"] = project["requires-python"]
     listed = conda_bounds()
     del listed["pip"]  # only conda needs to be told

