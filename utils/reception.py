@@ -37,7 +37,6 @@ class Reception:
         self._selector = selectors.DefaultSelector()
         self._unread: dict[socket.socket, bytes] = {}
         self._rank_of: dict[socket.socket, int] = {}
-        self._line_of: dict[int, socket.socket] = {}
         self._cards: dict[int, Card] = {}
         self._failure = ""
         self.address = "127.0.0.1"  # of this host, as the first rank on another host reached it
@@ -76,7 +75,7 @@ class Reception:
 
     def watch(self) -> Watch:
         """Watch over the ranks that were met, until all of them have started."""
-        return Watch({line: (rank, _where(self._cards[rank])) for rank, line in self._line_of.items()}, leads=True)
+        return Watch({line: (rank, _where(self._cards[rank])) for line, rank in self._rank_of.items()}, leads=True)
 
     def _serve(self, deadline: float) -> None:
         """Deal with what comes next, or return at the deadline."""
@@ -135,7 +134,7 @@ class Reception:
                 line.sendall(_line(kit=_PROTOCOL, token=self._token))  # so that the stranger knows whom it met
                 return False
             rank, size = int(said["rank"]), int(said["world_size"])
-        except (ValueError, KeyError, TypeError, OSError):
+        except (ValueError, KeyError, TypeError, OSError, RecursionError):
             return False
         if said.get("giving_up"):
             self._failure = self._missing()
@@ -153,7 +152,7 @@ class Reception:
                              f"{_where(card)}. Are two launches using the same MASTER_ADDR and MASTER_PORT?")
         elif card.get("error"):
             self._failure = _says(rank, card)
-        self._rank_of[line], self._line_of[rank], self._cards[rank] = rank, line, card
+        self._rank_of[line], self._cards[rank] = rank, card
         peer, own = plain_address(line.getpeername()[0]), plain_address(line.getsockname()[0])
         if answered:
             self._answer_one(line, {"error": self._failure})
@@ -176,7 +175,7 @@ class Reception:
                 f"on {socket.gethostname()} port {self._listener.getsockname()[1]}")
 
     def _answer(self, replies: list[Reply]) -> None:
-        for rank, line in self._line_of.items():
+        for line, rank in self._rank_of.items():
             self._answer_one(line, {"error": self._failure} if self._failure else {"reply": replies[rank]})
 
     def _answer_one(self, line: socket.socket, verdict: dict[str, Any]) -> None:
@@ -244,6 +243,7 @@ class Watch:
         self._over = threading.Event()
         self._found = threading.Event()
         self._cause = ""
+        self._leader_started = False
         threading.Thread(target=self._run, daemon=True, name="start-up watch").start()
 
     def cause(self, seconds: float) -> str:
@@ -259,7 +259,7 @@ class Watch:
             with contextlib.suppress(OSError):
                 line.sendall(_line(kit=_PROTOCOL, started=True))
                 if not self._leads:
-                    line.close()
+                    line.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -267,41 +267,40 @@ class Watch:
                 line.setblocking(False)
                 selector.register(line, selectors.EVENT_READ, line)
             while selector.get_map() and not self._cause:
-                for key, _ in selector.select(60):
+                for key, _ in selector.select():
                     said = self._hear(key.data)
                     if said is not None:
-                        self._cause = self._cause or said
                         selector.unregister(key.data)
-                        if self._leads and not said:
-                            key.data.close()
-        if not self._cause:
-            return
-        if self._leads:
-            for line in self._lines:
+                        self._cause = self._cause or said
+        for line in self._lines:
+            if self._leads and self._cause:
                 with contextlib.suppress(OSError):
                     line.sendall(_line(kit=_PROTOCOL, error=self._cause))
+            line.close()
         self._found.set()
-        if not self._over.wait(2):
+        if self._cause and not self._over.wait(2):
             sys.stderr.write(f"{self._cause}\n")
             sys.stderr.flush()
             os._exit(1)
 
     def _hear(self, line: socket.socket) -> str | None:
-        """Why the start failed; empty when the other side has started; None when it has said nothing yet."""
+        """Why the start failed; empty when this line has done its work; None when there is more to wait for."""
         try:
             received = line.recv(1 << 16)
         except BlockingIOError:
             return None
         except OSError:
             received = b""
-        said = [_said(text) for text in received.split(b"\n") if text]
-        for one in said:
-            if one.get("error"):
-                return str(one["error"])
-            if one.get("started"):
-                return ""
+        for said in [_said(text) for text in received.split(b"\n") if text]:
+            if said.get("error"):
+                return str(said["error"])
+            if said.get("started"):
+                self._leader_started = not self._leads
+                return "" if self._leads else None
         if received:
             return None
+        if not self._leads and (self._leader_started or self._over.is_set()):
+            return ""
         rank, where = self._lines[line]
         return f"rank {rank} on {where} died while torch was connecting the ranks. Its own message tells why"
 
@@ -317,7 +316,7 @@ def _line(**words: Any) -> bytes:
 def _said(text: bytes) -> dict[str, Any]:
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) and said.get("kit") == _PROTOCOL else {}
 

@@ -127,8 +127,8 @@ def _explicit(placement: Placement, environ: Mapping[str, str]) -> tuple[str, in
     if not by_hand and (address or text) and hand_set_is_stale(environ, placement):
         return "", 0, [f"MASTER_ADDR={address} MASTER_PORT={text} was ignored: the RANK or WORLD_SIZE beside it is of "
                        "another launch"]
-    if text and not (text.isascii() and text.isdecimal() and 0 < int(text) < 65536):
-        raise LaunchError(f"MASTER_PORT is {text!r}; expected a port from 1 to 65535. Correct or unset it")
+    if text and not (text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536):
+        raise LaunchError(f"MASTER_PORT is {text[:40]!r}; expected a port from 1 to 65535. Correct or unset it")
     one_host = placement.local_world_size == placement.world_size
     if address and placement.local_world_size and not one_host and network.is_loopback(address):
         raise LaunchError(f"MASTER_ADDR={address} is this host alone, but the {placement.world_size} ranks run on "
@@ -169,12 +169,14 @@ def _listed_hosts(placement: Placement, environ: Mapping[str, str]) -> tuple[lis
     """Hosts where rank 0 may be, the likeliest first, and the variable that lists them."""
     if placement.launcher == "slurm":
         groups = [environ.get(name, "") for name in ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST")]
-        if environ.get("SLURM_DISTRIBUTION") == "arbitrary":  # rank 0 may be on any node of the step
+        arbitrary = environ.get("SLURM_DISTRIBUTION") == "arbitrary"  # rank 0 may be on any node of the step
+        try:
+            hosts = [host for group in groups for host in expand_hostlist(group)[:None if arbitrary else 1]]
+        except ValueError as error:
+            raise LaunchError(f"SLURM_STEP_NODELIST: {error}") from None
+        if arbitrary:
             with contextlib.suppress(OSError), open(environ.get("SLURM_HOSTFILE", ""), encoding="utf-8") as file:
-                groups.insert(0, file.readline().split("*")[0].strip())
-            hosts = [host for group in groups for host in expand_hostlist(group)]
-        else:
-            hosts = [host for group in groups for host in expand_hostlist(group)[:1]]
+                hosts.insert(0, file.readline().split("*")[0].strip() or hosts[0])
         return list(dict.fromkeys(hosts)), "SLURM_STEP_NODELIST"
     with contextlib.suppress(OSError), open(environ.get("PBS_NODEFILE", ""), encoding="utf-8") as nodes:
         return list(dict.fromkeys(nodes.read().split())), "PBS_NODEFILE"

@@ -128,8 +128,10 @@ def test_stale_variables_are_ignored_with_a_note(lab: Lab, mpi: str) -> None:
     assert "MASTER_ADDR=nowhere" in done.output
 
 
-@pytest.mark.parametrize("odd_lab", ["debian", "none"], indirect=True)
-@pytest.mark.parametrize("mpi", ["mpich5", "openmpi5", "intel", "openmpi4", "mpich4"])
+# Intel's mpiexec itself does not start ranks where its own host name does not resolve.
+@pytest.mark.parametrize("odd_lab, mpi", [("debian", "mpich5"), ("debian", "openmpi5"), ("debian", "intel"),
+                                          ("none", "openmpi4"), ("none", "openmpi5"), ("none", "mpich4")],
+                         indirect=["odd_lab"])
 def test_host_names_that_lie(odd_lab: Lab, mpi: str) -> None:
     """A name that resolves to 127.0.1.1 on its own host, or nowhere: mpiexec itself is given addresses."""
     command = odd_lab.mpiexec(mpi, "2x2", {})
