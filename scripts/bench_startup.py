@@ -69,9 +69,10 @@ BARE = """\
 import os, sys, time
 import torch
 import torch.distributed as dist
-for name, ours in (("RANK", ("OMPI_COMM_WORLD_RANK", "PMI_RANK")), ("WORLD_SIZE", ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))):
+for name, openmpi, hydra in (("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+                             ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
     if name not in os.environ:
-        os.environ[name] = next(os.environ[one] for one in ours if one in os.environ)
+        os.environ[name] = os.environ.get(openmpi) or os.environ[hydra]
 dist.init_process_group("gloo")
 """ + ENDING + """
 dist.destroy_process_group()
@@ -256,7 +257,7 @@ def big_allocations(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def bench_detect() -> None:
-    rows = [("detect()", "first ms", "next ms")]
+    rows: list[tuple[str, ...]] = [("detect()", "first ms", "next ms")]
     with tempfile.TemporaryDirectory() as folder:
         for name, variables in big_allocations(Path(folder)).items():
             measured = []

@@ -133,13 +133,12 @@ class Reception:
             if said["kit"] != _PROTOCOL or said["token"] != self._token:
                 line.sendall(_line(kit=_PROTOCOL, token=self._token))  # so that the stranger knows whom it met
                 return False
-            rank, size = int(said["rank"]), int(said["world_size"])
+            rank, size, card = int(said["rank"]), int(said["world_size"]), said.get("card", {})
         except (ValueError, KeyError, TypeError, OSError, RecursionError):
             return False
         if said.get("giving_up"):
-            self._failure = self._missing()
+            self._failure = self._failure or self._missing()
             return True
-        card: Card = said["card"]
         size_here, answered = self._placement.world_size, bool(self._failure)
         if answered:
             pass  # the first cause stands
@@ -192,19 +191,19 @@ def call(address: str, port: int, hello: dict[str, Any], deadline: float) -> tup
         line = socket.create_connection((address, port), timeout=max(0.1, min(3.0, left)))
     except OSError as error:
         return error.strerror or "no answer"
-    with contextlib.ExitStack() as on_failure, line.makefile("rb") as heard:
+    with contextlib.ExitStack() as on_failure:
         on_failure.callback(line.close)
         try:
             if line.getsockname() == line.getpeername():
                 return "Connection refused"  # the kernel joined a connection to itself: nobody listens
             line.sendall(_line(kit=_PROTOCOL, **hello))
-            line.settimeout(max(0.1, min(5.0, left)))
-            verdict = _said(heard.readline(_LONGEST_LINE))
+            line.settimeout(max(0.1, min(10.0, left)))
+            verdict = _said(_read_line(line))
             if verdict.get("token") != hello["token"]:
                 return "another launch of this kit listens there" if verdict.get("kit") else "not this kit answered"
             if not _is_verdict(verdict):
                 line.settimeout(max(0.1, deadline - time.monotonic()))
-                verdict = _wait(line, heard, hello)
+                verdict = _wait(line, hello)
         except TimeoutError:
             return "it accepted the connection and said nothing; another program listens there"
         except OSError as error:
@@ -218,17 +217,28 @@ def call(address: str, port: int, hello: dict[str, Any], deadline: float) -> tup
     return verdict, line
 
 
-def _wait(line: socket.socket, heard: Any, hello: dict[str, Any]) -> dict[str, Any]:
+def _wait(line: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
     """The verdict; when it does not come in time, ask rank 0 to name who is missing."""
     try:
-        return _said(heard.readline(_LONGEST_LINE))
+        return _said(_read_line(line))
     except TimeoutError:
         line.settimeout(5)
-        # A new file object: a buffered reader that timed out once refuses to go on.
-        with contextlib.suppress(OSError), line.makefile("rb") as again:
+        with contextlib.suppress(OSError):
             line.sendall(_line(kit=_PROTOCOL, **{k: v for k, v in hello.items() if k != "card"}, giving_up=True))
-            return _said(again.readline(_LONGEST_LINE))
+            return _said(_read_line(line))
     return {}
+
+
+def _read_line(line: socket.socket) -> bytes:
+    """The next line and nothing behind it, which the watch will read; what there is where the other side ends."""
+    read = b""
+    while len(read) < _LONGEST_LINE:
+        seen = line.recv(1 << 16, socket.MSG_PEEK)
+        end = seen.find(b"\n") + 1
+        read += line.recv(end or len(seen))
+        if end or not seen:
+            break
+    return read
 
 
 class Watch:

@@ -22,7 +22,6 @@ from .rollcall import Card
 from .schedulers.slurm import expand_hostlist
 from .telephone import Mpi4py, NoTelephone, Pmi1, Telephone, mpi_is_running, pmix
 
-
 _CANDIDATE_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 

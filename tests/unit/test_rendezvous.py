@@ -276,7 +276,7 @@ def test_a_rank_0_that_ends_while_the_others_wait_is_named_by_them() -> None:
 
 
 def test_two_processes_with_one_rank_are_an_error_on_all() -> None:
-    for one in start(0, 1, 1, 2, size=3, port=free_port(), timeout=3):
+    for one in start(0, 1, 1, size=3, port=free_port(), timeout=3):
         assert "two processes say that they are rank 1" in one.why
 
 
