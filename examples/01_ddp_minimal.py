@@ -36,9 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="samples per rank and step")
     parser.add_argument("--lr", type=float, default=1e-2, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the shuffling")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="where rank 0 writes the trained model (default: nowhere)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="rank 0 writes the trained model there")
     parser.add_argument("--backend", help="gloo, nccl, xccl (default: whatever goes with the device that was found)")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds to wait for all ranks at start")
+    parser.add_argument("--timeout", type=float, default=100, help="seconds that starting may take")
     args = parser.parse_args()
     for option, value in (("--epochs", args.epochs), ("--batch-size", args.batch_size)):
         if value < 1:
@@ -86,7 +86,8 @@ def main() -> None:
             args.save.parent.mkdir(parents=True, exist_ok=True)  # now: a wrong path should fail before the training
 
         data = synthetic_data(args.seed)
-        sampler = DistributedSampler(data, num_replicas=dist.world_size, rank=dist.rank, seed=args.seed)
+        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
+            data, num_replicas=dist.world_size, rank=dist.rank, seed=args.seed)
         loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler, pin_memory=dist.device.type == "cuda")
 
         torch.manual_seed(args.seed)
@@ -103,9 +104,9 @@ def main() -> None:
                 loss.backward()  # DDP averages the gradients over all ranks here
                 optimizer.step()
                 total += loss.detach()  # a tensor: reading its value at each step would make the GPU wait
-            mean_loss = dist.all_reduce_mean(total / len(loader))  # every rank must call it, not only the one that prints
+            mean_loss = dist.all_reduce_mean(total / len(loader)).item()  # called by every rank, not by rank 0 alone
             if dist.is_main:
-                print(f"epoch {epoch + 1}/{args.epochs}: loss {mean_loss.item():.6f}, mean of {dist.world_size} rank(s)")
+                print(f"epoch {epoch + 1}/{args.epochs}: loss {mean_loss:.6f}, mean of {dist.world_size} rank(s)")
 
         # All ranks hold the same model now, so one can speak for all. It uses `model`, not `ddp`, whose calls may
         # communicate and would wait for the other ranks.

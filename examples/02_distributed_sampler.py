@@ -24,7 +24,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
@@ -59,16 +59,16 @@ def count(shards: list[list[int]]) -> Counter[int]:
 
 def padding_or_drop_last(dist: Distributed, seed: int) -> None:
     """All ranks must take the same number of steps, or the last all-reduce waits for a rank that has gone."""
-    samples = range(10 * dist.world_size + 1)  # one too many to be divided evenly
+    samples = TensorDataset(torch.arange(10 * dist.world_size + 1))  # one too many to be divided evenly
     padded_length = math.ceil(len(samples) / dist.world_size)
 
-    sampler: DistributedSampler[int] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=False)
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=False)
     shards = gather(list(sampler), dist)
     show(f"{len(samples)} samples, not shuffled, padded (the default)", shards, dist)
     repeated = dist.world_size * padded_length - len(samples)
     check("every rank has the same number of samples", {len(shard) for shard in shards} == {padded_length}, dist)
     check(f"every sample is there, {repeated} of them twice",
-          sorted(count(shards)) == list(samples) and count(shards).total() == len(samples) + repeated, dist)
+          sorted(count(shards)) == list(range(len(samples))) and count(shards).total() == len(samples) + repeated, dist)
 
     sampler = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=True, seed=seed, drop_last=True)
     shards = gather(list(sampler), dist)
@@ -81,8 +81,8 @@ def padding_or_drop_last(dist: Distributed, seed: int) -> None:
 
 def reshuffling(dist: Distributed, seed: int) -> None:
     """The order depends on (seed, epoch) alone. Nobody counts the epochs for you."""
-    samples = range(10 * dist.world_size)
-    sampler: DistributedSampler[int] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=True, seed=seed)
+    samples = TensorDataset(torch.arange(10 * dist.world_size))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=True, seed=seed)
     first, again = gather(list(sampler), dist), gather(list(sampler), dist)
     show("epoch 0", first, dist)
     check("without set_epoch the next epoch has the very same order", again == first, dist)
@@ -90,7 +90,7 @@ def reshuffling(dist: Distributed, seed: int) -> None:
     second = gather(list(sampler), dist)
     show("epoch 1, after set_epoch(1)", second, dist)
     check("the order is another one", second != first, dist)
-    check("every sample exactly once in either epoch", count(first) == count(second) == Counter(samples), dist)
+    check("every sample exactly once in either epoch", count(first) == count(second) == Counter(range(len(samples))), dist)
     sampler.set_epoch(0)
     check("set_epoch(0) brings the first order back, which is what a resumed job needs",
           gather(list(sampler), dist) == first, dist)

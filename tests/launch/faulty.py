@@ -20,7 +20,8 @@ me = detect()
 faulty = me.rank == int(rank_text or -1)
 
 if what == "late" and faulty:
-    time.sleep(timeout * 3)
+    time.sleep(timeout * 2.5)
+    sys.exit(0)
 if what == "exit-before" and faulty:
     sys.exit("this rank ends before it starts")
 if what == "kill-during" and faulty:

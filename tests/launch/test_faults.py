@@ -155,14 +155,14 @@ def test_nccl_without_a_gpu_is_refused_on_all_ranks() -> None:
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("fault", ["late:2", "exit-before:3", "kill-during:1"])
 def test_a_lost_rank_ends_the_start_under_every_mpiexec(lab: Lab, mpi: str, fault: str) -> None:
-    start = time.monotonic()
-    done = lab.mpi(mpi, "2x2", FAULTY, env={"FAULT": fault, "FAULT_TIMEOUT": "5"}, seconds=40)
+    done = lab.mpi(mpi, "2x2", FAULTY, env={"FAULT": fault, "FAULT_TIMEOUT": "5"}, seconds=45)
     assert done.status != 0
-    assert time.monotonic() - start < 5 * 1.1 + 1 + 20
+    gave_up = [float(text) for text in re.findall(r"gave up after ([0-9.]+) s", done.output)]
+    assert all(seconds <= 5 * 1.1 + 1 for seconds in gave_up), done.output
+    # Some launchers kill the other ranks of a killed one before these can say anything, and report it themselves.
     cause = {"late": "1 of 4 ranks did not come: rank 2", "exit-before": "this rank ends before it starts",
-             "kill-during": "rank 1 on h1"}[fault.split(":")[0]]
-    if fault != "kill-during:1" or mpi in ("intel",):  # the others kill the rest before it can say so
-        assert cause in done.output, done.output
+             "kill-during": r"rank 1 on h1|signal:? 9|exit code: 9|killed"}[fault.split(":")[0]]
+    assert re.search(cause, done.output, re.IGNORECASE), done.output
 
 
 @pytest.mark.parametrize("mpi", MPIS)
