@@ -18,6 +18,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +87,7 @@ def main() -> None:
             args.save.parent.mkdir(parents=True, exist_ok=True)  # now: a wrong path should fail before the training
 
         data = synthetic_data(args.seed)
-        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
-            data, num_replicas=dist.world_size, rank=dist.rank, seed=args.seed)
+        sampler: DistributedSampler[Any] = DistributedSampler(data, dist.world_size, dist.rank, seed=args.seed)
         loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler, pin_memory=dist.device.type == "cuda")
 
         torch.manual_seed(args.seed)

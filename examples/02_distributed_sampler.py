@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
@@ -62,7 +63,7 @@ def padding_or_drop_last(dist: Distributed, seed: int) -> None:
     samples = TensorDataset(torch.arange(10 * dist.world_size + 1))  # one too many to be divided evenly
     padded_length = math.ceil(len(samples) / dist.world_size)
 
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=False)
+    sampler: DistributedSampler[Any] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=False)
     shards = gather(list(sampler), dist)
     show(f"{len(samples)} samples, not shuffled, padded (the default)", shards, dist)
     repeated = dist.world_size * padded_length - len(samples)
@@ -82,7 +83,7 @@ def padding_or_drop_last(dist: Distributed, seed: int) -> None:
 def reshuffling(dist: Distributed, seed: int) -> None:
     """The order depends on (seed, epoch) alone. Nobody counts the epochs for you."""
     samples = TensorDataset(torch.arange(10 * dist.world_size))
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=True, seed=seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=True, seed=seed)
     first, again = gather(list(sampler), dist), gather(list(sampler), dist)
     show("epoch 0", first, dist)
     check("without set_epoch the next epoch has the very same order", again == first, dist)
@@ -90,7 +91,8 @@ def reshuffling(dist: Distributed, seed: int) -> None:
     second = gather(list(sampler), dist)
     show("epoch 1, after set_epoch(1)", second, dist)
     check("the order is another one", second != first, dist)
-    check("every sample exactly once in either epoch", count(first) == count(second) == Counter(range(len(samples))), dist)
+    check("every sample exactly once in either epoch",
+          count(first) == count(second) == Counter(range(len(samples))), dist)
     sampler.set_epoch(0)
     check("set_epoch(0) brings the first order back, which is what a resumed job needs",
           gather(list(sampler), dist) == first, dist)

@@ -4,7 +4,8 @@ laptop, one process     python examples/03_text_lm.py
 laptop, two processes   torchrun --standalone --nproc-per-node 2 examples/03_text_lm.py --text FILE
 any MPI                 mpiexec -n 4 python examples/03_text_lm.py
 Slurm, at once          srun --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 python examples/03_text_lm.py
-Slurm, as a job         sbatch --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 --wrap 'srun python examples/03_text_lm.py'
+Slurm, as a job         sbatch --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 \\
+                            --wrap 'srun python examples/03_text_lm.py'
 PBS, as a job           echo "cd '$PWD' && mpiexec -n 8 '$(command -v python)' examples/03_text_lm.py" |
                             qsub -l select=2:ncpus=4:mpiprocs=4:ngpus=4 -l place=scatter
 
@@ -31,13 +32,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils import Distributed, setup_distributed
 
-MAX_BYTES = 8_000_000  # of the text that are read, held-out part included
-HELD_OUT_WINDOWS = 256  # on which the held-out loss is measured, the same ones each time
+LIBRARY_BYTES = 8_000_000  # of the standard library's sources that are read, held-out part included
+HELD_OUT_WINDOWS = 256  # on which the held-out loss is measured
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT with DDP.")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="train on it (default: the standard library's sources)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: the standard library's sources")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="of the residual stream; a multiple of --heads")
@@ -50,8 +51,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=30, help="steps of linear warm-up, before the cosine decay")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--precision", choices=("float32", "bfloat16"),
-                        help="of the matrix products (default: bfloat16 on GPUs, float32 on CPUs, many of which emulate bfloat16)")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model: a slow start, then faster on GPUs")
+                        help="of the matrix products (default: bfloat16 on GPUs that have it, else float32)")
+    parser.add_argument("--compile", action="store_true", help="compile the model: a slow start, then faster on GPUs")
     parser.add_argument("--log-every", type=int, default=20, help="steps between progress lines")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the order of the data")
     parser.add_argument("--backend", help="gloo, nccl, xccl (default: whatever goes with the device that was found)")
@@ -71,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def standard_library() -> bytes:
-    """Python's own sources, up to MAX_BYTES: real text that every machine has, so that nothing need be downloaded."""
+    """Python's own sources, up to LIBRARY_BYTES: real text that every machine has, so nothing is downloaded."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     names = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -82,9 +83,9 @@ def standard_library() -> bytes:
     text = bytearray()
     for name in names:
         text += (root / name).read_bytes()
-        if len(text) >= MAX_BYTES:
+        if len(text) >= LIBRARY_BYTES:
             break
-    return bytes(text[:MAX_BYTES])
+    return bytes(text[:LIBRARY_BYTES])
 
 
 def read_text(args: argparse.Namespace, dist: Distributed) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ def read_text(args: argparse.Namespace, dist: Distributed) -> tuple[Tensor, Tens
     """
     text, problem = b"", ""
     try:
-        text = args.text.read_bytes()[:MAX_BYTES] if args.text else standard_library()
+        text = args.text.read_bytes() if args.text else standard_library()
     except OSError as error:
         problem = f"cannot read the text: {error}"
     else:
@@ -141,7 +142,8 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -189,13 +191,13 @@ def held_out_loss(model: nn.Module, data: Tensor, args: argparse.Namespace, dist
     """
     count = min(HELD_OUT_WINDOWS, (len(data) - 1) // args.context)
     starts = torch.linspace(0, len(data) - args.context - 1, count, dtype=torch.float64).long()
-    total = torch.zeros(2, dtype=torch.float64)  # loss, windows
+    total = torch.zeros(2, device=data.device)  # loss, windows
     with torch.no_grad():
         for batch in starts[dist.rank :: dist.world_size].split(args.batch_size):
             inputs, targets = windows(data, batch, args.context)
             loss = cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
-            total += torch.tensor([loss.item() * len(batch), len(batch)], dtype=torch.float64)
-    loss_sum, window_count = dist.all_reduce_mean(total.to(dist.device)).tolist()
+            total += torch.stack([loss, torch.ones_like(loss)]) * len(batch)
+    loss_sum, window_count = dist.all_reduce_mean(total).tolist()
     return loss_sum / window_count
 
 
@@ -209,7 +211,9 @@ def main() -> None:
             model.compile()
         ddp = DDP(model, device_ids=dist.device_ids)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        precision = args.precision or ("float32" if dist.device.type == "cpu" else "bfloat16")
+        has_bfloat16 = dist.device.type == "xpu" or (  # CPUs and older GPUs would only emulate it
+            dist.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+        precision = args.precision or ("bfloat16" if has_bfloat16 else "float32")
         autocast = torch.autocast(dist.device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
         global_batch = dist.world_size * args.accumulate * args.batch_size
@@ -223,6 +227,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(args.seed)
         start = last_time = time.perf_counter()
         last_step = 0
+        loss_sum = torch.zeros((), device=dist.device)  # since the last progress line; read only there, as that waits
         for step in range(args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args)
@@ -230,7 +235,6 @@ def main() -> None:
             # no two ranks have the same share, and no seed has to be made up for each rank.
             starts = torch.randint(len(train_data) - args.context, (global_batch,), generator=generator)
             micro_batches = starts[dist.rank :: dist.world_size].split(args.batch_size)
-            step_loss = torch.zeros((), device=dist.device)
             for micro_step, batch in enumerate(micro_batches, start=1):
                 # Gradients add up on each rank; only the last micro-step lets DDP average them over the ranks.
                 last = micro_step == args.accumulate
@@ -240,31 +244,31 @@ def main() -> None:
                         scores = ddp(inputs)
                     loss = cross_entropy(scores.flatten(0, 1).float(), targets.flatten()) / args.accumulate
                     loss.backward()
-                step_loss += loss.detach()
+                loss_sum += loss.detach()
             nn.utils.clip_grad_norm_(ddp.parameters(), args.clip)
             optimizer.step()
             optimizer.zero_grad()
 
             if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+                steps = step + 1 - last_step
                 seconds = time.perf_counter() - start
-                # Clocks differ. All ranks stop at the same step because all look at the same mean.
-                report = torch.tensor([step_loss.item(), seconds], dtype=torch.float64, device=dist.device)
+                # Clocks differ: all ranks stop at the same step because all look at the same mean.
+                report = torch.tensor([loss_sum.item() / steps, seconds], device=dist.device)
                 mean_loss, mean_seconds = dist.all_reduce_mean(report).tolist()
+                loss_sum.zero_()
                 now = time.perf_counter()
-                rate = (step + 1 - last_step) * tokens_per_step / (now - last_time)
-                last_step, last_time = step + 1, now
                 if dist.is_main:
                     print(f"step {step + 1:5d}/{args.steps}  loss {mean_loss:.4f}  lr {learning_rate(step, args):.2e}  "
-                          f"{rate:,.0f} tokens/s", flush=True)
+                          f"{steps * tokens_per_step / (now - last_time):,.0f} tokens/s", flush=True)
+                last_step, last_time = step + 1, now
                 if mean_seconds >= args.max_seconds:
                     break
-        seconds = last_time - start
+        seconds, tokens = last_time - start, last_step * tokens_per_step
 
         with autocast:
             loss_value = held_out_loss(model, held_out_data, args, dist)
         if dist.is_main:
-            print(f"{last_step * tokens_per_step:,} tokens in {seconds:.1f} s: {last_step * tokens_per_step / seconds:,.0f} "
-                  f"tokens/s over {dist.world_size} rank(s)")
+            print(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s, {dist.world_size} rank(s)")
             print(f"held-out loss {loss_value:.4f} nats per byte; unigram entropy {entropy:.4f}", flush=True)
 
 

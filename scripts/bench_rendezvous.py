@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,11 @@ def meet(ranks: int, open_files: int | None) -> None:
     context = multiprocessing.get_context("spawn")
     job = f"{os.getpid()}{time.monotonic_ns()}"
     others = [range(first, ranks, PROCESSES) for first in range(1, min(PROCESSES, ranks - 1) + 1)]
+    works: list[tuple[Callable[..., None], Any]] = [(rank_zero, open_files), *((other_ranks, one) for one in others)]
     pipes, processes = [], []
-    for work in [(rank_zero, ranks, job, open_files), *((other_ranks, ranks, job, numbers) for numbers in others)]:
+    for function, its_own in works:
         here, there = context.Pipe()
-        processes.append(context.Process(target=work[0], args=(there, *work[1:]), daemon=True))
+        processes.append(context.Process(target=function, args=(there, ranks, job, its_own), daemon=True))
         processes[-1].start()
         there.close()
         pipes.append(here)
@@ -141,6 +142,7 @@ def other_ranks(pipe: Connection, ranks: int, job: str, numbers: range) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard < 0 else min(hard, 8 * len(numbers) + 256), hard))
     threading.stack_size(256 << 10)
+    sys.setswitchinterval(60)  # else each of the waiting threads wakes up 200 times a second to ask for the GIL
     # On a cluster every rank has a core of its own. Here thousands of threads share two with rank 0: let them not fight
     # over the interpreter's lock, and not starve the one process that is measured.
     sys.setswitchinterval(0.2)
