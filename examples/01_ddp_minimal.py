@@ -29,6 +29,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils import setup_distributed
+from utils.logging import get_logger
+
+log = get_logger(__name__)  # log.info prints on rank 0 alone
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -105,8 +108,7 @@ def main() -> None:
                 optimizer.step()
                 total += loss.detach()  # a tensor: reading its value at each step would make the GPU wait
             mean_loss = dist.all_reduce_mean(total / len(loader)).item()  # called by every rank, not by rank 0 alone
-            if dist.is_main:
-                print(f"epoch {epoch + 1}/{args.epochs}: loss {mean_loss:.6f}, mean of {dist.world_size} rank(s)")
+            log.info(f"epoch {epoch + 1}/{args.epochs}: loss {mean_loss:.6f}, mean of {dist.world_size} rank(s)")
 
         # All ranks hold the same model now, so one can speak for all. It uses `model`, not `ddp`, whose calls may
         # communicate and would wait for the other ranks.
@@ -116,8 +118,8 @@ def main() -> None:
                 final_loss = mse_loss(model(inputs), targets).item()
             if args.save:
                 save_model({name: tensor.cpu() for name, tensor in model.state_dict().items()}, args.save)
-                print(f"saved the model to {args.save}")
-            print(f"final loss: {final_loss:.10f}", flush=True)
+                log.info(f"saved the model to {args.save}")
+            log.info(f"final loss: {final_loss:.10f}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils import Distributed, setup_distributed
+from utils.logging import get_logger
+
+log = get_logger(__name__)  # log.info prints on rank 0 alone
 
 
 def gather(mine: list[int], dist: Distributed) -> list[list[int]]:
@@ -39,19 +42,17 @@ def gather(mine: list[int], dist: Distributed) -> list[list[int]]:
     return shards
 
 
-def show(title: str, shards: list[list[int]], dist: Distributed) -> None:
-    if dist.is_main:
-        print(f"\n{title}")
-        for rank, shard in enumerate(shards):
-            print(f"  rank {rank}: {' '.join(map(str, shard))}")
+def show(title: str, shards: list[list[int]]) -> None:
+    log.info(f"\n{title}")
+    for rank, shard in enumerate(shards):
+        log.info(f"  rank {rank}: {' '.join(map(str, shard))}")
 
 
-def check(claim: str, holds: bool, dist: Distributed) -> None:
+def check(claim: str, holds: bool) -> None:
     """Not `assert`, which `python -O` leaves out."""
     if not holds:
-        raise RuntimeError(f"rank {dist.rank}: this does not hold: {claim}")
-    if dist.is_main:
-        print(f"  ok: {claim}", flush=True)
+        raise RuntimeError(f"this does not hold: {claim}")
+    log.info(f"  ok: {claim}")
 
 
 def count(shards: list[list[int]]) -> Counter[int]:
@@ -65,19 +66,19 @@ def padding_or_drop_last(dist: Distributed, seed: int) -> None:
 
     sampler: DistributedSampler[Any] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=False)
     shards = gather(list(sampler), dist)
-    show(f"{len(samples)} samples, not shuffled, padded (the default)", shards, dist)
+    show(f"{len(samples)} samples, not shuffled, padded (the default)", shards)
     repeated = dist.world_size * padded_length - len(samples)
-    check("every rank has the same number of samples", {len(shard) for shard in shards} == {padded_length}, dist)
+    check("every rank has the same number of samples", {len(shard) for shard in shards} == {padded_length})
     check(f"every sample is there, {repeated} of them twice",
-          sorted(count(shards)) == list(range(len(samples))) and count(shards).total() == len(samples) + repeated, dist)
+          sorted(count(shards)) == list(range(len(samples))) and count(shards).total() == len(samples) + repeated)
 
     sampler = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=True, seed=seed, drop_last=True)
     shards = gather(list(sampler), dist)
-    show(f"{len(samples)} samples, shuffled, drop_last=True", shards, dist)
+    show(f"{len(samples)} samples, shuffled, drop_last=True", shards)
     left_out = len(samples) % dist.world_size
-    check("every rank has the same number of samples", len({len(shard) for shard in shards}) == 1, dist)
+    check("every rank has the same number of samples", len({len(shard) for shard in shards}) == 1)
     check(f"no sample comes twice, {left_out} left out in this epoch",
-          max(count(shards).values()) == 1 and len(count(shards)) == len(samples) - left_out, dist)
+          max(count(shards).values()) == 1 and len(count(shards)) == len(samples) - left_out)
 
 
 def reshuffling(dist: Distributed, seed: int) -> None:
@@ -85,17 +86,17 @@ def reshuffling(dist: Distributed, seed: int) -> None:
     samples = TensorDataset(torch.arange(10 * dist.world_size))
     sampler: DistributedSampler[Any] = DistributedSampler(samples, dist.world_size, dist.rank, shuffle=True, seed=seed)
     first, again = gather(list(sampler), dist), gather(list(sampler), dist)
-    show("epoch 0", first, dist)
-    check("without set_epoch the next epoch has the very same order", again == first, dist)
+    show("epoch 0", first)
+    check("without set_epoch the next epoch has the very same order", again == first)
     sampler.set_epoch(1)
     second = gather(list(sampler), dist)
-    show("epoch 1, after set_epoch(1)", second, dist)
-    check("the order is another one", second != first, dist)
+    show("epoch 1, after set_epoch(1)", second)
+    check("the order is another one", second != first)
     check("every sample exactly once in either epoch",
-          count(first) == count(second) == Counter(range(len(samples))), dist)
+          count(first) == count(second) == Counter(range(len(samples))))
     sampler.set_epoch(0)
     check("set_epoch(0) brings the first order back, which is what a resumed job needs",
-          gather(list(sampler), dist) == first, dist)
+          gather(list(sampler), dist) == first)
 
 
 def uneven_inputs(dist: Distributed) -> None:
@@ -106,7 +107,7 @@ def uneven_inputs(dist: Distributed) -> None:
     """
     mine = [10 * dist.rank + batch for batch in range(dist.rank + 1)]  # rank r has r + 1 batches
     shards = gather(mine, dist)
-    show("uneven inputs, one number per batch", shards, dist)
+    show("uneven inputs, one number per batch", shards)
     model = nn.Linear(1, 1, bias=False).to(dist.device)
     nn.init.zeros_(model.weight)
     ddp = DDP(model, device_ids=dist.device_ids)
@@ -119,10 +120,10 @@ def uneven_inputs(dist: Distributed) -> None:
     weight = model.weight.item()
     expected = -sum(count(shards).elements()) / dist.world_size
     check("no rank waited for ever, and every gradient counts once",
-          math.isclose(weight, expected, rel_tol=1e-4), dist)
+          math.isclose(weight, expected, rel_tol=1e-4))
     weights: list[float] = [0.0] * dist.world_size
     torch.distributed.all_gather_object(weights, weight)
-    check("all ranks hold the same model afterwards", len(set(weights)) == 1, dist)
+    check("all ranks hold the same model afterwards", len(set(weights)) == 1)
 
 
 class ShardedStream(IterableDataset[int]):
@@ -144,8 +145,8 @@ def iterable_data_set(dist: Distributed, num_workers: int) -> None:
     length = 12 * dist.world_size + 1
     loader = DataLoader(ShardedStream(length, dist.rank, dist.world_size), batch_size=2, num_workers=num_workers)
     shards = gather([int(index) for batch in loader for index in batch], dist)
-    show(f"a stream of {length}, {num_workers} DataLoader worker(s) on each rank", shards, dist)
-    check("every sample exactly once", count(shards) == Counter(range(length)), dist)
+    show(f"a stream of {length}, {num_workers} DataLoader worker(s) on each rank", shards)
+    check("every sample exactly once", count(shards) == Counter(range(length)))
     # Its parts are not of equal length: train on them inside Join, as above.
 
 
@@ -162,8 +163,7 @@ def main() -> None:
         reshuffling(dist, args.seed)
         uneven_inputs(dist)
         iterable_data_set(dist, args.num_workers)
-        if dist.is_main:
-            print(f"\nall claims hold on {dist.world_size} rank(s)", flush=True)
+        log.info(f"\nall claims hold on {dist.world_size} rank(s)")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import hashlib
 import math
+import socket
 import sys
 import sysconfig
 import time
@@ -31,6 +32,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils import Distributed, setup_distributed
+from utils.logging import get_logger
+
+log = get_logger(__name__)  # log.info prints on rank 0 alone
 
 LIBRARY_BYTES = 8_000_000  # of the standard library's sources that are read, held-out part included
 HELD_OUT_WINDOWS = 256  # on which the held-out loss is measured
@@ -89,7 +93,7 @@ def standard_library() -> bytes:
 
 
 def read_text(args: argparse.Namespace, dist: Distributed) -> tuple[Tensor, Tensor]:
-    """The training and the held-out part, 9 to 1, as bytes on the device; or the end of the run, on every rank.
+    """The training and the held-out part, 9 to 1, as bytes on the device. Raises RuntimeError on all ranks or on none.
 
     A rank that could not read its text and stopped alone would leave the others waiting at their first all-reduce. So
     all ranks tell each other how it went, and all of them go on or none.
@@ -99,23 +103,20 @@ def read_text(args: argparse.Namespace, dist: Distributed) -> tuple[Tensor, Tens
         text = args.text.read_bytes() if args.text else standard_library()
     except OSError as error:
         problem = f"cannot read the text: {error}"
-    else:
-        shortest = 20 * (args.context + 1)  # then the held-out part has two windows
-        if len(text) < shortest:
-            problem = (f"{args.text or 'the standard library'} has {len(text)} bytes; with --context {args.context} "
-                       f"at least {shortest} are needed")
-    mine = (problem, hashlib.sha256(text).hexdigest())
-    outcomes = [mine] * dist.world_size
-    torch.distributed.all_gather_object(outcomes, mine)
-    complaints = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(outcomes) if problem]
-    if not complaints and len(set(outcomes)) > 1:
-        complaints = ["the ranks have read different texts, by SHA-256:"]
-        complaints += [f"rank {rank}: {digest}" for rank, (_, digest) in enumerate(outcomes)]
-        complaints += ["Use one Python on all hosts, or --text with a file that all of them share."]
-    if complaints:
-        if dist.is_main:
-            print("\n".join(complaints), file=sys.stderr, flush=True)
-        sys.exit(1)
+    shortest = 20 * (args.context + 1)  # then the held-out part has two windows
+    if not problem and len(text) < shortest:
+        problem = (f"{args.text or sysconfig.get_path('stdlib')} has {len(text)} bytes of text; with "
+                   f"--context {args.context} at least {shortest} are needed")
+    mine = (f"rank {dist.rank} on {socket.gethostname()}", problem, hashlib.sha256(text).hexdigest())
+    everyone = [mine] * dist.world_size
+    torch.distributed.all_gather_object(everyone, mine)
+    for who, problem, _ in everyone:
+        if problem:
+            raise RuntimeError(f"{who}: {problem}")
+    for who, _, digest in everyone:
+        if digest != everyone[0][2]:
+            raise RuntimeError(f"{who} has read another text than {everyone[0][0]} (SHA-256 {digest[:12]} and "
+                               f"{everyone[0][2][:12]}). Use one Python on all hosts, or --text with a file they share")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(dist.device)
     border = len(data) - len(data) // 10
     return data[:border], data[border:]
@@ -219,10 +220,9 @@ def main() -> None:
         global_batch = dist.world_size * args.accumulate * args.batch_size
         tokens_per_step = global_batch * args.context
         entropy = unigram_entropy(held_out_data)
-        if dist.is_main:
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            print(f"{len(train_data):,} bytes to train on, {len(held_out_data):,} held out; {parameters:,} parameters; "
-                  f"{tokens_per_step:,} tokens per step, {precision}", flush=True)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        log.info(f"{len(train_data):,} bytes to train on, {len(held_out_data):,} held out; {parameters:,} parameters; "
+                 f"{tokens_per_step:,} tokens per step, {precision}")
 
         generator = torch.Generator().manual_seed(args.seed)
         start = last_time = time.perf_counter()
@@ -257,9 +257,8 @@ def main() -> None:
                 mean_loss, mean_seconds = dist.all_reduce_mean(report).tolist()
                 loss_sum.zero_()
                 now = time.perf_counter()
-                if dist.is_main:
-                    print(f"step {step + 1:5d}/{args.steps}  loss {mean_loss:.4f}  lr {learning_rate(step, args):.2e}  "
-                          f"{steps * tokens_per_step / (now - last_time):,.0f} tokens/s", flush=True)
+                log.info(f"step {step + 1:5d}/{args.steps}  loss {mean_loss:.4f}  lr {learning_rate(step, args):.2e}  "
+                         f"{steps * tokens_per_step / (now - last_time):,.0f} tokens/s")
                 last_step, last_time = step + 1, now
                 if mean_seconds >= args.max_seconds:
                     break
@@ -267,9 +266,8 @@ def main() -> None:
 
         with autocast:
             loss_value = held_out_loss(model, held_out_data, args, dist)
-        if dist.is_main:
-            print(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s, {dist.world_size} rank(s)")
-            print(f"held-out loss {loss_value:.4f} nats per byte; unigram entropy {entropy:.4f}", flush=True)
+        log.info(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s on {dist.world_size} rank(s)")
+        log.info(f"held-out loss {loss_value:.4f} nats per byte; unigram entropy {entropy:.4f}")
 
 
 if __name__ == "__main__":

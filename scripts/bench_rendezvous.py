@@ -4,8 +4,9 @@
 python scripts/bench_rendezvous.py                       100, 500, 1000, 2000 and 4000 ranks
 python scripts/bench_rendezvous.py --ranks 100 8000      other sizes
 
-Rank 0 has a process of its own, the other ranks are threads of four processes. They find rank 0 as ranks of srun do,
-and hand in the cards of hosts with 8 GPUs each. The largest size is repeated with a soft limit of 256 open files.
+Rank 0 has a process of its own, the other ranks are threads of four processes of lower priority. They find rank 0 as
+ranks of srun do, and hand in the cards of hosts with 8 GPUs each. The largest size is repeated with a soft limit of
+256 open files.
 Exit status 0 whatever the figures are; 1 when the ranks did not meet. Not here: whole launches (bench_startup.py).
 """
 from __future__ import annotations
@@ -142,11 +143,10 @@ def other_ranks(pipe: Connection, ranks: int, job: str, numbers: range) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard < 0 else min(hard, 8 * len(numbers) + 256), hard))
     threading.stack_size(256 << 10)
-    sys.setswitchinterval(60)  # else each of the waiting threads wakes up 200 times a second to ask for the GIL
-    # On a cluster every rank has a core of its own. Here thousands of threads share two with rank 0: let them not fight
-    # over the interpreter's lock, and not starve the one process that is measured.
-    sys.setswitchinterval(0.2)
+    # On a cluster every rank has a core of its own. Here thousands of threads share a few with rank 0: let them not
+    # starve it, nor each wake up 200 times a second to ask for the interpreter's lock.
     os.nice(10)
+    sys.setswitchinterval(60)
     go = threading.Event()
     introduced = threading.Semaphore(0)
     met: list[tuple[float, Rendezvous]] = []

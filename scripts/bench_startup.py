@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,9 +163,7 @@ def _free_place() -> dict[str, str]:
 
 
 def bench_launches(launches: Sequence[Launch], pairs: int) -> None:
-    import torch
-
-    print(f"torch {torch.__version__}, {RANKS} ranks on this host over gloo, {pairs} pairs", flush=True)
+    print(f"torch {version('torch')}, {RANKS} ranks on this host over gloo, {pairs} pairs", flush=True)
     rows = [("launch", "until", "bare s", "kit s", "ratio", "IQR")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -209,6 +208,8 @@ def run(name: str, commands: Commands, program: Path, folder: Path) -> tuple[flo
             how, status = f"did not end within {LAUNCH_SECONDS:.0f} s", [1]
         end = time.monotonic()
         missing = [rank for rank in range(RANKS) if not (folder / str(rank)).exists()]
+        if missing and not any(status):
+            how = f"ended, but rank {' and '.join(map(str, missing))} did no all-reduce"
         if any(status) or missing:
             for output in outputs:
                 output.seek(0)
