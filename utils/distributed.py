@@ -122,7 +122,9 @@ class Distributed:
             sys.stderr.write(f"{me} stops, because {first}\n")
         else:
             hint = ". Another rank died without a message: was it killed by the system?" if lost else ""
-            sys.stderr.write(f"{''.join(traceback.format_exception(error))}{me} failed: {what}{hint}\n")
+            meant = isinstance(error, SystemExit | KeyboardInterrupt)  # its place in the code tells nothing
+            lines = [] if meant else traceback.format_exception(error)
+            sys.stderr.write(f"{''.join(lines)}{me} failed: {what}{hint}\n")
         sys.stderr.flush()
         if self.is_main and self.world_size > 1:
             time.sleep(1)  # the store is in this process: let the others read who failed first
