@@ -92,8 +92,7 @@ def reshuffling(dist: Distributed, seed: int) -> None:
     second = gather(list(sampler), dist)
     show("epoch 1, after set_epoch(1)", second)
     check("the order is another one", second != first)
-    check("every sample exactly once in either epoch",
-          count(first) == count(second) == Counter(range(len(samples))))
+    check("every sample exactly once in either epoch", count(first) == count(second) == Counter(range(len(samples))))
     sampler.set_epoch(0)
     check("set_epoch(0) brings the first order back, which is what a resumed job needs",
           gather(list(sampler), dist) == first)
@@ -119,8 +118,7 @@ def uneven_inputs(dist: Distributed) -> None:
             optimizer.step()
     weight = model.weight.item()
     expected = -sum(count(shards).elements()) / dist.world_size
-    check("no rank waited for ever, and every gradient counts once",
-          math.isclose(weight, expected, rel_tol=1e-4))
+    check("no rank waited for ever, and every gradient counts once", math.isclose(weight, expected, rel_tol=1e-4))
     weights: list[float] = [0.0] * dist.world_size
     torch.distributed.all_gather_object(weights, weight)
     check("all ranks hold the same model afterwards", len(set(weights)) == 1)
