@@ -10,7 +10,7 @@ PBS, as a job           echo "cd '$PWD' && mpiexec -n 8 '$(command -v python)' e
                             qsub -l select=2:ncpus=4:mpiprocs=4:ngpus=4 -l place=scatter
 
 On a machine whose GPUs are fewer than the ranks, or in use, add `--backend gloo`: the ranks then run on CPUs.
-GPUs have room for far more: --layers 8 --heads 8 --width 512 --context 512 --batch-size 64 --steps 2000 --lr 1e-3.
+The defaults suit two CPU cores. GPUs have room for more, say --layers 8 --heads 8 --width 512 --context 512 --lr 1e-3.
 """
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="of the residual stream; a multiple of --heads")
-    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees at once")
+    parser.add_argument("--context", type=int, default=64, help="bytes that the model sees at once")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and micro-step")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-steps per optimizer step")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="stop training after so long")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--warmup", type=int, default=30, help="steps of linear warm-up, before the cosine decay")
+    parser.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up, before the cosine decay")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--precision", choices=("float32", "bfloat16"),
                         help="of the matrix products (default: bfloat16 on GPUs that have it, else float32)")
     parser.add_argument("--compile", action="store_true", help="compile the model: a slow start, then faster on GPUs")
-    parser.add_argument("--log-every", type=int, default=20, help="steps between progress lines")
+    parser.add_argument("--log-every", type=int, default=25, help="steps between progress lines")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the order of the data")
     parser.add_argument("--backend", help="gloo, nccl, xccl (default: whatever goes with the device that was found)")
     args = parser.parse_args()
@@ -261,6 +261,7 @@ def main() -> None:
                          f"{steps * tokens_per_step / (now - last_time):,.0f} tokens/s")
                 last_step, last_time = step + 1, now
                 if mean_seconds >= args.max_seconds:
+                    log.info(f"stopped by --max-seconds {args.max_seconds:g}")
                     break
         seconds, tokens = last_time - start, last_step * tokens_per_step
 

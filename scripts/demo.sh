@@ -17,7 +17,7 @@ OMP_NUM_THREADS=1 .venv/bin/python -m torch.distributed.run --standalone --nproc
 there=$(printf '%q' "$root")
 cat <<TEXT
 
-The held-out loss is far below the unigram entropy: the model has learnt from context.
+By as much as the held-out loss is below the unigram entropy, the model has learnt from context.
 
 The same script runs on a cluster, unchanged, one rank for each GPU. On a login node, with this folder on a file system
 that the nodes see; your site may want an account and a queue as well:
