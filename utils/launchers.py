@@ -12,25 +12,60 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 
 
 class LaunchError(RuntimeError):
     """The process cannot start as part of this launch; the message says what was found and what to do."""
 
 
-@dataclass(frozen=True)
 class Placement:
-    """This process among the processes of its launch. All of it comes from one launcher."""
+    """This process among the processes of its launch. All of it comes from one launcher.
 
+    Frozen, compared by value. Not a dataclass: that module alone takes longer to import than all of this file.
+    """
+
+    __slots__ = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "notes")
     launcher: str
     rank: int
     world_size: int
     local_rank: int | None  # None where the launcher does not say; the exchange after the start fills it in
     local_world_size: int | None
-    notes: tuple[str, ...] = ()  # what a person should be told once
+    notes: tuple[str, ...]  # what a person should be told once
 
-    def __post_init__(self) -> None:
+    def __init__(self, launcher: str, rank: int, world_size: int, local_rank: int | None,
+                 local_world_size: int | None, notes: tuple[str, ...] = ()) -> None:
+        values = (launcher, rank, world_size, local_rank, local_world_size, notes)
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def replace(self, **changes: object) -> Placement:
+        """A copy with other values in the fields named."""
+        return Placement(**{**dict(zip(self.__slots__, self._values(), strict=True)), **changes})  # type: ignore[arg-type]
+
+    def _values(self) -> tuple[object, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"cannot set {name}: a Placement does not change")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"cannot delete {name}: a Placement does not change")
+
+    def __eq__(self, other: object) -> bool:
+        return self._values() == other._values() if isinstance(other, Placement) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Placement, self._values()
+
+    def __repr__(self) -> str:
+        values = zip(self.__slots__, self._values(), strict=True)
+        return f"Placement({', '.join(f'{name}={value!r}' for name, value in values)})"
+
+    def _check(self) -> None:
         local_size = self.world_size if self.local_world_size is None else self.local_world_size
         for name, value in (("world size", self.world_size), ("local world size", local_size)):
             if value < 1:
@@ -275,7 +310,7 @@ class Flux(Launcher):
         placement, nodes = super().read(environ), _number(environ, "FLUX_JOB_NNODES")
         # Flux does not tell the tasks of this node; it follows only where there is one node or one task on each.
         local_size = {1: placement.world_size, placement.world_size: 1}.get(nodes or 0)
-        return replace(placement, local_world_size=local_size)
+        return placement.replace(local_world_size=local_size)
 
 
 class Jsrun(Launcher):
@@ -345,7 +380,7 @@ def _decide(environ: Mapping[str, str], ancestors: Iterable[str] | None,
     chosen, why = _innermost(candidates, ancestors)
     placement = chosen.read(environ)
     notes = placement.notes + tuple(_notes(environ, chosen, candidates, placement))
-    return replace(placement, notes=notes), chosen, why
+    return placement.replace(notes=notes), chosen, why
 
 
 def _by_name(environ: Mapping[str, str], name: str) -> tuple[Placement, Launcher, str]:
