@@ -12,7 +12,7 @@ from tests.launch.launchers import LAYOUTS, MINIMAL, MPIS, Lab
 SHOW = [sys.executable, str(Path(__file__).with_name("show.py"))]
 
 
-@pytest.mark.parametrize("layout", ["2x2", "remote"])
+@pytest.mark.parametrize("layout", ["2x2", "round robin", "2+1", "remote"])
 @pytest.mark.parametrize("mpi", MPIS)
 def test_same_loss_under_mpiexec_without_mpi4py(lab: Lab, mpi: str, layout: str) -> None:
     done = lab.mpi(mpi, layout, MINIMAL)
@@ -23,7 +23,7 @@ def test_same_loss_under_mpiexec_without_mpi4py(lab: Lab, mpi: str, layout: str)
     assert done.line("final loss:") == lab.minimal_loss(sum(slots.values()))
 
 
-@pytest.mark.parametrize("layout", ["2x2", "remote"])
+@pytest.mark.parametrize("layout", ["2+1", "remote"])
 @pytest.mark.parametrize("mpi", MPIS)
 def test_same_loss_under_mpiexec_with_mpi4py_installed(lab: Lab, mpi: str, layout: str) -> None:
     done = lab.mpi(mpi, layout, MINIMAL, env=lab.mpi4py(mpi))
