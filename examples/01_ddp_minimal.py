@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FILE", help="rank 0 writes the trained model there")
     parser.add_argument("--backend", help="gloo, nccl, xccl (default: whatever goes with the device that was found)")
     parser.add_argument("--timeout", type=float, default=100, help="seconds that starting may take")
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
     args = parser.parse_args()
     for option, value in (("--epochs", args.epochs), ("--batch-size", args.batch_size)):
         if value < 1:

@@ -152,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Show and check how data are shared out among the ranks.")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffling")
     parser.add_argument("--num-workers", type=int, default=2, help="DataLoader workers per rank, for the stream")
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
     args = parser.parse_args()
     for option, value in (("--seed", args.seed), ("--num-workers", args.num_workers)):
         if value < 0:

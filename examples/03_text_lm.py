@@ -60,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=25, help="steps between progress lines")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the order of the data")
     parser.add_argument("--backend", help="gloo, nccl, xccl (default: whatever goes with the device that was found)")
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
     args = parser.parse_args()
     for option in ("layers", "heads", "width", "context", "batch_size", "accumulate", "steps", "log_every"):
         if getattr(args, option) < 1:

@@ -184,9 +184,9 @@ def introduce(rank: int, ranks: int) -> tuple[Placement, rollcall.Card]:
     """The placement and the card of a rank on a host of 8 GPUs and 128 cores, 16 of them its own."""
     node, local_rank = divmod(rank, RANKS_PER_HOST)
     placement = Placement("slurm", rank, ranks, local_rank, min(RANKS_PER_HOST, ranks - node * RANKS_PER_HOST))
-    card = rollcall.card(placement, backend="nccl", device=f"cuda:{local_rank}", device_id=f"GPU-{rank:032x}",
-                         mask="CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7", torch="2.13.0", kit=__version__, gloo="",
-                         gloo_loopback=False)
+    devices = [f"GPU-{node:016x}{index:016x}" for index in range(8)]
+    card = rollcall.card(placement, backend="nccl", devices=devices, mask="CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7",
+                         torch="2.13.0", kit=__version__, gloo="", gloo_loopback=False)
     cores = ((1 << CORES_PER_RANK) - 1) << CORES_PER_RANK * local_rank
     return placement, card | {"host": f"n{node:05d}", "cores": f"{cores:x}",
                               "host_cores": CORES_PER_RANK * RANKS_PER_HOST}

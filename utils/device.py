@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 
 import torch
 
@@ -15,13 +14,6 @@ from .launchers import LaunchError
 BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}
 _MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
           "ZE_AFFINITY_MASK")
-
-
-@dataclass(frozen=True)
-class Choice:
-    device: torch.device
-    backend: str
-    identity: str  # the same for two ranks of one host exactly when they hold the same device; empty on CPU
 
 
 def choose_backend(backend: str | None) -> str:
@@ -43,29 +35,18 @@ def choose_backend(backend: str | None) -> str:
     return backend
 
 
-def choose(backend: str, local_rank: int, local_world_size: int) -> Choice:
-    """The device of this rank for `backend`, of which the caller makes it current with `pin`.
+def visible(backend: str) -> list[str]:
+    """The devices that this process may use with `backend`, each by what tells it from the others of its host.
 
-    One visible device: that one. At least as many as ranks on this host: the one of the local rank. Otherwise the
-    mask and the number of ranks contradict each other, which is a LaunchError.
+    In the order of their indices; empty for the CPU.
     """
     kind = BACKENDS[backend]
-    if kind == "cpu":
-        return Choice(torch.device("cpu"), backend, "")
-    visible = _count(kind)
-    index = pick(visible, local_rank, local_world_size, masks())
-    return Choice(torch.device(kind, index), backend, _identity(kind, index))
+    return [] if kind == "cpu" else [_identity(kind, index) for index in range(_count(kind))]
 
 
-def pick(visible: int, local_rank: int, local_world_size: int, mask: str) -> int:
-    """The index of this rank's device among `visible` ones."""
-    if visible == 1:
-        return 0
-    if visible >= local_world_size:
-        return local_rank
-    raise LaunchError(f"local rank {local_rank} on {socket.gethostname()} sees {visible} GPUs for {local_world_size} "
-                      f"ranks ({mask}); expected one GPU, or one for each rank of the host. Start at most {visible} "
-                      "ranks per host, ask for more GPUs, or let the launcher give each rank its own")
+def numbered(backend: str, index: int | None) -> torch.device:
+    """The device of that index among the visible ones; None for the CPU."""
+    return torch.device(BACKENDS[backend]) if index is None else torch.device(BACKENDS[backend], index)
 
 
 def pin(device: torch.device) -> None:

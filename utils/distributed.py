@@ -85,6 +85,7 @@ class Distributed:
         if self._closed:
             return
         self._closed = True
+        self._store = HashStore()  # rank 0's store, and its port, end with the last reference to it
         if dist.is_initialized() and not _within(_CLOSE_SECONDS, dist.destroy_process_group):
             _log.error("the process group could not be destroyed within %.0f s: a collective is still waiting for "
                        "another rank. Ending this process", _CLOSE_SECONDS)
@@ -110,7 +111,8 @@ class Distributed:
             setattr(error, _REPORTED, True)
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         me = f"rank {self.rank} on {socket.gethostname()}"
-        lost = re.search(_LOST, str(error)) is not None  # another rank is gone: that one knows the cause
+        # torch's own complaint that another rank is gone: that one knows the cause. A data loader's is an OSError.
+        lost = isinstance(error, RuntimeError) and re.search(_LOST, str(error)) is not None
         first = ""
         with contextlib.suppress(RuntimeError):  # the store ends with rank 0
             self._store.set_timeout(datetime.timedelta(seconds=3))
@@ -163,33 +165,31 @@ def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_S
     setup_logging(placement.rank, placement.world_size)
     with _watchdog(placement, timeout):
         job = _start(placement, backend, deadline, collective_timeout)
-    atexit.register(job.close)
+    atexit.register(_close_at_exit, job)
     _report_uncaught(job)
     return job
 
 
 def _start(placement: Placement, backend: str | None, deadline: float, collective_timeout: float | None) -> Distributed:
-    choice, card = _introduce(placement, backend)
+    card = _introduce(placement, backend)
     met, store = _meet(placement, card, deadline)
-    reply = met.reply
-    if "error" in card:
-        raise LaunchError(card["error"])
-    chosen = choice or device.choose(card["backend"], reply["local_rank"], reply["local_world_size"])
-    device.pin(chosen.device)
+    reply, backend = met.reply, str(card["backend"])
+    own = device.numbered(backend, reply["device"])
+    device.pin(own)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(reply["threads"])
         os.environ["OMP_NUM_THREADS"] = str(reply["threads"])  # for what this process starts
-    if chosen.backend == "gloo":
-        _choose_gloo_interface(reply["num_nodes"], met.own_addr)
+    if backend == "gloo":
+        _choose_gloo_interface(reply["num_nodes"], met)
     timeout = None if collective_timeout is None else datetime.timedelta(seconds=collective_timeout)
     try:
-        dist.init_process_group(chosen.backend, store=store, rank=placement.rank, world_size=placement.world_size,
-                                timeout=timeout, device_id=None if chosen.device.type == "cpu" else chosen.device)
+        dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size,
+                                timeout=timeout, device_id=None if own.type == "cpu" else own)
     except (RuntimeError, ValueError) as error:
         cause = met.watch.cause(2) if met.watch else ""
         raise LaunchError(cause or
             f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}: all ranks met, but "
-            f"{chosen.backend} could not connect them: {str(error).splitlines()[0]}. Another rank may have died since "
+            f"{backend} could not connect them: {str(error).splitlines()[0]}. Another rank may have died since "
             f"(look for its message); else check GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')!r} "
             f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', '')!r} and firewalls between hosts") from error
     if met.watch:
@@ -197,22 +197,21 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
     if placement.rank == 0:
         ranks, hosts = placement.world_size, reply["num_nodes"]
         _log.info("%d rank%s on %d host%s by %s, backend %s%s\n%s", ranks, "s" * (ranks > 1), hosts, "s" * (hosts > 1),
-                  placement.launcher, chosen.backend,
+                  placement.launcher, backend,
                   f", rank 0 at {met.master_addr}:{met.master_port}" if ranks > 1 else "", reply["table"])
         for note in [*reply["notes"], *met.notes]:
             _log.warning("%s", note)
     return Distributed(placement.rank, placement.world_size, reply["local_rank"], reply["local_world_size"],
-                       reply["node_rank"], reply["num_nodes"], placement.launcher, chosen.backend, chosen.device,
+                       reply["node_rank"], reply["num_nodes"], placement.launcher, backend, own,
                        met.master_addr, met.master_port, PrefixStore("job", store))
 
 
-def _introduce(placement: Placement, backend: str | None) -> tuple[device.Choice | None, rollcall.Card]:
-    """Choose the device where the local rank is known, and write this rank's card. What fails goes on the card."""
-    choice, wanted, error = None, backend or "", ""
+def _introduce(placement: Placement, backend: str | None) -> rollcall.Card:
+    """This rank's card. What fails here goes on it, so that every rank hears of it."""
+    wanted, devices, error = backend or "", [], ""
     try:
         wanted = device.choose_backend(backend)
-        if placement.local_rank is not None and placement.local_world_size is not None:
-            choice = device.choose(wanted, placement.local_rank, placement.local_world_size)
+        devices = device.visible(wanted)
     except (LaunchError, RuntimeError) as problem:
         error = str(problem)
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "") if wanted == "gloo" else ""
@@ -221,11 +220,9 @@ def _introduce(placement: Placement, backend: str | None) -> tuple[device.Choice
         present = ", ".join(name for _, name in socket.if_nameindex())
         error = (f"GLOO_SOCKET_IFNAME={interfaces}, but {socket.gethostname()} has no interface {missing[0]}; it has "
                  f"{present}. Unset it, or name one of these")
-    card = rollcall.card(
-        placement, backend=wanted, device=str(choice.device) if choice else "by local rank",
-        device_id=choice.identity if choice else "", mask=device.masks(), torch=str(torch.__version__), kit=__version__,
-        gloo=interfaces, gloo_loopback="lo" in interfaces.split(","))
-    return choice, {**card, "error": error} if error else card
+    card = rollcall.card(placement, backend=wanted, devices=devices, mask=device.masks(), torch=str(torch.__version__),
+                         kit=__version__, gloo=interfaces, gloo_loopback="lo" in interfaces.split(","))
+    return {**card, "error": error} if error else card
 
 
 def _meet(placement: Placement, card: rollcall.Card, deadline: float) -> tuple[Rendezvous, Store]:
@@ -233,7 +230,8 @@ def _meet(placement: Placement, card: rollcall.Card, deadline: float) -> tuple[R
     left = deadline - time.monotonic()
     if placement.world_size == 1:
         error, replies = rollcall.judge([card])
-        assert error is None
+        if error or "error" in card:
+            raise LaunchError(error or card["error"])
         return Rendezvous("127.0.0.1", 0, replies[0], "127.0.0.1", "127.0.0.1"), HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and placement.launcher == "torchrun":
         agent = _agent_store(left)
@@ -284,7 +282,7 @@ class _AgentStore:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, seconds: float) -> None:
         self._store.set("ddpkit/address", text)
 
     def look_up(self, seconds: float) -> str | None:
@@ -294,12 +292,16 @@ class _AgentStore:
         return poll(told, seconds)
 
 
-def _choose_gloo_interface(num_nodes: int, own_addr: str) -> None:
+def _choose_gloo_interface(num_nodes: int, met: Rendezvous) -> None:
     """Name the interface for gloo where it would take a wrong one: it uses what the host name resolves to."""
     if num_nodes == 1 or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
-    if network.default_gloo_address() != own_addr:
-        interface = network.interface_of(own_addr)
+    address = met.own_addr
+    if network.is_loopback(address):  # this is rank 0's host, reached by a name that means the host itself
+        outward = network.own_addresses()
+        address = met.master_addr if met.master_addr in outward else (outward or [address])[0]
+    if network.default_gloo_address() != address:
+        interface = network.interface_of(address)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
 
@@ -344,6 +346,16 @@ def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _close_at_exit(job: Distributed) -> None:
+    """Without a with statement sys.exit() ends this rank unseen: leave word for those who still wait for it."""
+    if not job._closed and job.world_size > 1:
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+            job._store.set_timeout(datetime.timedelta(seconds=3))
+            job._store.compare_set(_FAILED, "", f"rank {job.rank} on {socket.gethostname()} ended its program, by "
+                                   "sys.exit() or at its last line, without closing the process group")
+    job.close()
 
 
 def _report_uncaught(job: Distributed) -> None:

@@ -108,7 +108,7 @@ class Launcher:
 
     def present(self, environ: Mapping[str, str]) -> bool:
         """Whether this launcher left its mark, even an incomplete one."""
-        return bool(_is_set(environ, self.rank, self.world_size))
+        return bool(_is_set(environ, self.rank, self.world_size, self.local_rank, self.local_world_size))
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         """The placement that the variables give. LaunchError where they are incomplete or contradictory."""
@@ -164,11 +164,10 @@ class MPICH(Launcher):
 
     def present(self, environ: Mapping[str, str]) -> bool:
         # srun --mpi=pmi2, Flux and PALS set PMI_RANK too, but not MPI_LOCALRANKID.
-        return bool(_is_set(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")) and (
-            super().present(environ) or bool(_is_set(environ, "PMI_PORT")))
+        return bool(_is_set(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
     def read(self, environ: Mapping[str, str]) -> Placement:
-        if _is_set(environ, "PMI_PORT") and not super().present(environ):
+        if _is_set(environ, "PMI_PORT") and not _is_set(environ, "PMI_RANK", "PMI_SIZE"):
             raise LaunchError("mpich: PMI_PORT is set but PMI_RANK and PMI_SIZE are not, as mpiexec -pmi-port does. "
                               "Start again without -pmi-port")
         return super().read(environ)
@@ -193,6 +192,10 @@ class PMI(Launcher):
     rank, world_size, local_rank, local_world_size = "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"
     parents = r"mpispawn|pmi_proxy|mpirun\S*|mpiexec\S*"
 
+    def present(self, environ: Mapping[str, str]) -> bool:
+        # People unset PMI_RANK and PMI_SIZE to start single processes from a rank, and leave the others.
+        return bool(_is_set(environ, "PMI_RANK", "PMI_SIZE"))
+
 
 class PALS(Launcher):
     """mpiexec of HPE Cray EX. It gives no world size: that is PMI_SIZE under cray-pmi, else by the node file."""
@@ -203,16 +206,20 @@ class PALS(Launcher):
     parents = r"palsd"
 
     def present(self, environ: Mapping[str, str]) -> bool:
-        return bool(_is_set(environ, "PALS_RANKID"))
+        # srun of a Cray sets PALS variables too (Slurm's mpi/cray_shasta), with this application id.
+        by_srun = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+        return bool(_is_set(environ, "PALS_RANKID", "PALS_APID")) and environ.get("PALS_APID") != by_srun
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         notes: tuple[str, ...] = ()
         rank = _number(environ, "PALS_RANKID")
         local_rank, local_world_size = _number(environ, "PALS_LOCAL_RANKID"), _number(environ, "PALS_LOCAL_SIZE")
-        assert rank is not None
+        if rank is None:
+            raise LaunchError(f"pals: PALS_APID={environ['PALS_APID']} is set, but PALS_RANKID is not. Start the "
+                              "script by mpiexec, or unset PALS_APID too")
         if _number(environ, "PMI_RANK") == rank and _is_set(environ, "PMI_SIZE"):
             world_size = _number(environ, "PMI_SIZE")
-        elif _is_set(environ, "WORLD_SIZE") and _number(environ, "RANK") in (None, rank):
+        elif _is_set(environ, "WORLD_SIZE") and not _is_set(environ, "RANK"):  # with RANK it is of another launch
             world_size = _number(environ, "WORLD_SIZE")
         else:
             hosts = len(set(_node_file(environ).split()))
@@ -249,10 +256,10 @@ class Slurm(Launcher):
         return not self.why_no_task(environ)
 
     def why_no_task(self, environ: Mapping[str, str]) -> str:
-        """Why this process is no task of a step; empty where it is one."""
-        if not _is_set(environ, "SLURM_STEP_ID") or not _is_set(environ, "SLURM_PROCID"):
+        """Why this process is no task of a step, as far as the variables tell; empty where it is one."""
+        step, rank = environ.get("SLURM_STEP_ID", "").strip(), _number(environ, "SLURM_PROCID")
+        if rank is None or not step and rank == 0:  # a rank above 0 is no batch script's; read() says what is missing
             return "SLURM_STEP_ID or SLURM_PROCID is not set"
-        step, rank = environ["SLURM_STEP_ID"].strip(), _number(environ, "SLURM_PROCID")
         if step.isdecimal() and int(step) >= self.SPECIAL_STEPS:
             return f"SLURM_STEP_ID={step} is an interactive or batch step"
         tasks, step_tasks = _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_STEP_NUM_TASKS")
@@ -269,23 +276,31 @@ class Slurm(Launcher):
         tasks, step_tasks = _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_STEP_NUM_TASKS")
         world_size = step_tasks if step_tasks is not None else tasks
         if rank is None or world_size is None:
-            raise LaunchError(f"slurm: this is step {environ.get('SLURM_STEP_ID')} but SLURM_PROCID, "
-                              "SLURM_STEP_NUM_TASKS or SLURM_NTASKS is missing. Start the script by srun")
+            raise LaunchError(f"slurm: {_shown(environ, self.variables) or 'the parent process is of a step'}, but "
+                              "SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS is missing. Start the script by srun")
+        if not _is_set(environ, "SLURM_STEP_ID"):
+            raise LaunchError(f"slurm: SLURM_PROCID={rank}, but SLURM_STEP_ID is not set; srun sets both. Start the "
+                              "script by srun, or unset SLURM_PROCID")
         if tasks is not None and tasks != world_size:
             raise LaunchError(f"slurm: SLURM_NTASKS={tasks} but SLURM_STEP_NUM_TASKS={world_size} with "
                               f"SLURM_PROCID={rank}; expected equal values, as srun sets them. Unset what was set by "
                               "hand and start the script by srun")
         here = environ.get("SLURM_GTIDS", "").split(",")  # "2,3": the global ranks of this node's tasks
+        on_node = self._tasks_on_node(environ)
         if local_rank is not None and local_rank < len(here) and here[local_rank] == str(rank):
-            return Placement(self.name, rank, world_size, local_rank, len(here))
-        return Placement(self.name, rank, world_size, local_rank, self._tasks_on_node(environ))
+            if on_node is not None and on_node != len(here):
+                raise LaunchError(f"slurm: {_shown(environ, ('SLURM_GTIDS',))} is {len(here)} tasks on this node, but "
+                                  f"SLURM_STEP_TASKS_PER_NODE says {on_node}. Unset what was set by hand and start the "
+                                  "script by srun")
+            on_node = len(here)
+        return Placement(self.name, rank, world_size, local_rank, on_node)
 
     @staticmethod
     def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
         """This node's entry of SLURM_STEP_TASKS_PER_NODE, for example "2(x3),1"; None where it is not known."""
         node, text = _number(environ, "SLURM_NODEID"), environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
-        if node is None or not text:
-            return None
+        if node is None or not text or _is_set(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
+            return None  # over several components the list is in the order of names, and SLURM_NODEID is not
         try:
             for part in text.split(","):
                 times = int(part[part.index("(x") + 2:-1]) if "(" in part else 1
@@ -302,9 +317,6 @@ class Flux(Launcher):
     rank, world_size, local_rank = "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"
     also = ("FLUX_JOB_NNODES",)
     parents = r"flux-shell"
-
-    def present(self, environ: Mapping[str, str]) -> bool:
-        return bool(_is_set(environ, "FLUX_TASK_RANK"))
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         placement, nodes = super().read(environ), _number(environ, "FLUX_JOB_NNODES")
@@ -331,7 +343,9 @@ class ByHand(Launcher):
     def present(self, environ: Mapping[str, str]) -> bool:
         # WORLD_SIZE alone is set in some people's profile; RANK alone leaks into batch scripts from the submit shell.
         allocated = _is_set(environ, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-        return bool(_is_set(environ, "RANK")) and not (allocated and not _is_set(environ, "WORLD_SIZE"))
+        by_torchrun = _is_set(environ, "TORCHELASTIC_RUN_ID")
+        return bool(_is_set(environ, "RANK")) and not by_torchrun and not (
+            allocated and not _is_set(environ, "WORLD_SIZE"))
 
 
 class Single(Launcher):
@@ -350,8 +364,13 @@ class Single(Launcher):
 # the others comes first. Each is in the order of its own marks (Intel's Hydra has MPICH's too).
 LAUNCHERS: tuple[Launcher, ...] = (Torchrun(), PALS(), MVAPICH(), Jsrun(), OpenMPI(), IntelMPI(), MPICH(), Flux(),
                                    Slurm(), PMI(), ByHand(), Single())
-# Parents that start a person's shell, not a rank: what a rank's variables say below them was inherited.
-_SHELLS = r"slurmstepd:\s+\[[^\]]*\.(batch|interactive|extern)\]"
+# Parents that start a person's or a batch shell, not a rank: what a rank's variables say below them was inherited.
+_SHELLS = r"slurmstepd:\s+\[[^\]]*\.(batch|interactive|extern)\]|(\S*/)?pbs_mom(\s|$)"
+# A shell without a script or -c, or what opens one: below `srun --pty` a person types into it, and only that of rank 0.
+_TYPED_INTO = (r"(\S*/)?-?(ba|z|k|da|a|c|tc|fi)?sh(\s+(--init-file|--rcfile|[-+][oO])\s+\S+|"
+               r"\s+-(?!\w*c(\s|$))\S+)*\s*$|(\S*/)?(tmux|screen|SCREEN|code|node)(:|\s|$)")
+# Programs of many names run torch's elastic agent in Python, and the agent is the parent of its workers.
+_PYTHON = r"(\S*/)?(python|pypy)[\w.]*(\s|$)"
 _HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -377,7 +396,7 @@ def _decide(environ: Mapping[str, str], ancestors: Iterable[str] | None,
     candidates = [one for one in LAUNCHERS if one.present(environ)]
     if ancestors is None:
         ancestors = parent_commands() if environ is os.environ else ()
-    chosen, why = _innermost(candidates, ancestors)
+    chosen, why = _innermost(environ, candidates, ancestors)
     placement = chosen.read(environ)
     notes = placement.notes + tuple(_notes(environ, chosen, candidates, placement))
     return placement.replace(notes=notes), chosen, why
@@ -396,34 +415,43 @@ def _by_name(environ: Mapping[str, str], name: str) -> tuple[Placement, Launcher
                       "Start the script by it, or leave the launcher out")
 
 
-def _innermost(candidates: list[Launcher], ancestors: Iterable[str]) -> tuple[Launcher, str]:
+def _innermost(environ: Mapping[str, str], candidates: list[Launcher],
+               ancestors: Iterable[str]) -> tuple[Launcher, str]:
     """The candidate whose program is the nearest parent; where no parent tells, the first in the order of LAUNCHERS."""
-    if len(candidates) == 1:  # nothing but Single, which is always one
+    # A numbered step's daemon proves a task, also where the variables are too torn to look like one: then read() fails.
+    believed = [*candidates, *(one for one in LAUNCHERS if isinstance(one, Slurm) and one not in candidates
+                               and _is_set(environ, "SLURM_STEP_ID", "SLURM_PROCID"))]
+    if len(believed) == 1:  # nothing but Single, which is always one
         return candidates[0], "no launcher's variables are set"
+    typed = bool(_is_set(environ, "SLURM_PTY_PORT")) and environ.get("SLURM_STEP_NUM_TASKS") != "1"
     for command in ancestors:
-        for one in candidates:
-            if one.started(command):
+        for one in believed:
+            if one.started(command) or isinstance(one, Torchrun) and re.match(_PYTHON, command):
                 return one, f"the nearest launcher among the parent processes is: {command.strip()[:100]}"
-        if re.match(_SHELLS, command):
+        if re.match(_SHELLS, command) or typed and re.match(_TYPED_INTO, command):
             by_hand = next(one for one in candidates if isinstance(one, ByHand | Single))
             return by_hand, f"the parent process is a shell's, not a rank's: {command.strip()}"
+    if isinstance(candidates[0], Single):
+        return candidates[0], "no launcher's variables are set"
     return candidates[0], "its variables are set, and no parent process tells otherwise"
 
 
 def _notes(environ: Mapping[str, str], chosen: Launcher, candidates: list[Launcher],
            placement: Placement) -> Iterator[str]:
     if chosen.name == "single":
-        yield from _unused_allocation(environ)
+        yield from _unused_allocation(environ, "no launcher started this process")
         if _is_set(environ, "RANK", "WORLD_SIZE"):
             yield f"{_shown(environ, _HAND_SET)} was ignored: RANK and WORLD_SIZE go together, and one is not set"
+    if chosen.name == "slurm" and placement.world_size == 1 and _is_set(environ, "SLURM_PTY_PORT"):
+        yield from _unused_allocation(environ, "srun --pty started one task")
     ignored = [one for one in candidates if one.name not in (chosen.name, "slurm", "env", "single")
                and not (isinstance(one, PMI | MPICH) and isinstance(chosen, PALS | MVAPICH | Flux | Slurm | IntelMPI))
                and not (isinstance(one, OpenMPI) and isinstance(chosen, Jsrun))]
-    for one in ignored:
+    for one in {one.name: one for one in reversed(ignored)}.values():
         yield (f"{_shown(environ, one.variables[:4])} of {one.name} was ignored: {chosen.name} started this process as "
                f"rank {placement.rank} of {placement.world_size}")
-    if chosen.name not in ("torchrun", "env", "single") and _is_set(environ, "RANK") and hand_set_is_stale(
-            environ, placement):
+    if (chosen.name not in ("torchrun", "env", "single") and not any(isinstance(one, Torchrun) for one in ignored)
+            and _is_set(environ, "RANK") and hand_set_is_stale(environ, placement)):
         yield (f"{_shown(environ, _HAND_SET)} was ignored: {chosen.name} started this process as "
                f"rank {placement.rank} of {placement.world_size}")
 
@@ -439,8 +467,8 @@ def _shown(environ: Mapping[str, str], names: Iterable[str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names if _is_set(environ, name))
 
 
-def _unused_allocation(environ: Mapping[str, str]) -> Iterator[str]:
-    """A note where the scheduler gave more than one process could use and no launcher was used."""
+def _unused_allocation(environ: Mapping[str, str], why: str) -> Iterator[str]:
+    """A note where the scheduler gave more than one process can use, and why there is one."""
     job = size = start = ""
     if _is_set(environ, "SLURM_JOB_ID"):
         job, start = f"Slurm job {environ['SLURM_JOB_ID']}", "srun"
@@ -453,7 +481,7 @@ def _unused_allocation(environ: Mapping[str, str]) -> Iterator[str]:
         job, start, slots = f"LSF job {environ['LSB_JOBID']}", "jsrun", _number(environ, "LSB_DJOB_NUMPROC") or 1
         size = f"{slots} slots" if slots > 1 else ""
     if size:
-        yield (f"{job} holds {size}, but no launcher started this process: it runs alone, as rank 0 of 1. "
+        yield (f"{job} holds {size}, but {why}: it runs alone, as rank 0 of 1. "
                f"To use them all: {start} python ...")
 
 

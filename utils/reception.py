@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import network
@@ -24,6 +24,7 @@ from .rollcall import Card, ranges
 Reply = dict[str, Any]
 Judge = Callable[[list[Card]], tuple[str | None, list[Reply]]]  # cards by rank -> what is wrong, and a reply for each
 
+SILENT = "it accepted the connection and said nothing; another program listens there"
 _PROTOCOL = "ddpkit-1"
 _LONGEST_LINE = 1 << 20
 _LINGER = 15.0  # seconds that rank 0 stays to tell late ranks why the start failed
@@ -32,8 +33,9 @@ _LINGER = 15.0  # seconds that rank 0 stays to tell late ranks why the start fai
 class Reception:
     """Rank 0's side of the roll call: one connection per rank, held until the verdict."""
 
-    def __init__(self, listener: socket.socket, placement: Placement, token: str) -> None:
+    def __init__(self, listener: socket.socket, placement: Placement, token: str, doubts: Sequence[str] = ()) -> None:
         self._listener, self._placement, self._token = listener, placement, token
+        self._doubts = doubts  # what to tell with the news that ranks are missing
         self._selector = selectors.DefaultSelector()
         self._unread: dict[socket.socket, bytes] = {}
         self._rank_of: dict[socket.socket, int] = {}
@@ -171,7 +173,8 @@ class Reception:
         return (f"{len(missing)} of {self._placement.world_size} ranks did not come: rank {ranges(missing)}. "
                 f"Those that came run on {hosts}{' ...' if len(known) > 16 else ''}. Look for messages of the missing "
                 f"ranks; if there are none, they hang before setup_distributed() or cannot reach rank 0, which listens "
-                f"on {socket.gethostname()} port {self._listener.getsockname()[1]}")
+                f"on {socket.gethostname()} port {self._listener.getsockname()[1]}"
+                + "".join(f". {doubt}" for doubt in self._doubts))
 
     def _answer(self, replies: list[Reply]) -> None:
         for line, rank in self._rank_of.items():
@@ -184,8 +187,12 @@ class Reception:
             line.setblocking(False)
 
 
-def call(address: str, port: int, hello: dict[str, Any], deadline: float) -> tuple[Reply, socket.socket] | str:
-    """Hand in the card and wait for the verdict: (verdict, open connection), or why this place is not rank 0's."""
+def call(address: str, port: int, hello: dict[str, Any], deadline: float,
+         patience: float = 10.0) -> tuple[Reply, socket.socket] | str:
+    """Hand in the card and wait for the verdict: (verdict, open connection), or why this place is not rank 0's.
+
+    patience: seconds that the first word may take; rank 0 says it at once, the verdict when all ranks have come.
+    """
     left = deadline - time.monotonic()
     try:
         line = socket.create_connection((address, port), timeout=max(0.1, min(3.0, left)))
@@ -197,7 +204,7 @@ def call(address: str, port: int, hello: dict[str, Any], deadline: float) -> tup
             if line.getsockname() == line.getpeername():
                 return "Connection refused"  # the kernel joined a connection to itself: nobody listens
             line.sendall(_line(kit=_PROTOCOL, **hello))
-            line.settimeout(max(0.1, min(10.0, left)))
+            line.settimeout(max(0.1, min(patience, left)))
             verdict = _said(_read_line(line))
             if verdict.get("token") != hello["token"]:
                 return "another launch of this kit listens there" if verdict.get("kit") else "not this kit answered"
@@ -205,7 +212,7 @@ def call(address: str, port: int, hello: dict[str, Any], deadline: float) -> tup
                 line.settimeout(max(0.1, deadline - time.monotonic()))
                 verdict = _wait(line, hello)
         except TimeoutError:
-            return "it accepted the connection and said nothing; another program listens there"
+            return SILENT
         except OSError as error:
             return f"the connection broke ({error.strerror})"
         if not _is_verdict(verdict):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 
 from . import network
 from .launchers import LaunchError, Placement, hand_set_is_stale, parent_pids
-from .reception import Judge, Reception, Reply, Watch, call, plain_address
+from .reception import SILENT, Judge, Reception, Reply, Watch, call, plain_address
 from .rollcall import Card
 from .schedulers.slurm import expand_hostlist
 from .telephone import Mpi4py, NoTelephone, Pmi1, Telephone, mpi_is_running, pmix
@@ -69,39 +71,50 @@ def agree(placement: Placement, card: Card, judge: Judge, *, timeout: float,
 # How the launch is found ---------------------------------------------------------------------------------------------
 
 def _plan(placement: Placement, environ: Mapping[str, str], telephone: Telephone | None) -> _Plan:
-    address, port, notes = _explicit(placement, environ)
+    one_host = placement.local_world_size == placement.world_size
+    address, port, notes = _explicit(placement, environ, one_host)
     identity = _identity(placement, environ)
-    if telephone is not None:
-        port = 0  # MASTER_PORT is of the store that the telephone belongs to
     plan = _Plan(hashlib.sha256(identity.encode()).hexdigest()[:24], [address] if address else [],
-                 [port] if port else _ports(identity), telephone, notes, "MASTER_ADDR and MASTER_PORT",
-                 loopback=placement.local_world_size == placement.world_size)
-    if telephone is not None or placement.launcher in ("torchrun", "env"):
+                 [port] if port and telephone is None else [], telephone, notes, "MASTER_ADDR and MASTER_PORT",
+                 loopback=one_host and (not address or network.is_loopback(address)))
+    if telephone is not None:  # MASTER_PORT is of the store that the telephone belongs to
         return plan
-    why_not = ""
-    try:
-        if mpi_is_running():
-            plan.telephone = Mpi4py(placement)
-        elif plan.loopback and identity:
-            plan.hosts, plan.source = ["127.0.0.1"], "this host alone"
-        else:
-            plan.telephone = _telephone(placement, environ)
-    except NoTelephone as error:
-        why_not = str(error)
-    if plan.telephone is not None or plan.hosts:
+    if placement.launcher in ("torchrun", "env"):
         return plan
-    plan.hosts, plan.source = _listed_hosts(placement, environ)
-    if plan.hosts and (identity or port):
+    why_not = []
+    by_name_service = [] if plan.loopback and identity else [_telephone]
+    for find in [_running_mpi, *by_name_service]:
+        try:
+            plan.telephone = plan.telephone or find(placement, environ)
+        except NoTelephone as error:
+            why_not.append(str(error))
+    if plan.telephone is not None:
         return plan
-    if placement.launcher != "slurm":
+    hosts, source = (["127.0.0.1"], "this host alone") if plan.loopback and identity else _listed_hosts(
+        placement, environ)
+    if hosts and (identity or port):
+        # Where MASTER_ADDR is of a launch before, one rank's number may fit it: that one tries the usual places too.
+        plan.hosts = list(dict.fromkeys([*hosts, *plan.hosts]))
+        plan.ports += _ports(identity) if identity else []
+        plan.source = f"MASTER_ADDR and {source}" if address else source
+        return plan
+    if placement.launcher != "slurm" and not any("mpi4py" in why for why in why_not):
         try:
             plan.telephone = Mpi4py(placement)
             return plan
         except NoTelephone as error:
-            why_not = f"{why_not}; {error}" if why_not else str(error)
+            why_not.append(str(error))
+    if plan.hosts and plan.ports:
+        return plan
     raise LaunchError(f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}, started by "
-                      f"{placement.launcher}: nothing tells where rank 0 is ({why_not or 'no node list'}). "
+                      f"{placement.launcher}: nothing tells where rank 0 is ({'; '.join(why_not) or 'no node list'}). "
                       "Export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to all ranks")
+
+
+def _running_mpi(placement: Placement, environ: Mapping[str, str]) -> Telephone | None:
+    """MPI itself, where it has been initialised: the launcher's name service is the library's from then on."""
+    owned = placement.launcher in ("openmpi", "mpich", "intel-mpi", "mvapich", "flux")
+    return Mpi4py(placement) if owned and mpi_is_running() else None
 
 
 def _telephone(placement: Placement, environ: Mapping[str, str]) -> Telephone | None:
@@ -115,7 +128,7 @@ def _telephone(placement: Placement, environ: Mapping[str, str]) -> Telephone | 
     return None
 
 
-def _explicit(placement: Placement, environ: Mapping[str, str]) -> tuple[str, int, list[str]]:
+def _explicit(placement: Placement, environ: Mapping[str, str], one_host: bool) -> tuple[str, int, list[str]]:
     """MASTER_ADDR and MASTER_PORT where they belong to this launch, "" and 0 where not; and what was ignored."""
     address, text = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
     by_hand = placement.launcher in ("torchrun", "env")
@@ -128,8 +141,9 @@ def _explicit(placement: Placement, environ: Mapping[str, str]) -> tuple[str, in
                        "another launch"]
     if text and not (text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536):
         raise LaunchError(f"MASTER_PORT is {text[:40]!r}; expected a port from 1 to 65535. Correct or unset it")
-    one_host = placement.local_world_size == placement.world_size
     if address and placement.local_world_size and not one_host and network.is_loopback(address):
+        if not by_hand and environ.get("RANK", "").strip():
+            return "", 0, []  # one rank's number happens to fit what another launch left behind
         raise LaunchError(f"MASTER_ADDR={address} is this host alone, but the {placement.world_size} ranks run on "
                           "several hosts. Set it to a name of rank 0's host that all hosts know, or unset it")
     return address, int(text or 0), []
@@ -152,7 +166,7 @@ def _proxy() -> str:
     for pid in parent_pids():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             name, _, rest = file.read().partition("(")[2].rpartition(")")
-            if name.startswith(("hydra_pmi", "pmi_proxy", "mpispawn", "mpiexec", "mpirun")):
+            if name in ("hydra_pmi_proxy", "pmi_proxy", "mpispawn"):  # not a wrapper of the user's, called mpiexec-...
                 return f"{socket.gethostname()}:{pid}:{rest.split()[19]}"
     return ""
 
@@ -167,21 +181,32 @@ def _ports(identity: str) -> list[int]:
 def _listed_hosts(placement: Placement, environ: Mapping[str, str]) -> tuple[list[str], str]:
     """Hosts where rank 0 may be, the likeliest first, and the variable that lists them."""
     if placement.launcher == "slurm":
-        groups = [environ.get(name, "") for name in ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST")]
-        arbitrary = environ.get("SLURM_DISTRIBUTION") == "arbitrary"  # rank 0 may be on any node of the step
-        try:
-            hosts = [host for group in groups for host in expand_hostlist(group)[:None if arbitrary else 1]]
-        except ValueError as error:
-            raise LaunchError(f"SLURM_STEP_NODELIST: {error}") from None
-        if arbitrary:
-            with contextlib.suppress(OSError), open(environ.get("SLURM_HOSTFILE", ""), encoding="utf-8") as file:
-                hosts.insert(0, file.readline().split("*")[0].strip() or hosts[0])
-        return list(dict.fromkeys(hosts)), "SLURM_STEP_NODELIST"
+        return _step_hosts(environ), "SLURM_STEP_NODELIST"
     with contextlib.suppress(OSError), open(environ.get("PBS_NODEFILE", ""), encoding="utf-8") as nodes:
         return list(dict.fromkeys(nodes.read().split())), "PBS_NODEFILE"
     if environ.get("LSB_MCPU_HOSTS"):  # "batch1 1 h41n01 42 h41n02 42"
         return environ["LSB_MCPU_HOSTS"].split()[::2], "LSB_MCPU_HOSTS"
     return [], ""
+
+
+def _step_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Nodes of the srun step where rank 0 may be: mostly the first of its list, which is sorted by name."""
+    firsts: list[str] = []  # of each component of a heterogeneous job; some versions of srun still say PACK for HET
+    try:
+        nodes = expand_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
+        while group := (environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{len(firsts)}")
+                        or environ.get(f"SLURM_JOB_NODELIST_PACK_GROUP_{len(firsts)}")):
+            firsts.append(expand_hostlist(group)[0])
+    except ValueError as error:
+        raise LaunchError(f"SLURM_STEP_NODELIST: {error}") from None
+    if environ.get("SLURM_DISTRIBUTION") == "arbitrary":  # the ranks are on the hosts that a file lists
+        with contextlib.suppress(OSError), open(environ.get("SLURM_HOSTFILE", ""), encoding="utf-8") as file:
+            nodes = [first for first in [file.readline().split("*")[0].strip()] if first] + nodes
+    elif firsts:  # rank 0 is in the first component that takes part in the step
+        nodes = [first for first in firsts if first in nodes or not nodes] + nodes
+    else:
+        nodes = nodes[:1]
+    return list(dict.fromkeys(nodes))
 
 
 # Rank 0 --------------------------------------------------------------------------------------------------------------
@@ -197,17 +222,29 @@ def _host(placement: Placement, plan: _Plan, card: Card, judge: Judge, deadline:
             addresses = list(dict.fromkeys([*named, *addresses]))[:8]
             plan.token = os.urandom(12).hex()
             try:
-                plan.telephone.publish(f"{plan.token}|{port}|{','.join(addresses)}")
+                plan.telephone.publish(f"{plan.token}|{port}|{','.join(addresses)}", deadline - time.monotonic())
             except NoTelephone as error:
                 raise LaunchError(f"rank 0 cannot tell the others where it listens: {error}. "
                                   "Export MASTER_ADDR and MASTER_PORT to all ranks") from None
-        reception = Reception(listener, placement, plan.token)
+        reception = Reception(listener, placement, plan.token, [*placement.notes, *_doubts(plan)])
         reply = reception.gather(card, judge, deadline)
     except BaseException:
         listener.close()
         raise
     own = reception.address
     return Rendezvous(own, port, reply, "127.0.0.1", own, listener, reception.watch(), tuple(notes))
+
+
+def _doubts(plan: _Plan) -> Iterator[str]:
+    """What may keep the others from finding this host, for the message when they do not come."""
+    if plan.source.startswith("MASTER_ADDR") and plan.hosts and plan.telephone is None:
+        address = plan.hosts[-1]
+        resolved = network.resolve(address)
+        if not resolved:
+            yield f"MASTER_ADDR={address} does not resolve on rank 0's host"
+        elif not any(network.is_loopback(one) or one in network.own_addresses() or ":" in one for one in resolved):
+            yield (f"MASTER_ADDR={address} is no address of rank 0's host {socket.gethostname()}, which has "
+                   f"{', '.join(network.own_addresses()[:4])}")
 
 
 def _make_room(world_size: int) -> Iterator[str]:
@@ -259,9 +296,11 @@ def _join(placement: Placement, plan: _Plan, card: Card, deadline: float, timeou
     hello = {"rank": placement.rank, "world_size": placement.world_size, "card": card}
     met: dict[str, str] = {}  # what happened at each place that was tried, the newest last
     attempt, pause = 0, 0.005
+    # A busy rank 0 welcomes 4,000 ranks within 4 s. Where one place alone is possible, wait for it.
+    patience = 10.0 if plan.telephone is not None or len(plan.ports) == 1 else 2 + placement.world_size / 500
     while True:
         for host, address, port in _places(placement, plan, attempt, deadline, met):
-            outcome = call(address, port, {**hello, "token": plan.token}, deadline)
+            outcome = call(address, port, {**hello, "token": plan.token}, deadline, patience)
             if not isinstance(outcome, str):
                 verdict, line = outcome
                 return Rendezvous(verdict["master_addr"], port, verdict["reply"], address,
@@ -269,6 +308,8 @@ def _join(placement: Placement, plan: _Plan, card: Card, deadline: float, timeou
                                   Watch({line: (0, f"{host} port {port}")}, leads=False), tuple(plan.notes))
             met.pop(host, None)
             met[host] = f"{host}{'' if host == address else f' ({address})'} port {port}: {outcome}"
+            if outcome == SILENT:
+                attempt += 3  # a program that answers nobody has the likeliest port: go on to the others soon
         attempt += 1
         if time.monotonic() + pause > deadline:
             break
@@ -297,7 +338,20 @@ def _places(placement: Placement, plan: _Plan, attempt: int, deadline: float,
     # The first port on the first host is right but for a collision, so that the others are tried less often.
     places = [(host, port) for port in plan.ports for host in plan.hosts]
     for host, port in places[:1 + (1 << min(attempt, 20)) // 8]:
-        resolved = network.resolve(host)
+        resolved = network.resolve(host) or (_slurm_address(host) if placement.launcher == "slurm" else [])
         if not resolved:
             met[host] = f"{host}: the name does not resolve on {socket.gethostname()}"
         yield from ((host, address, port) for address in resolved[:4])
+
+
+@functools.cache
+def _slurm_address(node: str) -> list[str]:
+    """The address by which Slurm itself reaches a node (NodeAddr of scontrol(1)); empty where it does not say."""
+    import subprocess  # needed only where node names do not resolve
+    try:
+        said = subprocess.run(["scontrol", "--oneliner", "show", "node", node], capture_output=True, text=True,
+                              errors="replace", timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = re.search(r"\sNodeAddr=(\S+)", said)
+    return network.resolve(found[1]) if found else []

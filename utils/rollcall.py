@@ -16,10 +16,14 @@ _SHOWN_HOSTS = 16
 
 
 def card(placement: Placement, **more: Any) -> Card:
-    """What this rank tells: where it runs and as what; `more` is device, device_id, torch, kit, gloo, error."""
+    """What this rank tells: where it runs and as what.
+
+    `more` is backend, devices (those that it sees, by identity; none for the CPU), mask, torch, kit, gloo, error.
+    """
     return {"host": socket.gethostname(), "boot": _boot_id(), "pid": os.getpid(), "launcher": placement.launcher,
             "local_rank": placement.local_rank, "local_world_size": placement.local_world_size,
             "cores": f"{sum(1 << core for core in _cores()):x}", "host_cores": os.cpu_count() or 1,
+            "omp": os.environ.get("OMP_NUM_THREADS", ""),
             "notes": list(placement.notes), **more}
 
 
@@ -40,12 +44,13 @@ def _boot_id() -> str:
 def judge(cards: list[Card]) -> tuple[str | None, list[dict[str, Any]]]:
     """Check the cards of all ranks, in rank order: what is wrong, if anything, and the reply for each rank.
 
-    A reply holds node_rank, num_nodes, local_rank, local_world_size and threads; rank 0's also table and notes.
+    A reply holds node_rank, num_nodes, local_rank, local_world_size, threads and device, the index of the rank's own
+    among its visible devices or None for the CPU; rank 0's also table and notes.
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, one in enumerate(cards):
         hosts.setdefault((one["host"], one["boot"]), []).append(rank)
-    wrong = _differences(cards) or _shared_devices(cards, hosts.values()) or _loopback(cards, len(hosts))
+    wrong = _differences(cards) or _loopback(cards, len(hosts))
     if wrong:
         return wrong, []
     replies: list[dict[str, Any]] = [{} for _ in cards]
@@ -57,6 +62,9 @@ def judge(cards: list[Card]) -> tuple[str | None, list[dict[str, Any]]]:
                 # One source for all ranks of a host: what the launcher says, or the order of ranks.
                 "local_rank": cards[rank]["local_rank"] if told else local_rank,
                 "local_world_size": cards[rank]["local_world_size"] if told else len(ranks)}
+        wrong = _give_devices(cards, ranks, replies)
+        if wrong:
+            return wrong, []
         for rank, threads in zip(ranks, _threads([cards[rank]["cores"] for rank in ranks]), strict=True):
             replies[rank]["threads"] = threads
     replies[0]["table"] = _table(cards, list(hosts.values()), replies)
@@ -77,18 +85,30 @@ def _differences(cards: list[Card]) -> str | None:
     return None
 
 
-def _shared_devices(cards: list[Card], hosts: Iterable[list[int]]) -> str | None:
-    for ranks in hosts:
-        holders: dict[str, list[int]] = {}
-        for rank in ranks:
-            if cards[rank].get("device_id"):
-                holders.setdefault(cards[rank]["device_id"], []).append(rank)
-        if any(len(held) > 1 for held in holders.values()):
-            rows = "\n".join(f"  rank {rank} (local rank {cards[rank]['local_rank']}): {cards[rank]['device']} = "
-                             f"{cards[rank]['device_id']}, {cards[rank]['mask']}" for rank in ranks)
-            return (f"several ranks on {cards[ranks[0]]['host']} hold one GPU; expected a GPU for each rank:\n{rows}\n"
-                    "Start at most one rank per GPU, or let the launcher give each its own GPU "
-                    "(srun --gpus-per-task=1)")
+def _give_devices(cards: list[Card], ranks: list[int], replies: list[dict[str, Any]]) -> str | None:
+    """Give each rank of a host its device among those that it sees: what is wrong, if two would share one.
+
+    One visible device: that one. At least as many as ranks on this host: the one of the local rank. Otherwise the
+    mask and the number of ranks contradict each other.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank in ranks:
+        seen, reply = cards[rank].get("devices") or [], replies[rank]
+        reply["device"] = None
+        if not seen:
+            continue
+        local_rank, size, host = reply["local_rank"], reply["local_world_size"], cards[rank]["host"]
+        if 1 < len(seen) < size:
+            return (f"rank {rank} (local rank {local_rank}) on {host} sees {len(seen)} GPUs for {size} ranks "
+                    f"({cards[rank]['mask']}); expected one GPU, or one for each rank of the host. Start at most "
+                    f"{len(seen)} ranks per host, ask for more GPUs, or let the launcher give each rank its own")
+        reply["device"] = 0 if len(seen) == 1 else local_rank
+        holders.setdefault(seen[reply["device"]], []).append(rank)
+    if any(len(held) > 1 for held in holders.values()):
+        rows = "\n".join(f"  rank {rank} (local rank {replies[rank]['local_rank']}): index {replies[rank]['device']} = "
+                         f"{cards[rank]['devices'][replies[rank]['device']]}, {cards[rank]['mask']}" for rank in ranks)
+        return (f"several ranks on {cards[ranks[0]]['host']} hold one GPU; expected a GPU for each rank:\n{rows}\n"
+                "Start at most one rank per GPU, or let the launcher give each its own GPU (srun --gpus-per-task=1)")
     return None
 
 
@@ -139,9 +159,9 @@ def _table(cards: list[Card], hosts: list[list[int]], replies: list[dict[str, An
     """One row a host: ranks, devices, cores and threads."""
     rows = [("host", "ranks", "device", "cores/rank", "threads")]
     for ranks in hosts[:_SHOWN_HOSTS]:
-        devices = dict.fromkeys(str(cards[rank]["device"]) for rank in ranks)
+        devices = dict.fromkeys(_device(cards[rank]["backend"], replies[rank]["device"]) for rank in ranks)
         cores = dict.fromkeys(str(int(cards[rank]["cores"], 16).bit_count()) for rank in ranks)
-        threads = dict.fromkeys(str(replies[rank]["threads"]) for rank in ranks)
+        threads = dict.fromkeys(cards[rank].get("omp") or str(replies[rank]["threads"]) for rank in ranks)
         rows.append((cards[ranks[0]]["host"], ranges(ranks), ",".join(devices), ",".join(cores), ",".join(threads)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -149,6 +169,10 @@ def _table(cards: list[Card], hosts: list[list[int]], replies: list[dict[str, An
     if len(hosts) > _SHOWN_HOSTS:
         lines.append(f"  ... and {len(hosts) - _SHOWN_HOSTS} more hosts")
     return "\n".join(lines)
+
+
+def _device(backend: str, index: int | None) -> str:
+    return "cpu" if index is None else f"{'xpu' if backend == 'xccl' else 'cuda'}:{index}"
 
 
 def ranges(ranks: list[int]) -> str:

@@ -26,8 +26,8 @@ from .launchers import LaunchError, Placement, parent_pids
 
 
 class Telephone(Protocol):
-    def publish(self, text: str) -> None:
-        """Rank 0: tell `text` (no white space, below 200 bytes) to every rank of this launch."""
+    def publish(self, text: str, seconds: float) -> None:
+        """Rank 0: tell `text` (no white space, below 200 bytes) to every rank of this launch, within `seconds`."""
 
     def look_up(self, seconds: float) -> str | None:
         """Any other rank: what rank 0 told, or None when it has told nothing for about `seconds`."""
@@ -75,14 +75,14 @@ class Pmi1:
                     raise NoTelephone("mpiexec closed the PMI connection")
                 self._unread += received
         except TimeoutError:
-            raise LaunchError(f"mpiexec did not answer '{message.split()[0]}' on PMI_FD for {seconds:.0f} s. "
-                              "At least one rank never called setup_distributed(), or mpiexec hangs") from None
+            raise LaunchError(f"the launcher did not answer '{message.split()[0]}' on PMI_FD for {seconds:.0f} s. "
+                              "At least one rank never called setup_distributed(), or the launcher hangs") from None
         except OSError as error:
             raise NoTelephone(f"the PMI connection broke: {error}") from None
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(word.split("=", 1) for word in line.decode(errors="replace").split() if "=" in word)
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, seconds: float) -> None:
         if self._names:
             answer = self._say(f"publish_name service={_SERVICE} port={text}", 10)
         else:
@@ -90,12 +90,12 @@ class Pmi1:
         if answer.get("rc") != "0":
             raise NoTelephone(f"mpiexec refused to publish: {answer}")
         if not self._names:
-            self._say("barrier_in", 60)
+            self._say("barrier_in", seconds)
 
     def look_up(self, seconds: float) -> str | None:
         if not self._names:
             if not self._told:  # the barrier counts each rank once
-                self._say("barrier_in", 60)
+                self._say("barrier_in", seconds)
                 self._told = self._say(f"get kvsname={self._key_space} key={_SERVICE}", 10).get("value", "")
             return self._told or None
         return poll(lambda: self._say(f"lookup_name service={_SERVICE}", 10).get("port"), seconds)
@@ -140,7 +140,7 @@ class Pmix:
             raise NoTelephone(f"PMIx_Init of {library} returned {status}")
         self._key = f"{_SERVICE}.".encode() + me.nspace
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, seconds: float) -> None:
         held = ctypes.create_string_buffer(text.encode())
         info = _Info(self._key, 0, _Value(_PMIX_STRING))
         info.value.data[0] = ctypes.addressof(held)
@@ -192,7 +192,7 @@ class PmixInChild:
             raise NoTelephone(f"the PMIx client ended with {how}: {done.stderr.strip()[-300:]}")
         return done.stdout.strip()
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, seconds: float) -> None:
         self._run("publish", text, seconds=0)
 
     def look_up(self, seconds: float) -> str | None:
@@ -202,7 +202,7 @@ class PmixInChild:
 def _pmix_child(library: str, action: str, argument: str) -> None:
     client = Pmix(library)
     if action == "publish":
-        client.publish(argument)
+        client.publish(argument, 0)
     else:
         print(client.look_up(float(argument)) or "")
     client.finalize()
@@ -232,7 +232,7 @@ class Mpi4py:
         self._mpi = import_mpi(placement)
         self._told: str | None = None
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, seconds: float) -> None:
         self._mpi.COMM_WORLD.bcast(text, root=0)
 
     def look_up(self, seconds: float) -> str | None:
@@ -268,6 +268,8 @@ def import_mpi(placement: Placement) -> ModuleType:
         MPI.Init()
     size, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
     if (rank, size) != (placement.rank, placement.world_size):
+        if running:  # whoever started it: the launcher's own means may do without
+            raise NoTelephone(f"mpi4py says rank {rank} of {size}, which is not this launch's")
         raise LaunchError(f"MPI says rank {rank} of {size}, but {placement.launcher} started this process as rank "
                           f"{placement.rank} of {placement.world_size}: mpi4py's library ({version}) does not belong "
                           "to this mpiexec. Install mpi4py with the MPI that starts the job")

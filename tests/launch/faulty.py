@@ -30,7 +30,7 @@ if what == "kill-during" and faulty:
 if what == "die-after-roll-call" and faulty:
     device.pin = lambda chosen: os.kill(os.getpid(), signal.SIGKILL)
 if what == "two-on-one-gpu":  # as if both ranks of a host were given the same GPU
-    device.choose = lambda backend, local_rank, size: device.Choice(torch.device("cpu"), "gloo", "GPU-5f3c")
+    device.visible = lambda backend: ["GPU-5f3c"]
 if what == "versions" and faulty:
     distributed.__version__ = "0.0.9"
 

@@ -1,12 +1,15 @@
 """01_ddp_minimal.py trains to the same loss under every real launcher, wherever the ranks are."""
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import killed_at_end
+from tests.cluster.hosts import Hosts, killed_at_end
 from tests.launch.launchers import LAYOUTS, MINIMAL, MPIS, Lab
 
 SHOW = [sys.executable, str(Path(__file__).with_name("show.py"))]
@@ -139,6 +142,22 @@ def test_host_names_that_lie(odd_lab: Lab, mpi: str) -> None:
     done = odd_lab.run("h1", [*addressed, *MINIMAL])
     assert done.status == 0, done.output
     assert "final loss:" in done.output
+
+
+# gloo lets the lower of two addresses connect to the higher: 10.x is below 127.0.1.1, 192.168.x above.
+@pytest.mark.parametrize("subnet", ["10.79.3", "192.168.77"])
+def test_a_host_of_rank_0_whose_name_means_itself_on_itself(need: Callable[[str], Path], subnet: str) -> None:
+    need("hosts")
+    with Hosts(2, subnet=subnet, names="debian") as hosts, contextlib.ExitStack() as at_end:
+        ranks = []
+        for rank in range(4):
+            env = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": "h1", "MASTER_PORT": "29555"}
+            process = hosts.popen(f"h{1 + rank // 2}", SHOW, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            ranks.append(at_end.enter_context(killed_at_end(process)))
+        for rank, process in enumerate(ranks):
+            done = Lab.wait(process)
+            assert done.status == 0 and done.line("rank") == f"rank {rank} of 4", done.output
 
 
 def _addresses(lab: Lab, word: str) -> str:

@@ -128,6 +128,23 @@ def test_without_parents_to_look_at_torchrun_is_the_inner_launcher(outer: str) -
     assert numbers(detect({**EVERY[outer], **TORCHRUN})) == ("torchrun", 3, 4, 1, 2)
 
 
+@pytest.mark.parametrize("agent", ["python my_elastic.py", "/opt/bin/python3.11 /opt/bin/tune run",
+                                   "python -m accelerate.commands.launch", "python -mtorch.distributed.run train.py"])
+@pytest.mark.parametrize("outer", [{**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1",
+                                    "SLURM_LOCALID": "0", "SLURM_GTIDS": "0", "SLURM_STEP_TASKS_PER_NODE": "1",
+                                    "SLURM_NODEID": "0"}, SRUN, MPICH])
+def test_a_program_of_any_name_may_run_the_elastic_agent(agent: str, outer: dict[str, str]) -> None:
+    placement = detect({**outer, **TORCHRUN}, ancestors=[agent, STEPD, HYDRA_PROXY])
+    assert numbers(placement) == ("torchrun", 3, 4, 1, 2)
+
+
+def test_what_one_launch_left_behind_is_named_once() -> None:
+    notes = detect({**TORCHRUN, **MPICH}, ancestors=[HYDRA_PROXY]).notes
+    assert len(notes) == 1 and "of torchrun was ignored" in notes[0]
+    notes = detect({**TORCHRUN, **MPICH}, ancestors=[TORCHRUN_AGENT]).notes
+    assert len(notes) == 1 and "of mpich was ignored" in notes[0]
+
+
 def test_the_launcher_that_lost_is_named_with_its_variables() -> None:
     (note,) = detect({**OPENMPI, **TORCHRUN}, ancestors=[TORCHRUN_AGENT, PRTED]).notes
     assert "OMPI_COMM_WORLD_RANK=1" in note and "rank 3 of 4" in note
@@ -212,6 +229,22 @@ def test_half_a_set_is_an_error_that_names_what_is_missing_and_what_was_found(na
 
 CHOSEN = {name: next(one for one in LAUNCHERS if one.name == name and one.present(EVERY[name])) for name in EVERY}
 RANK_AND_SIZE = {name: (one.rank, one.world_size, one.local_rank, one.local_world_size) for name, one in CHOSEN.items()}
+
+
+@pytest.mark.parametrize("left", [{"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"MPI_LOCALNRANKS": "2"},
+                                  {"PALS_APID": "x", "PALS_LOCAL_SIZE": "4"}, {"MV2_COMM_WORLD_LOCAL_SIZE": "4"},
+                                  {"JSM_NAMESPACE_LOCAL_RANK": "0"}, {"FLUX_JOB_SIZE": "8"}, {"SLURM_PROCID": "5"},
+                                  {"TORCHELASTIC_RUN_ID": "7", "LOCAL_WORLD_SIZE": "2"}])
+def test_a_set_without_rank_and_size_is_an_error_and_no_single_run(left: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match="not set|missing|is not"):
+        detect(left)
+
+
+@pytest.mark.parametrize("torn", [without(SRUN, "SLURM_PROCID"), {**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "16"},
+                                  {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"}])
+def test_below_the_daemon_of_a_step_a_torn_set_of_srun_is_an_error_also_on_rank_0(torn: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match="slurm: "):
+        detect(torn, ancestors=[STEPD])
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -325,6 +358,18 @@ def test_pals_does_not_take_the_world_size_of_another_ranks_stale_pmi(tmp_path: 
     assert detect({**PALS, **stale}).world_size == 8
 
 
+def test_srun_of_a_cray_that_sets_the_variables_of_pals_is_srun_without_a_note() -> None:
+    placement = detect({**SRUN, "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_APID": "1.0"})
+    assert numbers(placement) == ("slurm", 5, 8, 1, 4) and placement.notes == ()
+
+
+def test_pals_without_pmi_does_not_take_the_world_size_beside_a_stale_rank(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\nb\nc\nd\n")
+    stale = {"RANK": "5", "WORLD_SIZE": "8", "PBS_NODEFILE": str(nodes)}
+    assert detect({**PALS, **stale}).world_size == 16
+
+
 def test_flux_tells_the_local_size_only_where_it_follows() -> None:
     assert numbers(detect(FLUX)) == ("flux", 5, 8, 1, None)
     assert detect({**FLUX, "FLUX_JOB_NNODES": "1"}).local_world_size == 8
@@ -392,6 +437,22 @@ def test_qsub_interactive_is_one_process_and_a_note_counts_the_slots(tmp_path: P
     placement = detect(environ)
     assert numbers(placement) == ("single", 0, 1, 0, 1)
     assert "PBS job 7.head holds 4 slots" in placement.notes[0]
+
+
+@pytest.mark.parametrize("leaked", [TORCHRUN, OPENMPI, {**TORCHRUN, **OPENMPI}])
+@pytest.mark.parametrize("parents", [[SHELL, BATCH_STEPD], [SHELL, "-bash", "/opt/pbs/sbin/pbs_mom"]])
+def test_a_job_that_a_rank_submitted_is_one_process_in_its_shell(leaked: dict[str, str], parents: list[str]) -> None:
+    job = BATCH if parents[-1] == BATCH_STEPD else {"PBS_JOBID": "12.head"}
+    assert numbers(detect({**job, **leaked}, ancestors=parents)) == ("single", 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("shell", ["-bash", "/bin/bash", "/usr/bin/zsh -i", "bash --init-file /x/shellIntegration.sh",
+                                   "bash --rcfile x -i", "bash -O checkwinsize", "tmux: server"])
+def test_a_shell_of_srun_with_a_terminal_is_one_process(shell: str) -> None:
+    typed = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2,3",
+             "SLURM_PTY_PORT": "4711"}
+    assert numbers(detect(typed, ancestors=[shell, STEPD])) == ("single", 0, 1, 0, 1)
+    assert numbers(detect(typed, ancestors=["bash -c 'python train.py'", STEPD])) == ("slurm", 0, 8, 0, 4)
 
 
 def test_a_job_of_one_process_gets_no_note() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from utils import reception, rendezvous
+from utils import network, reception, rendezvous
 from utils.launchers import LaunchError, Placement, detect
 from utils.rendezvous import Rendezvous, agree
 from utils.rollcall import Card
@@ -145,7 +145,7 @@ class Memory:
     def __init__(self) -> None:
         self.told, self._rings = "", threading.Event()
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, seconds: float) -> None:
         self.told = text
         self._rings.set()
 
@@ -418,6 +418,35 @@ def test_a_master_addr_beside_a_stale_rank_is_ignored_with_a_note() -> None:
         assert "MASTER_ADDR=nowhere MASTER_PORT=bad was ignored" in note
 
 
+def test_a_stale_rank_that_happens_to_fit_one_rank_keeps_nobody_from_meeting() -> None:
+    environ = {**slurm_job(3), "SLURM_STEP_NODELIST": "127.0.0.1", "RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR":
+               "no-such-host.invalid"}
+    launch = [Rank(Placement("slurm", rank, 8, rank % 4, 4), environ).start() for rank in range(8)]
+    assert len({one.place.master_port for one in launch}) == 1
+
+
+def test_on_one_host_rank_0_listens_where_master_addr_says() -> None:
+    outward = network.own_addresses()
+    assert outward, "this host has no address but loopback"
+    environ = by_hand(free_port(), outward[0])
+    launch = [Rank(Placement("env", rank, 2, rank, 2), environ).start() for rank in range(2)]
+    assert launch[1].place.reach_addr == outward[0]
+
+
+def test_rank_0_says_that_master_addr_is_none_of_its_own_when_nobody_comes() -> None:
+    one = Rank(placed(0, 2), by_hand(free_port(), "192.0.2.1"), timeout=0.5).start()
+    assert "1 of 2 ranks did not come" in one.why and "MASTER_ADDR=192.0.2.1 is no address of rank 0's host" in one.why
+
+
+def test_a_silent_stranger_on_the_likeliest_port_costs_seconds_only() -> None:
+    environ = slurm_job(77)
+    ports = rendezvous._ports(rendezvous._identity(placed(0, 2, "slurm"), environ))
+    with socket.create_server(("127.0.0.1", ports[0])):
+        launch = [Rank(placed(rank, 2, "slurm"), environ, timeout=20).start() for rank in range(2)]
+        assert {one.place.master_port for one in launch} == {ports[1]}
+        assert launch[1].seconds < 10
+
+
 def test_a_master_port_under_a_launcher_is_where_the_ranks_meet() -> None:
     port = free_port()
     environ = {**slurm_job(4), "MASTER_PORT": str(port)}
@@ -469,7 +498,7 @@ def test_a_broken_node_list_is_a_launch_error() -> None:
 
 
 class Dead:
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, seconds: float) -> None:
         raise NoTelephone("mpiexec refused")
 
     def look_up(self, seconds: float) -> str | None:

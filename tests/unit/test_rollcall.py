@@ -13,9 +13,13 @@ from utils.rollcall import Card, judge, ranges
 
 def card(host: str = "n1", **changes: Any) -> Card:
     return {"host": host, "boot": "b", "pid": 1, "launcher": "mpich", "local_rank": None, "local_world_size": None,
-            "cores": "f", "host_cores": 4, "notes": [], "backend": "gloo", "device": "cpu", "device_id": "",
+            "cores": "f", "host_cores": 4, "notes": [], "backend": "gloo", "devices": [],
             "mask": "no device mask is set", "torch": "2.13.0", "kit": "0.1.0", "gloo": "", "gloo_loopback": False,
             **changes}
+
+
+def gpus(host: str, *devices: str, **changes: Any) -> Card:
+    return card(host, backend="nccl", devices=list(devices), mask="CUDA_VISIBLE_DEVICES=0", **changes)
 
 
 def accepted(cards: list[Card]) -> list[dict[str, Any]]:
@@ -47,17 +51,40 @@ def test_ranks_that_differ_are_refused_with_a_table_of_values_and_hosts(what: st
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_a_table_of_their_host() -> None:
-    gpu = {"backend": "nccl", "device": "cuda:0", "mask": "CUDA_VISIBLE_DEVICES=0"}
-    wrong = refused([card("n1", device_id="GPU-a", **gpu), card("n2", device_id="GPU-b", local_rank=0, **gpu),
-                     card("n2", device_id="GPU-b", local_rank=1, **gpu)])
+    wrong = refused([gpus("n1", "GPU-a"), gpus("n2", "GPU-b", local_rank=0, local_world_size=2),
+                     gpus("n2", "GPU-b", local_rank=1, local_world_size=2)])
     assert "several ranks on n2 hold one GPU" in wrong
     for rank in (1, 2):
-        assert f"rank {rank} (local rank {rank - 1}): cuda:0 = GPU-b, CUDA_VISIBLE_DEVICES=0" in wrong
+        assert f"rank {rank} (local rank {rank - 1}): index 0 = GPU-b, CUDA_VISIBLE_DEVICES=0" in wrong
     assert "GPU-a" not in wrong
 
 
 def test_the_same_gpu_name_on_two_hosts_is_two_gpus() -> None:
-    accepted([card("n1", device_id="0"), card("n2", device_id="0")])
+    accepted([gpus("n1", "0"), gpus("n2", "0")])
+
+
+def test_two_ranks_on_one_gpu_are_noticed_also_where_the_launcher_tells_no_local_rank() -> None:
+    assert "several ranks on n1 hold one GPU" in refused([gpus("n1", "GPU-a"), gpus("n1", "GPU-a")])
+
+
+def test_one_visible_gpu_is_everybodys_own() -> None:
+    assert [reply["device"] for reply in accepted([gpus("n1", f"GPU-{index}") for index in range(4)])] == [0] * 4
+
+
+@pytest.mark.parametrize("seen", [3, 8])
+def test_of_as_many_gpus_as_ranks_or_more_each_rank_takes_that_of_its_local_rank(seen: int) -> None:
+    cards = [gpus("n1", *(f"GPU-{index}" for index in range(seen))) for _ in range(3)]
+    assert [reply["device"] for reply in accepted(cards)] == [0, 1, 2]
+
+
+def test_fewer_gpus_than_ranks_are_refused_naming_rank_counts_and_mask() -> None:
+    wrong = refused([gpus("n1", "GPU-0", "GPU-1") for _ in range(3)])
+    for part in ("local rank 0", "sees 2 GPUs for 3 ranks", "CUDA_VISIBLE_DEVICES=0"):
+        assert part in wrong
+
+
+def test_ranks_on_cpus_have_no_device_index() -> None:
+    assert accepted([card()])[0]["device"] is None
 
 
 def test_many_ranks_on_the_cpu_share_no_gpu() -> None:
@@ -190,7 +217,7 @@ def test_a_long_list_of_ranks_is_cut() -> None:
 
 
 def test_a_card_survives_json_and_carries_the_placement() -> None:
-    one = rollcall.card(Placement("slurm", 3, 8, 1, 4, ("note",)), device="cpu", error="no GPU")
+    one = rollcall.card(Placement("slurm", 3, 8, 1, 4, ("note",)), devices=[], error="no GPU")
     assert json.loads(json.dumps(one)) == one
     assert (one["launcher"], one["local_rank"], one["local_world_size"], one["notes"], one["error"]) == (
         "slurm", 1, 4, ["note"], "no GPU")

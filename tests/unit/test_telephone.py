@@ -66,7 +66,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_rank_0_publishes_by_the_name_service(started: Any) -> None:
     mpiexec = started({"publish_name": "cmd=publish_result rc=0 info=ok"})
-    Pmi1(mpiexec.environ, name_service=True).publish("token|1234|10.0.0.1")
+    Pmi1(mpiexec.environ, name_service=True).publish("token|1234|10.0.0.1", 9)
     assert mpiexec.heard[-1] == "cmd=publish_name service=ddpkit port=token|1234|10.0.0.1"
 
 
@@ -83,14 +83,14 @@ def test_a_look_up_before_the_publishing_ends_in_time_with_nothing(started: Any)
 def test_a_refused_publishing_is_no_telephone_and_tells_the_answer(started: Any) -> None:
     mpiexec = started({"publish_name": "cmd=publish_result rc=1 msg=key_already_published"})
     with pytest.raises(NoTelephone, match="key_already_published"):
-        Pmi1(mpiexec.environ, name_service=True).publish("x")
+        Pmi1(mpiexec.environ, name_service=True).publish("x", 9)
 
 
 def test_without_a_name_service_rank_0_puts_and_all_meet_at_the_barrier_once(started: Any) -> None:
     answers = {"get_my_kvsname": "cmd=my_kvsname kvsname=kvs_7", "put": "cmd=put_result rc=0 msg=success",
                "barrier_in": "cmd=barrier_out", "get": "cmd=get_result rc=0 value=told"}
     first, second = started(answers), started(answers)
-    Pmi1(first.environ, name_service=False).publish("told")
+    Pmi1(first.environ, name_service=False).publish("told", 9)
     assert first.heard[-2:] == ["cmd=put kvsname=kvs_7 key=ddpkit value=told", "cmd=barrier_in"]
     other = Pmi1(second.environ, name_service=False)
     assert [other.look_up(1), other.look_up(1)] == ["told", "told"]
@@ -122,7 +122,7 @@ def test_a_mpiexec_that_hangs_up_is_no_telephone(started: Any) -> None:
 
 def test_a_mpiexec_that_says_nothing_is_a_launch_error_that_names_the_command(started: Any) -> None:
     one = Pmi1(started({}).environ, name_service=True)
-    with pytest.raises(LaunchError, match="mpiexec did not answer 'lookup_name'"):
+    with pytest.raises(LaunchError, match="the launcher did not answer 'lookup_name'"):
         one._say("lookup_name service=ddpkit", 0.05)
 
 
@@ -146,7 +146,7 @@ def test_open_mpi_5_is_asked_by_a_child_and_a_broken_library_is_no_telephone(mon
     one = telephone.pmix({"PRTE_LAUNCHED": "1"})
     assert isinstance(one, PmixInChild)
     with pytest.raises(NoTelephone, match="libpmix.so.2"):
-        one.publish("x")
+        one.publish("x", 9)
 
 
 def test_open_mpi_4_is_asked_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
