@@ -1,0 +1,114 @@
+"""What is found out about a job before it is submitted."""
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.scheduler_commands import ROOT, Commands, commands, pbs_job, pbs_recording, slurm_answer
+from utils.schedulers import Job, Pbs, Slurm
+from utils.schedulers.checks import Queue, check_paths, check_queue, parse_size
+
+__all__ = ["commands"]  # the fixture
+
+QUEUES = [Queue("main", is_default=True, nodes=4, cores=4, gpus=2, memory=4 << 30),
+          Queue("short", walltime=600, nodes=4, cores=4, gpus=2, memory=4 << 30), Queue("shut", is_open=False)]
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({}, ""), ({"queue": "shrot"}, "Did you mean short?"), ({"queue": "shut"}, "takes no jobs now"),
+    ({"queue": "short", "walltime": 3600}, "walltime: 01:00:00 is more than the 00:10:00 of partition short"),
+    ({"queue": "short,main", "walltime": 3600}, ""), ({"walltime": 3600}, ""), ({"nodes": 5}, "nodes: 5 is more than"),
+    ({"gpus_per_node": 3}, "gpus_per_node: 3 is more than the 2"), ({"gpus_per_node": 2, "cores_per_rank": 2}, ""),
+    ({"gpus_per_node": 2, "cores_per_rank": 3}, "2 ranks on a node have 3 cores each"),
+    ({"memory": "5G"}, "memory: 5G is more than the 4G")])
+def test_what_no_node_or_queue_has_is_a_problem_with_its_fix(values: dict[str, Any], said: str) -> None:
+    found = check_queue(Job(("a.py",), **values), QUEUES, "partition")
+    assert len(found) == bool(said)
+    assert not said or said in found[0]
+
+
+def test_what_the_scheduler_does_not_answer_is_no_problem(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    job = Job(("examples/01_ddp_minimal.py",), nodes=99, gpus_per_node=99, queue="nosuch", walltime=10**6)
+    for scheduler in (Slurm(), Pbs()):
+        assert [problem for problem in scheduler.check(job) if "submit folder" not in problem] == []
+
+
+def test_slurm_is_asked_for_its_partitions(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands.add("sinfo", slurm_answer("sinfo"))
+    found = Slurm().check(Job(("examples/01_ddp_minimal.py",), queue="short", walltime=601, gpus_per_node=3))
+    assert [problem.split(":")[0] for problem in found if "submit folder" not in problem] == [
+        "walltime", "gpus_per_node"]
+
+
+def test_pbs_is_asked_for_its_queues_and_nodes(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for words, name in (("-Qf", "qstat_Qf_json"), ("-Bf", "qstat_Bf_json")):
+        commands.add("qstat", pbs_recording(f"commands/{name}.json")["stdout"], when=words)
+    commands.add("pbsnodes", pbs_recording("commands/pbsnodes_a_json.json")["stdout"])
+    found = Pbs().check(Job(("examples/01_ddp_minimal.py",), queue="small", walltime=601, gpus_per_node=5, nodes=4,
+                            cores_per_rank=1))
+    assert [problem.split(":")[0] for problem in found if "submit folder" not in problem] == [
+        "walltime", "nodes", "gpus_per_node", "cores_per_rank"]
+    assert "nosuch" in Pbs().check(Job(("examples/01_ddp_minimal.py",), queue="nosuch"))[0]
+
+
+def test_an_account_is_missed_where_slurm_insists_on_one(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands.add("scontrol", "AccountingStorageEnforce = associations,limits\n")
+    commands.add("sacctmgr", "projecta\nprojectb\n", when="associations")
+    commands.add("sacctmgr", "", when="user")
+    for account, problems in (("projecta", 0), ("other", 1), (None, 1)):
+        found = [line for line in Slurm().check(Job(("examples/01_ddp_minimal.py",), account=account))
+                 if line.startswith("account")]
+        assert len(found) == problems
+        assert not found or "projecta, projectb" in found[0]
+
+
+def test_files_that_nodes_cannot_see_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.schedulers.checks.NODE_LOCAL", (str(tmp_path / "local"),))
+    shared, local = tmp_path / "shared", tmp_path / "local"
+    for folder in (shared, local):
+        folder.mkdir()
+        (folder / "train.py").write_text("")
+    assert check_paths(Job(("train.py", "--data=" + str(shared), "--out", str(shared / "new"))), shared) == []
+    assert "alone" in check_paths(Job(("train.py", f"--data={local}")), shared)[0]
+    assert "submit folder" in check_paths(Job(("train.py",)), local)[0]
+    assert "does not exist" in check_paths(Job(("missing.py",)), shared)[0]
+    assert "does not exist" in check_paths(Job(("python", "-u", "missing.py")), shared)[0]
+    assert "does not exist" in check_paths(Job(("train.py", "/nowhere/at/all")), shared)[0]
+    assert check_paths(Job(("python", "-m", "package.train")), shared) == []
+    assert "does not exist" in check_paths(Job(("train.py",), container="image.sif"), shared)[0]
+    assert "mkdir -p" in check_paths(Job(("train.py",), output="logs/x.out"), shared)[0]
+
+
+@pytest.mark.parametrize(("name", "problems"), [
+    ("commands/qdel_queued_final.json", 1), ("exitcodes/exit7.json", 1), ("exitcodes/exit0.json", 0)])
+def test_a_job_that_should_follow_one_that_failed_or_was_deleted_is_a_problem(
+        commands: Commands, monkeypatch: pytest.MonkeyPatch, name: str, problems: int) -> None:
+    """PBS would run the job after a deleted one as if that had succeeded."""
+    monkeypatch.chdir(ROOT)
+    recording = pbs_recording(name)
+    commands.add("qstat", pbs_job(recording.get("final") or next(iter(recording["Jobs"].values()))))
+    job = Job(("examples/01_ddp_minimal.py",), dependency="afterok:7.server")
+    assert sum(line.startswith("dependency: job 7.server") for line in Pbs().check(job)) == problems
+    job = Job(("examples/01_ddp_minimal.py",), dependency="afterany:7.server")
+    assert not any(line.startswith("dependency") for line in Pbs().check(job))
+
+
+def test_a_full_home_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr("utils.schedulers.checks.NODE_LOCAL", ())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
+    assert "1 MB free" in check_paths(Job(("train.py",)), tmp_path)[0]
+
+
+@pytest.mark.parametrize(("text", "size"), [("24684096kb", 24684096 << 10), ("4gb", 4 << 30), ("512", 512),
+                                            ("1mw", None), ("x", None), ("", None)])
+def test_sizes_of_pbs_are_read(text: str, size: int | None) -> None:
+    assert parse_size(text) == size

@@ -1,0 +1,126 @@
+"""A job script: a template filled with what a job says, every value quoted for the shell.
+
+Three markers of a template are replaced: a line "@directives@" by the scheduler's options, a line "@setup@" by
+modules, environment and set-up lines, the word "@command@" by the arguments of launch.py.
+"""
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .job import Job, JobError
+
+_MARKER = re.compile(r"^[ \t]*@(directives|setup)@[ \t]*$|@(command)@", re.MULTILINE)
+
+
+def quote(text: str) -> str:
+    """A word for bash that stands for exactly this text.
+
+    Bytes that are not UTF-8 (surrogates of os.fsdecode) and control characters become escapes: a carriage return
+    would make sbatch and qsub refuse the script.
+    """
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escape, text)) + "'"
+
+
+def _escape(character: str) -> str:
+    if character in "\\'":
+        return "\\" + character
+    if character.isprintable():
+        return character
+    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
+
+
+def fill(template: str, *, directives: Sequence[str], setup: Iterable[str], command: str) -> str:
+    """The template with its markers replaced; text that is put in is not searched for markers again."""
+    texts = {"directives": "\n".join(directives), "setup": "\n".join(setup), "command": command}
+    return _MARKER.sub(lambda match: texts[match[1] or match[2]], template)
+
+
+def setup_lines(job: Job) -> list[str]:
+    """Modules, environment, set-up lines, in this order: what a person writes last may use what is before."""
+    lines = [f"module load {quote(module)}" for module in job.modules]
+    lines += [f"export {name}={quote(value)}" for name, value in job.environment.items()]
+    for line in job.setup:
+        _check_shell_line(line)
+    return lines + list(job.setup)
+
+
+def command_words(job: Job) -> str:
+    """What follows `launch.py` in the script, quoted: its own options, "--", the command.
+
+    Without a command the arguments of the job script itself follow, so that the script serves for any.
+    """
+    words: list[str] = []
+    if job.launcher == "torchrun":
+        words += ["--torchrun"]
+    elif job.launcher != "auto":
+        words += ["--by", job.launcher]
+    if job.ranks_per_node is not None:
+        words += ["--ranks-per-node", str(job.ranks_per_node)]
+    words += ["--"]
+    shown = " ".join(map(quote, words + _in_container(job)))
+    return shown if job.command else f'{shown} "$@"'
+
+
+def _in_container(job: Job) -> list[str]:
+    if not job.container:
+        return list(job.command)
+    accelerator = ["--nv"] if job.gpus_per_node and "APPTAINER_ROCM" not in job.environment else []
+    interpreter = ["python", "-u"] if job.command[0].endswith(".py") else []
+    return ["apptainer", "exec", *accelerator, job.container, *interpreter, *job.command]
+
+
+def _check_shell_line(line: str) -> None:
+    """JobError for a set-up line that is no complete piece of shell: it would swallow the lines after it.
+
+    bash says so itself: the line alone is in order, and a ")" in the line after it is an error there and nothing else.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        return
+    alone = subprocess.run([bash, "-n"], input=line.encode("utf-8", "surrogateescape") + b"\n", capture_output=True)
+    after = subprocess.run([bash, "-n"], input=line.encode("utf-8", "surrogateescape") + b"\n)\n", capture_output=True)
+    said = after.stderr.decode(errors="replace")
+    if alone.returncode or alone.stderr or not re.search(r"line 2: [^\n]*`\)'", said):
+        why = alone.stderr.decode(errors="replace").strip().split("\n")[0] or "it goes on in the next line"
+        raise JobError("setup", f"{line[:60]!r} is not complete in itself: {why}. Each entry has to be a whole line of "
+                                "shell; join lines that belong together with ; or put them into a file and source it.")
+
+
+def option_of(words: Sequence[str]) -> str:
+    """The name of an option: ["--gres=gpu:2"] -> "--gres", ["-A", "x"] and ["-Ax"] -> "-A"."""
+    if words[0].startswith("--"):
+        return words[0].partition("=")[0]
+    return words[0][:2]
+
+
+def blamed_line(script: Path, prefix: str, options: Sequence[str], words: Iterable[str]) -> str | None:
+    """Which option of the command line, or which line of the script that starts with prefix ("#SBATCH"), holds one of
+    the words; the words are tried in their order."""
+    with contextlib.suppress(OSError):
+        lines = script.read_text(encoding="utf-8", errors="replace").split("\n")
+        said = [(f"line {number} of {script}: {line}", line[len(prefix):])
+                for number, line in enumerate(lines, 1) if line.startswith(prefix)]
+        said[:0] = [(f"the option {option}", option) for option in _joined(options)]
+        return next((shown for word in words for shown, text in said if word in text), None)
+    return None
+
+
+def _joined(options: Sequence[str]) -> list[str]:
+    """["-q", "x", "--hold", "--", "bash"] -> ["-q x", "--hold"]."""
+    found: list[str] = []
+    for word in options:
+        if word == "--":
+            break
+        if word.startswith("-") or not found:
+            found.append(word)
+        else:
+            found[-1] += f" {word}"
+    return found
