@@ -186,6 +186,8 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
         dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size,
                                 timeout=timeout, device_id=None if own.type == "cpu" else own)
     except (RuntimeError, ValueError) as error:
+        if placement.world_size == 1:
+            raise LaunchError(f"{backend} cannot start on {own}: {error}") from error
         cause = met.watch.cause(2) if met.watch else ""
         raise LaunchError(cause or
             f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}: all ranks met, but "

@@ -13,86 +13,10 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 
-
-class LaunchError(RuntimeError):
-    """The process cannot start as part of this launch; the message says what was found and what to do."""
-
-
-class Placement:
-    """This process among the processes of its launch. All of it comes from one launcher.
-
-    Frozen, compared by value. Not a dataclass: that module alone takes longer to import than all of this file.
-    """
-
-    __slots__ = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "notes")
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int | None  # None where the launcher does not say; the exchange after the start fills it in
-    local_world_size: int | None
-    notes: tuple[str, ...]  # what a person should be told once
-
-    def __init__(self, launcher: str, rank: int, world_size: int, local_rank: int | None,
-                 local_world_size: int | None, notes: tuple[str, ...] = ()) -> None:
-        values = (launcher, rank, world_size, local_rank, local_world_size, notes)
-        for name, value in zip(self.__slots__, values, strict=True):
-            object.__setattr__(self, name, value)
-        self._check()
-
-    def replace(self, **changes: object) -> Placement:
-        """A copy with other values in the fields named."""
-        return Placement(**{**dict(zip(self.__slots__, self._values(), strict=True)), **changes})  # type: ignore[arg-type]
-
-    def _values(self) -> tuple[object, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"cannot set {name}: a Placement does not change")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"cannot delete {name}: a Placement does not change")
-
-    def __eq__(self, other: object) -> bool:
-        return self._values() == other._values() if isinstance(other, Placement) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._values())
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Placement, self._values()
-
-    def __repr__(self) -> str:
-        values = zip(self.__slots__, self._values(), strict=True)
-        return f"Placement({', '.join(f'{name}={value!r}' for name, value in values)})"
-
-    def _check(self) -> None:
-        local_size = self.world_size if self.local_world_size is None else self.local_world_size
-        for name, value in (("world size", self.world_size), ("local world size", local_size)):
-            if value < 1:
-                raise LaunchError(f"{self.launcher}: the {name} is {value}; expected at least 1. "
-                                  "Unset the variables that were set by hand")
-        for name, value, limit, what in (
-                ("rank", self.rank, self.world_size - 1, f"less than {self.world_size}"),
-                ("local rank", self.local_rank or 0, local_size - 1, f"less than {local_size}"),
-                ("local world size", local_size, self.world_size, f"at most {self.world_size}, the world size")):
-            if not 0 <= value <= limit:
-                raise LaunchError(f"{self.launcher}: the {name} is {value}; expected {what}. The variables contradict "
-                                  "each other: unset those that were set by hand")
-
-
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """The value of a variable as a number; None where it is unset or empty."""
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise LaunchError(f"{name} is {text!r}; expected a whole number of zero or more. "
-                          f"Unset it if it was set by hand")
-    return int(text)
-
-
-def _is_set(environ: Mapping[str, str], *names: str) -> list[str]:
-    return [name for name in names if environ.get(name, "").strip()]
+from .parents import parent_commands
+from .placement import LaunchError as LaunchError
+from .placement import Placement as Placement
+from .placement import is_set, number, shown
 
 
 class Launcher:
@@ -108,19 +32,19 @@ class Launcher:
 
     def present(self, environ: Mapping[str, str]) -> bool:
         """Whether this launcher left its mark, even an incomplete one."""
-        return bool(_is_set(environ, self.rank, self.world_size, self.local_rank, self.local_world_size))
+        return bool(is_set(environ, self.rank, self.world_size, self.local_rank, self.local_world_size))
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         """The placement that the variables give. LaunchError where they are incomplete or contradictory."""
-        missing = [name for name in (self.rank, self.world_size) if not _is_set(environ, name)]
+        missing = [name for name in (self.rank, self.world_size) if not is_set(environ, name)]
         if missing:
             found = ", ".join(f"{name}={environ[name]!r}" for name in self.variables if name in environ)
             raise LaunchError(f"{self.name}: {' and '.join(missing)} not set, but {found}. Expected both or none: "
                               "start the script by a launcher, or unset what was set by hand")
-        rank, world_size = _number(environ, self.rank), _number(environ, self.world_size)
+        rank, world_size = number(environ, self.rank), number(environ, self.world_size)
         assert rank is not None and world_size is not None
         return Placement(self.name, rank, world_size,
-                         _number(environ, self.local_rank), _number(environ, self.local_world_size))
+                         number(environ, self.local_rank), number(environ, self.local_world_size))
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -142,7 +66,7 @@ class Torchrun(Launcher):
                r"\S*python\S*\s(.*\s)?-m\s+torch\.distributed\.(run|launch)")
 
     def present(self, environ: Mapping[str, str]) -> bool:
-        return bool(_is_set(environ, "TORCHELASTIC_RUN_ID")) and super().present(environ)
+        return bool(is_set(environ, "TORCHELASTIC_RUN_ID")) and super().present(environ)
 
 
 class OpenMPI(Launcher):
@@ -164,10 +88,10 @@ class MPICH(Launcher):
 
     def present(self, environ: Mapping[str, str]) -> bool:
         # srun --mpi=pmi2, Flux and PALS set PMI_RANK too, but not MPI_LOCALRANKID.
-        return bool(_is_set(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+        return bool(is_set(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
     def read(self, environ: Mapping[str, str]) -> Placement:
-        if _is_set(environ, "PMI_PORT") and not _is_set(environ, "PMI_RANK", "PMI_SIZE"):
+        if is_set(environ, "PMI_PORT") and not is_set(environ, "PMI_RANK", "PMI_SIZE"):
             raise LaunchError("mpich: PMI_PORT is set but PMI_RANK and PMI_SIZE are not, as mpiexec -pmi-port does. "
                               "Start again without -pmi-port")
         return super().read(environ)
@@ -182,7 +106,7 @@ class IntelMPI(MPICH):
     parents = r"hydra_pmi_proxy(?!.*--control-port)|mpirun\S*|mpiexec\S*"
 
     def present(self, environ: Mapping[str, str]) -> bool:
-        return bool(_is_set(environ, *self.also)) and super().present(environ)
+        return bool(is_set(environ, *self.also)) and super().present(environ)
 
 
 class PMI(Launcher):
@@ -194,7 +118,7 @@ class PMI(Launcher):
 
     def present(self, environ: Mapping[str, str]) -> bool:
         # People unset PMI_RANK and PMI_SIZE to start single processes from a rank, and leave the others.
-        return bool(_is_set(environ, "PMI_RANK", "PMI_SIZE"))
+        return bool(is_set(environ, "PMI_RANK", "PMI_SIZE"))
 
 
 class PALS(Launcher):
@@ -208,19 +132,19 @@ class PALS(Launcher):
     def present(self, environ: Mapping[str, str]) -> bool:
         # srun of a Cray sets PALS variables too (Slurm's mpi/cray_shasta), with this application id.
         by_srun = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-        return bool(_is_set(environ, "PALS_RANKID", "PALS_APID")) and environ.get("PALS_APID") != by_srun
+        return bool(is_set(environ, "PALS_RANKID", "PALS_APID")) and environ.get("PALS_APID") != by_srun
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         notes: tuple[str, ...] = ()
-        rank = _number(environ, "PALS_RANKID")
-        local_rank, local_world_size = _number(environ, "PALS_LOCAL_RANKID"), _number(environ, "PALS_LOCAL_SIZE")
+        rank = number(environ, "PALS_RANKID")
+        local_rank, local_world_size = number(environ, "PALS_LOCAL_RANKID"), number(environ, "PALS_LOCAL_SIZE")
         if rank is None:
             raise LaunchError(f"pals: PALS_APID={environ['PALS_APID']} is set, but PALS_RANKID is not. Start the "
                               "script by mpiexec, or unset PALS_APID too")
-        if _number(environ, "PMI_RANK") == rank and _is_set(environ, "PMI_SIZE"):
-            world_size = _number(environ, "PMI_SIZE")
-        elif _is_set(environ, "WORLD_SIZE") and not _is_set(environ, "RANK"):  # with RANK it is of another launch
-            world_size = _number(environ, "WORLD_SIZE")
+        if number(environ, "PMI_RANK") == rank and is_set(environ, "PMI_SIZE"):
+            world_size = number(environ, "PMI_SIZE")
+        elif is_set(environ, "WORLD_SIZE") and not is_set(environ, "RANK"):  # with RANK it is of another launch
+            world_size = number(environ, "WORLD_SIZE")
         else:
             hosts = len(set(_node_file(environ).split()))
             if not hosts or not local_world_size:
@@ -257,12 +181,12 @@ class Slurm(Launcher):
 
     def why_no_task(self, environ: Mapping[str, str]) -> str:
         """Why this process is no task of a step, as far as the variables tell; empty where it is one."""
-        step, rank = environ.get("SLURM_STEP_ID", "").strip(), _number(environ, "SLURM_PROCID")
+        step, rank = environ.get("SLURM_STEP_ID", "").strip(), number(environ, "SLURM_PROCID")
         if rank is None or not step and rank == 0:  # a rank above 0 is no batch script's; read() says what is missing
             return "SLURM_STEP_ID or SLURM_PROCID is not set"
         if step.isdecimal() and int(step) >= self.SPECIAL_STEPS:
             return f"SLURM_STEP_ID={step} is an interactive or batch step"
-        tasks, step_tasks = _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_STEP_NUM_TASKS")
+        tasks, step_tasks = number(environ, "SLURM_NTASKS"), number(environ, "SLURM_STEP_NUM_TASKS")
         if rank == 0:  # a batch script has SLURM_PROCID=0, and may have inherited another step's variables
             if tasks is not None and step_tasks is not None and tasks != step_tasks:
                 return f"SLURM_STEP_NUM_TASKS={step_tasks} is not SLURM_NTASKS={tasks}"
@@ -272,13 +196,13 @@ class Slurm(Launcher):
         return ""
 
     def read(self, environ: Mapping[str, str]) -> Placement:
-        rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
-        tasks, step_tasks = _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_STEP_NUM_TASKS")
+        rank, local_rank = number(environ, "SLURM_PROCID"), number(environ, "SLURM_LOCALID")
+        tasks, step_tasks = number(environ, "SLURM_NTASKS"), number(environ, "SLURM_STEP_NUM_TASKS")
         world_size = step_tasks if step_tasks is not None else tasks
         if rank is None or world_size is None:
-            raise LaunchError(f"slurm: {_shown(environ, self.variables) or 'the parent process is of a step'}, but "
+            raise LaunchError(f"slurm: {shown(environ, self.variables) or 'the parent process is of a step'}, but "
                               "SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS is missing. Start the script by srun")
-        if not _is_set(environ, "SLURM_STEP_ID"):
+        if not is_set(environ, "SLURM_STEP_ID"):
             raise LaunchError(f"slurm: SLURM_PROCID={rank}, but SLURM_STEP_ID is not set; srun sets both. Start the "
                               "script by srun, or unset SLURM_PROCID")
         if tasks is not None and tasks != world_size:
@@ -289,7 +213,7 @@ class Slurm(Launcher):
         on_node = self._tasks_on_node(environ)
         if local_rank is not None and local_rank < len(here) and here[local_rank] == str(rank):
             if on_node is not None and on_node != len(here):
-                raise LaunchError(f"slurm: {_shown(environ, ('SLURM_GTIDS',))} is {len(here)} tasks on this node, but "
+                raise LaunchError(f"slurm: {shown(environ, ('SLURM_GTIDS',))} is {len(here)} tasks on this node, but "
                                   f"SLURM_STEP_TASKS_PER_NODE says {on_node}. Unset what was set by hand and start the "
                                   "script by srun")
             on_node = len(here)
@@ -298,8 +222,8 @@ class Slurm(Launcher):
     @staticmethod
     def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
         """This node's entry of SLURM_STEP_TASKS_PER_NODE, for example "2(x3),1"; None where it is not known."""
-        node, text = _number(environ, "SLURM_NODEID"), environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
-        if node is None or not text or _is_set(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
+        node, text = number(environ, "SLURM_NODEID"), environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
+        if node is None or not text or is_set(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
             return None  # over several components the list is in the order of names, and SLURM_NODEID is not
         try:
             for part in text.split(","):
@@ -319,7 +243,7 @@ class Flux(Launcher):
     parents = r"flux-shell"
 
     def read(self, environ: Mapping[str, str]) -> Placement:
-        placement, nodes = super().read(environ), _number(environ, "FLUX_JOB_NNODES")
+        placement, nodes = super().read(environ), number(environ, "FLUX_JOB_NNODES")
         # Flux does not tell the tasks of this node; it follows only where there is one node or one task on each.
         local_size = {1: placement.world_size, placement.world_size: 1}.get(nodes or 0)
         return placement.replace(local_world_size=local_size)
@@ -342,10 +266,10 @@ class ByHand(Launcher):
 
     def present(self, environ: Mapping[str, str]) -> bool:
         # WORLD_SIZE alone is set in some people's profile; RANK alone leaks into batch scripts from the submit shell.
-        allocated = _is_set(environ, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-        by_torchrun = _is_set(environ, "TORCHELASTIC_RUN_ID")
-        return bool(_is_set(environ, "RANK")) and not by_torchrun and not (
-            allocated and not _is_set(environ, "WORLD_SIZE"))
+        allocated = is_set(environ, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+        by_torchrun = is_set(environ, "TORCHELASTIC_RUN_ID")
+        return bool(is_set(environ, "RANK")) and not by_torchrun and not (
+            allocated and not is_set(environ, "WORLD_SIZE"))
 
 
 class Single(Launcher):
@@ -420,10 +344,10 @@ def _innermost(environ: Mapping[str, str], candidates: list[Launcher],
     """The candidate whose program is the nearest parent; where no parent tells, the first in the order of LAUNCHERS."""
     # A numbered step's daemon proves a task, also where the variables are too torn to look like one: then read() fails.
     believed = [*candidates, *(one for one in LAUNCHERS if isinstance(one, Slurm) and one not in candidates
-                               and _is_set(environ, "SLURM_STEP_ID", "SLURM_PROCID"))]
+                               and is_set(environ, "SLURM_STEP_ID", "SLURM_PROCID"))]
     if len(believed) == 1:  # nothing but Single, which is always one
         return candidates[0], "no launcher's variables are set"
-    typed = bool(_is_set(environ, "SLURM_PTY_PORT")) and environ.get("SLURM_STEP_NUM_TASKS") != "1"
+    typed = bool(is_set(environ, "SLURM_PTY_PORT")) and environ.get("SLURM_STEP_NUM_TASKS") != "1"
     for command in ancestors:
         for one in believed:
             if one.started(command) or isinstance(one, Torchrun) and re.match(_PYTHON, command):
@@ -440,45 +364,41 @@ def _notes(environ: Mapping[str, str], chosen: Launcher, candidates: list[Launch
            placement: Placement) -> Iterator[str]:
     if chosen.name == "single":
         yield from _unused_allocation(environ, "no launcher started this process")
-        if _is_set(environ, "RANK", "WORLD_SIZE"):
-            yield f"{_shown(environ, _HAND_SET)} was ignored: RANK and WORLD_SIZE go together, and one is not set"
-    if chosen.name == "slurm" and placement.world_size == 1 and _is_set(environ, "SLURM_PTY_PORT"):
+        if is_set(environ, "RANK", "WORLD_SIZE"):
+            yield f"{shown(environ, _HAND_SET)} was ignored: RANK and WORLD_SIZE go together, and one is not set"
+    if chosen.name == "slurm" and placement.world_size == 1 and is_set(environ, "SLURM_PTY_PORT"):
         yield from _unused_allocation(environ, "srun --pty started one task")
     ignored = [one for one in candidates if one.name not in (chosen.name, "slurm", "env", "single")
                and not (isinstance(one, PMI | MPICH) and isinstance(chosen, PALS | MVAPICH | Flux | Slurm | IntelMPI))
                and not (isinstance(one, OpenMPI) and isinstance(chosen, Jsrun))]
     for one in {one.name: one for one in reversed(ignored)}.values():
-        yield (f"{_shown(environ, one.variables[:4])} of {one.name} was ignored: {chosen.name} started this process as "
+        yield (f"{shown(environ, one.variables[:4])} of {one.name} was ignored: {chosen.name} started this process as "
                f"rank {placement.rank} of {placement.world_size}")
     if (chosen.name not in ("torchrun", "env", "single") and not any(isinstance(one, Torchrun) for one in ignored)
-            and _is_set(environ, "RANK") and hand_set_is_stale(environ, placement)):
-        yield (f"{_shown(environ, _HAND_SET)} was ignored: {chosen.name} started this process as "
+            and is_set(environ, "RANK") and hand_set_is_stale(environ, placement)):
+        yield (f"{shown(environ, _HAND_SET)} was ignored: {chosen.name} started this process as "
                f"rank {placement.rank} of {placement.world_size}")
 
 
 def hand_set_is_stale(environ: Mapping[str, str], placement: Placement) -> bool:
     """Whether RANK, WORLD_SIZE or LOCAL_RANK in the environment is of another launch than `placement`."""
     actual = (placement.rank, placement.world_size, placement.local_rank, placement.local_world_size)
-    return any(_is_set(environ, name) and value is not None and environ[name].strip() != str(value)
+    return any(is_set(environ, name) and value is not None and environ[name].strip() != str(value)
                for name, value in zip(_HAND_SET, actual, strict=True))
-
-
-def _shown(environ: Mapping[str, str], names: Iterable[str]) -> str:
-    return " ".join(f"{name}={environ[name]}" for name in names if _is_set(environ, name))
 
 
 def _unused_allocation(environ: Mapping[str, str], why: str) -> Iterator[str]:
     """A note where the scheduler gave more than one process can use, and why there is one."""
     job = size = start = ""
-    if _is_set(environ, "SLURM_JOB_ID"):
+    if is_set(environ, "SLURM_JOB_ID"):
         job, start = f"Slurm job {environ['SLURM_JOB_ID']}", "srun"
         counts = {"tasks": environ.get("SLURM_NTASKS", ""), "nodes": environ.get("SLURM_JOB_NUM_NODES", "")}
         size = " on ".join(f"{count} {what}" for what, count in counts.items() if count not in ("", "1"))
-    elif _is_set(environ, "PBS_JOBID"):
+    elif is_set(environ, "PBS_JOBID"):
         job, start, slots = f"PBS job {environ['PBS_JOBID']}", "mpiexec", _node_file(environ).count(b"\n")
         size = f"{slots} slots" if slots > 1 else ""
-    elif _is_set(environ, "LSB_JOBID"):
-        job, start, slots = f"LSF job {environ['LSB_JOBID']}", "jsrun", _number(environ, "LSB_DJOB_NUMPROC") or 1
+    elif is_set(environ, "LSB_JOBID"):
+        job, start, slots = f"LSF job {environ['LSB_JOBID']}", "jsrun", number(environ, "LSB_DJOB_NUMPROC") or 1
         size = f"{slots} slots" if slots > 1 else ""
     if size:
         yield (f"{job} holds {size}, but {why}: it runs alone, as rank 0 of 1. "
@@ -494,30 +414,6 @@ def _node_file(environ: Mapping[str, str]) -> bytes:
         return b""
 
 
-def parent_commands() -> Iterator[str]:
-    """Command lines of the parent processes, nearest first, as /proc tells; nothing where there is no /proc."""
-    for pid in parent_pids():
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                words = file.read().decode(errors="replace").split("\0")
-        except OSError:
-            return
-        program = os.path.basename(words[0]) if words[0].startswith("/") else words[0]  # a folder may contain spaces
-        yield " ".join([program, *words[1:]])
-
-
-def parent_pids() -> Iterator[int]:
-    """Process ids of the parent processes, nearest first."""
-    pid = os.getppid()
-    while pid > 0:
-        yield pid
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                pid = int(file.read().rpartition(b")")[2].split()[1])  # "12 (a b) S 7 ...": the name may hold anything
-        except OSError:
-            return
-
-
 def _explain() -> int:
     """Print which launcher was found and why, which variables decided, and which were ignored."""
     try:
@@ -530,9 +426,9 @@ def _explain() -> int:
     for name in ("rank", "world_size", "local_rank", "local_world_size"):
         value = getattr(placement, name)
         print(f"{name:<17} {'not told by the launcher; found out after the start' if value is None else value}")
-    print(f"decided by        {_shown(os.environ, used) or 'no variable'}")
+    print(f"decided by        {shown(os.environ, used) or 'no variable'}")
     others = dict.fromkeys(name for one in LAUNCHERS for name in one.variables if name not in used)
-    print(f"ignored           {_shown(os.environ, others) or 'nothing'}")
+    print(f"ignored           {shown(os.environ, others) or 'nothing'}")
     for note in placement.notes:
         print(f"note              {note}")
     return 0

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from . import network
-from .launchers import LaunchError, Placement, hand_set_is_stale, parent_pids
+from .launchers import LaunchError, Placement, hand_set_is_stale
+from .parents import parent_pids
 from .reception import SILENT, Judge, Reception, Reply, Watch, call, plain_address
 from .rollcall import Card
 from .schedulers.slurm import expand_hostlist

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Protocol
 
-from .launchers import LaunchError, Placement, parent_pids
+from .parents import parent_pids
+from .placement import LaunchError, Placement
 
 
 class Telephone(Protocol):

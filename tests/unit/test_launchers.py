@@ -601,7 +601,7 @@ def test_torchrun_is_recognised_as_parent_also_where_its_folder_has_a_space(tmp_
     torchrun = tmp_path / "my env" / "torchrun"
     torchrun.parent.mkdir()
     torchrun.write_text("import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))")
-    code = ("import sys; from utils.launchers import Torchrun, parent_commands\n"
+    code = ("import sys; from utils.launchers import Torchrun; from utils.parents import parent_commands\n"
             "sys.exit(not Torchrun().started(next(parent_commands())))")
     assert subprocess.run([sys.executable, str(torchrun), code], cwd=ROOT, timeout=60).returncode == 0
 
