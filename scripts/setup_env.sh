@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv at the repository root with what the examples need (torch, numpy). Run it as often as you like: the second
-# run takes a moment, and one that follows an interrupted run starts afresh.
+# Makes .venv at the repository root with what the examples and submit.py need (torch, numpy, pyyaml). Run it as often as
+# you like: the second run takes a moment, and one that follows an interrupted run starts afresh.
 #
 #   scripts/setup_env.sh [--tests]
 #
@@ -112,7 +112,7 @@ if [ ! -s "$state" ] || [ "$(head -n 1 "$state")" != "$made" ] || ! "$venv/bin/p
 fi
 
 torch=${PIP_TORCH_SPEC:-$(requirements torch)}
-extras=$(requirements examples ${with_tests:+test dev submitit})
+extras=$(requirements examples submit ${with_tests:+test dev submitit})
 wanted=("$torch")
 while read -r line; do wanted+=("$line"); done <<<"$extras"
 missing=()

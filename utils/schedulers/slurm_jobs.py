@@ -57,9 +57,11 @@ class Slurm:
         """--option=value for all that the job says, then its extra options, which take the place of ours."""
         self._refuse(job)
         agents = job.launcher == "torchrun"  # one task a node, which has the cores of all ranks
+        # Where the job says nothing of ranks or GPUs, `sbatch -n 3` may, and launch.py counts the GPUs.
+        tasks = (1 if agents else job.ranks) if job.ranks_per_node or job.gpus_per_node else None
         cores = job.cores_per_rank and job.cores_per_rank * (job.ranks if agents else 1)
         ours: dict[str, object] = {
-            "--job-name": job.name, "--nodes": job.nodes, "--ntasks-per-node": 1 if agents else job.ranks,
+            "--job-name": job.name, "--nodes": job.nodes, "--ntasks-per-node": tasks,
             "--cpus-per-task": cores, "--gpus-per-node": job.gpus_per_node or None,
             "--mem": job.memory and job.memory.upper().removesuffix("B"),
             "--time": job.walltime and format_walltime(job.walltime), "--partition": job.queue,

@@ -1,0 +1,130 @@
+"""The record of a submission: one folder with the script, the settings as JSON, and the job's output.
+
+Not here: submitting (submit.py), following the output (following.py).
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.schedulers import Job
+
+FILE = "submission.json"
+SCRIPT = "job.sh"
+LOGS = ("*.out", "*.OU")  # of Slurm by our --output, of PBS in a folder
+
+
+@dataclass(frozen=True)
+class Record:
+    """What submission.json holds, and where it is."""
+
+    folder: Path
+    scheduler: str
+    job_ids: tuple[str, ...]  # several for a chain, in order
+    submit_folder: str
+
+    def _place(self, job_id: str) -> int:
+        return [bare_number(known) for known in self.job_ids].index(bare_number(job_id))
+
+    def before(self, job_id: str) -> tuple[str, ...]:
+        """The jobs of the chain that come before one of them."""
+        return self.job_ids[:self._place(job_id)]
+
+    def after(self, job_id: str) -> tuple[str, ...]:
+        """The jobs of the chain that come after one of them."""
+        return self.job_ids[self._place(job_id) + 1:]
+
+    def logs(self, job_id: str | None = None) -> list[Path]:
+        """The output files that are there, of one job and its array elements or of all, oldest first."""
+        files = [path for pattern in LOGS for path in self.folder.glob(pattern)]
+        if job_id is not None:
+            number = bare_number(job_id)
+            files = [path for path in files if bare_number(path.name) == number]
+        return sorted(files, key=lambda path: (path.stat().st_ctime, path.name))
+
+
+def bare_number(text: str) -> str:
+    """The sequence number of a job id or of its output file: "79[2].head", "79[2].head.OU", "79_2.out" -> "79"."""
+    digits = ""
+    for character in text:
+        if not character.isdigit():
+            break
+        digits += character
+    return digits
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """A folder that was not there before: PARENT/NAME-DATE-TIME."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        folder = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"{parent} holds a thousand folders {name}-{stamp}")
+
+
+def write(folder: Path, job: Job, *, scheduler: str, site: str, job_ids: Sequence[str],
+          dependencies: Sequence[str | None]) -> None:
+    """Write submission.json. dependencies: what each of job_ids was made to wait for."""
+    record: dict[str, Any] = {
+        "job_ids": list(job_ids),
+        "scheduler": scheduler,
+        "site": site,
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "submit_folder": os.getcwd(),
+        "command_line": sys.argv,
+        "dependencies": list(dependencies),
+        "job": {key: value if not hasattr(value, "items") else dict(value)
+                for key, value in ((part.name, getattr(job, part.name)) for part in dataclasses.fields(job))},
+        "git": git_state(Path.cwd()),
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=True)
+    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def git_state(folder: Path) -> dict[str, object] | None:
+    """The commit of the repository around a folder and whether files differ from it; None outside of one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain")
+    return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+
+
+def find(parent: Path, job_id: str) -> Record | None:
+    """The record of a job below a folder, the newest where ids were used again."""
+    found = []
+    for path in parent.glob(f"*/{FILE}"):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            record = Record(path.parent, str(data["scheduler"]), tuple(map(str, data["job_ids"])),
+                            str(data["submit_folder"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # somebody else's file, or half of one
+        if any(_same(job_id, known) for known in record.job_ids):
+            found.append(record)
+    return max(found, key=lambda record: (record.folder / FILE).stat().st_mtime, default=None)
+
+
+def _same(asked: str, known: str) -> bool:
+    """"12" and "12.server" are one job where the other does not contradict; elements belong to their array."""
+    same_number = bare_number(asked) == bare_number(known)
+    servers = [text.partition(".")[2] for text in (asked, known)]
+    return same_number and (not all(servers) or servers[0] == servers[1])

@@ -1,0 +1,289 @@
+"""The ready job scripts: equal to what the templates give, and run as a scheduler runs them, from a copy in its folder.
+
+launch.py is replaced by a program that tells what it was started with; real jobs are in tests/cluster.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # where the scripts import each other from
+import job_scripts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SLURM = ["slurm_srun.sh", "slurm_torchrun.sh"]
+PBS = ["pbs_mpiexec.sh", "pbs_torchrun.sh"]
+PATH = "/usr/local/bin:/usr/bin:/bin"
+TELL = """\
+import json, os, pathlib, signal, sys, time
+words = sys.argv[1:]
+told = {"words": words, "folder": os.getcwd(), "python": sys.executable, "kit": str(pathlib.Path(__file__).parents[1])}
+print(json.dumps(told), flush=True)
+if "--wait" in words:
+    signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"launch.py has USR1\\n"))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    pathlib.Path(words[-1]).touch()
+    time.sleep(20)
+sys.exit(int(os.environ.get("EXIT", 0)))
+"""
+
+
+@pytest.fixture()
+def kit(tmp_path: Path) -> Path:
+    """The kit in a folder with spaces in its name."""
+    folder = tmp_path / "a kit with spaces"
+    shutil.copytree(ROOT / "jobs", folder / "jobs")
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "launch.py").write_text(TELL)
+    return folder
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def spooled(kit: Path, name: str) -> Path:
+    """A copy of a script where a scheduler puts it."""
+    spool = kit.parent / "spool"
+    spool.mkdir(exist_ok=True)
+    copy = spool / ("slurm_script" if name in SLURM else "12.head.SC")
+    shutil.copy(kit / "jobs" / name, copy)
+    return copy
+
+
+def environment(name: str, submitted_from: Path, **more: str) -> dict[str, str]:
+    programs = submitted_from.parent / "programs"
+    job = ({"SLURM_JOB_ID": "12", "SLURM_SUBMIT_DIR": str(submitted_from)} if name in SLURM else
+           {"PBS_JOBID": "12.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_O_WORKDIR": str(submitted_from)})
+    return {"PATH": f"{programs}:{PATH}", "HOME": str(submitted_from.parent), **job, **more}
+
+
+def run(script: Path, env: Mapping[str, str], words: Sequence[str] = (), folder: Path | None = None,
+        ) -> subprocess.CompletedProcess[str]:
+    # Not by its first line: a login shell reads the profile of this machine, which may change PATH.
+    return subprocess.run(["bash", str(script), *words], env=env, cwd=folder, capture_output=True, text=True,
+                          timeout=30)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+# --- the texts
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_a_ready_script_is_what_its_template_gives(name: str) -> None:
+    assert (ROOT / "jobs" / name).read_text() == job_scripts.ready_script(name), "run: python scripts/job_scripts.py"
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_a_ready_script_can_be_executed(name: str) -> None:
+    assert os.access(ROOT / "jobs" / name, os.X_OK)
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_shellcheck_finds_nothing(name: str) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck (Debian package shellcheck)")
+    done = subprocess.run(["shellcheck", "--external-sources", f"jobs/{name}", "jobs/in_job.sh"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_no_variable_of_a_task_is_expanded_in_the_batch_shell(name: str) -> None:
+    text = (ROOT / "jobs" / name).read_text() + (ROOT / "jobs" / "in_job.sh").read_text()
+    assert not re.search(r"\$\{?(SLURM_(PROCID|LOCALID|NODEID)|PBS_(NODENUM|TASKNUM)|RANK|LOCAL_RANK)", text)
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_the_directives_come_before_the_first_command(name: str) -> None:
+    lines = (ROOT / "jobs" / name).read_text().splitlines()
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not [line for line in lines[first_command:] if line.startswith(("#SBATCH", "#PBS"))]
+
+
+# --- finding the kit
+
+@pytest.mark.parametrize("name", SLURM)
+def test_slurm_says_where_the_file_was_that_was_submitted(name: str, kit: Path) -> None:
+    elsewhere = kit.parent / "elsewhere"
+    elsewhere.mkdir()
+    words = ["my train.py", "--epochs", "3"]
+    program(kit.parent / "programs", "scontrol", f"""
+[ "$*" = 'show job --oneliner 12' ] || exit 1
+for element in 1 2; do # the last element of an array has the id of the array, and scontrol shows them all
+    echo 'JobId=12 JobName=x Command={kit}/jobs/{name} {" ".join(words)} WorkDir={elsewhere} StdErr=/x'
+done""")
+    answer = told(run(spooled(kit, name), environment(name, elsewhere), words, elsewhere))
+    assert answer["kit"] == str(kit)
+    assert answer["folder"] == str(elsewhere)
+    assert answer["words"] == [*(["--torchrun"] if "torchrun" in name else ["--by", "srun"]), "--", *words]
+
+
+@pytest.mark.parametrize("name", PBS)
+@pytest.mark.parametrize("path", ["../a kit with spaces/jobs/{}", "{kit}/jobs/{}"])
+def test_pbs_says_where_the_file_was_that_was_submitted(name: str, path: str, kit: Path) -> None:
+    elsewhere = kit.parent / "elsewhere"
+    elsewhere.mkdir()
+    program(kit.parent / "programs", "qstat", f"""
+[ "$*" = '-f -w 12.head' ] || exit 1
+echo 'Job Id: 12.head'
+echo '    Submit_arguments = -l select=1:ncpus=1 -v FOO=a b,ARGS=x y {path.format(name, kit=kit)}'""")
+    answer = told(run(spooled(kit, name), environment(name, elsewhere, ARGS="train.py --epochs 3"), (), Path("/")))
+    assert answer["kit"] == str(kit)
+    assert answer["folder"] == str(elsewhere)  # not the home directory, where PBS starts
+    assert answer["words"] == [*(["--torchrun"] if "torchrun" in name else []), "--", "train.py", "--epochs", "3"]
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+@pytest.mark.parametrize("inside", [".", "jobs"])
+def test_the_kit_is_found_when_submitted_from_its_folder(name: str, inside: str, kit: Path) -> None:
+    answer = told(run(spooled(kit, name), environment(name, kit / inside), ["train.py"], kit / inside))
+    assert answer["kit"] == str(kit)
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_the_kit_is_found_when_the_script_runs_by_hand(name: str, kit: Path) -> None:
+    env = {"PATH": PATH, "HOME": "/", "PBS_ENVIRONMENT": "PBS_INTERACTIVE", "PBS_O_WORKDIR": "/"}
+    answer = told(run(Path("a kit with spaces/jobs") / name, env, ["train.py"], kit.parent))
+    assert (answer["kit"], answer["folder"]) == (str(kit), str(kit.parent))
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_the_folder_of_the_kit_can_be_named(name: str, kit: Path) -> None:
+    env = environment(name, kit.parent / "spool", DDPKIT_HOME=str(kit))
+    assert told(run(spooled(kit, name), env, ["train.py"], kit.parent))["kit"] == str(kit)
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_a_kit_that_is_not_found_is_a_clear_error(name: str, kit: Path) -> None:
+    elsewhere = kit.parent / "elsewhere"
+    elsewhere.mkdir()
+    done = run(spooled(kit, name), environment(name, elsewhere), ["train.py"], elsewhere)
+    assert done.returncode == 1
+    assert "was not found" in done.stderr and str(elsewhere) in done.stderr
+    assert "DDPKIT_HOME=/path/to/the/kit" in done.stderr
+
+
+# --- arguments, Python, exit status
+
+def test_arguments_by_qsub_v_may_be_quoted_and_nothing_in_them_runs(kit: Path) -> None:
+    name = "pbs_mpiexec.sh"
+    env = environment(name, kit, ARGS="""'my train.py' --note "a  b" $(touch ran) `touch ran` ; touch ran""")
+    words = told(run(spooled(kit, name), env))["words"]
+    assert words == ["--", "my train.py", "--note", "a  b", "$(touch", "ran)", "`touch", "ran`", ";", "touch", "ran"]
+    assert not (kit / "ran").exists()
+
+
+def test_words_of_the_command_line_go_before_args(kit: Path) -> None:
+    name = "pbs_mpiexec.sh"
+    env = environment(name, kit, ARGS="other.py")
+    assert told(run(kit / "jobs" / name, env, ["a b.py", "c"]))["words"] == ["--", "a b.py", "c"]
+
+
+def test_without_arguments_pbs_runs_what_the_marked_line_says(kit: Path) -> None:
+    name = "pbs_mpiexec.sh"
+    assert told(run(spooled(kit, name), environment(name, kit)))["words"] == [
+        "--", "examples/01_ddp_minimal.py", "--epochs", "3"]
+
+
+def fake_python(folder: Path, name: str = "python3") -> Path:
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(sys.executable)
+    return folder / name
+
+
+def test_the_python_is_the_one_that_is_named(kit: Path) -> None:
+    python = fake_python(kit.parent / "other")
+    env = environment("slurm_srun.sh", kit, PYTHON=str(python))
+    assert told(run(spooled(kit, "slurm_srun.sh"), env, ["t.py"]))["python"] == str(python)
+
+
+def test_the_python_is_that_of_an_active_environment_before_that_of_the_kit(kit: Path) -> None:
+    fake_python(kit / ".venv" / "bin", "python")
+    active = fake_python(kit.parent / "venv" / "bin", "python")
+    env = environment("slurm_srun.sh", kit, VIRTUAL_ENV=str(kit.parent / "venv"))
+    assert told(run(spooled(kit, "slurm_srun.sh"), env, ["t.py"]))["python"] == str(active)
+
+
+def test_pbs_takes_the_python_that_was_active_at_submission(kit: Path) -> None:
+    active = fake_python(kit.parent / "venv" / "bin")
+    env = environment("pbs_mpiexec.sh", kit, PBS_O_PATH=f"{active.parent}:{PATH}")
+    assert told(run(spooled(kit, "pbs_mpiexec.sh"), env, ["t.py"]))["python"] == str(active)
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_the_python_is_that_of_the_kit_where_none_is_active(name: str, kit: Path) -> None:
+    own = fake_python(kit / ".venv" / "bin", "python")
+    env = environment(name, kit, PBS_O_PATH=PATH)
+    assert told(run(spooled(kit, name), env, ["t.py"]))["python"] == str(own)
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_the_exit_status_is_that_of_launch(name: str, kit: Path) -> None:
+    done = run(spooled(kit, name), environment(name, kit, EXIT="42"), ["train.py"])
+    assert done.returncode == 42
+
+
+# --- signals
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 20
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_a_signal_to_the_script_reaches_launch_at_once_and_once(name: str, kit: Path) -> None:
+    started = kit.parent / "started"
+    with subprocess.Popen(["bash", str(spooled(kit, name)), "--wait", str(started)], env=environment(name, kit),
+                          stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_for(started, process)
+        assert process.stdout is not None and process.stdout.readline()
+        for _ in range(2):
+            process.send_signal(signal.SIGUSR1)  # to the script alone, as --signal=B:USR1 does
+            assert process.stdout.readline() == "launch.py has USR1\n"
+        os.killpg(process.pid, signal.SIGTERM)  # PBS: to every process of the session
+        assert process.wait(20) == 7
+
+
+@pytest.mark.parametrize("name", PBS)
+def test_the_login_shell_of_pbs_outlives_usr1(name: str, kit: Path) -> None:
+    """As PBS does it: bash -l reads the path of the script, everything is one session, signals go to all of it."""
+    line = next(line for line in (kit / "jobs" / name).read_text().splitlines() if line.startswith("#PBS -v BASH_ENV="))
+    guard = line.removeprefix("#PBS -v BASH_ENV=").strip("'")
+    home = kit.parent / "home"
+    home.mkdir()
+    started = kit.parent / "started"
+    env = environment(name, kit, BASH_ENV=guard, TMPDIR=str(home), ARGS=f"--wait '{started}'")
+    env["HOME"] = str(home)
+    script = spooled(kit, name)
+    with subprocess.Popen(["bash", "-l"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          start_new_session=True) as shell:
+        assert shell.stdin is not None and shell.stdout is not None
+        shell.stdin.write(f"{script}\n")
+        shell.stdin.close()
+        wait_for(started, shell)
+        shell.stdout.readline()
+        os.killpg(shell.pid, signal.SIGUSR1)
+        assert shell.stdout.readline() == "launch.py has USR1\n"
+        os.killpg(shell.pid, signal.SIGTERM)
+        assert shell.wait(20) == 7

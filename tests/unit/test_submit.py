@@ -1,0 +1,519 @@
+"""submit.py with programs that answer as sbatch and qsub do, and with schedulers made up for watching.
+
+The refusals of PBS are recorded ones; Slurm itself is asked in tests/cluster/test_jobs_slurm.py.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # where the scripts import each other from
+import following
+import job_scripts
+import records
+import submit
+
+from utils.schedulers import SchedulerError, Status
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "tests" / "recordings" / "pbs" / "commands"
+# Prints 101, 102, ... and keeps its words. It refuses the submission whose number is in the file `refuse`.
+SUBMITTER = """\
+#!/bin/bash
+cd {folder}
+count=$(($(cat count 2>/dev/null || echo 0) + 1)); echo $count > count
+printf '%s\\n' "$@" > words-$count
+if [ "$(cat refuse 2>/dev/null)" = $count ]; then cat said >&2; exit "$(cat status)"; fi
+echo $((100 + count)){server}
+"""
+SAID = "sbatch: error: invalid partition specified: nosuch\n"
+
+
+class Programs:
+    """Stand-ins for a scheduler's programs, alone on PATH with the few that a job script and git need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("bash", "cat", "git", "env"):
+            (folder / name).symlink_to(shutil.which(name) or name)
+
+    def add(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+        (self.folder / name).chmod(0o755)
+
+    def slurm(self) -> None:
+        self.add("sbatch", SUBMITTER.format(folder=self.folder, server=""))
+        self.add("scancel", f'#!/bin/bash\necho "$1" >> {self.folder}/cancelled\n')
+        for name in ("scontrol", "sinfo", "squeue", "sacct"):  # what cannot be answered is no problem
+            self.add(name, "#!/bin/bash\nexit 1\n")
+
+    def pbs(self) -> None:
+        self.add("qsub", SUBMITTER.format(folder=self.folder, server=".head"))
+        self.add("qdel", f'#!/bin/bash\necho "$1" >> {self.folder}/cancelled\n')
+        for name in ("qstat", "pbsnodes", "qselect"):
+            self.add(name, "#!/bin/bash\nexit 1\n")
+
+    def refuse(self, number: int, said: str = SAID, status: int = 1) -> None:
+        (self.folder / "refuse").write_text(str(number))
+        (self.folder / "said").write_text(said)
+        (self.folder / "status").write_text(str(status))
+
+    def words(self, number: int = 1) -> list[str]:
+        return (self.folder / f"words-{number}").read_text().splitlines()
+
+    @property
+    def submissions(self) -> int:
+        count = self.folder / "count"
+        return int(count.read_text()) if count.exists() else 0
+
+    @property
+    def cancelled(self) -> list[str]:
+        file = self.folder / "cancelled"
+        return file.read_text().split() if file.exists() else []
+
+
+@pytest.fixture()
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with train.py, from which jobs are submitted."""
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    (folder / "train.py").touch()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture()
+def programs(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    made = Programs(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(made.folder))
+    return made
+
+
+def slurm(*words: str) -> int:
+    return submit.main(["--site", "generic-slurm", "--no-check", *words])
+
+
+def pbs(*words: str) -> int:
+    return submit.main(["--site", "generic-pbs", "--no-check", *words])
+
+
+def only_folder(work: Path) -> Path:
+    folders = list((work / "jobs-out").iterdir())
+    assert len(folders) == 1
+    return folders[0]
+
+
+# --- dry run
+
+def test_a_dry_run_prints_the_script_and_asks_no_scheduler(programs: Programs, capsys: pytest.CaptureFixture[str],
+                                                           work: Path) -> None:
+    programs.add("sbatch", f"#!/bin/bash\ntouch {programs.folder}/asked\n")
+    for name in ("scontrol", "sinfo", "squeue"):
+        shutil.copy(programs.folder / "sbatch", programs.folder / name)
+    assert submit.main(["--site", "lumi", "--account", "p", "--nodes", "2", "--dry-run", "train.py", "--epochs", "3",
+                        ]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n") and "#SBATCH --nodes=2\n" in script and "train.py --epochs 3" in script
+    assert not (programs.folder / "asked").exists()
+    assert list(work.iterdir()) == [work / "train.py"]
+
+
+def test_submitting_loads_no_torch() -> None:
+    code = ("import sys; sys.path.insert(0, 'scripts'); import submit\n"
+            "submit.main(['--site', 'derecho', '--nodes', '4', '--dry-run', 'train.py'])\n"
+            "sys.exit('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("site", ["derecho", "polaris", "aurora", "perlmutter", "frontier", "lumi", "alps", "jean-zay",
+                                  "generic-slurm", "generic-pbs"])
+@pytest.mark.parametrize("launcher", [None, "torchrun"])
+def test_every_site_gives_a_script_that_bash_reads(site: str, launcher: str | None,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--launcher", launcher] if launcher else []
+    assert submit.main(["--site", site, "--nodes", "2", "--time", "1:00:00", *words, "--dry-run", "train.py"]) == 0
+    script = capsys.readouterr().out
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_of_a_site_and_of_the_options_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    submit.main(["--site", "frontier", "--account", "ABC123", "--nodes", "2", "--module", "own/1.0", "--env", "A=b $c",
+                 "--set-up", "source my/activate", "--directive=--network=single_node_vni", "--signal", "120", "--time",
+                 "1:00:00", "--dry-run", "train.py"])
+    lines = capsys.readouterr().out.splitlines()
+    for line in ("#SBATCH --account=ABC123", "#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=7",
+                 "#SBATCH --gpu-bind=closest", "#SBATCH --signal=B:USR1@120", "module load rccl-net-plugin",
+                 "module load own/1.0", "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3", "export A='b $c'",
+                 "source my/activate", "#SBATCH --network=single_node_vni"):
+        assert line in lines
+    assert "#SBATCH --network=disable_rdzv_get" not in lines  # the option takes the place of the site's
+
+
+def test_a_queue_may_be_a_qos(capsys: pytest.CaptureFixture[str]) -> None:
+    submit.main(["--site", "perlmutter", "--account", "m1", "--queue", "debug", "--dry-run", "train.py"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "#SBATCH --qos=debug" in lines
+    assert not [line for line in lines if "partition" in line]
+
+
+def test_gpus_are_not_asked_for_where_the_scheduler_knows_none(capsys: pytest.CaptureFixture[str]) -> None:
+    submit.main(["--site", "aurora", "--account", "p", "--nodes", "2", "--dry-run", "train.py"])
+    script = capsys.readouterr().out
+    assert "#PBS -l select=2:ncpus=204:mpiprocs=12:" in script
+    assert "ngpus" not in script and "--ranks-per-node 12" in script
+
+
+def test_a_container_is_put_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    submit.main(["--site", "alps", "--account", "g1", "--container", "my image.sif", "--dry-run", "train.py"])
+    assert "apptainer exec --nv 'my image.sif' python -u train.py" in capsys.readouterr().out
+
+
+# --- submitting
+
+def test_a_submission_keeps_script_settings_commit_and_id(programs: Programs, work: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["init", "-q"], ["add", "."],
+                    ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *command], check=True, env={**os.environ, "HOME": str(work)})
+    (work / "new").touch()
+    programs.slurm()
+    assert slurm("--nodes", "3", "train.py", "--lr", "0.1") == 0
+    assert capsys.readouterr().out == "101\n"
+    folder = only_folder(work)
+    assert folder.name.startswith("train-20")
+    assert programs.words() == ["--parsable", str(folder / "job.sh")]
+    record = json.loads((folder / "submission.json").read_text())
+    assert record["job_ids"] == ["101"]
+    assert record["job"]["nodes"] == 3 and record["job"]["command"] == ["train.py", "--lr", "0.1"]
+    assert record["submit_folder"] == str(work)
+    assert len(record["git"]["commit"]) == 40 and record["git"]["dirty"] is True
+    script = (folder / "job.sh").read_text()
+    assert f'#SBATCH "--output={folder}/%j.out"' in script and "train.py --lr 0.1" in script
+
+
+def test_pbs_runs_the_script_without_a_login_shell_around_it(programs: Programs, work: Path) -> None:
+    programs.pbs()
+    assert pbs("--nodes", "2", "--account", "p1", "train.py") == 0
+    words = programs.words()
+    script = only_folder(work) / "job.sh"
+    assert words[-4:] == ["--", "/bin/bash", "-l", str(script)]
+    assert words[words.index("-A") + 1] == "p1" and words[words.index("-o") + 1] == f"{script.parent}/"
+
+
+def test_two_submissions_in_one_second_have_two_folders(programs: Programs, work: Path) -> None:
+    programs.slurm()
+    assert slurm("train.py") == slurm("train.py") == 0
+    assert len(list((work / "jobs-out").iterdir())) == 2
+
+
+def test_a_folder_with_a_percent_sign_is_no_pattern_of_slurm(programs: Programs, work: Path) -> None:
+    programs.slurm()
+    assert slurm("--folder", "50%j", "train.py") == 0
+    script = next((work / "50%j").glob("*/job.sh"))
+    assert "/50%%j/" in script.read_text()
+
+
+def test_the_job_name_comes_from_the_script_and_suits_every_scheduler(programs: Programs, work: Path) -> None:
+    programs.pbs()
+    assert pbs("1. my 'odd' name; é.py") == 0
+    words = programs.words()
+    assert words[words.index("-N") + 1] == "my__odd__name__"
+
+
+def test_each_job_of_a_chain_waits_for_the_end_of_the_one_before(programs: Programs, work: Path,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert slurm("--chain", "3", "--after", "afterok:7", "train.py") == 0
+    assert capsys.readouterr().out == "101\n102\n103\n"
+    folder = only_folder(work)
+    waits = [[line for line in (folder / f"job-{number}.sh").read_text().splitlines() if "--dependency" in line]
+             for number in (1, 2, 3)]
+    assert waits == [["#SBATCH --dependency=afterok:7"], ["#SBATCH --dependency=afterany:101"],
+                     ["#SBATCH --dependency=afterany:102"]]
+    record = json.loads((folder / "submission.json").read_text())
+    assert record["job_ids"] == ["101", "102", "103"]
+    assert record["dependencies"] == ["afterok:7", "afterany:101", "afterany:102"]
+
+
+def test_a_chain_is_submitted_as_a_whole_or_not_at_all(programs: Programs, work: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    programs.refuse(3)
+    assert slurm("--chain", "4", "train.py") == 1
+    assert programs.submissions == 3
+    assert programs.cancelled == ["102", "101"]  # the last first, so that none starts
+    assert not (work / "jobs-out").exists()
+    captured = capsys.readouterr()
+    assert captured.out == "" and SAID.strip() in captured.err
+
+
+@pytest.mark.parametrize(("recording", "words", "line"), [
+    ("err_bad_queue", ["--queue", "nosuch"], "-q nosuch"),
+    ("err_walltime_over_queue_max", ["--time", "99:00:00"], "walltime=99:00:00"),
+    ("err_unknown_resource", ["--directive=-l select=1:nosuchres=4"], "nosuchres=4"),
+    ("err_place_syntax", ["--directive=-l place=scattered"], "place=scattered"),
+])
+def test_a_refusal_of_pbs_is_shown_with_the_line_that_caused_it(
+        recording: str, words: list[str], line: str, programs: Programs, work: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = json.loads((RECORDED / f"{recording}.json").read_text())
+    programs.pbs()
+    programs.refuse(1, recorded["stderr"], recorded["rc"])
+    assert pbs(*words, "train.py") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert recorded["stderr"].strip() in captured.err
+    assert line in captured.err.split(recorded["stderr"].strip())[1]
+    assert not (work / "jobs-out").exists()
+
+
+def test_what_the_checks_find_prevents_a_submission(programs: Programs, work: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert submit.main(["--site", "lumi", "--nodes", "2000", "--time", "72:00:00", "train.py"]) == 1
+    said = capsys.readouterr().err
+    for words in ("account", "project_", "2000 nodes", "1024", "72:00:00", "48:00:00"):
+        assert words in said
+    assert programs.submissions == 0 and not (work / "jobs-out").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--nodes", "2"], "no training script"),
+    (["--env", "A", "train.py"], "NAME=VALUE"),
+    (["--env", "A-B=c", "train.py"], "A-B"),
+    (["--chain", "0", "train.py"], "--chain 0"),
+    (["--chain", "2", "--array", "0-3", "train.py"], "--array"),
+    (["--nodes", "0", "train.py"], "--nodes"),
+    (["--time", "soon", "train.py"], "--time"),
+    (["--queue", "a b", "train.py"], "--queue"),
+    (["--ranks-per-node", "99", "train.py"], "4 cores"),
+    (["--set-up", "if true", "train.py"], "--set-up"),
+    (["--directive", "nonsense", "train.py"], "--directive"),
+])
+def test_a_value_that_cannot_be_used_is_named(words: list[str], said: str, programs: Programs, work: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    programs.pbs()
+    assert pbs(*words) == 1
+    assert said in capsys.readouterr().err
+    assert programs.submissions == 0 and not (work / "jobs-out").exists()
+
+
+@pytest.mark.parametrize("here", ["slurm", "pbs"])
+def test_without_a_site_the_scheduler_that_is_here_is_taken(here: str, programs: Programs, work: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    programs.slurm() if here == "slurm" else programs.pbs()
+    of_name = submit.get_scheduler
+    monkeypatch.setattr(submit, "get_scheduler", lambda name=None: of_name(name or here))
+    assert submit.main(["--no-check", "train.py"]) == 0
+    assert json.loads((only_folder(work) / "submission.json").read_text())["site"] == f"generic-{here}"
+
+
+@pytest.mark.parametrize("reason", ["Both sbatch and qsub were found.", "Neither sbatch nor qsub was found."])
+def test_both_schedulers_or_none_is_a_clear_error(reason: str, work: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    def nothing_found(name: str | None = None) -> None:
+        raise SchedulerError(reason)
+    monkeypatch.setattr(submit, "get_scheduler", nothing_found)
+    assert submit.main(["train.py"]) == 1
+    said = capsys.readouterr().err
+    assert reason in said and "--site NAME" in said and "derecho" in said
+
+
+def test_everything_that_a_job_can_be_is_written_into_the_record(programs: Programs, work: Path) -> None:
+    programs.slurm()
+    assert slurm("--env", "TEXT=\udcff\n'\"", "train.py") == 0
+    record = json.loads((only_folder(work) / "submission.json").read_text())
+    assert record["job"]["environment"]["TEXT"] == "\udcff\n'\""
+
+
+# --- watching
+
+class Scripted:
+    """A scheduler that gives one answer after the other for each job; an exception is raised."""
+
+    name = "slurm"
+
+    def __init__(self, **answers: list[Status | Exception]) -> None:
+        self.answers = {job_id.strip("_"): list(given) for job_id, given in answers.items()}
+        self.cancelled: list[str] = []
+
+    def status(self, job_id: str) -> Status:
+        given = self.answers[job_id]
+        answer = given.pop(0) if len(given) > 1 else given[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def cancel(self, job_id: str) -> None:
+        self.cancelled.append(job_id)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "SHORTEST", 0.02)
+    monkeypatch.setattr(following, "LONGEST", 0.02)
+    monkeypatch.setattr(following, "LOG_SECONDS", 0.01)
+
+
+@pytest.fixture()
+def record(work: Path) -> records.Record:
+    """Of a chain of three jobs."""
+    folder = work / "jobs-out" / "train-1"
+    folder.mkdir(parents=True)
+    job = job_scripts.Job(command=("train.py",))
+    records.write(folder, job, scheduler="slurm", site="x", job_ids=["1", "2", "3"], dependencies=[None, "a", "b"])
+    return records.Record(folder, "slurm", ("1", "2", "3"), str(work))
+
+
+def follow(scheduler: Scripted, record: records.Record, *job_ids: str) -> int:
+    return following.follow(scheduler, record.logs, job_ids)  # type: ignore[arg-type]
+
+
+def test_following_shows_states_place_and_output(record: records.Record, capfd: pytest.CaptureFixture[str]) -> None:
+    def answers() -> Iterator[Status]:
+        yield Status("1", "queued", position=3, reason="Resources")
+        yield Status("1", "queued", position=1, reason="Priority")
+        (record.folder / "1.out").write_text("epoch 1\n")
+        (record.folder / "2.out").write_text("of another job\n")
+        yield Status("1", "running", hosts=("n1", "n2"))
+        with (record.folder / "1.out").open("a") as file:
+            file.write("epoch 2\n")
+        yield Status("1", "completed", 0)
+    steps = answers()
+    scheduler = Scripted(_1=[Status("1", "unknown")])
+    scheduler.status = lambda job_id: next(steps)  # type: ignore[method-assign]
+    assert follow(scheduler, record, "1") == 0
+    captured = capfd.readouterr()
+    assert captured.out == "epoch 1\nepoch 2\n"
+    assert captured.err.splitlines() == [
+        "submit: job 1: queued, number 3 in the queue (Resources)",
+        "submit: job 1: queued, number 1 in the queue (Priority)",
+        "submit: job 1: running, on n1 n2",
+        "submit: job 1: completed, exit status 0"]
+
+
+@pytest.mark.parametrize(("status", "expected"), [
+    (Status("1", "completed", 0), 0), (Status("1", "failed", 42), 42), (Status("1", "failed", 0), 1),
+    (Status("1", "failed", 137), 137), (Status("1", "cancelled"), 1), (Status("1", "timeout", 0), 1),
+    (Status("1", "node_fail"), 1), (Status("1", "never_ran"), 1), (Status("1", "unknown"), 1),
+    (Status("1", "held", reason="waits for ever for 7"), 1),
+])
+def test_the_exit_status_of_following_is_the_jobs(status: Status, expected: int, record: records.Record) -> None:
+    assert follow(Scripted(_1=[status]), record, "1") == expected
+
+
+@pytest.mark.parametrize(("first", "expected"), [
+    (Status("1", "completed", 0), 0), (Status("1", "timeout"), 0), (Status("1", "failed", 3), 3),
+    (Status("1", "cancelled"), 1), (Status("1", "never_ran"), 1), (Status("1", "node_fail"), 1),
+])
+def test_a_chain_is_a_success_when_its_jobs_end_well_or_by_the_time_limit(first: Status, expected: int,
+                                                                          record: records.Record) -> None:
+    assert follow(Scripted(_1=[first], _2=[Status("2", "completed", 0)]), record, "1", "2") == expected
+
+
+def test_a_chain_whose_last_job_is_ended_by_the_time_limit_is_none(record: records.Record) -> None:
+    assert follow(Scripted(_1=[Status("1", "completed", 0)], _2=[Status("2", "timeout")]), record, "1", "2") == 1
+
+
+def test_a_scheduler_that_is_away_for_a_moment_is_asked_again(record: records.Record,
+                                                              capfd: pytest.CaptureFixture[str]) -> None:
+    away: list[Status | Exception] = [SchedulerError("scontrol gave no answer within 30 s.")] * 3
+    assert follow(Scripted(_1=[*away, Status("1", "completed", 0)]), record, "1") == 0
+    assert "Asking again" in capfd.readouterr().err
+
+
+def test_a_scheduler_that_stays_away_is_an_error(record: records.Record) -> None:
+    with pytest.raises(SchedulerError):
+        follow(Scripted(_1=[SchedulerError("no answer")]), record, "1")
+
+
+def about(scheduler: Scripted, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.setattr(submit, "get_scheduler", lambda name=None: scheduler)
+    return lambda *words: submit.main(list(words))
+
+
+@pytest.mark.parametrize(("status", "expected"), [
+    (Status("1", "running"), 0), (Status("1", "queued"), 0), (Status("1", "completed", 0), 0),
+    (Status("1", "failed", 3), 1), (Status("1", "never_ran"), 1), (Status("1", "unknown"), 1)])
+def test_status_prints_the_state_and_fails_for_a_job_that_ended_badly(
+        status: Status, expected: int, record: records.Record, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    assert about(Scripted(_1=[status]), monkeypatch)("status", "1") == expected
+    out = capsys.readouterr().out
+    assert f"job 1: {status.state.replace('_', ' ')}" in out and "train-1" in out
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled", "never_ran"])
+def test_a_job_whose_predecessor_ended_badly_is_no_success(state: str, record: records.Record,
+                                                           monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler = Scripted(_1=[Status("1", state)], _2=[Status("2", "completed", 0)], _3=[Status("3", "completed", 0)])
+    assert about(scheduler, monkeypatch)("status", "3") == 1
+    assert "earlier in its chain, job 1:" in capsys.readouterr().out
+
+
+def test_cancelling_names_the_jobs_of_the_chain_that_go_on(record: records.Record, monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler = Scripted(_1=[Status("1", "running")])
+    assert about(scheduler, monkeypatch)("cancel", "1") == 0
+    assert scheduler.cancelled == ["1"]
+    assert "submit.py cancel 3 2" in capsys.readouterr().err
+
+
+def test_a_job_that_is_not_known_is_not_cancelled(record: records.Record, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler = Scripted(_1=[Status("1", "unknown")])
+    assert about(scheduler, monkeypatch)("cancel", "1") == 1
+    assert scheduler.cancelled == [] and "no job 1" in capsys.readouterr().err
+
+
+def test_logs_prints_what_the_job_has_written(record: records.Record, monkeypatch: pytest.MonkeyPatch,
+                                              capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    (record.folder / "2.out").write_bytes(b"loss \xff\n")
+    (record.folder / "21.out").write_bytes(b"another job\n")
+    run = about(Scripted(_2=[Status("2", "running")], _1=[Status("1", "queued")]), monkeypatch)
+    assert run("logs", "2") == 0
+    assert capfdbinary.readouterr().out == b"loss \xff\n"
+    assert run("logs", "1") == 1
+    assert b"No output was found of job 1: queued" in capfdbinary.readouterr().err
+
+
+def test_logs_of_a_job_from_elsewhere_are_where_the_scheduler_says(work: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                   capfd: pytest.CaptureFixture[str]) -> None:
+    (work / "slurm-9.out").write_text("loss 0.5\n")
+    run = about(Scripted(_9=[Status("9", "completed", 0, output=str(work / "slurm-9.out"))]), monkeypatch)
+    for words in (["logs", "9"], ["logs", "--follow", "9"]):
+        assert run(*words, "--site", "generic-slurm") == 0
+        assert capfd.readouterr().out == "loss 0.5\n"
+
+
+@pytest.mark.parametrize("words", [["status", "../x"], ["cancel", "-rf"], ["logs", "train.py"]])
+def test_what_is_no_job_id_is_refused(words: list[str], work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert submit.main(words) == 1
+    except SystemExit as exit_:  # argparse, for what looks like an option
+        assert exit_.code == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "known", "same"), [
+    ("12", "12.head", True), ("12.head", "12.head", True), ("12.other", "12.head", False), ("1", "12.head", False),
+    ("79[2].head", "79[].head", True), ("79_2", "79", True)])
+def test_a_job_is_found_by_its_short_id_too(asked: str, known: str, same: bool, work: Path) -> None:
+    folder = work / "jobs-out" / "x"
+    folder.mkdir(parents=True)
+    records.write(folder, job_scripts.Job(command=("a",)), scheduler="pbs", site="x", job_ids=[known],
+                  dependencies=[None])
+    (work / "jobs-out" / "other").mkdir()
+    (work / "jobs-out" / "other" / "submission.json").write_text("[]")
+    assert (records.find(work / "jobs-out", asked) is not None) is same
