@@ -1,7 +1,8 @@
 """Several hosts on one machine: Linux network namespaces, each with its own host name, hosts file and sshd.
 
-Everything lives in the namespaces of one holder process per host, so that ending the holders removes interfaces,
-names and mounts, whatever happened before. Not here: what runs on the hosts (tests/launch, tests/cluster/slurm.py).
+Everything lives in the namespaces of one holder process per host, so that ending the processes there removes
+interfaces, names and mounts. A guard process does it when this one is killed. Not here: what runs on the hosts
+(tests/launch, tests/cluster/slurm.py).
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 
 # What a login by ssh gives: nothing of the caller's environment.
 CLEAN_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", "LANG": "C.UTF-8"}
+MARK = "DDPKIT_HOSTS"  # in the environment of every holder: the folder of its hosts
 
 
 def why_impossible() -> str | None:
@@ -37,7 +40,8 @@ class Hosts:
     "127.0.1.1 own-name", as the Debian installer writes it; "none" leaves every name but localhost unresolvable.
     """
 
-    def __init__(self, count: int = 3, *, prefix: str = "h", subnet: str = "10.79.1", names: str = "right") -> None:
+    def __init__(self, count: int = 3, *, prefix: str = "h", subnet: str = "10.79.1", names: str = "right",
+                 folder: Path | None = None) -> None:
         if names not in ("right", "debian", "none"):
             raise ValueError(f"names is {names!r}; expected right, debian or none")
         self.hosts = [f"{prefix}{i + 1}" for i in range(count)]
@@ -45,9 +49,13 @@ class Hosts:
         self.names = names
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+        self._guard: subprocess.Popen[bytes] | None = None
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="hosts-"))
+        self.folder.mkdir(exist_ok=True)
 
     def __enter__(self) -> Hosts:
+        guard = [sys.executable, "-I", __file__, str(self.folder)]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
         try:
             self._raise_hosts()
         except BaseException:
@@ -83,11 +91,12 @@ class Hosts:
 
     def _hold(self, host: str, hosts_file: Path | None) -> int:
         """Start the process whose namespaces are the host; returns its process id."""
-        script = 'hostname "$1"; if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi; : > "$3"; exec sleep infinity'
+        script = ('hostname "$1"; if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi; echo $$ > "$3"; '
+                  'exec sleep infinity </dev/null >/dev/null 2>&1')
         ready = self.folder / f"ready.{host}"
         command = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-ec", script, "sh",
                    host, str(hosts_file or ""), str(ready)]
-        process = subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command, start_new_session=True, env={**os.environ, MARK: str(self.folder)})
         self._holders[host] = process
         wait_until(ready.exists, f"host {host} to come up", process)
         return process.pid
@@ -97,7 +106,12 @@ class Hosts:
 
     def enter(self, host: str) -> list[str]:
         """The command prefix that runs what follows on `host`."""
-        return ["nsenter", "-t", str(self._holders[host].pid), "--net", "--uts", "--mount", "--"]
+        return ["nsenter", "-t", str(self.pid(host)), "--net", "--uts", "--mount", "--"]
+
+    def pid(self, host: str) -> int:
+        """Process id of the holder of `host`, also where another process raised it."""
+        holder = self._holders.get(host)
+        return holder.pid if holder else int((self.folder / f"ready.{host}").read_text())
 
     def popen(self, host: str, command: Sequence[str], *, env: dict[str, str] | None = None,
               **options: object) -> subprocess.Popen[str]:
@@ -133,14 +147,42 @@ class Hosts:
                        f"sshd on {host}")
         return ssh
 
+    def keep(self) -> None:
+        """Let the hosts outlive this process; close(), here or in another one, ends them."""
+        if self._guard is not None:
+            self._guard.communicate(b"keep")
+            self._guard = None
+
     def close(self) -> None:
+        end_hosts(self.folder)
         for process in [*self._daemons, *self._holders.values()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._daemons.clear()
         self._holders.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.keep()
+
+
+def end_hosts(folder: Path) -> None:
+    """End every process on the hosts that were raised with this folder, by whomever, and remove the folder."""
+    mark, own = f"{MARK}={folder}".encode(), os.readlink("/proc/self/ns/net")
+    networks: set[str] = set()
+    while True:
+        seen: list[tuple[int, str, bool]] = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended meanwhile, or is a zombie
+                marked = mark in (process / "environ").read_bytes().split(b"\0")
+                seen.append((int(process.name), os.readlink(process / "ns/net"), marked))
+        networks.update(network for _, network, marked in seen if marked and network != own)
+        # The holders last: they tell the next call, should this one be killed, where the others are.
+        found = ([pid for pid, network, marked in seen if network in networks and not marked]
+                 or [pid for pid, _, marked in seen if marked])
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_until(condition: Callable[[], bool], what: str, process: subprocess.Popen[bytes] | None = None,
@@ -164,3 +206,8 @@ def killed_at_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[s
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+if __name__ == "__main__":  # the guard: it waits until the process that raised the hosts in argv[1] is gone
+    if sys.stdin.read() != "keep":
+        end_hosts(Path(sys.argv[1]))

@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""A real Slurm on one machine: a controller and a few nodes with fake GPUs, on hosts in network namespaces.
+
+python tests/cluster/slurm.py up                       as root, with Debian's slurm-wlm, munge and iproute2
+python tests/cluster/slurm.py run sinfo                run a command on the login host, `head`
+python tests/cluster/slurm.py run --host node2 bash    or on a node
+python tests/cluster/slurm.py status
+python tests/cluster/slurm.py down
+
+All its files are in one folder; nothing outside of it is written. Not here: the hosts (hosts.py), what runs on the
+cluster (tests/launch/test_slurm.py, tests/cluster/test_*.py).
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for use by hand
+from tests.cluster.hosts import CLEAN_ENV, Hosts, end_hosts, killed_at_end, wait_until
+from tests.launch.launchers import Lab, Result
+
+HEAD = "head"
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
+         "DEADLINE"}
+
+# Deviations from Slurm's defaults, and why:
+# config_overrides      nodes may have more CPUs than this machine
+# linuxproc, task/none  no cgroups are needed; every task may run on all cores
+# sched/backfill        the only one that starts heterogeneous jobs; *_interval=1: it looks every second
+# cred_expire           this is also how long a requeued job stays pending; less than 5 counts as 120
+# TmpFS                 the nodes share /tmp, and PMIx makes one folder per step and node
+CONFIG = """\
+ClusterName=ddpkit
+SlurmctldHost={head}({head_address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+TmpFS={folder}/spool/%n.tmp
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/log/jobs.txt
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,bf_resolution=1
+SlurmdParameters=config_overrides
+SwitchType=switch/none
+MailProg=/bin/true
+KillWait={kill_wait}
+SlurmdTimeout={slurmd_timeout}
+MinJobAge=300
+ReturnToService=2
+GresTypes=gpu
+{extra}
+{nodes}
+PartitionName=main Nodes=ALL Default=YES State=UP
+PartitionName=short Nodes=ALL MaxTime=10 State=UP
+"""
+
+
+class SlurmCluster(Hosts):
+    """`nodes` nodes called node1, node2, ... and the login host `head`, where the controller runs. A context manager.
+
+    cpus, gpus: of each node; the GPUs are devices that nothing can compute on. kill_wait: seconds from SIGTERM to
+    SIGKILL. slurmd_timeout: seconds after which a silent node is down. options: further lines of slurm.conf.
+    names, folder: see Hosts.
+    """
+
+    def __init__(self, nodes: int = 4, *, cpus: int = 4, gpus: int = 2, names: str = "right", kill_wait: int = 5,
+                 slurmd_timeout: int = 30, options: Mapping[str, str] | None = None, subnet: str = "10.79.2",
+                 folder: Path | None = None) -> None:
+        super().__init__(nodes, prefix="node", subnet=subnet, names=names, folder=folder)
+        self.nodes = list(self.hosts)
+        self.hosts.insert(0, HEAD)
+        self.address[HEAD] = f"{subnet}.{nodes + 1}"
+        self.cpus, self.gpus = cpus, gpus
+        self.settings = {"kill_wait": kill_wait, "slurmd_timeout": slurmd_timeout,
+                         "extra": "\n".join(f"{name}={value}" for name, value in (options or {}).items())}
+        self.work = self.folder / "work"  # where commands run and jobs write their output
+        self.environment = {"PATH": f"{self.folder}/bin:{CLEAN_ENV['PATH']}",
+                            "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
+        self._scripts = itertools.count(1)
+
+    def __enter__(self) -> SlurmCluster:
+        super().__enter__()
+        return self
+
+    # Starting --------------------------------------------------------------------------------------------------------
+
+    def _raise_hosts(self) -> None:
+        super()._raise_hosts()
+        self._write_files()
+        munge = self.folder / "munge"
+        started = self.run(["munged", "--force", "--num-threads=2", f"--key-file={munge}/key",
+                            f"--socket={munge}/socket", f"--pid-file={munge}/pid", f"--log-file={munge}/log",
+                            f"--seed-file={munge}/seed"], cwd="/")  # it returns when it is ready
+        if started.status != 0:
+            raise RuntimeError(f"munged did not start: {started.output}")
+        self._daemon(HEAD, ["slurmctld", "-D"])
+        log = self.folder / "log" / "slurmctld.log"
+        try:
+            wait_until(lambda: log.exists() and "Running as primary" in log.read_text(errors="replace"), "slurmctld",
+                       self._daemons[-1])
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}\n{self._log_tail()}") from None
+        for node in self.nodes:
+            self._daemon(node, ["slurmd", "-D"])
+        self.wait_for_nodes()
+
+    def _write_files(self) -> None:
+        for name in ("etc", "munge", "state", "spool", "run", "log", "dev", "bin", "work"):
+            (self.folder / name).mkdir()
+        for node in self.nodes:
+            (self.folder / "spool" / f"{node}.tmp").mkdir()
+        self.folder.chmod(0o755)
+        (self.folder / "munge").chmod(0o755)
+        key = self.folder / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        gpus = f" Gres=gpu:{self.gpus}" if self.gpus else ""
+        nodes = "\n".join(f"NodeName={node} NodeAddr={self.address[node]} CPUs={self.cpus} "
+                          f"CoresPerSocket={self.cpus} RealMemory=4000{gpus}" for node in self.nodes)
+        etc = self.folder / "etc"
+        (etc / "slurm.conf").write_text(CONFIG.format(folder=self.folder, head=HEAD, head_address=self.address[HEAD],
+                                                      nodes=nodes, **self.settings))
+        (etc / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        for number in range(self.gpus):
+            # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.
+            os.mknod(self.folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{self.gpus - 1}]\n"
+                                       if self.gpus else "")
+        # Without a data base sacct knows only jobs that ended, and only when it is told where to look.
+        sacct = self.folder / "bin" / "sacct"
+        sacct.write_text('#!/bin/sh\nexec /usr/bin/sacct -c "$@"\n')
+        sacct.chmod(0o755)
+
+    def _daemon(self, host: str, command: Sequence[str]) -> None:
+        with (self.folder / "log" / f"{command[0]}.{host}.out").open("wb") as log:
+            process = subprocess.Popen([*self.enter(host), *command], env={**CLEAN_ENV, **self.environment}, cwd="/",
+                                       stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        self._daemons.append(process)
+
+    def start_slurmd(self, node: str) -> None:
+        """Start the daemon of a node again, after a test has ended it."""
+        self._daemon(node, ["slurmd", "-D"])
+        self.wait_for_nodes()
+
+    def wait_for_nodes(self) -> None:
+        """Wait until every node is ready for jobs."""
+        def ready() -> bool:
+            asked = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"])
+            words = asked.output.split()
+            return asked.status == 0 and sorted(words[::2]) == sorted(self.nodes) and set(words[1::2]) == {"idle"}
+
+        try:
+            wait_until(ready, "the nodes of Slurm", seconds=30)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}\n{self._log_tail()}") from None
+
+    def _log_tail(self) -> str:
+        """The last lines of each daemon's log."""
+        logs = sorted((self.folder / "log").glob("slurm*"))
+        return "\n".join(f"{log.name}:\n  " + "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
+                         for log in logs)
+
+    # Using -----------------------------------------------------------------------------------------------------------
+
+    def start(self, command: Sequence[str], host: str = HEAD, *, env: Mapping[str, str] | None = None,
+              cwd: Path | str | None = None, **options: object) -> subprocess.Popen[str]:
+        """Start a command on a host as a person who logged in there would, in the folder `cwd` (default: work)."""
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
+        # Entering the host's mounts changes the working folder.
+        return self.popen(host, ["env", "-C", str(cwd or self.work), *command],
+                          env={**self.environment, **(env or {})}, **options)
+
+    def run(self, command: Sequence[str], host: str = HEAD, *, env: Mapping[str, str] | None = None,
+            cwd: Path | str | None = None, seconds: float = 120) -> Result:
+        """Run a command on a host; AssertionError with its output when it takes longer than `seconds`."""
+        with killed_at_end(self.start(command, host, env=env, cwd=cwd)) as process:
+            return Lab.wait(process, seconds)
+
+    def sbatch(self, *words: str, script: str = "", env: Mapping[str, str] | None = None) -> str:
+        """Submit a job from head; returns its id. words: what follows `sbatch`; script: the text of a script."""
+        if script:
+            path = self.work / f"script{next(self._scripts)}.sh"
+            path.write_text(script)
+            words = (*words, str(path))
+        done = self.run(["sbatch", "--parsable", *words], env=env)
+        if done.status != 0:
+            raise RuntimeError(f"sbatch {shlex.join(words)}: status {done.status}, {done.output}")
+        return done.output.split()[-1].partition(";")[0]
+
+    def jobs(self, job_id: str) -> list[dict[str, str]]:
+        """What `scontrol show job` says: one mapping, or one for each element of an array or component of a job."""
+        done = self.run(["scontrol", "--oneliner", "show", "job", job_id])
+        if done.status != 0:
+            raise RuntimeError(f"scontrol show job {job_id}: {done.output}")
+        return [dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", line))
+                for line in done.output.splitlines() if line.strip()]
+
+    def job(self, job_id: str) -> dict[str, str]:
+        return self.jobs(job_id)[0]
+
+    def wait(self, job_id: str, seconds: float = 120) -> dict[str, str]:
+        """Wait until a job has ended, with all its elements or components; returns what job() says then."""
+        self.wait_for(job_id, ENDED, seconds)
+        return self.job(job_id)
+
+    def wait_for(self, job_id: str, states: set[str], seconds: float = 120) -> None:
+        """Wait until a job, with all its elements or components, is in one of the states."""
+        limit = time.monotonic() + seconds
+        while any(job["JobState"] not in states for job in self.jobs(job_id)):
+            if time.monotonic() > limit:
+                shown = [f"{job['JobId']} {job['JobState']} {job['Reason']}" for job in self.jobs(job_id)]
+                raise AssertionError(f"job {job_id} is not {' or '.join(sorted(states))} after {seconds:.0f} s: "
+                                     f"{shown}\n{self.output(job_id)}")
+            time.sleep(0.1)
+
+    def output(self, job_id: str) -> str:
+        """What a job has written so far; empty before it has started."""
+        path = Path(self.job(job_id).get("StdOut", ""))
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A real Slurm on this machine, as root.")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "ddpkit-slurm",
+                        help="where the cluster lives (default: %(default)s)")
+    actions = parser.add_subparsers(dest="action", required=True)
+    up = actions.add_parser("up", help="raise the cluster; it stays until `down`")
+    up.add_argument("--nodes", type=int, default=4)
+    up.add_argument("--cpus", type=int, default=4, help="of each node")
+    up.add_argument("--gpus", type=int, default=2, help="of each node")
+    run = actions.add_parser("run", help="run a command on a host of the cluster")
+    run.add_argument("--host", default=HEAD)
+    run.add_argument("command", nargs=argparse.REMAINDER)
+    actions.add_parser("status", help="whether it is up, and what sinfo and squeue say")
+    actions.add_parser("down", help="end everything on it, and remove its folder")
+    args = parser.parse_args()
+    if os.geteuid() != 0:
+        parser.error("network namespaces need root")
+
+    settings = args.folder / "cluster.json"  # written last: where it is missing, raising was not completed
+    if args.action == "down":
+        end_hosts(args.folder)
+        return 0
+    if args.action == "up":
+        if settings.exists():
+            print(f"{args.folder}: it is up already")
+            return 0
+        end_hosts(args.folder)
+        shape = {"nodes": args.nodes, "cpus": args.cpus, "gpus": args.gpus}
+        raised = SlurmCluster(**shape, folder=args.folder).__enter__()  # no `with`: it stays when this process ends
+        settings.write_text(json.dumps(shape))
+        raised.keep()
+        print(f"{args.nodes} nodes are up. Next: {sys.executable} {__file__} run sinfo")
+        return 0
+    if not settings.exists():
+        print(f"{args.folder}: no cluster is up. Raise it: {sys.executable} {__file__} up", file=sys.stderr)
+        return 1
+    cluster = SlurmCluster(**json.loads(settings.read_text()), folder=args.folder)
+    if args.action == "status":
+        print(cluster.run(["sh", "-c", "sinfo -N -p main -o '%N %T %c CPUs %G' && squeue"]).output, end="")
+        return 0
+    if args.host not in cluster.hosts:
+        parser.error(f"there is no host {args.host}; the hosts are {', '.join(cluster.hosts)}")
+    command = [*cluster.enter(args.host), "env", "-C", str(cluster.work), *(args.command or ["bash"])]
+    os.execvpe(command[0], command, {**CLEAN_ENV, **cluster.environment, "TERM": os.environ.get("TERM", "dumb")})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

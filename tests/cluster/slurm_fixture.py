@@ -1,0 +1,28 @@
+"""The fixture `slurm`: one real Slurm for the session. A test module has it by `pytest_plugins = [<this module>]`.
+
+Not here: raising it (slurm.py).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import SlurmCluster
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(need: Callable[[str], Path]) -> Iterator[SlurmCluster]:
+    need("hosts")
+    need("slurm")
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_cluster: SlurmCluster) -> SlurmCluster:
+    """Four idle nodes with four CPUs and two fake GPUs each: node1 is the first that a job gets."""
+    slurm_cluster.run(["scancel", "--me"])
+    slurm_cluster.wait_for_nodes()
+    return slurm_cluster

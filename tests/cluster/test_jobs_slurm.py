@@ -1,0 +1,189 @@
+"""The ready Slurm scripts and submit.py on a real Slurm: right ranks, states, chains, refusals, exit statuses."""
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import killed_at_end
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
+
+pytest_plugins = ["tests.cluster.slurm_fixture"]
+
+SCRIPTS = ["slurm_srun.sh", "slurm_torchrun.sh"]
+TRAIN = "my rank.py"
+# It says who it is, without torch and without meeting the others.
+RANK = f"""\
+import os, socket, sys
+sys.path.insert(0, {str(ROOT)!r})
+from utils.launchers import detect
+me = detect()
+sys.stdout.write(f"rank {{me.rank}} of {{me.world_size}}, local {{me.local_rank}} of {{me.local_world_size}}, "
+                 f"on {{socket.gethostname()}}, by {{me.launcher}}, GPUs {{os.environ.get('CUDA_VISIBLE_DEVICES')}}\\n")
+"""
+LINE = re.compile(r"^(?:.*: )?rank (\d+) of (\d+), local (\d+) of (\d+), on (\S+), by (\S+), ", re.MULTILINE)
+SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "generic-slurm"]
+UNCHECKED = [*SUBMIT, "--no-check"]  # the nodes here share /tmp, which is an error elsewhere
+
+
+@pytest.fixture()
+def folder(slurm: SlurmCluster) -> Path:
+    """A folder that is not the kit's, with a training script; both have spaces in their names."""
+    made = slurm.work / f"jobs of {time.monotonic_ns()}"
+    made.mkdir()
+    (made / TRAIN).write_text(RANK)
+    return made
+
+
+def sbatch(slurm: SlurmCluster, folder: Path, *words: str) -> str:
+    """Submit from the folder; the job id."""
+    done = slurm.run(["sbatch", "--parsable", *words], cwd=folder, env={"PYTHON": sys.executable})
+    assert done.status == 0, done.output
+    return done.output.split()[-1]
+
+
+def submit(slurm: SlurmCluster, folder: Path, *words: str, seconds: float = 90) -> Result:
+    return slurm.run([*UNCHECKED, *words], cwd=folder, seconds=seconds)
+
+
+def ranks_on(output: str) -> dict[str, int]:
+    """How many ranks each host had, after checking that all ranks were there and numbered right."""
+    found = sorted((int(rank), int(size), int(local), int(local_size), host)
+                   for rank, size, local, local_size, host, _ in LINE.findall(output))
+    assert [(rank, size) for rank, size, *_ in found] == [(rank, len(found)) for rank in range(len(found))], output
+    count = Counter(host for *_, host in found)
+    for rank, (_, _, local, local_size, host) in enumerate(found):
+        assert local == sum(other[-1] == host for other in found[:rank]), output
+        assert local_size == count[host], output
+    return dict(count)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("options", "expected"), [
+    (["-N2"], [2, 2]),  # as it stands: a rank for each GPU of whole nodes
+    (["-N4"], [2, 2, 2, 2]),
+    (["-N2", "--gres=gpu:2"], [2, 2]),
+])
+def test_a_ready_script_gives_every_gpu_a_rank(slurm: SlurmCluster, folder: Path, script: str, options: Sequence[str],
+                                               expected: list[int]) -> None:
+    job_id = sbatch(slurm, folder, *options, str(ROOT / "jobs" / script), TRAIN)
+    job = slurm.wait(job_id)
+    output = slurm.output(job_id)
+    assert job["JobState"] == "COMPLETED", output
+    assert sorted(ranks_on(output).values()) == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    (["-N4", "--ntasks-per-node=1", "--gpus-per-node=1"], [1, 1, 1, 1]),
+    (["-N2", "-n3"], [1, 2]),
+    (["-N2", "--ntasks-per-node=2"], [2, 2]),
+    (["-N2", "--ntasks-per-node=2", "--distribution=cyclic"], [2, 2]),
+    (["-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1"], [2, 2]),
+])
+def test_a_number_of_tasks_is_that_of_the_ranks(slurm: SlurmCluster, folder: Path, options: Sequence[str],
+                                                expected: list[int]) -> None:
+    job_id = sbatch(slurm, folder, *options, str(ROOT / "jobs" / "slurm_srun.sh"), TRAIN)
+    job = slurm.wait(job_id)
+    output = slurm.output(job_id)
+    assert job["JobState"] == "COMPLETED", output
+    assert sorted(ranks_on(output).values()) == expected
+
+
+def test_both_scripts_train_to_the_same_loss(slurm: SlurmCluster, folder: Path) -> None:
+    job_ids = [sbatch(slurm, folder, "-N2", str(ROOT / "jobs" / script), *MINIMAL[1:]) for script in SCRIPTS]
+    losses = []
+    for job_id in job_ids:
+        job = slurm.wait(job_id, 120)
+        output = slurm.output(job_id)
+        assert job["JobState"] == "COMPLETED", output
+        losses.append(Result(0, output).line("final loss:"))
+    assert losses[0] == losses[1]
+
+
+def test_the_elements_of_an_array_run_side_by_side(slurm: SlurmCluster, folder: Path) -> None:
+    job_id = sbatch(slurm, folder, "-N1", "--array=0-3", "-o", "%a.out", str(ROOT / "jobs" / "slurm_srun.sh"), TRAIN)
+    slurm.wait(job_id)
+    for index in range(4):
+        output = (folder / f"{index}.out").read_text()
+        assert list(ranks_on(output).values()) == [2], output
+
+
+def test_following_shows_output_and_ends_with_the_jobs_status(slurm: SlurmCluster, folder: Path) -> None:
+    done = submit(slurm, folder, "--nodes", "2", "--time", "5:00", "--follow", TRAIN)
+    assert done.status == 0, done.output
+    assert sorted(ranks_on(done.output).values()) == [2, 2]
+    assert "completed, exit status 0" in done.output
+    (folder / "fails.py").write_text("import sys; sys.exit(5)\n")
+    done = submit(slurm, folder, "--nodes", "2", "--time", "5:00", "--follow", "fails.py")
+    assert done.status == 5, done.output
+    assert "failed, exit status 5" in done.output
+
+
+def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "step.py").write_text(
+        "import time\nopen('times', 'a').write(f'{time.time()} ')\ntime.sleep(0.5)\n"
+        "open('times', 'a').write(f'{time.time()} ')\n")
+    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "step.py")
+    assert done.status == 0, done.output
+    times = [float(word) for word in (folder / "times").read_text().split()]
+    assert len(times) == 6 and times == sorted(times)
+
+
+def test_a_chain_with_a_job_that_failed_is_no_success(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "once.py").write_text("import os, sys\n"
+                                    "if not os.path.exists('ran'):\n    open('ran', 'w')\n    sys.exit(3)\n")
+    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "2", "--follow", "once.py")
+    assert done.status == 3, done.output
+    last = json.loads(next(folder.glob("jobs-out/*/submission.json")).read_text())["job_ids"][-1]
+    assert slurm.job(last)["JobState"] == "COMPLETED"
+    done = slurm.run([SUBMIT[0], SUBMIT[1], "status", last], cwd=folder)
+    assert done.status == 1 and "earlier in its chain" in done.output, done.output
+
+
+@pytest.mark.parametrize(("words", "said", "line"), [
+    (["--queue", "nosuch"], "Invalid partition name specified", "#SBATCH --partition=nosuch"),
+    (["--directive=--no-such-option=1"], "unrecognized option '--no-such-option=1'", "#SBATCH --no-such-option=1"),
+    (["--array", "0-99999999"], "Invalid job array specification", "#SBATCH --array=0-99999999"),
+    (["--directive=--gres=gpu:7"], "Requested node configuration is not available", "#SBATCH --gres=gpu:7"),
+    (["--memory", "9999G"], "Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
+])
+def test_a_refusal_is_shown_with_the_line_that_caused_it(slurm: SlurmCluster, folder: Path, words: Sequence[str],
+                                                         said: str, line: str) -> None:
+    done = submit(slurm, folder, *words, TRAIN)
+    assert done.status == 1, done.output
+    assert said in done.output and line in done.output
+    assert not (folder / "jobs-out").exists()
+
+
+def test_what_the_partition_does_not_allow_is_found_before(slurm: SlurmCluster, folder: Path) -> None:
+    done = slurm.run([*SUBMIT, "--queue", "short", "--time", "5:00:00", "--gpus-per-node", "3", TRAIN], cwd=folder)
+    assert done.status == 1
+    assert "00:10:00" in done.output and "GPUs" in done.output and "nothing was submitted" in done.output
+    assert not (folder / "jobs-out").exists()
+
+
+def test_a_running_job_can_be_looked_at_and_cancelled(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "long.py").write_text("import time\nprint('it runs', flush=True)\ntime.sleep(60)\n")
+    done = submit(slurm, folder, "--nodes", "2", "--time", "5:00", "long.py")
+    assert done.status == 0, done.output
+    job_id = re.findall(r"^(\d+)$", done.output, re.MULTILINE)[0]
+    about = [SUBMIT[0], SUBMIT[1]]
+    with killed_at_end(slurm.start([*about, "logs", "--follow", job_id], cwd=folder)) as process:
+        slurm.wait_for(job_id, {"RUNNING"}, 30)
+        limit = time.monotonic() + 30
+        while "it runs" not in slurm.run([*about, "logs", job_id], cwd=folder).output:
+            assert time.monotonic() < limit
+            time.sleep(0.2)
+        done = slurm.run([*about, "status", job_id], cwd=folder)
+        assert done.status == 0 and "running, on " in done.output
+        assert slurm.run([*about, "cancel", job_id], cwd=folder).status == 0
+        followed = Lab.wait(process)
+    assert followed.status not in (0, None) and "it runs" in followed.output and "cancelled" in followed.output
+    assert slurm.run([*about, "status", job_id], cwd=folder).status == 1

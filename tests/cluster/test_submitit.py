@@ -1,0 +1,129 @@
+"""04_submitit.py on a real Slurm and on this machine: the loss of 01_ddp_minimal.py, also after a requeue."""
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import killed_at_end, wait_until
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import ROOT, Lab, Result
+
+pytest.importorskip("submitit")
+pytest_plugins = ["tests.cluster.slurm_fixture"]
+
+EPOCHS = ["--epochs", "40"]
+SUBMIT = [sys.executable, str(ROOT / "examples" / "04_submitit.py"), *EPOCHS]
+ON_TWO_NODES = ["--cluster", "slurm", "--nodes", "2", "--tasks-per-node", "1", "--gpus-per-node", "1"]
+ON_THIS_MACHINE = ["--cluster", "local", "--tasks-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The last line of 01_ddp_minimal.py on two ranks."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           str(ROOT / "examples" / "01_ddp_minimal.py"), *EPOCHS], capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+class Submitted:
+    """A running 04_submitit.py that has said its job id and where its log is."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        found = re.fullmatch(r"job (\d+): the log of rank 0 is (.*)\n", first)
+        assert found, first + process.stdout.read()
+        self.process, self.job_id, self._log = process, found[1], Path(found[2])
+
+    def log(self, rank: int = 0, kind: str = "out") -> str:
+        path = self._log.with_name(f"{self.job_id}_{rank}_log.{kind}")
+        return path.read_text() if path.exists() else ""
+
+    def wait_for_epoch(self, epoch: int) -> None:
+        wait_until(lambda: f"epoch {epoch}/" in self.log(), f"epoch {epoch}", seconds=60)
+
+    def end(self) -> Result:
+        return Lab.wait(self.process, 90)
+
+
+@contextlib.contextmanager
+def on_slurm(slurm: SlurmCluster, folder: Path) -> Iterator[Submitted]:
+    with killed_at_end(slurm.start([*SUBMIT, *ON_TWO_NODES, "--folder", str(folder)])) as process:
+        yield Submitted(process)
+
+
+@contextlib.contextmanager
+def on_this_machine(folder: Path) -> Iterator[Submitted]:
+    process = subprocess.Popen([*SUBMIT, *ON_THIS_MACHINE, "--folder", str(folder)], text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with killed_at_end(process):
+        yield Submitted(process)
+
+
+def went_on(job: Submitted) -> bool:
+    """Whether the second start left out the epochs of the first."""
+    log = job.log()
+    found = re.search(r"going on after epoch (\d+) ", log)
+    return found is not None and int(found[1]) >= 3 and log.count("epoch 1/") == 1 and log.count(" by ") == 2
+
+
+def test_the_result_comes_back_from_two_nodes(slurm: SlurmCluster, tmp_path: Path, expected: str) -> None:
+    with on_slurm(slurm, tmp_path / "a folder") as job:
+        done = job.end()
+    assert done.status == 0, done.output
+    assert done.line("final loss:") == expected
+    assert "2 ranks on 2 hosts by slurm" in job.log()
+
+
+def test_a_requeued_job_goes_on_where_it_stopped(slurm: SlurmCluster, tmp_path: Path, expected: str) -> None:
+    with on_slurm(slurm, tmp_path) as job:
+        job.wait_for_epoch(3)
+        slurm.run(["scancel", "--signal=USR2", job.job_id])
+        done = job.end()
+    assert done.status == 0, done.output
+    assert done.line("final loss:") == expected
+    assert went_on(job), job.log()
+    assert slurm.job(job.job_id)["Restarts"] == "1"
+
+
+def test_a_killed_rank_is_an_error_with_the_cause(slurm: SlurmCluster, tmp_path: Path) -> None:
+    with on_slurm(slurm, tmp_path) as job:
+        job.wait_for_epoch(1)
+        listed = slurm.run(["scontrol", "listpids", f"{job.job_id}.0"], host="node2").output
+        rows = [line.split() for line in listed.splitlines()]
+        [pid] = [int(row[0]) for row in rows if row[-1] == "1"]  # PID JOBID STEPID LOCALID GLOBALID
+        os.kill(pid, signal.SIGKILL)
+        done = job.end()
+    assert done.status == 1
+    assert "the job failed: " in done.output and "by peer" in done.output, done.output
+    assert "Another rank died without a message" in job.log(kind="err")
+
+
+def test_the_local_executor_goes_on_too(tmp_path: Path, expected: str) -> None:
+    with on_this_machine(tmp_path) as job:
+        job.wait_for_epoch(3)
+        tasks = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()
+        for task in tasks:
+            os.kill(int(task), signal.SIGUSR2)
+        done = job.end()
+    assert done.status == 0, done.output
+    assert done.line("final loss:") == expected
+    assert went_on(job), job.log()
+
+
+def test_a_missing_slurm_is_named(tmp_path: Path) -> None:
+    done = subprocess.run([*SUBMIT, "--cluster", "slurm", "--folder", str(tmp_path)], capture_output=True, text=True,
+                          env={"PATH": str(tmp_path)}, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("Use --cluster local to run on this machine")
+    assert "Traceback" not in done.stderr
