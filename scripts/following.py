@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from utils.schedulers import Scheduler, SchedulerError, Status
 
+EXIT_REQUEUE = 75  # of utils/preemption.py, whose import costs more than --dry-run may take
 SHORTEST, LONGEST = 1.0, 10.0  # seconds between two questions to the scheduler: short while something happens
 PATIENCE = 10  # failed questions in a row; a scheduler that restarts is away for a minute or so
 LOG_SECONDS = 0.5  # between two looks at the output
@@ -86,8 +87,8 @@ def follow(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_ids: Seq
 
 
 def spoils_the_chain(status: Status) -> bool:
-    """Whether the jobs after this one cannot make up for it: they go on where the time limit ended it."""
-    return status.ended and status.state not in ("completed", "timeout")
+    """Whether the jobs after this one cannot make up for it: they go on where the time limit, or a stop, ended it."""
+    return status.ended and status.state not in ("completed", "timeout") and status.exit_code != EXIT_REQUEUE
 
 
 def _follow_one(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_id: str) -> Status:

@@ -105,7 +105,7 @@ class Distributed:
 
         The connections are still open here, so that no other rank has noticed yet and this traceback comes first.
         """
-        if isinstance(error, SystemExit) and error.code in (None, 0) or getattr(error, _REPORTED, False):
+        if isinstance(error, SystemExit) and error.code in _ORDERLY or getattr(error, _REPORTED, False):
             return
         with contextlib.suppress(AttributeError):  # an exception class with __slots__
             setattr(error, _REPORTED, True)
@@ -136,6 +136,7 @@ class Distributed:
         return self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
 
 
+_ORDERLY = (None, 0, 75)  # 75 is EXIT_REQUEUE of preemption.py: saved, to go on later
 _REPORTED, _FAILED = "_ddpkit_reported", "ddpkit/failed"
 # What gloo and NCCL say when a peer is gone.
 _LOST = r"(closed|reset) by peer|Broken pipe|Connection closed|remote process exited|ncclRemoteError"

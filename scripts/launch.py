@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Start a training script on every GPU of every host of this job, by the best means there is here.
+
+python scripts/launch.py train.py --epochs 3           inside a job of Slurm or PBS, batch or interactive, or on a
+                                                       laptop: one rank for each GPU (or slot asked for)
+python scripts/launch.py --torchrun train.py           one torchrun agent on each host instead
+python scripts/launch.py --by ssh train.py             not by the best means, but by this one
+python scripts/launch.py --print train.py              print the exact command and start nothing
+
+A command whose first word does not end in .py is run as it is. The exit status is that of the rank that failed first.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
+from utils.launch.commands import printed
+from utils.launch.gpus import count_gpus
+from utils.launch.outcome import say
+from utils.launch.plan import MEANS, Here, Options, PlanError, describe, plan
+from utils.launch.programs import Programs
+from utils.launch.run import run
+from utils.launchers import LaunchError, detect
+from utils.schedulers.allocation import AllocationError, current_allocation
+
+SHOWN_LINES = 1  # of the commands, before the start; --print shows all
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by", default="auto", metavar="MEANS",
+                        help=f"auto (the default), {', '.join(MEANS)}, or the path of an mpiexec")
+    parser.add_argument("--torchrun", action="store_true", help="one torchrun agent on each host")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of one for each GPU or slot")
+    parser.add_argument("--restarts", type=int, default=0, metavar="N",
+                        help="how often torchrun may start the ranks again after a failure; implies --torchrun")
+    parser.add_argument("--print", action="store_true", dest="only_print",
+                        help="print the exact command and start nothing")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py or a program, and its arguments")
+    args = parser.parse_args(arguments)
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not args.command:
+        parser.error("what is to be started? Name a script, for example: launch.py train.py --epochs 3")
+    return args
+
+
+def check_started_once() -> None:
+    """LaunchError where a launcher has started several of us, each of which would start all ranks."""
+    placement = detect()
+    if placement.launcher not in ("single", "env") and placement.world_size > 1:
+        raise LaunchError(f"launch.py itself was started as rank {placement.rank} of {placement.world_size} by "
+                          f"{placement.launcher}. It starts all ranks by itself: run it once, without a launcher")
+
+
+def main() -> int:
+    args = parse()
+    path = os.path.abspath(args.by) if os.sep in args.by else None
+    try:
+        check_started_once()
+        if args.command[0].endswith(".py") and not os.path.isfile(args.command[0]):
+            raise PlanError(f"there is no file {args.command[0]} in {os.getcwd()}. Expected the script to start: check "
+                            "its path")
+        options = Options("mpiexec" if path else args.by, args.torchrun, args.restarts, args.ranks_per_node)
+        allocation = current_allocation()
+        here = Here(socket.gethostname(), count_gpus(), sys.executable, Programs(mpiexec=path), os.geteuid() == 0)
+        made = plan(args.command, options, allocation, here, os.environ)
+        lines = list(printed(made))
+    except (AllocationError, LaunchError, PlanError) as error:
+        say(str(error))
+        return 2
+    for line in describe(made):
+        say(line)
+    if args.only_print:
+        print("\n".join(lines))
+        return 0
+    for line in lines[:SHOWN_LINES]:
+        say(line)
+    if len(lines) > SHOWN_LINES:
+        say(f"and {len(lines) - SHOWN_LINES} more like this; --print shows all")
+    return run(made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Runs a training script as ranks that are killed at random moments and started again, until it has been done often.
+
+python tests/faults/kills.py [--kills 50] [--ranks 2] [--seed 0] script.py [arguments of the script]
+
+The script is given `--folder FOLDER` for its checkpoints, and ends with a line that starts with "done". This process
+imports torch once and forks the ranks from there, which makes a start cost a tenth of a second. All processes of a run,
+DataLoader workers among them, get SIGKILL at the same moment. Prints the last line of every run that was done, and how
+many kills there were; exit status 0 if every such line is that of the run that was never killed.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed
+import torch.nn.parallel
+import torch.optim.lr_scheduler
+import torch.utils.data  # noqa: F401 - imported once for all runs
+
+RUN_SECONDS = 300.0
+
+
+def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequence[str], output: Path) -> int:
+    """Fork a process group that is rank `rank`; returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        sys.argv = [script, *arguments]
+        try:
+            runpy.run_path(script, run_name="__main__")
+            status = 0
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run(ranks: int, script: str, arguments: Sequence[str], output: Path, kill_after: float | None) -> bool:
+    """One start of all ranks; whether it came to its end. It is killed after so many seconds, if then still running."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    pids = [start_rank(rank, ranks, port, script, arguments, output) for rank in range(ranks)]
+    waiting, limit = set(pids), time.monotonic() + (RUN_SECONDS if kill_after is None else kill_after)
+    statuses = []
+    while waiting and time.monotonic() < limit:
+        for pid in list(waiting):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                waiting.discard(pid)
+                statuses.append(os.waitstatus_to_exitcode(status))
+        time.sleep(0.002)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    for pid in waiting:
+        os.waitpid(pid, 0)
+    if waiting and kill_after is None or any(statuses) and not waiting:
+        sys.exit(f"the ranks ended with {statuses}, {len(waiting)} still running after {RUN_SECONDS:.0f} s:\n"
+                 f"{output.read_text(errors='replace')[-4000:]}")
+    return not waiting
+
+
+def last_line(output: Path) -> str:
+    return [line for line in output.read_text(errors="replace").splitlines() if line.startswith("done")][-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    moments, kills = random.Random(args.seed), 0
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        output = Path(name) / "output"
+        start = time.monotonic()
+        run(args.ranks, args.script, [*args.arguments, "--folder", f"{name}/whole"], output, None)
+        whole = time.monotonic() - start
+        expected = last_line(output)
+        print(f"never killed, {whole:.1f} s: {expected}", flush=True)
+        same = True
+        while kills < args.kills:
+            folder = Path(name) / "killed"
+            shutil.rmtree(folder, ignore_errors=True)
+            output.unlink()
+            here = 0
+            while not run(args.ranks, args.script, [*args.arguments, "--folder", str(folder)], output,
+                          moments.uniform(0.0, whole)):
+                kills, here = kills + 1, here + 1
+            found = last_line(output)
+            same = same and found == expected
+            print(f"killed {here} times: {found}", flush=True)
+    print(f"{kills} kills, {'all the same' if same else 'NOT THE SAME'}")
+    return int(not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

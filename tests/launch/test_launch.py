@@ -1,0 +1,303 @@
+"""scripts/launch.py for real: over ssh and every mpiexec, on several hosts; what fails, is killed, is left behind."""
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import CLEAN_ENV, killed_at_end, wait_until
+from tests.launch.launchers import MINIMAL, MPIS, ROOT, Lab, Result
+
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+VALUE = "two\nlines, 'quotes' \"too\" $HOME"
+
+
+@dataclass
+class Job:
+    """An allocation on hosts of the lab, as PBS describes one, and a folder with a space where ranks leave notes."""
+
+    lab: Lab
+    folder: Path
+    nodes: list[str] = field(default_factory=lambda: ["h1", "h1", "h2"])
+
+    @property
+    def env(self) -> dict[str, str]:
+        node_file = self.folder / "node file"
+        node_file.write_text("".join(f"{node}\n" for node in self.nodes))
+        return {"PATH": f"{self.lab.ssh.parent}:{CLEAN_ENV['PATH']}", "PBS_JOBID": "1.lab", "VALUE": VALUE,
+                "PBS_NODEFILE": str(node_file), "NCPUS": "4", "OMP_NUM_THREADS": "4"}
+
+    @property
+    def told(self) -> list[str]:
+        script = self.folder / "told by arguments.py"
+        if not script.exists():
+            text = (ROOT / "tests/launch/told.py").read_text()
+            script.write_text(text.replace("str(Path(__file__).resolve().parents[2])", repr(str(ROOT))))
+        return [str(script), str(self.folder)]
+
+    def run(self, *words: str, seconds: float = 60) -> Result:
+        return self.lab.run("h1", [*LAUNCH, *words], env=self.env, seconds=seconds)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return self.lab.hosts.popen("h1", [*LAUNCH, *words], env=self.env, stdout=subprocess.PIPE,
+                                    stderr=subprocess.STDOUT)
+
+    def wait_for_ranks(self) -> list[int]:
+        """Process ids of all ranks, once they all run."""
+        files = [self.folder / str(rank) for rank in range(len(self.nodes))]
+        wait_until(lambda: all(file.exists() for file in files), "all ranks")
+        return [int(file.read_text()) for file in files]
+
+    def signals(self, rank: int) -> list[str]:
+        return (self.folder / f"{rank}.signals").read_text().split()
+
+
+@pytest.fixture
+def job(lab: Lab) -> Iterator[Job]:
+    folder = lab.hosts.folder / "a job"
+    folder.mkdir()
+    yield Job(lab, folder)
+    shutil.rmtree(folder)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float = 15) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), f"the end of {pids}", seconds=seconds)
+
+
+def agents(job: Job) -> list[int]:
+    """Process ids of the agents, whose command line names them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            network = os.readlink(process / "ns/net")
+        except OSError:
+            continue
+        hosts = {os.readlink(f"/proc/{job.lab.hosts.pid(host)}/ns/net") for host in job.lab.hosts.hosts}
+        if network in hosts and len(words) > 4 and b".agent import main" in words[4]:
+            found.append(int(process.name))
+    return sorted(found)
+
+
+# Starting -------------------------------------------------------------------------------------------------------------
+
+def expected(rank: int, launcher: str, threads: int) -> str:
+    host, local_rank, local_size = (("h1", 0, 2), ("h1", 1, 2), ("h2", 0, 1))[rank]
+    return (f"rank {rank} of 3, {local_rank} of {local_size} on {host} by {launcher}, notes (), value {VALUE!r}, "
+            f"threads {threads}")
+
+
+@pytest.mark.parametrize("name", list(MPIS))
+def test_an_mpiexec_starts_the_ranks_with_environment_and_arguments(job: Job, name: str) -> None:
+    needed, launcher = MPIS[name]
+    done = job.run("--by", str(job.lab.need(needed)), *job.told, "a b")
+    assert done.status == 0, done.output
+    assert [done.line(f"rank {rank} of") for rank in range(3)] == [
+        f"{expected(rank, launcher, 2)}, folder {os.getcwd()}, arguments ['a b']" for rank in range(3)]
+
+
+def test_agents_over_ssh_start_the_ranks_with_environment_and_arguments(job: Job) -> None:
+    done = job.run(*job.told, "a b")
+    assert done.status == 0, done.output
+    assert "launch.py: 3 ranks on 2 hosts (1 to 2 each) by ssh" in done.output
+    assert [done.line(f"rank {rank} of") for rank in range(3)] == [
+        f"{expected(rank, 'env', 4 if rank == 2 else 2)}, folder {os.getcwd()}, arguments ['a b']" for rank in range(3)]
+
+
+def test_lines_of_a_node_file_that_lie_apart_are_one_host(job: Job) -> None:
+    job.nodes = ["h2", "h1", "h2"]
+    done = job.run(*job.told)
+    assert done.line("rank 0 of").startswith("rank 0 of 3, 0 of 2 on h2 by env")
+    assert done.line("rank 2 of").startswith("rank 2 of 3, 0 of 1 on h1 by env")
+
+
+def test_the_host_of_rank_0_need_not_be_the_one_where_the_launch_is(job: Job) -> None:
+    job.nodes = ["h2", "h3"]
+    done = job.run(*MINIMAL[1:])
+    assert done.status == 0, done.output
+    assert done.line("final loss:") == job.lab.minimal_loss(2)
+
+
+def test_training_is_the_same_under_agents_as_under_torchrun(job: Job) -> None:
+    job.nodes = ["h1", "h1", "h2", "h2"]
+    done = job.run(*MINIMAL[1:])
+    assert done.status == 0, done.output
+    assert done.line("final loss:") == job.lab.minimal_loss(4)
+
+
+@pytest.mark.parametrize("options", [(), ("--restarts", "1")])
+def test_one_torchrun_agent_a_host_starts_uneven_ranks(job: Job, options: tuple[str, ...]) -> None:
+    done = job.run("--torchrun", *options, *job.told)
+    assert done.status == 0, done.output
+    for rank in range(3):
+        assert done.line(f"rank {rank} of").startswith(
+            expected(rank, "torchrun", 4 if rank == 2 else 2)), done.output
+
+
+def test_without_a_job_this_host_alone_starts_its_ranks(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PBS_", "SLURM_", "CUDA_"))}
+    told = [str(ROOT / "tests/launch/told.py"), str(tmp_path)]
+    done = subprocess.run([*LAUNCH, "--ranks-per-node", "2", *told], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d of 2, \d of 2 on .* by env, notes \(\)", done.stdout))[1].startswith("rank 1")
+
+
+def test_print_starts_nothing(job: Job) -> None:
+    done = job.run("--print", *job.told)
+    assert done.status == 0 and not (job.folder / "0").exists()
+    assert "env RANK=2 WORLD_SIZE=3 LOCAL_RANK=0" in done.output
+
+
+# What cannot be started -----------------------------------------------------------------------------------------------
+
+def test_a_host_that_cannot_be_reached_is_named_and_nothing_runs(job: Job) -> None:
+    job.nodes = ["h1", "h9"]
+    done = job.run(*job.told)
+    assert done.status == 1 and not (job.folder / "0").exists()
+    assert "ssh ended with exit status 255 before an agent has reported from h9" in done.output
+
+
+def test_a_script_that_is_not_there_is_named(job: Job) -> None:
+    done = job.run("missing.py")
+    assert done.status == 2 and "there is no file missing.py in" in done.output
+
+
+def test_a_program_that_is_not_there_is_told_by_every_host(job: Job) -> None:
+    done = job.run("no-such-program")
+    assert done.status == 127 and "no-such-program could not be started: No such file" in done.output
+
+
+def test_launch_py_as_the_program_of_a_launcher_is_refused(job: Job) -> None:
+    mpiexec = str(job.lab.need("system-mpich"))
+    done = job.lab.run("h1", [mpiexec, "-n", "2", *LAUNCH, *job.told], env=CLEAN_ENV)
+    assert done.status != 0 and "launch.py itself was started as rank 0 of 2 by mpich" in done.output
+
+
+# What fails -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("fault", "status", "says"), [
+    (("exit", "2", "7"), 7, "rank 2 on h2 ended with exit status 7"),
+    (("kill", "1"), 137, "rank 1 on h1 was ended by SIGKILL")])
+def test_a_rank_that_fails_ends_the_others_and_gives_the_exit_status(
+        job: Job, fault: tuple[str, ...], status: int, says: str) -> None:
+    done = job.run(*job.told, "wait", *fault, seconds=40)
+    assert (done.status, says in done.output) == (status, True), done.output
+    wait_until_gone(job.wait_for_ranks())
+
+
+def test_a_rank_that_fails_under_torchrun_ends_it_on_every_host(job: Job) -> None:
+    done = job.run("--torchrun", *job.told, "wait", "exit", "2", "7", seconds=60)
+    assert done.status == 1 and "torchrun on h2 ended with exit status 1" in done.output
+    wait_until_gone(job.wait_for_ranks())
+
+
+def test_a_killed_agent_takes_its_ranks_and_the_launch_with_it(job: Job) -> None:
+    with killed_at_end(job.start(*job.told, "wait")) as process:
+        pids = job.wait_for_ranks()
+        running = agents(job)
+        assert len(running) == 2
+        os.kill(running[-1], signal.SIGKILL)
+        done = job.lab.wait(process, 40)
+    assert done.status == 1 and re.search(r"the connection to h[12] was lost", done.output), done.output
+    wait_until_gone([*pids, *running])
+
+
+@pytest.mark.parametrize("options", [(), ("--torchrun",)])
+def test_nothing_is_left_anywhere_when_launch_py_is_killed(job: Job, options: tuple[str, ...]) -> None:
+    with killed_at_end(job.start(*options, *job.told, "wait")) as process:
+        pids = job.wait_for_ranks()
+        running = agents(job)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        wait_until_gone([*pids, *running], 30)
+
+
+@pytest.mark.parametrize("name", list(MPIS))
+def test_nothing_is_left_anywhere_when_launch_py_is_killed_above_an_mpiexec(job: Job, name: str) -> None:
+    mpiexec = str(job.lab.need(MPIS[name][0]))
+    with killed_at_end(job.start("--by", mpiexec, *job.told, "wait")) as process:
+        pids = job.wait_for_ranks()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        wait_until_gone(pids, 30)
+
+
+# Stops ----------------------------------------------------------------------------------------------------------------
+
+def stop(job: Job, *words: str) -> tuple[Result, list[list[str]]]:
+    """Run with USR1 and then TERM to launch.py; the result, and which signals each rank has got."""
+    with killed_at_end(job.start(*words, *job.told, "wait")) as process:
+        job.wait_for_ranks()
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(process.pid, number)
+            wait_until(lambda: all(job.signals(rank) for rank in range(3)), "the first signal")
+        done = job.lab.wait(process, 30)
+    return done, [job.signals(rank) for rank in range(3)]
+
+
+def test_agents_pass_stops_on_once_to_every_rank(job: Job) -> None:
+    done, signals = stop(job)
+    assert signals == [["SIGUSR1", "SIGTERM"]] * 3, done.output
+    assert done.status == 5
+
+
+def test_stops_reach_the_workers_of_every_torchrun(job: Job) -> None:
+    done, signals = stop(job, "--torchrun")
+    assert signals == [["SIGUSR1", "SIGTERM"]] * 3, done.output
+
+
+@pytest.mark.parametrize("name", ["mpich5", "mpich4", "intel"])
+def test_hydra_passes_stops_on_to_every_rank(job: Job, name: str) -> None:
+    done, signals = stop(job, "--by", str(job.lab.need(MPIS[name][0])))
+    assert signals == [["SIGUSR1", "SIGTERM"]] * 3, done.output
+    assert done.status == 5
+
+
+@pytest.mark.parametrize("name", ["openmpi5", "openmpi4"])
+def test_open_mpi_passes_a_request_to_end_on_as_a_signal_that_leaves_time(job: Job, name: str) -> None:
+    with killed_at_end(job.start("--by", str(job.lab.need(MPIS[name][0])), *job.told, "wait")) as process:
+        pids = job.wait_for_ranks()
+        os.kill(process.pid, signal.SIGTERM)
+        wait_until(lambda: all(job.signals(rank) == ["SIGUSR1"] for rank in range(3)), "the signal")
+        time.sleep(5)  # Open MPI 4 kills after four
+        assert all(map(is_running, pids))
+
+
+def test_a_second_interrupt_ends_everything(job: Job) -> None:
+    with killed_at_end(job.start("sleep", "60")) as process:
+        wait_until(lambda: len(agents(job)) == 2, "the agents")
+        started: Callable[[], bool] = lambda: _count(job, b"sleep") >= 3  # noqa: E731
+        wait_until(started, "the ranks")
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
+        done = job.lab.wait(process, 30)
+    assert done.status == 130
+    wait_until(lambda: _count(job, b"sleep") == 0, "the end of the ranks")
+
+
+def _count(job: Job, program: bytes) -> int:
+    """Processes of the launch that run this program: those whose environment has the job's value."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = f"VALUE={VALUE}".encode() in (process / "environ").read_bytes().split(b"\0")
+            found += ours and (process / "cmdline").read_bytes().split(b"\0")[0] == program
+        except OSError:
+            continue
+    return found

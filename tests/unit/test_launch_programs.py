@@ -1,0 +1,117 @@
+"""Which mpiexec is which, which programs belong here, and how many GPUs this host shows."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from utils.launch.gpus import count_gpus
+from utils.launch.programs import Mpiexec, Programs, from_version, identify
+
+OPENMPI5 = "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
+OPENMPI4 = "mpiexec.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
+MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: Fri\n"
+INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\n"
+
+
+@pytest.mark.parametrize(("said", "kind", "major"), [
+    (OPENMPI5, "openmpi", 5), (OPENMPI4, "openmpi", 4), (MPICH, "mpich", 5), (INTEL, "intel-mpi", 0),
+    ("PALS version 1.3.4\n", "pals", 0)])
+def test_an_mpiexec_is_known_by_what_it_says_of_its_version(said: str, kind: str, major: int) -> None:
+    assert from_version("/x/mpiexec", said) == Mpiexec("/x/mpiexec", kind, major)
+
+
+@pytest.mark.parametrize("said", ["pbs_version = 23.06.06\n", "", "usage: mpiexec\n"])
+def test_what_only_has_the_name_is_no_mpiexec(said: str) -> None:
+    assert from_version("/x/mpiexec", said) is None
+
+
+@pytest.mark.parametrize("kind", ["mpich", "openmpi", "impi"])
+def test_the_real_ones_are_told_apart(kind: str, need: Callable[[str], Path]) -> None:
+    found = identify(str(need(kind)))
+    assert found is not None and found.kind == {"impi": "intel-mpi"}.get(kind, kind)
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def says(path: Path, version: str) -> Path:
+    return program(path, f"#!/bin/sh\ncat <<'END'\n{version}END\n")
+
+
+def test_look_alikes_on_path_are_passed_over(tmp_path: Path) -> None:
+    says(tmp_path / "pbs/mpiexec", "pbs_version = 23.06.06\n")
+    program(tmp_path / "torque/mpiexec", "#!/usr/bin/perl -w\n# starts ranks in Slurm\nexec 'srun';\n")
+    real = says(tmp_path / "mpi/mpiexec", OPENMPI5)
+    path = os.pathsep.join(str(tmp_path / name) for name in ("pbs", "torque", "mpi")) + f"{os.pathsep}/usr/bin:/bin"
+    assert Programs({"PATH": path}, pals_folder=tmp_path / "none").mpiexec == Mpiexec(str(real), "openmpi", 5)
+
+
+def test_on_a_cray_its_own_mpiexec_goes_before_one_of_conda_on_path(tmp_path: Path) -> None:
+    says(tmp_path / "conda/mpiexec", MPICH)
+    own = says(tmp_path / "pals/1.8/bin/mpiexec", "PALS version 1.8\n")
+    says(tmp_path / "pals/1.10/bin/mpiexec", "PALS version 1.10\n")
+    programs = Programs({"PATH": f"{tmp_path}/conda:{tmp_path}/pals/1.8/bin:/usr/bin:/bin"},
+                        pals_folder=tmp_path / "pals")
+    assert programs.pals == programs.mpiexec == Mpiexec(str(own), "pals")
+
+
+def test_the_newest_pals_is_taken_where_none_is_loaded(tmp_path: Path) -> None:
+    says(tmp_path / "pals/1.8/bin/mpiexec", "PALS\n")
+    newest = says(tmp_path / "pals/1.10/bin/mpiexec", "PALS\n")
+    assert Programs({"PATH": "/bin"}, pals_folder=tmp_path / "pals").pals == Mpiexec(str(newest), "pals")
+
+
+def test_without_any_mpiexec_there_is_none(tmp_path: Path) -> None:
+    assert Programs({"PATH": str(tmp_path)}, pals_folder=tmp_path).mpiexec is None
+
+
+def test_pbs_tmrsh_is_of_no_use_outside_of_a_task_of_pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = program(tmp_path / "pbs_tmrsh", "#!/bin/sh\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Programs({"PATH": str(tmp_path)}).find("pbs_tmrsh") is None
+    assert Programs({"PATH": str(tmp_path), "PBS_JOBCOOKIE": "c"}).find("pbs_tmrsh") == str(found)
+
+
+# GPUs -----------------------------------------------------------------------------------------------------------------
+
+def nvidia(root: Path, count: int) -> Path:
+    for number in range(count):
+        (root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0").mkdir(parents=True)
+    return root
+
+
+def test_a_host_without_gpus_has_none(tmp_path: Path) -> None:
+    assert count_gpus({}, tmp_path) == 0
+
+
+def test_gpus_of_nvidia_are_counted(tmp_path: Path) -> None:
+    assert count_gpus({}, nvidia(tmp_path, 4)) == 4
+
+
+def test_gpus_of_nvidia_are_counted_in_a_container_by_their_devices(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    assert count_gpus({}, tmp_path) == 2
+
+
+def test_gpus_of_amd_are_counted_without_the_cpus_beside_them(tmp_path: Path) -> None:
+    for number, units in enumerate((0, 0, 440, 440)):
+        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\nmem_banks_count 1\n")
+    assert count_gpus({}, tmp_path) == 2
+    assert count_gpus({"ROCR_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+
+
+@pytest.mark.parametrize(("mask", "left"), [("", 0), ("0", 1), ("2,3", 2), ("GPU-aa,GPU-bb,GPU-cc", 3), ("-1", 0),
+                                            ("0,-1,1", 1), ("NoDevFiles", 0), ("0,1,2,3,4,5,6,7", 4)])
+def test_only_gpus_that_the_mask_leaves_count(mask: str, left: int, tmp_path: Path) -> None:
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": mask}, nvidia(tmp_path, 4)) == left

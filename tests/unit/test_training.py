@@ -1,0 +1,188 @@
+"""utils/training.py: every split is exact, or refused with the nearest ones; accumulated gradients are the whole's."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from utils.training import BatchSplit, accumulate, grouped, scale_adam, scale_lr, split_batch, warm_up
+
+
+@pytest.mark.parametrize(("global_batch", "world_size", "most", "expected"), [
+    (1024, 8, 64, (64, 2)), (1024, 4, 64, (64, 4)), (96, 3, 12, (8, 4)), (7, 7, 100, (1, 1)), (7, 1, 4, (1, 7)),
+    (48, 2, 24, (24, 1)), (48, 2, 23, (12, 2))])
+def test_a_split_takes_the_largest_micro_batch_that_fits(global_batch: int, world_size: int, most: int,
+                                                         expected: tuple[int, int]) -> None:
+    assert split_batch(global_batch, world_size, most) == BatchSplit(global_batch, world_size, *expected)
+
+
+def test_every_split_is_exact_and_none_has_fewer_passes() -> None:
+    for global_batch in range(1, 61):
+        for world_size in (1, 2, 3, 4, 6):
+            for most in (1, 5, 8, 64):
+                if global_batch % world_size:
+                    with pytest.raises(ValueError):
+                        split_batch(global_batch, world_size, most)
+                    continue
+                split = split_batch(global_batch, world_size, most)
+                assert split.micro_batch * split.world_size * split.accumulation == global_batch
+                share = global_batch // world_size
+                assert split.micro_batch == max(d for d in range(1, min(most, share) + 1) if share % d == 0)
+
+
+def test_the_global_batch_stays_when_ranks_come_and_go() -> None:
+    splits = [split_batch(96, ranks, 16) for ranks in (4, 2, 3)]
+    assert [(s.micro_batch, s.accumulation) for s in splits] == [(12, 2), (16, 3), (16, 2)]
+
+
+@pytest.mark.parametrize(("global_batch", "world_size", "least", "batches", "ranks"), [
+    (1000, 3, 1, "999 or 1002", "2 or 4"), (2, 3, 1, "3", "2"), (254, 2, 8, "252 or 256", "no other number of"),
+    (100, 7, 1, "98 or 105", "5 or 10")])
+def test_an_impossible_split_names_the_nearest_possible_ones(global_batch: int, world_size: int, least: int,
+                                                             batches: str, ranks: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        split_batch(global_batch, world_size, 64, min_micro_batch=least)
+    named = re.search(r"take a global batch of (.*); with a global batch of \d+ take (.*) rank", str(refused.value))
+    assert named is not None
+    for batch in map(int, named[1].split(" or ")):
+        split_batch(batch, world_size, 64, min_micro_batch=least)
+    assert (named[1], named[2]) == (batches, ranks)
+    for count in map(int, re.findall(r"\d+", named[2])):
+        split_batch(global_batch, count, 64, min_micro_batch=least)
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 1), (8, 0, 1), (8, 1, 0)])
+def test_nonsense_is_refused(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected at least 1"):
+        split_batch(*arguments)
+
+
+def test_the_rules_of_the_learning_rate() -> None:
+    assert scale_lr(0.1, 32, "linear") == pytest.approx(3.2)  # Goyal et al.: 0.1 at 256, 3.2 at 8192
+    assert scale_lr(0.1, 16, "sqrt") == pytest.approx(0.4)
+    assert scale_lr(0.1, 16, "none") == 0.1
+    with pytest.raises(ValueError, match="linear, sqrt, none"):
+        scale_lr(0.1, 2, "cubic")
+    with pytest.raises(ValueError, match="factor=0"):
+        scale_lr(0.1, 0, "linear")
+
+
+def test_adam_is_scaled_as_a_whole() -> None:
+    scaled = scale_adam(4, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    assert scaled["lr"] == pytest.approx(2e-3)
+    assert scaled["betas"] == pytest.approx((0.6, 0.996))
+    assert scaled["eps"] == pytest.approx(0.5e-8)
+    torch.optim.Adam(nn.Linear(1, 1).parameters(), **scaled)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="factors up to 10 "):
+        scale_adam(16, lr=1e-3)
+
+
+def test_the_average_of_the_gradients_reaches_as_far_back_in_samples_as_before() -> None:
+    """What the rule for the betas means: 1 / (1 - beta) batches, which are k times as large, are as many samples."""
+    beta = scale_adam(8, lr=1.0, betas=(0.99, 0.999))["betas"][0]  # type: ignore[index]
+    assert 8 / (1 - beta) == pytest.approx(1 / (1 - 0.99))
+
+
+def test_warm_up_rises_in_equal_parts_and_stays() -> None:
+    assert [warm_up(step, 4) for step in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert [warm_up(step, 4, start=0.2) for step in range(5)] == pytest.approx([0.4, 0.6, 0.8, 1, 1])
+    assert warm_up(0, 0) == 1
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process, which DistributedDataParallel asks for."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def counting(module: nn.Module) -> tuple[DDP, list[int]]:
+    """DistributedDataParallel around it, and a list that grows with each exchange of gradients."""
+    ddp, exchanges = DDP(module), list[int]()
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with types; ours are text
+        exchanges.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    return ddp, exchanges
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def gradients(of: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in of.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("sizes", [[12], [4, 4, 4], [5, 5, 2], [1, 11]])
+def test_accumulated_gradients_are_those_of_the_large_batch_exchanged_once(sizes: list[int], alone: None) -> None:
+    whole, (parts, exchanges) = model(), counting(model())
+    inputs, targets = torch.randn(12, 5).double(), torch.randn(12, 1).double()
+    mse_loss(whole(inputs), targets).backward()
+    micro_batches = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+    for (x, y), weight in accumulate(parts, micro_batches):
+        assert exchanges == []
+        (weight * mse_loss(parts(x), y)).backward()
+    torch.testing.assert_close(gradients(parts), gradients(whole), rtol=1e-12, atol=1e-15)
+    assert exchanges == [0]
+
+
+def test_unequal_shares_of_the_ranks_are_weighted_by_their_mean() -> None:
+    """Two ranks, simulated: DDP takes the mean of their gradients."""
+    whole, ranks = model(), [model(), model()]
+    inputs, targets = torch.randn(10, 5).double(), torch.randn(10, 1).double()
+    mse_loss(whole(inputs), targets).backward()
+    for rank, share in zip(ranks, [slice(0, 7), slice(7, 10)], strict=True):
+        for (x, y), weight in accumulate(rank, list(zip(inputs[share].split(4), targets[share].split(4), strict=True)),
+                                         samples=5.0):
+            (weight * mse_loss(rank(x), y)).backward()
+    mean = (gradients(ranks[0]) + gradients(ranks[1])) / 2
+    torch.testing.assert_close(mean, gradients(whole), rtol=1e-12, atol=1e-15)
+
+
+def test_tokens_can_be_counted_instead_of_samples() -> None:
+    lengths = [{"mask": torch.ones(2, 3)}, {"mask": torch.tensor([[1.0, 0.0]])}]
+    weights = [weight for _, weight in accumulate(model(), lengths, size=lambda batch: float(batch["mask"].sum()))]
+    assert weights == pytest.approx([6 / 7, 1 / 7])
+
+
+def test_after_a_loop_that_is_left_early_gradients_are_exchanged_again(alone: None) -> None:
+    parts, exchanges = counting(model())
+    for batch, _ in accumulate(parts, [torch.ones(1, 5).double()] * 2):
+        parts(batch).sum().backward()
+        break
+    assert exchanges == []
+    parts(torch.ones(1, 5).double()).sum().backward()
+    assert exchanges == [0]
+
+
+def test_what_has_no_length_is_refused() -> None:
+    with pytest.raises(TypeError, match="Give size="):
+        list(accumulate(model(), ["text"]))
+    with pytest.raises(ValueError, match="0 samples"):
+        list(accumulate(model(), [torch.empty(0, 5)]))
+
+
+def test_grouping_takes_nothing_ahead() -> None:
+    taken = []
+
+    def batches() -> Iterator[int]:
+        for number in range(5):
+            taken.append(number)
+            yield number
+
+    groups = grouped(batches(), 2)
+    assert next(groups) == [0, 1] and taken == [0, 1]
+    assert list(groups) == [[2, 3], [4]]

@@ -1,0 +1,194 @@
+"""The command lines of a plan: srun, each mpiexec, and what starts an agent on a host. Pure functions.
+
+Sources of the options: srun(1), the manual pages of mpiexec of PALS, MPICH, Open MPI and Intel MPI, pbs_tmrsh(8),
+pbsdsh(1), ssh(1). Not here: which of them is used (plan.py), running them (run.py, control.py).
+"""
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from . import remote_shell
+from .gpus import MASKS
+from .plan import Plan, PlanError
+
+HOST_FILE = "@hosts@"  # stands for the path of a file with host_file(); native.py makes it
+REMOTE_SHELL = "@remote-shell@"  # stands for the path of a script with remote_shell.script(); native.py makes it
+# True of one host only: mpiexec must not carry it to others.
+_OF_THIS_HOST = {"HOSTNAME", "HOST", "PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "DISPLAY", "XDG_RUNTIME_DIR"}
+_OF_THIS_HOST_PREFIXES = ("SSH_", "PBS_", "SLURM", "XDG_SESSION", "BASH_FUNC_", "OMPI_", "PMIX_", "PRTE_")
+
+
+def native_command(plan: Plan, words: Sequence[str]) -> list[str]:
+    """The one command that starts `words` as every rank; under torchrun, as one agent on each host."""
+    if plan.means == "srun":
+        return [plan.path, *_srun(plan), *words]
+    assert plan.mpiexec is not None
+    options = {"pals": _pals, "openmpi": _openmpi, "mpich": _hydra, "intel-mpi": _hydra}[plan.mpiexec.kind]
+    return [plan.path, *options(plan), *words]
+
+
+def counts(plan: Plan) -> tuple[int, ...]:
+    """Processes that the native command starts on each host."""
+    return tuple(1 for _ in plan.hosts) if plan.options.torchrun else plan.ranks
+
+
+def host_file(plan: Plan) -> str:
+    """The text that HOST_FILE stands for."""
+    if plan.means == "srun":
+        return "".join(f"{host}\n" * count for host, count in zip(plan.hosts, counts(plan), strict=True))
+    openmpi = plan.mpiexec is not None and plan.mpiexec.kind == "openmpi"
+    between = " slots=" if openmpi else ":"
+    return "".join(f"{host}{between}{count}\n" for host, count in zip(plan.hosts, counts(plan), strict=True))
+
+
+# srun -----------------------------------------------------------------------------------------------------------------
+
+def _srun(plan: Plan) -> Iterator[str]:
+    yield "--kill-on-bad-exit=1"  # else the others go on, or wait, when one has failed
+    if plan.environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
+        yield "--export=ALL"
+    if plan.components:
+        yield f"--het-group={','.join(map(str, range(plan.components)))}"
+        return  # each component has its own number of cores for a rank
+    each = counts(plan)
+    if not plan.as_asked:
+        yield from (f"--nodes={len(each)}", f"--ntasks={sum(each)}")
+        if len(set(each)) == 1:
+            yield f"--ntasks-per-node={each[0]}"
+            yield "--distribution=block"
+        else:
+            yield from (f"--nodelist={HOST_FILE}", "--distribution=arbitrary")
+    if plan.inside_step:
+        yield "--overlap"  # the step around us holds the cores and GPUs that we want
+    asked = plan.environ.get("SLURM_CPUS_PER_TASK", "") if plan.as_asked else ""
+    share = [cores // count for cores, count in zip(plan.cores, each, strict=True) if cores is not None]
+    if asked.isdecimal() or share and min(share) > 0:  # srun alone would bind each rank to one core
+        yield f"--cpus-per-task={asked if asked.isdecimal() else min(share)}"
+    elif share:
+        yield "--overcommit"  # more ranks than cores
+    if plan.gpus_to_claim:
+        yield f"--gres=gpu:{plan.gpus_to_claim}"
+
+
+# mpiexec --------------------------------------------------------------------------------------------------------------
+
+def _pals(plan: Plan) -> Iterator[str]:
+    each = set(counts(plan))
+    if len(each) > 1:
+        raise PlanError(f"the hosts have different numbers of ranks ({', '.join(map(str, counts(plan)))}), and PALS "
+                        "starts the same number on every host. Give --ranks-per-node, or choose --by pbs_tmrsh or "
+                        "--torchrun")
+    yield from ("-n", str(sum(counts(plan))), "--ppn", str(each.pop()))
+    if not plan.node_file:  # PALS reads the node file by itself
+        yield from ("--hosts", ",".join(plan.hosts))
+    cores = [count for count in plan.cores if count]
+    if plan.options.torchrun or not cores or len(cores) < len(plan.hosts):
+        yield from ("--cpu-bind", "none")
+    else:
+        depth = min(count // ranks for count, ranks in zip(cores, plan.ranks, strict=True))
+        yield from ("--depth", str(depth), "--cpu-bind", "depth") if depth > 0 else ("--cpu-bind", "none")
+
+
+def _hydra(plan: Plan) -> Iterator[str]:
+    assert plan.mpiexec is not None
+    if plan.remote_shell:
+        yield from ("-launcher", "ssh", "-launcher-exec", REMOTE_SHELL)
+    elif plan.scheduler == "slurm":
+        yield from ("-launcher", "slurm")
+    if plan.options.torchrun and plan.mpiexec.kind == "intel-mpi":
+        yield from ("-genv", "I_MPI_PIN", "off")
+    yield from ("-f", HOST_FILE, "-n", str(sum(counts(plan))))
+
+
+def _openmpi(plan: Plan) -> Iterator[str]:
+    assert plan.mpiexec is not None
+    new = plan.mpiexec.major >= 5
+    if plan.root:
+        yield "--allow-run-as-root"
+    if plan.remote_shell:
+        kind, name = ("--prtemca", "plm_ssh") if new else ("--mca", "plm_rsh")
+        # Without the tree no other host needs it; PBS may end what has left the session that it has started.
+        yield from (kind, f"{name}_agent", " ".join(remote_shell.words(plan.python)), kind, f"{name}_no_tree_spawn",
+                    "1", "--leave-session-attached")
+    yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
+    for name in sorted(plan.environ):
+        if name in MASKS and (plan.scheduler == "slurm" or plan.remote_shell):
+            continue  # the scheduler sets each host's own
+        if name not in _OF_THIS_HOST and not name.startswith(_OF_THIS_HOST_PREFIXES):
+            yield from ("-x", name)
+    yield from ("-n", str(sum(counts(plan))))
+
+
+# Agents ---------------------------------------------------------------------------------------------------------------
+
+def reach(plan: Plan, host: str, words: Sequence[str]) -> list[str]:
+    """What runs `words` on one host of the plan."""
+    if plan.means == "local" or plan.means == "ssh" and host == plan.host:
+        return list(words)
+    if plan.means == "ssh":
+        return [plan.path, "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-T", host, shlex.join(["exec", *words])]
+    library_path = plan.environ.get("LD_LIBRARY_PATH")  # Python itself may need it, and nothing passes it on
+    words = [*(["/usr/bin/env", f"LD_LIBRARY_PATH={library_path}"] if library_path else []), *words]
+    return [plan.path, *(["-h", host, "--"] if plan.means == "pbsdsh" else [host]), *words]
+
+
+def starter(plan: Plan, host: str, words: Sequence[str]) -> list[str]:
+    """The same, kept from ending by a stop: PBS signals all of the job's first host, and stops travel in band."""
+    return ["/bin/sh", "-c", "trap '' TERM INT USR1 USR2 HUP; exec \"$@\"", "launch", *reach(plan, host, words)]
+
+
+def rank_variables(plan: Plan, host: int, local_rank: int, address: str, port: str) -> dict[str, str]:
+    """What tells a rank that is started without a launcher of its own who it is."""
+    return {"RANK": str(sum(plan.ranks[:host]) + local_rank), "WORLD_SIZE": str(plan.world_size),
+            "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(plan.ranks[host]), "NODE_RANK": str(host),
+            "MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: str) -> list[str]:
+    """The torchrun agent of a host."""
+    options = [f"--nproc-per-node={plan.ranks[host]}", f"--max-restarts={plan.options.restarts}"]
+    if len(plan.hosts) == 1:
+        options += ["--standalone"]
+    elif plan.options.restarts:  # the ranks meet again after a failure, which needs a store that outlives them
+        options += [f"--nnodes={len(plan.hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}",
+                    f"--rdzv-id={port}", f"--rdzv-conf=is_host={int(host == 0)}", f"--local-addr={own_address}"]
+    else:
+        options += [f"--nnodes={len(plan.hosts)}", f"--node-rank={host}", f"--master-addr={address}",
+                    f"--master-port={port}", f"--local-addr={own_address}"]
+    return [plan.python, "-m", "torch.distributed.run", *options, *([] if plan.is_script else ["--no-python"]),
+            *plan.command]
+
+
+def host_words(plan: Plan, host: int, address: str, port: str,
+               own_address: str) -> list[tuple[list[str], dict[str, str]]]:
+    """What the agent of a host starts there: words and variables of each process."""
+    count = plan.threads[host]
+    threads = {} if count is None else {"OMP_NUM_THREADS": str(count)}
+    if plan.options.torchrun:
+        return [(torchrun_words(plan, host, address, port, own_address), threads)]
+    return [(list(plan.program), {**rank_variables(plan, host, local, address, port), **threads})
+            for local in range(plan.ranks[host])]
+
+
+# For a person ---------------------------------------------------------------------------------------------------------
+
+def printed(plan: Plan) -> Iterator[str]:
+    """The plan as lines of shell. What is decided only at the start stands in <angle brackets>."""
+    if plan.means in ("srun", "mpiexec"):
+        line = shlex.join(native_command(plan, ["<agent>"] if plan.agents else plan.program))
+        text = host_file(plan).replace("\n", "\\n")
+        for mark, shown in ((HOST_FILE, f"<(printf {shlex.quote(text)})"),
+                            (REMOTE_SHELL, f"<{plan.remote_shell} in place of ssh>")):
+            line = line.replace(shlex.quote(f"--nodelist={mark}"), f"--nodelist={shown}")
+            line = line.replace(shlex.quote(mark), shown)
+        yield line
+    if plan.agents:
+        address = "127.0.0.1" if len(plan.hosts) == 1 else f"<{plan.hosts[0]}>"
+        for host, name in enumerate(plan.hosts):
+            for words, variables in host_words(plan, host, address, "<free port>", f"<{name}>"):
+                settings = [f"{key}={value}" for key, value in variables.items()]
+                if plan.means in ("srun", "mpiexec"):
+                    yield f"# on {name}: {shlex.join(['env', *settings, *words])}"
+                else:
+                    yield shlex.join(reach(plan, name, ["env", *settings, *words]))

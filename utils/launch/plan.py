@@ -1,0 +1,293 @@
+"""What is to be started where, and by which means: allocation, programs, options -> Plan. Pure functions.
+
+Not here: the words of each means (commands.py), looking for programs (programs.py), starting anything (run.py).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ..launchers import LAUNCHERS
+from ..schedulers.allocation import Allocation
+from ..schedulers.pbs import short
+from .programs import KINDS, Mpiexec
+
+MEANS = ("srun", "mpiexec", "pbs_tmrsh", "pbsdsh", "ssh", "local")
+_HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+# What a launcher leaves behind in the environment of a rank's children, beside what launchers.py lists.
+_LEFT_BEHIND = ("PMI_FD", "PMI_PORT", "PMI_ID", "TORCHELASTIC_RUN_ID", "I_MPI_HYDRA_UUID", "HYDRA_BSTRAP_LOCALHOST",
+                "PMIX_RANK", "PMIX_NAMESPACE", "SLURM_STEP_ID", "SLURM_STEPID")
+_KEPT = ("PBS_NODEFILE", "FLUX_JOB_NNODES", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_GTIDS",
+         "SLURM_STEP_TASKS_PER_NODE")  # tell a rank nothing by themselves
+# How an outer step of Slurm was bound, or the tasks of a job, is no request for other tasks.
+_OF_OUTER_STEP = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK",
+                  "SLURM_NTASKS_PER_GPU",
+                  "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
+                  "SLURM_DISTRIBUTION", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS",
+                  "SLURM_NPROCS")
+
+
+class PlanError(RuntimeError):
+    """The ranks cannot be started in this way; the message says what was found and what to do."""
+
+
+@dataclass(frozen=True)
+class Options:
+    by: str = "auto"  # or one of MEANS
+    torchrun: bool = False  # one agent of torchrun on each host, instead of one process for each rank
+    restarts: int = 0  # how often torchrun may start the ranks again
+    ranks_per_node: int | None = None
+
+
+class Finder(Protocol):
+    """What plan() asks about programs; see programs.Programs."""
+
+    def find(self, name: str) -> str | None: ...
+    @property
+    def mpiexec(self) -> Mpiexec | None: ...
+    @property
+    def pals(self) -> Mpiexec | None: ...
+
+
+@dataclass(frozen=True)
+class Here:
+    """This host and process."""
+
+    host: str
+    gpus: int
+    python: str  # sys.executable
+    programs: Finder
+    root: bool = False  # whether this is the superuser, whom Open MPI refuses unless told
+
+
+@dataclass(frozen=True)
+class Plan:
+    means: str
+    path: str  # of the program that starts: srun, an mpiexec, pbs_tmrsh, ...; empty for local
+    hosts: tuple[str, ...]  # those that get ranks, in rank order
+    ranks: tuple[int, ...]  # of each of these hosts
+    command: tuple[str, ...]  # the script or program of a rank, and its arguments
+    python: str
+    environ: Mapping[str, str]  # for the ranks, without their numbers
+    threads: tuple[int | None, ...]  # OMP_NUM_THREADS on each host; None leaves it as it is
+    cores: tuple[int | None, ...]
+    host: str  # this host
+    options: Options
+    mpiexec: Mpiexec | None = None
+    remote_shell: str = ""  # pbs_tmrsh, where mpiexec is to use it instead of ssh
+    as_asked: bool = False  # srun: the job asked for these very tasks, in whatever order
+    scheduler: str = ""  # of the allocation
+    gpus_to_claim: int = 0  # srun: GPUs of each host that a step does not get by itself (--exclusive without GPUs)
+    components: int = 0  # srun: of a heterogeneous job
+    inside_step: bool = False  # srun: a step of this job surrounds us and holds its resources
+    node_file: str = ""  # PBS: the node file, where it lists these hosts
+    root: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks)
+
+    @property
+    def is_script(self) -> bool:
+        return self.command[0].endswith(".py")
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What each rank runs."""
+        return (self.python, "-u", *self.command) if self.is_script else self.command
+
+    @property
+    def agents(self) -> bool:
+        """Whether agents start the ranks, rather than the program that starts the launch."""
+        return self.options.torchrun or self.means not in ("srun", "mpiexec")
+
+
+def plan(command: Sequence[str], options: Options, allocation: Allocation | None, here: Here,
+         environ: Mapping[str, str]) -> Plan:
+    """How to run `command` as the ranks of one launch. PlanError says why it cannot be done and what would."""
+    options = _settled(options)
+    hosts, ranks, cores, notes = _places(options, allocation, here)
+    wanted = [i for i, count in enumerate(ranks) if count > 0]
+    if allocation is not None and not wanted:
+        raise PlanError(f"no host of {_job(allocation)} gets a rank. Expected at least one slot: ask for mpiprocs or "
+                        "tasks, or give --ranks-per-node")
+    chosen_hosts, chosen_ranks = tuple(hosts[i] for i in wanted), tuple(ranks[i] for i in wanted)
+    chosen_cores = tuple(cores[i] for i in wanted)
+    means, path, mpiexec = _means(options, allocation, here, chosen_hosts)
+    base = Plan(means, path, chosen_hosts, chosen_ranks, tuple(command), here.python, {}, (), chosen_cores, here.host,
+                options, mpiexec, root=here.root,
+                scheduler=allocation.scheduler if allocation else "", notes=tuple(notes))
+    environment = clean(environ)
+    threads = tuple(_threads(environ, allocation, options, count, core)
+                    for count, core in zip(chosen_ranks, chosen_cores, strict=True))
+    if means == "srun" and allocation is not None:
+        base = _for_srun(base, allocation, environ)
+        if base.inside_step or options.torchrun:
+            environment = {name: value for name, value in environment.items() if name not in _OF_OUTER_STEP}
+    if means == "mpiexec" and allocation is not None and allocation.scheduler == "pbs":
+        remote_shell = here.programs.find("pbs_tmrsh") if mpiexec and mpiexec.kind != "pals" else None
+        listed = {host: count for host, count in zip(allocation.hosts, allocation.ranks_per_host, strict=True) if count}
+        node_file = environ.get("PBS_NODEFILE", "") if tuple(listed) == chosen_hosts else ""
+        base = replace(base, remote_shell=remote_shell or "", node_file=node_file)
+    if not base.agents:  # one environment for all hosts
+        known = [count for count in threads if count is not None]
+        if known:
+            environment["OMP_NUM_THREADS"] = str(min(known))
+        if means == "mpiexec" and mpiexec is not None and mpiexec.kind == "pals":
+            environment["WORLD_SIZE"] = str(sum(chosen_ranks))  # PALS itself does not always tell it
+    return replace(base, environ=environment, threads=threads)
+
+
+def _settled(options: Options) -> Options:
+    if options.by not in ("auto", *MEANS):
+        raise PlanError(f"--by is {options.by!r}; expected auto, {', '.join(MEANS)} or the path of an mpiexec")
+    for name, value, least in (("--ranks-per-node", options.ranks_per_node, 1), ("--restarts", options.restarts, 0)):
+        if value is not None and value < least:
+            raise PlanError(f"{name} is {value}; expected {least} or more")
+    # Only the elastic agent starts ranks again.
+    return Options(options.by, options.torchrun or options.restarts > 0, options.restarts, options.ranks_per_node)
+
+
+def _job(allocation: Allocation) -> str:
+    return f"{'Slurm' if allocation.scheduler == 'slurm' else 'PBS'} job {allocation.job_id}"
+
+
+# Where ------------------------------------------------------------------------------------------------------------
+
+def _places(options: Options, allocation: Allocation | None, here: Here) -> tuple[
+        list[str], list[int], list[int | None], list[str]]:
+    """Hosts, ranks and cores of each, and notes."""
+    if allocation is None or options.by == "local":
+        index = _index_of(here.host, allocation.hosts) if allocation else None
+        if allocation is not None and index is not None:
+            (ranks, notes), cores = _ranks(options, allocation, here), allocation.cores_per_host
+            return [here.host], [ranks[index] or 1], [cores[index]], notes
+        return [here.host], [options.ranks_per_node or here.gpus or 1], [None], []
+    ranks, notes = _ranks(options, allocation, here)
+    return list(allocation.hosts), ranks, list(allocation.cores_per_host), notes
+
+
+def _ranks(options: Options, allocation: Allocation, here: Here) -> tuple[list[int], list[str]]:
+    """Ranks of each host: --ranks-per-node, else the slots asked for; one for each GPU where a host has one slot."""
+    slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
+    if options.ranks_per_node is not None:
+        return [options.ranks_per_node if count or not any(slots) else 0 for count in slots], []
+    notes = []
+    if max(slots) <= 1:
+        at = _index_of(here.host, allocation.hosts)
+        if all(count is None for count in gpus) and here.gpus > 1 and at is not None and slots[at]:
+            notes.append(f"{_job(allocation)} does not say how many GPUs it has: {here.gpus} for each host, as counted "
+                         f"on {here.host}. Otherwise give --ranks-per-node")
+            gpus = [here.gpus] * len(slots)
+        return [(gpu or 1) if slot else 0 for slot, gpu in zip(slots, gpus, strict=True)], notes
+    for host, slot, gpu in zip(allocation.hosts, slots, gpus, strict=True):
+        if gpu and slot > gpu:
+            notes.append(f"{_job(allocation)} asks for {slot} ranks on {host} and for {gpu} GPUs. For one rank on each "
+                         f"GPU give --ranks-per-node {gpu}")
+            break
+    return slots, notes
+
+
+def _index_of(host: str, hosts: Sequence[str]) -> int | None:
+    """The index of this host among hosts that may be spelled with or without a domain."""
+    return next((i for i, one in enumerate(hosts) if short(one) == short(host)), None)
+
+
+# By what means --------------------------------------------------------------------------------------------------------
+
+def _means(options: Options, allocation: Allocation | None, here: Here,
+           hosts: Sequence[str]) -> tuple[str, str, Mpiexec | None]:
+    """The means, the path of its program, and which mpiexec it is."""
+    by = options.by if options.by != "auto" else _best(allocation, here, hosts)
+    if by == "local":
+        return by, "", None
+    if allocation is None:
+        raise PlanError(f"--by {by} needs an allocation, and this process is in no job of PBS or Slurm. Start it "
+                        "from a job (sbatch, salloc, qsub, qsub -I), or leave --by out to use this host alone")
+    if by in ("srun", "pbs_tmrsh", "pbsdsh") and allocation.scheduler != ("slurm" if by == "srun" else "pbs"):
+        raise PlanError(f"--by {by} was asked for in {_job(allocation)}, to which {by} cannot start anything. Leave "
+                        "--by out")
+    if by == "mpiexec":
+        found = here.programs.mpiexec
+        if found is None:
+            raise PlanError(f"no mpiexec of {', '.join(KINDS.values())} is on PATH. Load the module of one, or leave "
+                            "--by out")
+        return by, found.path, found
+    path = here.programs.find(by)
+    if path is None:
+        raise PlanError(f"{by} was not found on PATH, and is needed to start ranks on {len(hosts)} hosts of "
+                        f"{_job(allocation)}. Add its folder to PATH, or choose another means by --by")
+    return by, path, None
+
+
+def _best(allocation: Allocation | None, here: Here, hosts: Sequence[str]) -> str:
+    if allocation is None:
+        return "local"
+    alone = len(hosts) == 1 and short(hosts[0]) == short(here.host)
+    if allocation.scheduler == "slurm":
+        order = ("srun", "local") if alone else ("srun", "ssh")
+        return next((by for by in order if by == "local" or here.programs.find(by)), "srun")
+    if here.programs.pals is not None:
+        return "mpiexec"  # only PALS gives its ranks the keys to Slingshot
+    if alone:
+        return "local"
+    # Agents before a foreign mpiexec: Hydra ends no others when a rank fails, Open MPI leaves no time after a stop.
+    for by in ("pbs_tmrsh", "pbsdsh"):
+        if here.programs.find(by):
+            return by
+    return "ssh" if here.programs.find("ssh") else "mpiexec"
+
+
+def _for_srun(base: Plan, allocation: Allocation, environ: Mapping[str, str]) -> Plan:
+    inside_step = bool(environ.get("SLURM_STEP_ID"))
+    components = int(environ.get("SLURM_HET_SIZE") or 0)
+    same = base.ranks == allocation.ranks_per_host and base.options.ranks_per_node is None
+    asked = environ.get("SLURM_NTASKS", "") == str(base.world_size) or components > 1
+    as_asked = same and asked and not inside_step and not base.options.torchrun
+    if components > 1 and not as_asked:
+        raise PlanError(f"{_job(allocation)} is heterogeneous, and its tasks are not what is to be started "
+                        f"({', '.join(map(str, base.ranks))} on its hosts). Ask for these tasks in each component of "
+                        "the job, and leave --ranks-per-node and --torchrun out")
+    gpus = {gpu or 0 for gpu in allocation.gpus_per_host}
+    passed_on = any(environ.get(f"SLURM_{name}") for name in ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK",
+                                                              "GPUS_PER_SOCKET", "TRES_PER_TASK"))
+    to_claim = gpus.pop() if len(gpus) == 1 and not passed_on else 0
+    return replace(base, as_asked=as_asked, gpus_to_claim=to_claim, inside_step=inside_step,
+                   components=components if components > 1 else 0)
+
+
+# The environment ------------------------------------------------------------------------------------------------------
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what says that a process is a rank of another launch."""
+    drop = {name for launcher in LAUNCHERS for name in launcher.variables}.difference(_KEPT) | set(_LEFT_BEHIND)
+    if any(environ.get(name) for name in ("RANK", "WORLD_SIZE")):
+        drop |= {*_HAND_SET, "MASTER_ADDR", "MASTER_PORT"}  # they go together
+    return {name: value for name, value in environ.items() if name not in drop}
+
+
+def _threads(environ: Mapping[str, str], allocation: Allocation | None, options: Options, ranks: int,
+             cores: int | None) -> int | None:
+    """OMP_NUM_THREADS of a rank. PBS sets it to the cores of a chunk, and torchrun to 1 where it is not set."""
+    text = environ.get("OMP_NUM_THREADS", "")
+    if not text:
+        return max(1, cores // ranks) if options.torchrun and cores else None
+    of_pbs = allocation is not None and allocation.scheduler == "pbs" and text == environ.get("NCPUS")
+    if not (of_pbs and text.isdecimal()):
+        return None
+    share = (cores or int(text)) // ranks
+    return min(int(text), max(1, share))
+
+
+def describe(plan: Plan) -> Iterator[str]:
+    """Lines that tell a person how many ranks start where."""
+    shape = sorted(set(plan.ranks), reverse=True)
+    each = f"{shape[0]} each" if len(shape) == 1 else f"{shape[-1]} to {shape[0]} each"
+    hosts = f"{len(plan.hosts)} hosts ({each})" if len(plan.hosts) > 1 else plan.hosts[0]
+    how = f"by {KINDS[plan.mpiexec.kind]}'s mpiexec" if plan.mpiexec else f"by {plan.means}"
+    how = "alone" if plan.means == "local" else how
+    agents = ", with one torchrun agent on each" if plan.options.torchrun else ""
+    yield f"{plan.world_size} rank{'s' * (plan.world_size > 1)} on {hosts} {how}{agents}"
+    yield from plan.notes

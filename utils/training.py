@@ -1,0 +1,177 @@
+"""The global batch at any world size: how it is split, the learning rate that goes with it, gradients of the whole.
+
+Not here: the loop, which stays the user's; which sample goes where (data.py).
+
+    split = split_batch(global_batch=1024, world_size=dist.world_size, max_micro_batch=64)
+    lr = scale_lr(3e-4, split.global_batch / 256, "sqrt")              # 3e-4 was found with a global batch of 256
+    loader = DataLoader(data, batch_size=split.micro_batch, sampler=sampler)
+    for step, micro_batches in enumerate(grouped(loader, split.accumulation)):
+        optimizer.param_groups[0]["lr"] = lr * warm_up(step, steps=500)
+        for (inputs, targets), weight in accumulate(ddp, micro_batches):
+            (weight * cross_entropy(ddp(inputs), targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import torch
+
+_Batch = TypeVar("_Batch")
+RULES = ("linear", "sqrt", "none")
+
+
+# The split -----------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """global_batch = micro_batch * world_size * accumulation samples between two optimizer steps."""
+
+    global_batch: int
+    world_size: int
+    micro_batch: int  # samples of one forward and backward pass on one rank
+    accumulation: int  # such passes per optimizer step
+
+
+def split_batch(global_batch: int, world_size: int, max_micro_batch: int, *, min_micro_batch: int = 1) -> BatchSplit:
+    """The split with the fewest passes whose micro-batch fits into memory (max_micro_batch samples on a rank).
+
+    min_micro_batch: refuse splits that would be slow: a rank's share of 127 samples has no divisors but 1 and 127.
+    ValueError names the nearest global batches and numbers of ranks that can be split.
+    """
+    for name, value in (("global_batch", global_batch), ("world_size", world_size),
+                        ("min_micro_batch", min_micro_batch), ("max_micro_batch", max_micro_batch)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1. Correct it")
+    if min_micro_batch > max_micro_batch:
+        raise ValueError(f"min_micro_batch={min_micro_batch} is above max_micro_batch={max_micro_batch}. Correct one")
+
+    def micro(batch: int, ranks: int) -> int | None:
+        return _micro_batch(batch // ranks, min_micro_batch, max_micro_batch) if batch % ranks == 0 else None
+
+    found = micro(global_batch, world_size)
+    if found is not None:
+        return BatchSplit(global_batch, world_size, found, global_batch // world_size // found)
+    # A share of exactly min_micro_batch * k samples can be split for every k: no search goes further than that.
+    stride = world_size * min_micro_batch
+    batches = [next((batch for batch in candidates if micro(batch, world_size)), None) for candidates in (
+        range(global_batch - global_batch % world_size, 0, -world_size),
+        range(global_batch - global_batch % world_size + world_size, global_batch + stride + 1, world_size))]
+    ranks = [next((count for count in candidates if micro(global_batch, count)), None) for candidates in (
+        range(min(world_size - 1, global_batch), 0, -1), range(world_size + 1, global_batch + 1))]
+    between = f"micro-batches of {min_micro_batch} to {max_micro_batch} samples on {world_size} rank(s)"
+    raise ValueError(f"A global batch of {global_batch} cannot be split into equal {between}. Expected a product of "
+                     f"micro-batch, ranks and accumulation. With {world_size} rank(s) take a global batch of "
+                     f"{_either(batches)}; with a global batch of {global_batch} take {_either(ranks)} rank(s)")
+
+
+def _micro_batch(share: int, least: int, most: int) -> int | None:
+    """The largest divisor of a rank's share between least and most."""
+    for passes in range(math.ceil(share / most), share // least + 1):
+        if share % passes == 0:
+            return share // passes
+    return None
+
+
+def _either(values: Sequence[int | None]) -> str:
+    return " or ".join(str(value) for value in values if value is not None) or "no other number of"
+
+
+# The learning rate ---------------------------------------------------------------------------------------------------
+
+def scale_lr(lr: float, factor: float, rule: str) -> float:
+    """The learning rate for a global batch `factor` times as large as the one for which lr was found.
+
+    "linear"  lr * factor: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+              arXiv:1706.02677, section 2.1; for SGD, with warm_up().
+    "sqrt"    lr * sqrt(factor), which keeps the variance of an SGD update: Krizhevsky 2014, "One weird trick for
+              parallelizing convolutional neural networks", arXiv:1404.5997; for Adam and its like see scale_adam().
+    "none"    lr.
+    """
+    if not (0 < factor < math.inf and 0 <= lr < math.inf):
+        raise ValueError(f"lr={lr!r} factor={factor!r}; expected finite numbers, the factor above 0. Correct them")
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; expected one of {', '.join(RULES)}. Correct it")
+    return lr * {"linear": factor, "sqrt": math.sqrt(factor), "none": 1.0}[rule]
+
+
+def scale_adam(factor: float, *, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+               eps: float = 1e-8) -> dict[str, float | tuple[float, float]]:
+    """The arguments lr, betas, eps of Adam for a global batch `factor` times as large: the square-root scaling rule.
+
+    lr * sqrt(k), 1 - k (1 - beta) for both betas, eps / sqrt(k): Malladi, Lyu, Panigrahi and Arora 2022, "On the SDEs
+    and Scaling Rules for Adaptive Gradient Algorithms", arXiv:2205.10287. ValueError where a beta would fall below 0.
+    """
+    scaled = tuple(1 - factor * (1 - beta) for beta in betas)
+    if not all(0 <= beta < 1 for beta in scaled):
+        most = min(1 / (1 - beta) for beta in betas)
+        raise ValueError(f"factor={factor} makes betas={betas} {scaled}; expected numbers from 0 to 1. The rule holds "
+                         f"for factors up to {most:.4g} with these betas: change the batch less, or scale lr alone")
+    return {"lr": scale_lr(lr, factor, "sqrt"), "betas": (scaled[0], scaled[1]), "eps": eps / math.sqrt(factor)}
+
+
+def warm_up(step: int, steps: int, start: float = 0.0) -> float:
+    """What to multiply the learning rate with in optimizer step `step` (from 0): in equal parts from start up to 1.
+
+    Gradual warm-up of Goyal et al. 2017 (see scale_lr), section 2.2, which begins at the unscaled rate
+    (start = 1 / factor) and takes 5 epochs. The first step is one part above start, so that start=0 loses no step; from
+    step `steps` - 1 on it is 1.
+    """
+    if step < 0 or steps < 0 or not 0 <= start <= 1:
+        raise ValueError(f"step={step} steps={steps} start={start}; expected 0 or more, and a start from 0 to 1")
+    return 1.0 if step + 1 >= steps else start + (1 - start) * (step + 1) / steps
+
+
+# Gradients of the whole batch ----------------------------------------------------------------------------------------
+
+def grouped(batches: Iterable[_Batch], count: int) -> Iterator[list[_Batch]]:
+    """Lists of `count` batches; the last may have fewer. Nothing is taken ahead of the list that is asked for."""
+    if count < 1:
+        raise ValueError(f"count is {count}; expected at least 1. Correct it")
+    remaining = iter(batches)
+    while group := list(islice(remaining, count)):
+        yield group
+
+
+def accumulate(model: torch.nn.Module, micro_batches: Sequence[_Batch], *, samples: float | None = None,
+               size: Callable[[_Batch], float] | None = None) -> Iterator[tuple[_Batch, float]]:
+    """Each micro-batch of one optimizer step, with the weight for its mean loss. Forward and backward go in the body.
+
+    With these weights the gradients add up to that of the mean over the whole global batch, also when the last
+    micro-batch is short. DistributedDataParallel exchanges gradients in the last pass alone (DDP.no_sync).
+
+    samples: of this rank in this step; default: those of micro_batches. Where ranks have unequal shares it has to be
+    the mean over the ranks, the same on all: dist.all_reduce_mean(own). It may count tokens, if size does.
+    size: samples of a micro-batch; default: the length of the first tensor in it.
+
+    What the model keeps from sample to sample, such as the statistics of BatchNorm, is still that of micro-batches.
+    """
+    sizes = [(size or _length)(batch) for batch in micro_batches]
+    whole = sum(sizes) if samples is None else samples
+    if micro_batches and not whole > 0:
+        raise ValueError(f"the optimizer step has {whole} samples; expected more than 0. Leave empty steps out")
+    # A model without DistributedDataParallel around it has nothing to put off.
+    no_sync: Callable[[], contextlib.AbstractContextManager[None]] = getattr(model, "no_sync", contextlib.nullcontext)
+    for number, (batch, own) in enumerate(zip(micro_batches, sizes, strict=True), 1):
+        with contextlib.nullcontext() if number == len(micro_batches) else no_sync():
+            yield batch, own / whole
+
+
+def _length(batch: object) -> int:
+    """The length of the first tensor of a batch as a DataLoader makes it."""
+    inner = batch
+    while not isinstance(inner, torch.Tensor):
+        if isinstance(inner, Mapping) and inner:
+            inner = next(iter(inner.values()))
+        elif isinstance(inner, Sequence) and not isinstance(inner, str) and inner:
+            inner = inner[0]
+        else:
+            raise TypeError(f"a micro-batch of type {type(batch).__name__} has no tensor in the first place. Expected "
+                            "tensors, or lists and dictionaries of them. Give size= to tell how many samples it has")
+    return len(inner)
