@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import hashlib
 import json
 import operator
@@ -35,15 +34,6 @@ __all__ = ["CheckpointError", "Checkpointer", "PerRank", "Restored"]
 _log = get_logger(__name__)
 _LAST_SECONDS, _FAREWELL_SECONDS = 60.0, 10.0  # for this rank's and the other ranks' part, when training ends early
 _KEY = "ddpkit"  # of our part in the metadata of a file
-_CAUSES = {
-    errno.ENOSPC: "no space is left on its file system. Free some",
-    errno.EDQUOT: "the disk quota is used up. Free some space, or ask for more",
-    errno.EROFS: "its file system is read-only. Choose another folder",
-    errno.EACCES: "this user may not write there. Change the permissions, or choose another folder",
-    errno.EPERM: "this user may not write there. Change the permissions, or choose another folder",
-    errno.ENOENT: "it, or the save's temporary folder in it, is not there. Was it removed, does another job clean it "
-                  "up, or do not all hosts share it?",
-}
 
 
 class CheckpointError(RuntimeError):
@@ -186,6 +176,7 @@ class Checkpointer:
             if self._ranks.rank == 0:
                 _log.error("%s", error)
         finally:
+            job.sums.go.set()  # where nothing was written, its thread waits still
             self._written.set()
 
     def _write(self, job: _Job) -> None:
@@ -254,8 +245,7 @@ class Checkpointer:
         return {"error": f"{errors[0]}{more}. The checkpoints before it are untouched"}
 
     def _explain(self, what: str, error: OSError) -> str:
-        cause = _CAUSES.get(error.errno or 0, f"{error.strerror or error}. Look for the cause on that host")
-        return f"{what} in {self.folder} on {self._ranks.here}: {cause}"
+        return f"{what} in {self.folder} on {self._ranks.here}: {files.cause(error)}"
 
     # --- loading
 
@@ -266,6 +256,9 @@ class Checkpointer:
         is only a pattern, and comes back with the saved values in Restored.state. The random number generators are set
         as they were at save(); under another number of ranks those that differed between ranks get new states, and
         PerRank parts are refused. What does not fit is refused before anything is changed.
+
+        Making the iterator of a DataLoader draws from torch's generator, once more when an epoch is resumed in its
+        middle: give the DataLoader a generator of its own, so that all other random numbers stay as they were.
 
         A damaged checkpoint is named with the reason, kept with .damaged at its name, and the one before is taken. So
         do all ranks when one of them finds damage. Needs memory for the whole checkpoint on every rank.

@@ -36,6 +36,16 @@ _SAFETENSORS = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }
 
+_CAUSES = {
+    errno.ENOSPC: "no space is left on its file system. Free some",
+    errno.EDQUOT: "the disk quota is used up. Free some space, or ask for more",
+    errno.EROFS: "its file system is read-only. Choose another folder",
+    errno.EACCES: "this user may not write there. Change the permissions, or choose another folder",
+    errno.EPERM: "this user may not write there. Change the permissions, or choose another folder",
+    errno.ENOENT: "it, or the save's temporary folder in it, is not there. Was it removed, does another job clean it "
+                  "up, or do not all hosts share it?",
+}
+
 
 class Damaged(Exception):
     """A checkpoint whose files are not what was written; the message names the file and the reason."""
@@ -43,6 +53,11 @@ class Damaged(Exception):
 
 class Unreadable(Exception):
     """A checkpoint that may be whole, but cannot be used from here."""
+
+
+def cause(error: OSError) -> str:
+    """What the system refused, and what to do."""
+    return _CAUSES.get(error.errno or 0, f"{error.strerror or error}. Look for the cause on that host")
 
 
 # --- names

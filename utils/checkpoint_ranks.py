@@ -64,7 +64,8 @@ class Ranks:
         verdict_key = f"{topic}/verdict"
         if self.rank != 0:
             verdict = self._hear([verdict_key])[0]
-            self._tell(f"{topic}/heard/{self.rank}", {})
+            with contextlib.suppress(Silence):  # rank 0 may have ended meanwhile
+                self._tell(f"{topic}/heard/{self.rank}", {})
             return verdict
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         verdict = judge(self._hear(keys))

@@ -58,14 +58,14 @@ def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequenc
         os._exit(status)
 
 
-def run(ranks: int, script: str, arguments: Sequence[str], output: Path, kill_after: float | None) -> bool:
-    """One start of all ranks; whether it came to its end. It is killed after so many seconds, if then still running."""
+def run(ranks: int, script: str, arguments: Sequence[str], output: Path, killer: Killer | None = None) -> bool:
+    """One start of all ranks; whether it came to its end before the killer wanted to end it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     pids = [start_rank(rank, ranks, port, script, arguments, output) for rank in range(ranks)]
-    waiting, limit = set(pids), time.monotonic() + (RUN_SECONDS if kill_after is None else kill_after)
+    waiting, limit = set(pids), time.monotonic() + RUN_SECONDS
     statuses = []
-    while waiting and time.monotonic() < limit:
+    while waiting and time.monotonic() < limit and not (killer and killer.strikes()):
         for pid in list(waiting):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -77,10 +77,27 @@ def run(ranks: int, script: str, arguments: Sequence[str], output: Path, kill_af
             os.killpg(pid, signal.SIGKILL)
     for pid in waiting:
         os.waitpid(pid, 0)
-    if waiting and kill_after is None or any(statuses) and not waiting:
+    if waiting and time.monotonic() >= limit or any(statuses) and not waiting:
         sys.exit(f"the ranks ended with {statuses}, {len(waiting)} still running after {RUN_SECONDS:.0f} s:\n"
                  f"{output.read_text(errors='replace')[-4000:]}")
     return not waiting
+
+
+class Killer:
+    """Chooses the moment: at the start, or some time after the run has saved once more, so that it gets on."""
+
+    def __init__(self, folder: Path, moments: random.Random) -> None:
+        self._folder, self._moments = folder, moments
+        self._saved = None if moments.random() < 0.3 else self._checkpoints()
+        self._at = time.monotonic() + moments.uniform(0, 2) if self._saved is None else None
+
+    def _checkpoints(self) -> set[str]:
+        return {path.name for path in self._folder.glob("step-*")}
+
+    def strikes(self) -> bool:
+        if self._at is None and self._checkpoints() != self._saved:
+            self._at = time.monotonic() + self._moments.uniform(0, 0.5)
+        return self._at is not None and time.monotonic() >= self._at
 
 
 def last_line(output: Path) -> str:
@@ -99,10 +116,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         output = Path(name) / "output"
         start = time.monotonic()
-        run(args.ranks, args.script, [*args.arguments, "--folder", f"{name}/whole"], output, None)
-        whole = time.monotonic() - start
+        run(args.ranks, args.script, [*args.arguments, "--folder", f"{name}/whole"], output)
         expected = last_line(output)
-        print(f"never killed, {whole:.1f} s: {expected}", flush=True)
+        print(f"never killed, {time.monotonic() - start:.1f} s: {expected}", flush=True)
         same = True
         while kills < args.kills:
             folder = Path(name) / "killed"
@@ -110,7 +126,7 @@ def main() -> int:
             output.unlink()
             here = 0
             while not run(args.ranks, args.script, [*args.arguments, "--folder", str(folder)], output,
-                          moments.uniform(0.0, whole)):
+                          Killer(folder, moments)):
                 kills, here = kills + 1, here + 1
             found = last_line(output)
             same = same and found == expected

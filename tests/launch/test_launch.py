@@ -45,11 +45,13 @@ class Job:
         return [str(script), str(self.folder)]
 
     def run(self, *words: str, seconds: float = 60) -> Result:
-        return self.lab.run("h1", [*LAUNCH, *words], env=self.env, seconds=seconds)
+        with killed_at_end(self.start(*words)) as process:
+            return self.lab.wait(process, seconds)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        return self.lab.hosts.popen("h1", [*LAUNCH, *words], env=self.env, stdout=subprocess.PIPE,
-                                    stderr=subprocess.STDOUT)
+        # Entering a host changes the working folder.
+        return self.lab.hosts.popen("h1", ["env", "-C", str(self.folder), *LAUNCH, *words], env=self.env,
+                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def wait_for_ranks(self) -> list[int]:
         """Process ids of all ranks, once they all run."""
@@ -92,7 +94,11 @@ def agents(job: Job) -> list[int]:
         hosts = {os.readlink(f"/proc/{job.lab.hosts.pid(host)}/ns/net") for host in job.lab.hosts.hosts}
         if network in hosts and len(words) > 4 and b".agent import main" in words[4]:
             found.append(int(process.name))
-    return sorted(found)
+    return sorted(pid for pid in found if parent(pid) not in found)  # each has a keeper with the same command line
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 # Starting -------------------------------------------------------------------------------------------------------------
@@ -109,7 +115,7 @@ def test_an_mpiexec_starts_the_ranks_with_environment_and_arguments(job: Job, na
     done = job.run("--by", str(job.lab.need(needed)), *job.told, "a b")
     assert done.status == 0, done.output
     assert [done.line(f"rank {rank} of") for rank in range(3)] == [
-        f"{expected(rank, launcher, 2)}, folder {os.getcwd()}, arguments ['a b']" for rank in range(3)]
+        f"{expected(rank, launcher, 2)}, folder {job.folder}, arguments ['a b']" for rank in range(3)]
 
 
 def test_agents_over_ssh_start_the_ranks_with_environment_and_arguments(job: Job) -> None:
@@ -117,7 +123,7 @@ def test_agents_over_ssh_start_the_ranks_with_environment_and_arguments(job: Job
     assert done.status == 0, done.output
     assert "launch.py: 3 ranks on 2 hosts (1 to 2 each) by ssh" in done.output
     assert [done.line(f"rank {rank} of") for rank in range(3)] == [
-        f"{expected(rank, 'env', 4 if rank == 2 else 2)}, folder {os.getcwd()}, arguments ['a b']" for rank in range(3)]
+        f"{expected(rank, 'env', 4 if rank == 2 else 2)}, folder {job.folder}, arguments ['a b']" for rank in range(3)]
 
 
 def test_lines_of_a_node_file_that_lie_apart_are_one_host(job: Job) -> None:
@@ -127,18 +133,11 @@ def test_lines_of_a_node_file_that_lie_apart_are_one_host(job: Job) -> None:
     assert done.line("rank 2 of").startswith("rank 2 of 3, 0 of 1 on h1 by env")
 
 
-def test_the_host_of_rank_0_need_not_be_the_one_where_the_launch_is(job: Job) -> None:
+def test_training_is_the_same_under_agents_and_where_rank_0_is_on_another_host(job: Job) -> None:
     job.nodes = ["h2", "h3"]
     done = job.run(*MINIMAL[1:])
     assert done.status == 0, done.output
     assert done.line("final loss:") == job.lab.minimal_loss(2)
-
-
-def test_training_is_the_same_under_agents_as_under_torchrun(job: Job) -> None:
-    job.nodes = ["h1", "h1", "h2", "h2"]
-    done = job.run(*MINIMAL[1:])
-    assert done.status == 0, done.output
-    assert done.line("final loss:") == job.lab.minimal_loss(4)
 
 
 @pytest.mark.parametrize("options", [(), ("--restarts", "1")])
@@ -266,7 +265,8 @@ def test_stops_reach_the_workers_of_every_torchrun(job: Job) -> None:
 def test_hydra_passes_stops_on_to_every_rank(job: Job, name: str) -> None:
     done, signals = stop(job, "--by", str(job.lab.need(MPIS[name][0])))
     assert signals == [["SIGUSR1", "SIGTERM"]] * 3, done.output
-    assert done.status == 5
+    # The ranks end with 5. After a SIGTERM Hydra 4 forgets that, and Intel's makes 255 of it.
+    assert done.status == {"mpich5": 5, "mpich4": 0, "intel": 255}[name]
 
 
 @pytest.mark.parametrize("name", ["openmpi5", "openmpi4"])

@@ -20,6 +20,7 @@ from .wire import Message, Wire
 
 SECRET = "DDPKIT_LAUNCH_SECRET"
 CONNECT_SECONDS = 60.0
+REFUSED_SECONDS = 5.0
 PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 _DRAIN_SECONDS = 1.0
 _CAUGHT_TOO_SECONDS = 0.2  # in which a signal to all processes of a host comes after the head's word of it
@@ -226,14 +227,18 @@ class Agent:
 
 
 def _connect(addresses: Sequence[str], port: int, token: str, index: int) -> Wire | None:
-    """The connection to the head by the first address that works; None after CONNECT_SECONDS."""
+    """The connection to the head by the first address that works; None after CONNECT_SECONDS, or when it is gone."""
     limit = time.monotonic() + CONNECT_SECONDS
     while time.monotonic() < limit:
         for address in addresses:
-            with suppress(OSError):
+            try:
                 wire = Wire(socket.create_connection((address, port), timeout=3))
                 wire.send({"hello": index, "token": token, "reached": address, "host": socket.gethostname()})
                 return wire
+            except ConnectionRefusedError:  # the head listened before it had this agent started
+                limit = min(limit, time.monotonic() + REFUSED_SECONDS)
+            except OSError:
+                pass
         time.sleep(0.2)
     return None
 

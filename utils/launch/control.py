@@ -79,7 +79,7 @@ class Head:
 
     def wait_for_starters(self) -> None:
         """Let what started the agents end by itself: it may still have something to print."""
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + (5 if self._started else 0)
         while self._processes.running and time.monotonic() < limit:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._signals, selectors.EVENT_READ)
