@@ -28,7 +28,7 @@ if [ "${PBS_ENVIRONMENT-}" = PBS_BATCH ]; then cd "$PBS_O_WORKDIR"; fi # PBS sta
 # arguments of qsub, and may have spaces.
 find_kit() {
     local asked rest folder
-    asked=$(qstat -f -w "${PBS_JOBID-}" 2>/dev/null | sed -n 's/^ *Submit_arguments = //p') || asked=
+    asked=$(qstat -f -w "${PBS_ARRAY_ID:-${PBS_JOBID-}}" 2>/dev/null | sed -n 's/^ *Submit_arguments = //p') || asked=
     rest=$asked
     for folder in "${DDPKIT_HOME-}" "$(dirname -- "${BASH_SOURCE[0]}")/.." . ..; do
         if is_kit "$folder"; then return; fi

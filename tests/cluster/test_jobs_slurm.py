@@ -5,30 +5,19 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import killed_at_end
+from tests.cluster.job_ranks import RANK, TRAIN, ranks_on
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
 
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 SCRIPTS = ["slurm_srun.sh", "slurm_torchrun.sh"]
-TRAIN = "my rank.py"
-# It says who it is, without torch and without meeting the others.
-RANK = f"""\
-import os, socket, sys
-sys.path.insert(0, {str(ROOT)!r})
-from utils.launchers import detect
-me = detect()
-sys.stdout.write(f"rank {{me.rank}} of {{me.world_size}}, local {{me.local_rank}} of {{me.local_world_size}}, "
-                 f"on {{socket.gethostname()}}, by {{me.launcher}}, GPUs {{os.environ.get('CUDA_VISIBLE_DEVICES')}}\\n")
-"""
-LINE = re.compile(r"^(?:.*: )?rank (\d+) of (\d+), local (\d+) of (\d+), on (\S+), by (\S+), ", re.MULTILINE)
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "generic-slurm"]
 UNCHECKED = [*SUBMIT, "--no-check"]  # the nodes here share /tmp, which is an error elsewhere
 
@@ -51,18 +40,6 @@ def sbatch(slurm: SlurmCluster, folder: Path, *words: str) -> str:
 
 def submit(slurm: SlurmCluster, folder: Path, *words: str, seconds: float = 90) -> Result:
     return slurm.run([*UNCHECKED, *words], cwd=folder, seconds=seconds)
-
-
-def ranks_on(output: str) -> dict[str, int]:
-    """How many ranks each host had, after checking that all ranks were there and numbered right."""
-    found = sorted((int(rank), int(size), int(local), int(local_size), host)
-                   for rank, size, local, local_size, host, _ in LINE.findall(output))
-    assert [(rank, size) for rank, size, *_ in found] == [(rank, len(found)) for rank in range(len(found))], output
-    count = Counter(host for *_, host in found)
-    for rank, (_, _, local, local_size, host) in enumerate(found):
-        assert local == sum(other[-1] == host for other in found[:rank]), output
-        assert local_size == count[host], output
-    return dict(count)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,0 +1,31 @@
+"""A training script for the tests of job scripts that only says who it is, and what a job's ranks said."""
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = "my rank.py"
+# It says who it is, without torch and without meeting the others.
+RANK = f"""\
+import os, socket, sys
+sys.path.insert(0, {str(ROOT)!r})
+from utils.launchers import detect
+me = detect()
+sys.stdout.write(f"rank {{me.rank}} of {{me.world_size}}, local {{me.local_rank}} of {{me.local_world_size}}, "
+                 f"on {{socket.gethostname()}}, by {{me.launcher}}, GPUs {{os.environ.get('CUDA_VISIBLE_DEVICES')}}\\n")
+"""
+LINE = re.compile(r"^(?:.*: )?rank (\d+) of (\d+), local (\d+) of (\d+), on (\S+), by (\S+), ", re.MULTILINE)
+
+
+def ranks_on(output: str) -> dict[str, int]:
+    """How many ranks each host had, after checking that all ranks were there and numbered right."""
+    found = sorted((int(rank), int(size), int(local), int(local_size), host)
+                   for rank, size, local, local_size, host, _ in LINE.findall(output))
+    assert [(rank, size) for rank, size, *_ in found] == [(rank, len(found)) for rank in range(len(found))], output
+    count = Counter(host for *_, host in found)
+    for rank, (_, _, local, local_size, host) in enumerate(found):
+        assert local == sum(other[-1] == host for other in found[:rank]), output
+        assert local_size == count[host], output
+    return dict(count)

@@ -1,0 +1,60 @@
+"""launch.py in jobs of PBS by each means: pbs_tmrsh, pbsdsh, and every mpiexec with pbs_tmrsh in place of ssh.
+
+On the stand-in, or with --real-pbs on a real OpenPBS. Not here: the job scripts that call it (test_jobs_pbs.py).
+"""
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import wait_until
+from tests.cluster.pbs import WORK, Pbs
+from tests.launch.launchers import MPIS, ROOT
+
+TOLD = ROOT / "tests" / "launch" / "told.py"
+EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
+CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
+
+
+def run(pbs: Pbs, options: str, seconds: float = 60) -> tuple[int, str]:
+    """Run launch.py in a job of two hosts; the job's exit status and output."""
+    folder = f"{WORK}/launch {time.monotonic_ns()}"
+    notes = pbs.write(f"{folder}/notes/.keep", "")[:-len("/.keep")]
+    told = shlex.join([str(TOLD), notes, "a b"])
+    script = (f"#!/bin/bash\ncd {shlex.quote(folder)}\nexport VALUE=$'two\\nlines'\n"
+              f"exec {sys.executable} {shlex.quote(str(ROOT / 'scripts' / 'launch.py'))} {options} {told} 2>&1\n")
+    pbs.write(f"{folder}/job.sh", script)
+    job = pbs.wait(pbs.submit("-l", f"select={CHUNKS}", "-l", "place=scatter", "job.sh", cwd=folder), seconds)
+    wait_until(lambda: bool(pbs.output(job)), "the output of the job")
+    return int(job.get("Exit_status", -999)), pbs.output(job)
+
+
+def ranks(output: str, launcher: str) -> list[tuple[str, ...]]:
+    """(rank, local rank, local size, host) of each rank that has the environment and the arguments."""
+    return sorted(re.findall(rf"rank (\d) of 3, (\d) of (\d) on (\w+) by {launcher}, notes \(\), value 'two\\nlines', "
+                             r"threads 1, folder /.*, arguments \['a b'\]", output))
+
+
+@pytest.mark.parametrize("options", ["", "--by pbsdsh"])
+def test_agents_of_pbs_start_the_ranks_with_environment_and_arguments(pbs: Pbs, options: str) -> None:
+    status, output = run(pbs, options)
+    assert status == 0, output
+    assert ranks(output, "env") == EXPECTED, output
+    assert f"by {options[5:] or 'pbs_tmrsh'}\n" in output
+
+
+@pytest.mark.parametrize("name", list(MPIS))
+def test_an_mpiexec_needs_no_ssh_in_a_job_of_pbs(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
+    needed, launcher = MPIS[name]
+    mpiexec = need(needed)
+    if " " in str(mpiexec):
+        pytest.skip("Intel's and MPICH's mpiexec do not quote their own path")
+    status, output = run(pbs, f"--by {mpiexec}")
+    assert status == 0, output
+    assert ranks(output, launcher) == EXPECTED, output

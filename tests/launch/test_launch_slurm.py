@@ -1,0 +1,170 @@
+"""scripts/launch.py in jobs of a real Slurm: which ranks start where, on which GPUs, and how they are stopped."""
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import wait_until
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import MPIS, ROOT
+
+pytest_plugins = ["tests.cluster.slurm_fixture"]
+
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+
+
+@dataclass
+class Launches:
+    """Jobs that run launch.py with told.py, whose ranks leave notes in a folder."""
+
+    slurm: SlurmCluster
+    folder: Path
+
+    def words(self, options: str, *what: str) -> str:
+        told = [str(ROOT / "tests/launch/told.py"), str(self.folder), *what]
+        return f"{shlex.join(LAUNCH)} {options} {shlex.join(told)}"
+
+    def submit(self, request: str, command: str) -> str:
+        return self.slurm.sbatch(*request.split(), script=f"#!/bin/bash\nexec {command}\n")
+
+    def ranks(self, request: str, options: str = "", seconds: float = 60) -> list[str]:
+        """Submit and wait; "rank local_rank/local_size host launcher" of each rank, in order."""
+        job = self.submit(request, self.words(options))
+        ended = self.slurm.wait(job, seconds)
+        output = self.slurm.output(job)
+        assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), output
+        return ranks(output)
+
+
+def ranks(output: str) -> list[str]:
+    found = re.findall(r"rank (\d+) of \d+, (\d+) of (\d+) on (\w+) by (\S+), notes \(\)", output)
+    return [f"{rank} {local}/{size} {host} {launcher}"
+            for rank, local, size, host, launcher in sorted(found, key=lambda one: int(one[0]))]
+
+
+@pytest.fixture
+def launches(slurm: SlurmCluster) -> Iterator[Launches]:
+    folder = slurm.folder / "launches"
+    folder.mkdir()
+    yield Launches(slurm, folder)
+    shutil.rmtree(folder)
+
+
+TWO_BY_TWO = ["0 0/2 node1", "1 1/2 node1", "2 0/2 node2", "3 1/2 node2"]
+
+
+@pytest.mark.parametrize(("request_", "expected"), [
+    ("-N2 --exclusive", TWO_BY_TWO),  # one rank for each GPU
+    ("-N2 --gpus-per-node=2", TWO_BY_TWO),
+    ("-n4 --gpus-per-task=1", TWO_BY_TWO),
+    ("-N2 -n3 --gres=gpu:2", ["0 0/2 node1", "1 1/2 node1", "2 0/1 node2"]),
+    ("-N2 -n4 --ntasks-per-node=2 -m cyclic", ["0 0/2 node1", "1 0/2 node2", "2 1/2 node1", "3 1/2 node2"]),
+    ("-N1 -n1 --gpus-per-node=2", ["0 0/2 node1", "1 1/2 node1"]),
+    ("-N2", ["0 0/1 node1", "1 0/1 node2"])])
+def test_ranks_are_those_asked_for_or_one_for_each_gpu(launches: Launches, request_: str, expected: list[str]) -> None:
+    assert launches.ranks(request_) == [f"{one} slurm" for one in expected]
+
+
+@pytest.mark.parametrize("request_", ["-N2 --exclusive", "-N2 --gres=gpu:2"])
+def test_ranks_see_the_gpus_of_their_node(launches: Launches, request_: str) -> None:
+    command = ["sh", "-c", "echo gpus $CUDA_VISIBLE_DEVICES"]
+    for options in ([], ["--torchrun"]):
+        job = launches.submit(request_, shlex.join([*LAUNCH, *options, *command]))
+        launches.slurm.wait(job)
+        output = launches.slurm.output(job)
+        assert re.findall(r"^gpus .*$", output, re.MULTILINE) == ["gpus 0,1"] * 4, output
+
+
+def test_components_of_a_heterogeneous_job_are_one_launch(launches: Launches) -> None:
+    done = launches.slurm.run(["salloc", "-n1", ":", "-n2", "sh", "-c", launches.words("")])
+    assert done.status == 0 and len(ranks(done.output)) == 3, done.output
+
+
+def test_uneven_gpus_give_uneven_ranks(launches: Launches) -> None:
+    command = launches.words("--by srun")
+    done = launches.slurm.run(["salloc", "-w", "node1,node2", "-N2", "-n3", "--gres=gpu:2", "sh", "-c",
+                               f"unset SLURM_NTASKS; {command}"])
+    assert [one.split()[2] for one in ranks(done.output)] == ["node1", "node1", "node2"], done.output
+
+
+@pytest.mark.parametrize("restarts", ["", "--restarts 1"])
+def test_one_torchrun_agent_a_node(launches: Launches, restarts: str) -> None:
+    assert launches.ranks("-N2 -n3 --gres=gpu:2", f"--torchrun {restarts}") == [
+        "0 0/2 node1 torchrun", "1 1/2 node1 torchrun", "2 0/1 node2 torchrun"]
+
+
+@pytest.mark.parametrize("name", list(MPIS))
+def test_every_mpiexec_starts_the_ranks_of_a_job(launches: Launches, name: str) -> None:
+    needed, launcher = MPIS[name]
+    lab_path = launches.slurm.folder / f"mpi-{name}"  # Intel's and MPICH's do not quote a path with spaces
+    from tests.conftest import find
+    try:
+        mpiexec = find(needed)
+    except LookupError as missing:
+        pytest.skip(str(missing))
+    if not lab_path.exists():
+        lab_path.symlink_to(mpiexec.parents[1])
+    assert launches.ranks("-N2 -n3", f"--by {lab_path}/bin/{mpiexec.name}") == [
+        f"{one} {launcher}" for one in ("0 0/2 node1", "1 1/2 node1", "2 0/1 node2")]
+
+
+# Interactive ----------------------------------------------------------------------------------------------------------
+
+def test_from_the_login_host_salloc_is_enough(launches: Launches) -> None:
+    done = launches.slurm.run(["salloc", "-N2", "--gres=gpu:2", "sh", "-c", launches.words("")])
+    assert ranks(done.output) == [f"{one} slurm" for one in TWO_BY_TWO], done.output
+
+
+def test_a_shell_that_is_a_step_itself_gives_its_resources(launches: Launches) -> None:
+    done = launches.slurm.run(["srun", "-N1", "-n1", "--gres=gpu:2", "sh", "-c", launches.words("")])
+    assert ranks(done.output) == ["0 0/2 node1 slurm", "1 1/2 node1 slurm"], done.output
+
+
+def test_the_shell_of_salloc_on_a_node_uses_all_nodes(launches: Launches) -> None:
+    done = launches.slurm.run(["salloc", "-N2", "-n4", "--ntasks-per-node=2", "srun", "--interactive", "-N1", "-n1",
+                               "sh", "-c", launches.words("")])
+    assert ranks(done.output) == [f"{one} slurm" for one in TWO_BY_TWO], done.output
+
+
+def test_launch_py_under_srun_is_refused(launches: Launches) -> None:
+    done = launches.slurm.run(["srun", "-n2", "sh", "-c", launches.words("")])
+    assert done.status == 2 and "launch.py itself was started as rank 0 of 2 by slurm" in done.output
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("fault", "code"), [(("exit", "2", "7"), "7:0"), (("kill", "1"), "137:0")])
+def test_the_job_ends_with_the_status_of_the_first_rank_that_failed(
+        launches: Launches, fault: tuple[str, ...], code: str) -> None:
+    job = launches.submit("-N2 -n3", launches.words("", "wait", *fault))
+    assert launches.slurm.wait(job, 30)["ExitCode"] == code, launches.slurm.output(job)
+
+
+@pytest.mark.parametrize("options", ["", "--torchrun"])
+def test_stops_of_the_batch_script_reach_every_rank_once(launches: Launches, options: str) -> None:
+    job = launches.submit("-N2 -n3", launches.words(options, "wait"))
+    notes = [launches.folder / f"{rank}.signals" for rank in range(3)]
+    wait_until(lambda: all((launches.folder / str(rank)).exists() for rank in range(3)), "all ranks")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        launches.slurm.run(["scancel", "--batch", f"--signal={number.name[3:]}", job])
+        wait_until(lambda n=number: all(n.name in note.read_text() for note in notes), number.name)  # type: ignore[misc]
+    ended = launches.slurm.wait(job, 30)
+    assert [note.read_text().split() for note in notes] == [["SIGUSR1", "SIGTERM"]] * 3, launches.slurm.output(job)
+    assert ended["ExitCode"] == ("1:0" if options else "5:0")
+
+
+def test_the_end_of_the_job_reaches_every_rank_once(launches: Launches) -> None:
+    job = launches.submit("-N2 -n3", launches.words("", "wait"))
+    wait_until(lambda: all((launches.folder / str(rank)).exists() for rank in range(3)), "all ranks")
+    launches.slurm.run(["scancel", job])
+    launches.slurm.wait(job, 30)
+    notes = [(launches.folder / f"{rank}.signals").read_text().split() for rank in range(3)]
+    assert notes == [["SIGTERM"]] * 3, launches.slurm.output(job)
