@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -219,22 +220,22 @@ def _read_checked(path: Path, entry: dict[str, Any]) -> torch.Tensor:
         if size != entry["size"]:
             raise Damaged(f"{path.name} has {size} bytes instead of {entry['size']}")
         data = torch.empty(size, dtype=torch.uint8)
-        view, start, sums = memory(data), 0, []
-        with ThreadPoolExecutor(1) as beside:  # makes the sums while the system reads on
-            for length, _ in entry["blocks"]:
-                end = start
-                while end < start + length:
-                    count = os.preadv(file, [view[end:start + length]], end)
-                    if count == 0:
-                        raise Damaged(f"{path.name} ends after {end} bytes instead of {size}")
-                    end += count
-                sums.append(beside.submit(checksum, data[start:end]))
-                start = end
-        start = 0
-        for (length, expected), found in zip(entry["blocks"], sums, strict=True):
-            if found.result() != expected:
-                raise Damaged(f"{path.name}: bytes {start} to {start + length - 1} do not agree with their checksum")
-            start += length
+        view = memory(data)
+        starts = [0, *itertools.accumulate(length for length, _ in entry["blocks"])]
+
+        def check(start: int, end: int, expected: str) -> None:
+            done = start
+            while done < end:
+                count = os.preadv(file, [view[done:end]], done)
+                if count == 0:
+                    raise Damaged(f"{path.name} ends after {done} bytes instead of {size}")
+                done += count
+            if checksum(data[start:end]) != expected:
+                raise Damaged(f"{path.name}: bytes {start} to {end - 1} do not agree with their checksum")
+
+        with ThreadPoolExecutor(2) as readers:  # one makes a sum while the other reads
+            for _ in readers.map(check, starts[:-1], starts[1:], [expected for _, expected in entry["blocks"]]):
+                pass
         return data
     except OSError as error:
         if error.errno == errno.EIO:

@@ -258,15 +258,16 @@ def test_agents_pass_stops_on_once_to_every_rank(job: Job) -> None:
 
 def test_stops_reach_the_workers_of_every_torchrun(job: Job) -> None:
     done, signals = stop(job, "--torchrun")
-    assert signals == [["SIGUSR1", "SIGTERM"]] * 3, done.output
+    # When one worker has left, torchrun asks the other one of the host to end, once more.
+    assert [each[:2] for each in signals] == [["SIGUSR1", "SIGTERM"]] * 3, done.output
 
 
 @pytest.mark.parametrize("name", ["mpich5", "mpich4", "intel"])
 def test_hydra_passes_stops_on_to_every_rank(job: Job, name: str) -> None:
     done, signals = stop(job, "--by", str(job.lab.need(MPIS[name][0])))
     assert signals == [["SIGUSR1", "SIGTERM"]] * 3, done.output
-    # The ranks end with 5. After a SIGTERM Hydra 4 forgets that, and Intel's makes 255 of it.
-    assert done.status == {"mpich5": 5, "mpich4": 0, "intel": 255}[name]
+    # The ranks end with 5. After a SIGTERM Hydra 4 may forget that, and Intel's makes 255 of it.
+    assert done.status in {"mpich5": (5,), "mpich4": (0, 5), "intel": (255,)}[name]
 
 
 @pytest.mark.parametrize("name", ["openmpi5", "openmpi4"])
@@ -277,6 +278,19 @@ def test_open_mpi_passes_a_request_to_end_on_as_a_signal_that_leaves_time(job: J
         wait_until(lambda: all(job.signals(rank) == ["SIGUSR1"] for rank in range(3)), "the signal")
         time.sleep(5)  # Open MPI 4 kills after four
         assert all(map(is_running, pids))
+
+
+def test_a_stranger_on_the_port_of_the_head_changes_nothing(job: Job) -> None:
+    with killed_at_end(job.start(*job.told, "wait")) as process:
+        job.wait_for_ranks()
+        command = Path(f"/proc/{agents(job)[0]}/cmdline").read_bytes().split(b"\0")
+        address, port = (word.decode() for word in command[5:7])
+        talk = (f"import socket; s = socket.create_connection(({address!r}, {port})); "
+                "s.sendall(b'{\"hello\": 0, \"token\": \"no\"}\\n{\"done\": true}\\n'); assert not s.recv(1)")
+        stranger = job.lab.run("h3", [sys.executable, "-c", talk])
+        assert stranger.status == 0, stranger.output
+        os.kill(process.pid, signal.SIGTERM)
+        assert job.lab.wait(process, 30).status == 5
 
 
 def test_a_second_interrupt_ends_everything(job: Job) -> None:

@@ -46,6 +46,9 @@ class Head:
                  launch_id: str) -> None:
         self._plan, self._processes, self._signals, self._native = plan, processes, signals, native
         self._listener, self._id = listener, launch_id
+        self._selector = selectors.DefaultSelector()
+        for source in (signals, listener):
+            self._selector.register(source, selectors.EVENT_READ)
         # PBS gives its cookie to every task of a job and to nobody else; a command line could be read by anybody.
         cookie = os.environ.get("PBS_JOBCOOKIE") if plan.means in ("pbs_tmrsh", "pbsdsh") else None
         self._token = cookie or os.urandom(16).hex()
@@ -73,6 +76,7 @@ class Head:
                                    f"Expected {self._plan.means} to start one there: check these hosts, and that they "
                                    f"can reach {socket.gethostname()} by TCP", now)
             self._end_if_failed(now)
+        self._selector.close()
         for wire in self._wires.values():
             wire.close()
         return self._outcome.status
@@ -122,37 +126,44 @@ class Head:
     # Conversation -----------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._signals, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
-            for wire in [*self._wires.values(), *self._strangers]:
-                if not wire.closed:
-                    selector.register(wire, wire.events)
-            events = selector.select(0.2 if self._outcome.failed_at is not None or not self._started else 10.0)
-        for key, event in events:
+        patience = 0.2 if self._outcome.failed_at is not None or not self._started else 10.0
+        for key, event in self._selector.select(patience):
             if key.fileobj is self._listener:
                 with suppress(OSError):
-                    self._strangers.append(Wire(self._listener.accept()[0]))
+                    wire = Wire(self._listener.accept()[0])
+                    self._strangers.append(wire)
+                    self._selector.register(wire, wire.events)
             elif isinstance(key.fileobj, Wire):
                 if event & selectors.EVENT_WRITE:
                     key.fileobj.flush()
                 self._read(key.fileobj)
+                self._watch(key.fileobj)
+
+    def _watch(self, wire: Wire) -> None:
+        """Have the next _wait() look at what there is to be looked at; note it where there is nothing more."""
+        if not wire.closed:
+            self._selector.modify(wire, wire.events)
+        elif wire.socket.fileno() >= 0:
+            self._selector.unregister(wire)
+            wire.close()
+            for index, one in self._wires.items():
+                if one is wire and index not in self._done:
+                    self._done.add(index)
+                    self._outcome.fail(f"the connection to {self._plan.hosts[index]} was lost: the host, its network "
+                                       "or the agent there has failed", time.monotonic())
+
+    def _tell(self, index: int, message: Message) -> None:
+        self._wires[index].send(message)
+        self._watch(self._wires[index])
 
     def _read(self, wire: Wire) -> None:
         now = time.monotonic()
         for message in wire.receive():
             if wire in self._strangers:
                 self._welcome(wire, message)
-            else:
-                self._hear(next(index for index, one in self._wires.items() if one is wire), message, now)
-        if wire.closed and wire in self._strangers:
-            self._strangers.remove(wire)
-            wire.socket.close()
-        for index, one in self._wires.items():
-            if one is wire and wire.closed and index not in self._done:
-                self._done.add(index)
-                self._outcome.fail(f"the connection to {self._plan.hosts[index]} was lost: the host, its network or "
-                                   "the agent there has failed", now)
+            else:  # of one that was refused there is nothing to hear
+                for index in [index for index, one in self._wires.items() if one is wire]:
+                    self._hear(index, message, now)
 
     def _welcome(self, wire: Wire, message: Message) -> None:
         """The first message of a connection: an agent's, or of somebody who does not know the token."""
@@ -160,13 +171,13 @@ class Head:
         self._strangers.remove(wire)
         if (not hmac.compare_digest(str(message.get("token")), self._token) or not isinstance(index, int)
                 or not 0 <= index < len(self._plan.hosts) or index in self._wires):
-            wire.close()
+            wire.closed = True
             return
         self._wires[index] = wire
         self._reached[message["reached"]] += 1
         if len(self._wires) == len(self._plan.hosts) and not self._asked_for_port:
             self._asked_for_port = True
-            self._wires[0].send({"port": True})
+            self._tell(0, {"port": True})
 
     def _hear(self, index: int, message: Message, now: float) -> None:
         if "port" in message and not self._started and self._told_to_end_at is None:
@@ -199,8 +210,8 @@ class Head:
         environ = dict(self._plan.environ)
         if self._plan.means == "srun":  # each agent has the mask of its own host from Slurm, or none
             environ = {name: value for name, value in environ.items() if name not in MASKS}
-        for index, wire in self._wires.items():
-            wire.send({"start": {"environ": environ, "folder": os.getcwd(), "launch": f"{self._id}."
+        for index in self._wires:
+            self._tell(index, {"start": {"environ": environ, "folder": os.getcwd(), "launch": f"{self._id}."
                                  f"{index}", "host": socket.gethostname(), "shield": self._plan.options.torchrun,
                                  "processes": host_words(self._plan, index, address, port, peers[index])}})
 
@@ -214,15 +225,15 @@ class Head:
         # restart them it has to hear of a request to end, or it would start again who obeys it.
         ends = number in (signal.SIGTERM, signal.SIGINT)
         to_workers = self._plan.options.torchrun and not (ends and self._plan.options.restarts)
-        for wire in self._wires.values():
-            wire.send({"signal": number, "to_workers": to_workers})
+        for index in self._wires:
+            self._tell(index, {"signal": number, "to_workers": to_workers})
 
     def _end_if_failed(self, now: float) -> None:
         due = self._outcome.end_at
         if due is not None and self._told_to_end_at is None and (now >= due or not self._started):
             self._told_to_end_at = now
-            for wire in self._wires.values():
-                wire.send({"end": True})
+            for index in self._wires:
+                self._tell(index, {"end": True})
         if self._told_to_end_at is not None:
             if not self._started:  # those that have not reported are ended with what starts them
                 self._done.update(range(len(self._plan.hosts)))
