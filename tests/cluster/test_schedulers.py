@@ -13,7 +13,6 @@ import pytest
 from tests.cluster.slurm import SlurmCluster
 from utils.schedulers import Job, Slurm
 
-pytestmark = pytest.mark.cluster
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 ROOT = Path(__file__).resolve().parents[2]
