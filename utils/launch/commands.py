@@ -98,7 +98,9 @@ def _hydra(plan: Plan) -> Iterator[str]:
         yield from ("-launcher", "slurm")
     if plan.options.torchrun and plan.mpiexec.kind == "intel-mpi":
         yield from ("-genv", "I_MPI_PIN", "off")
-    yield from ("-f", HOST_FILE, "-n", str(sum(counts(plan))))
+    # -f of Intel MPI lists hosts only, and MPICH has no -machinefile of its own
+    option = "-machinefile" if plan.mpiexec.kind == "intel-mpi" else "-f"
+    yield from (option, HOST_FILE, "-n", str(sum(counts(plan))))
 
 
 def _openmpi(plan: Plan) -> Iterator[str]:

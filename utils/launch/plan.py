@@ -26,6 +26,8 @@ _OF_OUTER_STEP = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "S
                   "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
                   "SLURM_DISTRIBUTION", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS",
                   "SLURM_NPROCS")
+# Of one rank's GPUs is no request for a daemon or an agent, which starts the ranks of a whole host.
+_OF_ONE_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
 class PlanError(RuntimeError):
@@ -131,6 +133,11 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
         listed = {host: count for host, count in zip(allocation.hosts, allocation.ranks_per_host, strict=True) if count}
         node_file = environ.get("PBS_NODEFILE", "") if tuple(listed) == chosen_hosts else ""
         base = replace(base, remote_shell=remote_shell or "", node_file=node_file)
+    if allocation is not None and environ.get("SLURM_GPUS_PER_TASK") and (base.options.torchrun or means == "mpiexec"):
+        environment = {name: value for name, value in environment.items() if name not in _OF_ONE_TASK}
+        gpus = {allocation.gpus_per_host[index] for index in wanted}
+        if len(gpus) == 1 and None not in gpus:  # srun, ours or the one of mpiexec, takes it from here
+            environment["SLURM_GPUS_PER_NODE"] = str(gpus.pop())
     if not base.agents:  # one environment for all hosts
         known = [count for count in threads if count is not None]
         if known:

@@ -17,7 +17,6 @@ _PART = re.compile(r"([^\[\],]*)((?:\[[^\[\]]*\][^\[\],]*)*)(,|$)")
 _GROUP = re.compile(r"\[([^\[\]]*)\]([^\[\],]*)")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?$")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
-_INTERACTIVE_STEP = 4294967290  # the shell of salloc with use_interactive_step; above it: batch script, extern
 _MAX_HOSTS = 1 << 17  # twice Slurm's own limit (MAX_SLURM_NODES, 65536)
 
 
@@ -151,8 +150,8 @@ def _tasks(environ: Mapping[str, str], group: str, nodes: int) -> list[int | Non
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
-    step = _number(environ, "SLURM_STEP_ID")
-    return step is not None and step < _INTERACTIVE_STEP
+    """Whether a step surrounds us, also the interactive one of salloc: its variables hide some of the job's."""
+    return _number(environ, "SLURM_STEP_ID") is not None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -1,0 +1,54 @@
+"""launch.py in jobs of a real Slurm: every shape of a job under every means, each rank on a GPU of its own."""
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.job_ranks import ROOT, ranks_on
+from tests.cluster.slurm import SlurmCluster
+
+pytest_plugins = ["tests.cluster.slurm_fixture"]
+
+# It says who it is and which of the host's GPUs it takes, by the rule of utils/rollcall.py, without torch.
+RANK = f"""\
+import os, socket, sys
+sys.path.insert(0, {str(ROOT)!r})
+from utils.launchers import detect
+me = detect()
+seen = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+gpu = seen[0] if len(seen) == 1 else seen[me.local_rank] if len(seen) >= me.local_world_size else "too few"
+sys.stdout.write(f"rank {{me.rank}} of {{me.world_size}}, local {{me.local_rank}} of {{me.local_world_size}}, "
+                 f"on {{socket.gethostname()}}, by {{me.launcher}}, GPU {{gpu}}\\n")
+"""
+SHAPES = {
+    "2x2": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2"], [2, 2]),
+    "4x1": (["-N4", "--ntasks-per-node=1", "--gpus-per-node=1"], [1, 1, 1, 1]),
+    "3 on 2": (["-N2", "-n3", "--gpus-per-node=2"], [1, 2]),
+    "cyclic": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--distribution=cyclic"], [2, 2]),
+    "gpus-per-task": (["-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1"], [2, 2]),
+    "gres": (["-N2", "--ntasks-per-node=2", "--gres=gpu:2"], [2, 2])}
+MEANS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}
+
+
+@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rank_is_right_and_has_a_gpu_of_its_own(slurm: SlurmCluster, need: Callable[[str], Path], shape: str,
+                                                      means: str) -> None:
+    options, expected = SHAPES[shape]
+    by = {"srun": ["--by", "srun"], "torchrun": ["--torchrun"]}.get(means) or ["--by", str(need(means))]
+    script = slurm.work / "takes gpu.py"
+    script.write_text(RANK)
+    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), *by, str(script)]
+    job_id = slurm.sbatch(*options, script=f"#!/bin/bash\nexec {shlex.join(launch)}\n")
+    job = slurm.wait(job_id)
+    output = slurm.output(job_id)
+    assert job["JobState"] == "COMPLETED", output
+    assert sorted(ranks_on(output).values()) == expected
+    taken = re.findall(r"on (\S+), by (\S+), GPU (\d+)$", output, re.MULTILINE)
+    assert {launcher for _, launcher, _ in taken} == {MEANS[means]}
+    assert len({(host, gpu) for host, _, gpu in taken}) == sum(expected), output
