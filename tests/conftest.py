@@ -65,6 +65,9 @@ def need() -> Callable[[str], Path]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-all", action="store_true", default=os.environ.get("DDPKIT_REQUIRE_ALL") == "1",
                      help="a skipped test is a failure unless marked gpu (also DDPKIT_REQUIRE_ALL=1)")
+    parser.addoption("--real-pbs", metavar="PREFIX", default=os.environ.get("DDPKIT_REAL_PBS"),
+                     help="run the tests of PBS on a real OpenPBS: `PREFIX HOST USER command...` runs a command there "
+                          "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
 
 
 def _fail_if_skipped(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:

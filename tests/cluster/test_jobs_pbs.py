@@ -17,6 +17,8 @@ from tests.cluster.job_ranks import RANK, TRAIN, ranks_on
 from tests.cluster.pbs import HEAD, WORK, Pbs
 from tests.launch.launchers import MINIMAL, ROOT, Result
 
+pytest_plugins = ["tests.cluster.pbs_fixture"]
+
 SCRIPTS = ["pbs_mpiexec.sh", "pbs_torchrun.sh"]
 FOLDER = f"{WORK}/a folder"
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "generic-pbs", "--no-check"]

@@ -25,6 +25,8 @@ from tests.cluster.pbs_recordings import (
     shell,
 )
 
+pytest_plugins = ["tests.cluster.pbs_fixture"]
+
 
 @pytest.mark.parametrize("name", [
     "err_bad_queue", "err_unknown_resource", "err_unknown_joblevel_resource", "err_select_syntax", "err_select_syntax2",

@@ -13,6 +13,8 @@ from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import HEAD, WORK, Pbs
 from tests.cluster.pbs_recordings import here, kept, number_of, plain, recording, shell
 
+pytest_plugins = ["tests.cluster.pbs_fixture"]
+
 
 @pytest.mark.parametrize(("name", "status"), [("depend_after_success", 0), ("depend_after_failure", 5)])
 def test_dependent_jobs_run_or_never_run_as_recorded(lab: Pbs, name: str, status: int) -> None:

@@ -1,10 +1,9 @@
-"""--real-pbs PREFIX: the tests of PBS run on a real OpenPBS instead of the stand-in; and the fixture `pbs`.
+"""The fixtures `pbs` and `lab`: an idle PBS, the stand-in or with --real-pbs PREFIX a real OpenPBS.
 
 Not here: what both have in common (pbs.py), Slurm (slurm_fixture.py).
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,16 +14,9 @@ from tests.cluster.pbs import Pbs, PbsCluster, RealPbs
 pytest.register_assert_rewrite("tests.cluster.pbs_recordings")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--real-pbs", metavar="PREFIX", default=None,
-                     help="run the tests of PBS on a real OpenPBS: `PREFIX HOST USER command...` runs a command there "
-                          "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
-
-
 @pytest.fixture(scope="session")
 def pbs_cluster(request: pytest.FixtureRequest, need: Callable[[str], Path]) -> Iterator[Pbs]:
-    # The option does not exist where pytest was not started with this folder.
-    prefix = request.config.getoption("--real-pbs", default=None) or os.environ.get("DDPKIT_REAL_PBS")
+    prefix = request.config.getoption("--real-pbs")
     if prefix:
         yield RealPbs(prefix)
         return
