@@ -10,6 +10,7 @@ PBS, as a job           echo "cd '$PWD' && mpiexec -n 8 '$(command -v python)' e
                             qsub -l select=2:ncpus=4:mpiprocs=4:ngpus=4 -l place=scatter
 
 On a machine whose GPUs are fewer than the ranks, or in use, add `--backend gloo`: the ranks then run on CPUs.
+With `--checkpoints FOLDER` it may be killed at any moment and given again: it goes on where it was (see 05_survive.py).
 The defaults suit two CPU cores. GPUs have room for more, say --layers 8 --heads 8 --width 512 --context 512 --lr 1e-3.
 """
 from __future__ import annotations
@@ -32,7 +33,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils import Distributed, setup_distributed
+from utils.checkpoint import Checkpointer
 from utils.logging import get_logger
+from utils.preemption import StopSignal, requeue
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
@@ -58,11 +61,14 @@ def parse_arguments() -> argparse.Namespace:
                         help="of the matrix products (default: bfloat16 on GPUs that have it, else float32)")
     parser.add_argument("--compile", action="store_true", help="compile the model: a slow start, then faster on GPUs")
     parser.add_argument("--log-every", type=int, default=25, help="steps between progress lines")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="save there, and go on from what is there")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the order of the data")
     parser.add_argument("--backend", help="gloo, nccl, xccl (default: whatever goes with the device that was found)")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
     args = parser.parse_args()
-    for option in ("layers", "heads", "width", "context", "batch_size", "accumulate", "steps", "log_every"):
+    for option in ("layers", "heads", "width", "context", "batch_size", "accumulate", "steps", "log_every",
+                   "save_every"):
         if getattr(args, option) < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}")
     for option in ("lr", "clip", "max_seconds"):
@@ -203,9 +209,18 @@ def held_out_loss(model: nn.Module, data: Tensor, args: argparse.Namespace, dist
     return loss_sum / window_count
 
 
-def main() -> None:
+def report_end(model: nn.Module, data: Tensor, args: argparse.Namespace, dist: Distributed, autocast: torch.autocast,
+               seconds: float, tokens: int, entropy: float) -> None:
+    with autocast:
+        loss = held_out_loss(model, data, args, dist)
+    log.info(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s on "
+             f"{dist.world_size} rank(s)")
+    log.info(f"held-out loss {loss:.4f} nats per byte; unigram entropy {entropy:.4f}")
+
+
+def main() -> int:
     args = parse_arguments()
-    with setup_distributed(args.backend) as dist:
+    with setup_distributed(args.backend) as dist, contextlib.ExitStack() as at_end:
         train_data, held_out_data = read_text(args, dist)
         torch.manual_seed(args.seed)
         model = GPT(args.layers, args.heads, args.width, args.context).to(dist.device)
@@ -226,10 +241,19 @@ def main() -> None:
                  f"{tokens_per_step:,} tokens per step, {precision}")
 
         generator = torch.Generator().manual_seed(args.seed)
+        state = {"model": ddp, "optimizer": optimizer, "order": generator}
+        stop = checkpoints = found = None
+        if args.checkpoints:
+            stop = at_end.enter_context(StopSignal(dist))
+            checkpoints = at_end.enter_context(Checkpointer(args.checkpoints))
+            found = checkpoints.load_latest(state)
+        first_step = last_step = found.step if found else 0
+        if found:
+            log.info(f"resuming after step {first_step}")
+
         start = last_time = time.perf_counter()
-        last_step = 0
         loss_sum = torch.zeros((), device=dist.device)  # since the last progress line; read only there, as that waits
-        for step in range(args.steps):
+        for step in range(first_step, args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args)
             # Every rank draws the starts of the whole global batch from the same generator and takes its own share:
@@ -250,6 +274,13 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
+            stopping = stop is not None and stop.should_stop()  # on all ranks at the same step
+            if checkpoints and (stopping or (step + 1) % args.save_every == 0):
+                checkpoints.save(step + 1, state)
+            if stopping:
+                log.info(f"stopped after step {step + 1}: {stop.reason}")
+                break
+
             if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
                 steps = step + 1 - last_step
                 seconds = time.perf_counter() - start
@@ -264,13 +295,15 @@ def main() -> None:
                 if mean_seconds >= args.max_seconds:
                     log.info(f"stopped by --max-seconds {args.max_seconds:g}")
                     break
-        seconds, tokens = last_time - start, last_step * tokens_per_step
-
-        with autocast:
-            loss_value = held_out_loss(model, held_out_data, args, dist)
-        log.info(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s on {dist.world_size} rank(s)")
-        log.info(f"held-out loss {loss_value:.4f} nats per byte; unigram entropy {entropy:.4f}")
+        if stop is None or not stop.stopped:
+            report_end(model, held_out_data, args, dist, autocast, last_time - start,
+                       (last_step - first_step) * tokens_per_step, entropy)
+    if stop is None or not stop.stopped:
+        return 0
+    if dist.is_main:
+        requeue()
+    return stop.exit_status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
