@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""What launch.py costs against the commands that it prints, and how fast submit.py --dry-run answers.
+
+python scripts/bench_launch.py                 examples/01_ddp_minimal.py on two ranks of this host
+python scripts/bench_launch.py --pairs 20 --ranks 4
+
+columns: direct s, the commands of `launch.py --print` started at once; launch s, launch.py itself; ratio of one pair,
+launch / direct, median and quartiles over the pairs, of which a first one is not counted. The bar is 1.03. Exit status
+0 whatever the figures are; 1 when a launch failed.
+"""
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = [str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "10", "--backend", "gloo"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    if args.pairs < 2 or args.ranks < 1:
+        parser.error("--pairs is at least 2, --ranks at least 1")
+    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--by", "local", "--ranks-per-node", str(args.ranks)]
+    printed = subprocess.run([*launch, "--print", *TRAIN], capture_output=True, text=True, check=True).stdout
+    commands = [shlex.split(line.replace("<free port>", "29571")) for line in printed.splitlines()]
+    pairs = []
+    for pair in range(-1, args.pairs):
+        sides = {"direct": commands, "launch": [[*launch, *TRAIN]]}
+        took = {name: seconds(sides[name]) for name in (sorted(sides) if pair % 2 else sorted(sides, reverse=True))}
+        if pair >= 0:
+            pairs.append((took["direct"], took["launch"]))
+            ratio = took["launch"] / took["direct"]
+            print(f"pair {pair + 1} of {args.pairs}: {ratio:.3f}", file=sys.stderr, flush=True)
+    ratios = [launch / direct for direct, launch in pairs]
+    low, _, high = statistics.quantiles(ratios, method="inclusive")
+    print("direct s  launch s  ratio  quartiles")
+    print(f"{statistics.median(a for a, _ in pairs):8.3f}  {statistics.median(b for _, b in pairs):8.3f}  "
+          f"{statistics.median(ratios):5.3f}  {low:.3f} to {high:.3f}")
+    dry = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "derecho", "--account", "A", "--nodes", "4",
+           "--time", "1:00:00", "--dry-run", TRAIN[0]]
+    print(f"submit.py --dry-run: {statistics.median(seconds([dry]) for _ in range(11)):.3f} s, median of 11")
+
+
+def seconds(commands: list[list[str]]) -> float:
+    """Wall time until all commands, started at the same moment, have ended."""
+    start = time.perf_counter()
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                 for words in commands]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    took = time.perf_counter() - start
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode:
+            sys.exit(f"{shlex.join(process.args)} ended with {process.returncode}:\n{output}")  # type: ignore[arg-type]
+    return took
+
+
+if __name__ == "__main__":
+    main()
