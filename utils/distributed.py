@@ -55,6 +55,7 @@ class Distributed:
     master_port: int
     _store: Store = field(repr=False)
     _closed: bool = field(default=False, repr=False)
+    _last_total: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -72,11 +73,13 @@ class Distributed:
 
     def all_reduce_mean(self, value: _Number) -> _Number:
         """The mean over all ranks of a number, or of each element of a tensor (which is not changed)."""
+        # Kept: a thread of gloo may hold the tensor a moment longer, and if it were the last to do so it would need
+        # Python's lock to drop it, which aborts a process whose interpreter is ending.
         if isinstance(value, torch.Tensor):
-            total = value.detach().clone()
+            self._last_total = total = value.detach().clone()
             dist.all_reduce(total)
             return total / self.world_size
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        self._last_total = total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total) / self.world_size
 
