@@ -57,6 +57,13 @@ def check_started_once() -> None:
                           f"{placement.launcher}. It starts all ranks by itself: run it once, without a launcher")
 
 
+def python_for_ranks() -> str:
+    """PYTHON where it is set; this one where it is an environment's; else the kit's own, which setup_env.sh makes."""
+    own = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
+    in_environment = sys.prefix != sys.base_prefix or bool(os.environ.get("CONDA_PREFIX"))
+    return os.environ.get("PYTHON") or (str(own) if own.exists() and not in_environment else sys.executable)
+
+
 def main() -> int:
     args = parse()
     path = os.path.abspath(args.by) if os.sep in args.by else None
@@ -67,7 +74,7 @@ def main() -> int:
                             "its path")
         options = Options("mpiexec" if path else args.by, args.torchrun, args.restarts, args.ranks_per_node)
         allocation = current_allocation()
-        here = Here(socket.gethostname(), count_gpus(), sys.executable, Programs(mpiexec=path), os.geteuid() == 0)
+        here = Here(socket.gethostname(), count_gpus(), python_for_ranks(), Programs(mpiexec=path), os.geteuid() == 0)
         made = plan(args.command, options, allocation, here, os.environ)
         lines = list(printed(made))
     except (AllocationError, LaunchError, PlanError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -46,9 +47,16 @@ class Record:
         """The output files that are there, of one job and its array elements or of all, oldest first."""
         files = [path for pattern in LOGS for path in self.folder.glob(pattern)]
         if job_id is not None:
-            number = bare_number(job_id)
-            files = [path for path in files if bare_number(path.name) == number]
+            number, index = bare_number(job_id), array_index(job_id)
+            files = [path for path in files if bare_number(path.name) == number
+                     and index in ("", array_index(path.name))]
         return sorted(files, key=lambda path: (path.stat().st_ctime, path.name))
+
+
+def array_index(text: str) -> str:
+    """Of an array element's id or output file: "79[2].head", "79[2].head.OU", "79_2.out" -> "2"; else empty."""
+    found = re.match(r"\d+(?:\[(\d+)\]|_(\d+))", text)
+    return (found[1] or found[2]) if found else ""
 
 
 def bare_number(text: str) -> str:

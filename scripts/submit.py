@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
 import sys
@@ -37,8 +38,11 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "yaml":
         raise
+    own = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"  # made by setup_env.sh, and has it
+    if own.exists() and own.absolute() != Path(sys.executable).absolute():
+        os.execv(own, [str(own), *sys.argv])
     sys.exit("submit: error: PyYAML is not installed; site profiles are YAML files. Install it: "
-             f"{sys.executable} -m pip install pyyaml")
+             f"{Path(__file__).resolve().parents[0]}/setup_env.sh, or {sys.executable} -m pip install pyyaml")
 
 COMMANDS = ("status", "logs", "cancel")
 LONGEST_CHAIN = 100
@@ -257,15 +261,27 @@ def submit_chain(scheduler: Scheduler, site: sites.Site, job: Job, parent: Path,
             dependencies.append(one.dependency)
             records.write(folder, job, scheduler=scheduler.name, site=site.name, job_ids=job_ids,
                           dependencies=dependencies)
-    except BaseException:
-        for job_id in reversed(job_ids):  # the last first: none may start because the one before it went
-            with contextlib.suppress(SchedulerError):
-                scheduler.cancel(job_id)
+    except BaseException as error:
+        left = [job_id for job_id in reversed(job_ids) if not _cancelled(scheduler, job_id)]  # the last first: none
+        # may start because the one before it went
+        unanswered = isinstance(error, SchedulerError) and error.command and error.exit_code is None
+        if left or unanswered:
+            what = (f"Still in the queue: {' '.join(left)}. Cancel with: submit.py cancel {' '.join(left)}" if left else
+                    "The job may be in the queue all the same: look before submitting it again")
+            raise UserError(f"{error} {what}. The scripts are kept in {folder}") from error
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             folder.parent.rmdir()  # unless it holds other submissions
         raise
     return records.Record(folder, scheduler.name, tuple(job_ids), str(Path.cwd()))
+
+
+def _cancelled(scheduler: Scheduler, job_id: str) -> bool:
+    try:
+        scheduler.cancel(job_id)
+    except SchedulerError:
+        return False
+    return True
 
 
 def _output(scheduler: Scheduler, job: Job, folder: Path) -> str:
@@ -304,7 +320,11 @@ def _about(what: str, job_id: str, args: argparse.Namespace) -> int:
     if what == "status":
         return _status(scheduler, record, job_id)
     if what == "cancel":
-        if scheduler.status(job_id).state == "unknown":
+        status = scheduler.status(job_id)
+        if status.ended:
+            print(f"job {job_id} had ended already: {status.state.replace('_', ' ')}")
+            return 0
+        if status.state == "unknown":
             raise UserError(f"There is no job {job_id}, or no longer. Nothing was cancelled. The ids are in "
                             f"{args.folder}/*/{records.FILE}.")
         scheduler.cancel(job_id)

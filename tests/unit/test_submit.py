@@ -517,3 +517,9 @@ def test_a_job_is_found_by_its_short_id_too(asked: str, known: str, same: bool, 
     (work / "jobs-out" / "other").mkdir()
     (work / "jobs-out" / "other" / "submission.json").write_text("[]")
     assert (records.find(work / "jobs-out", asked) is not None) is same
+
+
+def test_every_script_that_a_person_runs_may_be_executed() -> None:
+    for script in (ROOT / "scripts").iterdir():
+        if script.is_file() and script.read_bytes().startswith(b"#!"):
+            assert os.access(script, os.X_OK), script

@@ -128,6 +128,8 @@ def _check_file(field: str, name: str, base: Path, *, must_exist: bool) -> list[
     if not path.exists() and (must_exist or (path.is_absolute() and not path.parent.exists())):
         return [f"{field}: {name} does not exist (looked for {path}). Correct the path; it is taken from the submit "
                 "folder on."]
+    if not path.exists():
+        return []  # to be made in the job, such as a cache on each node's own disk
     if _is_node_local(path.resolve()) and not _is_node_local(base):
         return [f"{field}: {name} is on this host alone, the compute nodes have a {_is_node_local(path.resolve())} of "
                 "their own. Copy it to a folder that all hosts share, such as your home."]

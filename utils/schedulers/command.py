@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 SECONDS = 30.0  # longer than a busy scheduler takes to answer; a person is waiting
+SUBMIT_SECONDS = 300.0  # a submission that was given up may have been made all the same
 
 
 class SchedulerError(RuntimeError):

@@ -101,7 +101,7 @@ class Slurm:
         """Submit a script from a folder and return the job id. See Scheduler.submit."""
         words = ["sbatch", "--parsable", *options, os.fspath(script)]
         try:
-            answer = command.ask(words, folder=folder)
+            answer = command.ask(words, folder=folder, seconds=command.SUBMIT_SECONDS)
         except command.SchedulerError as error:
             raise command.with_cause(error, _blame(Path(folder or ".") / script, options, error.said)) from None
         job_id = answer.strip().split("\n")[-1].partition(";")[0]
