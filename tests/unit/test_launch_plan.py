@@ -401,3 +401,18 @@ def test_pbs_tmrsh_gets_the_name_in_the_node_file_and_a_line_of_shell(arguments:
 def test_the_words_of_the_remote_shell_survive_an_mpiexec_that_splits_and_double_quotes_them() -> None:
     words = remote_shell.words(PYTHON)
     assert not any(character in word for word in words for character in ' "$`\\')
+
+
+# GPUs that PBS shares out without saying which ------------------------------------------------------------------------
+
+def test_a_part_of_the_gpus_of_a_pbs_host_without_a_mask_gets_a_note_with_the_cure() -> None:
+    made = make(job("pbs", gpus=(2, 2)), PBS, gpus=4)
+    assert any("holds 2 of the 4 GPUs of n1" in note and "scatter:excl" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(("scheduler", "gpus", "environ"), [
+    ("pbs", 2, PBS), ("pbs", 4, {**PBS, "CUDA_VISIBLE_DEVICES": "0,1"}), ("slurm", 4, SLURM)])
+def test_all_the_gpus_of_a_host_or_a_mask_get_no_such_note(scheduler: str, gpus: int,
+                                                            environ: Mapping[str, str]) -> None:
+    made = make(job(scheduler, gpus=(2, 2)), environ, gpus=gpus)
+    assert not any("GPUs of n1, and PBS" in note for note in made.notes)

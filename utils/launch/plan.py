@@ -11,6 +11,7 @@ from typing import Protocol
 from ..launchers import LAUNCHERS
 from ..schedulers.allocation import Allocation
 from ..schedulers.pbs import short
+from .gpus import MASKS
 from .programs import KINDS, Mpiexec
 
 MEANS = ("srun", "mpiexec", "pbs_tmrsh", "pbsdsh", "ssh", "local")
@@ -117,6 +118,7 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
                         "tasks, or give --ranks-per-node")
     chosen_hosts, chosen_ranks = tuple(hosts[i] for i in wanted), tuple(ranks[i] for i in wanted)
     chosen_cores = tuple(cores[i] for i in wanted)
+    notes += _shared_gpus(allocation, here, environ)
     means, path, mpiexec = _means(options, allocation, here, chosen_hosts)
     base = Plan(means, path, chosen_hosts, chosen_ranks, tuple(command), here.python, {}, (), chosen_cores, here.host,
                 options, mpiexec, root=here.root,
@@ -195,6 +197,17 @@ def _ranks(options: Options, allocation: Allocation, here: Here) -> tuple[list[i
                          f"GPU give --ranks-per-node {gpu}")
             break
     return slots, notes
+
+
+def _shared_gpus(allocation: Allocation | None, here: Here, environ: Mapping[str, str]) -> list[str]:
+    """A note where PBS gives a part of this host's GPUs and does not say which: each job would take the first ones."""
+    at = _index_of(here.host, allocation.hosts) if allocation is not None and allocation.scheduler == "pbs" else None
+    asked = allocation.gpus_per_host[at] if allocation is not None and at is not None else None
+    if allocation is None or not asked or asked >= here.gpus or any(environ.get(mask) for mask in MASKS):
+        return []
+    return [f"{_job(allocation)} holds {asked} of the {here.gpus} GPUs of {here.host}, and PBS does not say which: "
+            "another job may use the same ones. Ask for whole hosts (-l place=scatter:excl), or ask the site for the "
+            "cgroups hook of PBS"]
 
 
 def _index_of(host: str, hosts: Sequence[str]) -> int | None:
