@@ -210,14 +210,15 @@ class Slurm(Launcher):
                               f"SLURM_PROCID={rank}; expected equal values, as srun sets them. Unset what was set by "
                               "hand and start the script by srun")
         here = environ.get("SLURM_GTIDS", "").split(",")  # "2,3": the global ranks of this node's tasks
-        on_node = self._tasks_on_node(environ)
         if local_rank is not None and local_rank < len(here) and here[local_rank] == str(rank):
+            # What a batch shell has left behind is of rank 0 alone.
+            on_node = self._tasks_on_node(environ) if rank == 0 else None
             if on_node is not None and on_node != len(here):
                 raise LaunchError(f"slurm: {shown(environ, ('SLURM_GTIDS',))} is {len(here)} tasks on this node, but "
                                   f"SLURM_STEP_TASKS_PER_NODE says {on_node}. Unset what was set by hand and start the "
                                   "script by srun")
-            on_node = len(here)
-        return Placement(self.name, rank, world_size, local_rank, on_node)
+            return Placement(self.name, rank, world_size, local_rank, len(here))
+        return Placement(self.name, rank, world_size, local_rank, self._tasks_on_node(environ))
 
     @staticmethod
     def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
