@@ -62,6 +62,18 @@ def need() -> Callable[[str], Path]:
     return path_or_skip
 
 
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of scontrol, with a configuration that is enough for `scontrol show hostnames`."""
+    found = shutil.which("scontrol", path=SEARCH)
+    if found is None:
+        pytest.skip("needs slurm: not found: scontrol (scripts/test.sh --install installs it)")
+    (tmp_path / "slurm.conf").write_text("ClusterName=test\nSlurmctldHost=localhost\n"
+                                         "NodeName=localhost\nPartitionName=main Nodes=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    return found
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-all", action="store_true", default=os.environ.get("DDPKIT_REQUIRE_ALL") == "1",
                      help="a skipped test is a failure unless marked gpu (also DDPKIT_REQUIRE_ALL=1)")

@@ -29,3 +29,18 @@ def ranks_on(output: str) -> dict[str, int]:
         assert local == sum(other[-1] == host for other in found[:rank]), output
         assert local_size == count[host], output
     return dict(count)
+
+
+# Writes when it began and when it ended.
+STEP = """\
+import time
+open('times', 'a').write(f'{time.time()} ')
+time.sleep(0.5)
+open('times', 'a').write(f'{time.time()} ')
+"""
+
+
+def one_after_the_other(folder: Path, jobs: int) -> bool:
+    """Whether so many runs of STEP in this folder did not overlap."""
+    times = [float(word) for word in (folder / "times").read_text().split()]
+    return len(times) == 2 * jobs and times == sorted(times)

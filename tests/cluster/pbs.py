@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from tests.cluster.pbs_standin.wire import ask
 ROOT = Path(__file__).resolve().parents[2]
 HEAD, DOMAIN, USER = "pbs-head", "pbs.lab", "alice"
 UID = 1999
-WORK = f"/home/{USER}/work"
+WORK = f"/home/{USER}/jobs"
 COMMANDS = ("qsub", "qstat", "qdel", "qsig", "qrerun", "qhold", "qrls", "qselect", "pbsnodes", "pbsdsh", "pbs_tmrsh")
 QUEUES = {"workq": {}, "small": {"resources_max": {"ncpus": 8, "walltime": "00:10:00"},
                                  "resources_default": {"walltime": "00:05:00"}}}
@@ -67,18 +68,20 @@ class Result:
         return self.stdout + self.stderr
 
 
-class Pbs:
+class Pbs(ABC):
     """What tests do with PBS, whichever it is. Paths are those on its hosts; local() is where this machine has them."""
 
     home = f"/home/{USER}"
     work = WORK
 
+    @abstractmethod
     def local(self, path: str) -> Path:
-        raise NotImplementedError
+        """Where this machine has a path of the hosts."""
 
+    @abstractmethod
     def command(self, host: str, command: Sequence[str], user: str, cwd: str,
                 env: Mapping[str, str]) -> list[str]:
-        raise NotImplementedError
+        """The words that run a command on a host as a user, in a folder and with a fresh login's environment."""
 
     def run(self, host: str, command: Sequence[str], *, user: str = USER, cwd: str = WORK,
             env: Mapping[str, str] | None = None, stdin: str = "", seconds: float = 60) -> Result:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import wait_until
-from tests.cluster.job_ranks import RANK, TRAIN, ranks_on
+from tests.cluster.job_ranks import RANK, STEP, TRAIN, one_after_the_other, ranks_on
 from tests.cluster.pbs import HEAD, WORK, Pbs
 from tests.launch.launchers import MINIMAL, ROOT, Result
 
@@ -161,13 +161,10 @@ def test_following_shows_output_and_ends_with_the_jobs_status(pbs: Pbs, folder: 
 
 
 def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(pbs: Pbs, folder: Path) -> None:
-    (folder / "step.py").write_text(
-        "import time\nopen('times', 'a').write(f'{time.time()} ')\ntime.sleep(0.5)\n"
-        "open('times', 'a').write(f'{time.time()} ')\n")
+    (folder / "step.py").write_text(STEP)
     done = submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "step.py")
     assert done.status == 0, done.output
-    times = [float(word) for word in (folder / "times").read_text().split()]
-    assert len(times) == 6 and times == sorted(times)
+    assert one_after_the_other(folder, 3)
 
 
 def test_a_refusal_is_shown_in_pbs_own_words(pbs: Pbs, folder: Path) -> None:

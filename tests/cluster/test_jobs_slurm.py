@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import killed_at_end
-from tests.cluster.job_ranks import RANK, TRAIN, ranks_on
+from tests.cluster.job_ranks import RANK, STEP, TRAIN, one_after_the_other, ranks_on
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
 
@@ -104,13 +104,10 @@ def test_following_shows_output_and_ends_with_the_jobs_status(slurm: SlurmCluste
 
 
 def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(slurm: SlurmCluster, folder: Path) -> None:
-    (folder / "step.py").write_text(
-        "import time\nopen('times', 'a').write(f'{time.time()} ')\ntime.sleep(0.5)\n"
-        "open('times', 'a').write(f'{time.time()} ')\n")
+    (folder / "step.py").write_text(STEP)
     done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "step.py")
     assert done.status == 0, done.output
-    times = [float(word) for word in (folder / "times").read_text().split()]
-    assert len(times) == 6 and times == sorted(times)
+    assert one_after_the_other(folder, 3)
 
 
 def test_a_chain_with_a_job_that_failed_is_no_success(slurm: SlurmCluster, folder: Path) -> None:

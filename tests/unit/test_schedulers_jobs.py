@@ -129,7 +129,7 @@ def test_a_queued_job_of_pbs_says_why_and_where_it_stands(commands: Commands) ->
     status = Pbs().status("37")
     assert (status.state, status.position) == ("queued", 2)
     assert status.reason.startswith("Can Never Run: Insufficient amount of resource: ncpus")
-    assert status.output == "/home/alice/work/ok.o37"
+    assert status.output == "/home/alice/jobs/ok.o37"
 
 
 def test_a_deleted_job_that_never_ran_is_cancelled(commands: Commands) -> None:
