@@ -17,8 +17,9 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import ModuleType
 from typing import Protocol
 
@@ -173,7 +174,11 @@ class PmixInProcess(Pmix):
 
 
 class PmixInChild:
-    """Open MPI 5 crashes in a later MPI_Init when this process was a PMIx client; a child that was one does no harm."""
+    """Open MPI 5 crashes in a later MPI_Init when this process was a PMIx client; a child that was one does no harm.
+
+    The child's connection to the daemon must outlive it, though: where a daemon (PMIx 5.0) sees a client of this host
+    go, it counts one rank less in the fences of MPI_Init, and one rank waits there for ever. See _Relay.
+    """
 
     def __init__(self, library: str) -> None:
         self._library = library
@@ -182,12 +187,18 @@ class PmixInChild:
         folder, package = os.path.split(os.path.dirname(os.path.abspath(__file__)))
         script = (f"import sys; sys.path.insert(0, {folder!r}); from {package} import telephone; "
                   "telephone._pmix_child(*sys.argv[1:])")
-        # -I and -S: the child needs no user's paths and no site-packages, and starts in a third of the time.
-        command = [sys.executable, "-I", "-S", "-c", script, self._library, *words]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 20)
-        except subprocess.TimeoutExpired:
-            raise NoTelephone(f"PMIx did not answer for {seconds + 20:.0f} s") from None
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # -I and -S: the child needs no user's paths and no site-packages, and starts in a third of the time.
+            command = [sys.executable, "-I", "-S", "-c", script, str(theirs.fileno()), self._library, *words]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 20,
+                                      pass_fds=[theirs.fileno()])
+            except subprocess.TimeoutExpired:
+                raise NoTelephone(f"PMIx did not answer for {seconds + 20:.0f} s") from None
+            ours.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                _connections.extend(socket.recv_fds(ours, 1, 16)[1])
         if done.returncode:
             how = (signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}")
             raise NoTelephone(f"the PMIx client ended with {how}: {done.stderr.strip()[-300:]}")
@@ -200,13 +211,53 @@ class PmixInChild:
         return self._run("look_up", str(seconds), seconds=seconds) or None
 
 
-def _pmix_child(library: str, action: str, argument: str) -> None:
+_connections: list[int] = []  # what children had to their daemon; the kernel closes them when this process ends
+
+
+def _pmix_child(line: str, library: str, action: str, argument: str) -> None:
+    relay = _Relay(os.environ)
     client = Pmix(library)
     if action == "publish":
         client.publish(argument, 0)
     else:
         print(client.look_up(float(argument)) or "")
     client.finalize()
+    with socket.socket(fileno=int(line)) as parent:
+        socket.send_fds(parent, [b"x"], [upstream.fileno() for upstream in relay.upstream][:16])
+
+
+class _Relay:
+    """Stands between the PMIx client of this process and the daemon, whose end stays open when the client leaves.
+
+    It takes the daemon's place in the PMIX_SERVER_URI* of `environ` (NAMESPACE.RANK;tcp4://ADDRESS:PORT).
+    """
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self.upstream: list[socket.socket] = []
+        self._daemon = ("", 0)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        here = f"tcp4://127.0.0.1:{self._listener.getsockname()[1]}"
+        for name, value in list(environ.items()):
+            found = re.fullmatch(r"(.*;)tcp4://([0-9.]+):(\d+)(.*)", value)
+            if name.startswith("PMIX_SERVER_URI") and found:
+                self._daemon = (found[2], int(found[3]))
+                environ[name] = found[1] + here + found[4]
+        threading.Thread(target=self._run, daemon=True, name="PMIx relay").start()
+
+    def _run(self) -> None:
+        other: dict[socket.socket, socket.socket] = {}
+        while True:
+            for ready in select.select([self._listener, *other], [], [])[0]:
+                if ready is self._listener:
+                    client, daemon = self._listener.accept()[0], socket.create_connection(self._daemon)
+                    other.update({client: daemon, daemon: client})
+                    self.upstream.append(daemon)
+                elif data := ready.recv(1 << 16):
+                    other[ready].sendall(data)
+                else:  # whichever has gone, the client is told; the daemon is not
+                    client = other[ready] if ready in self.upstream else ready
+                    other.pop(other.pop(client))
+                    client.close()
 
 
 def pmix(environ: Mapping[str, str]) -> Telephone:
