@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -72,6 +73,11 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
                                          "NodeName=localhost\nPartitionName=main Nodes=localhost\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     return found
+
+
+def pytest_configure() -> None:
+    # In the background of a shell script SIGINT is ignored, which every process that the tests start would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

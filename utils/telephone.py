@@ -252,12 +252,20 @@ class _Relay:
                     client, daemon = self._listener.accept()[0], socket.create_connection(self._daemon)
                     other.update({client: daemon, daemon: client})
                     self.upstream.append(daemon)
-                elif data := ready.recv(1 << 16):
-                    other[ready].sendall(data)
-                else:  # whichever has gone, the client is told; the daemon is not
+                elif ready in other and not _passed_on(ready, other[ready]):
                     client = other[ready] if ready in self.upstream else ready
-                    other.pop(other.pop(client))
+                    del other[other.pop(client)]  # the daemon is not told
                     client.close()
+
+
+def _passed_on(source: socket.socket, target: socket.socket) -> bool:
+    """Copy what has come; False when one of the two has gone."""
+    try:
+        data = source.recv(1 << 16)
+        target.sendall(data)
+    except OSError:
+        return False
+    return bool(data)
 
 
 def pmix(environ: Mapping[str, str]) -> Telephone:

@@ -14,7 +14,7 @@ import pytest
 
 from utils import telephone
 from utils.launchers import LaunchError, Placement
-from utils.telephone import Mpi4py, NoTelephone, Pmi1, PmixInChild, poll
+from utils.telephone import Mpi4py, NoTelephone, Pmi1, PmixInChild, _Relay, poll
 
 
 class Mpiexec:
@@ -147,6 +147,38 @@ def test_open_mpi_5_is_asked_by_a_child_and_a_broken_library_is_no_telephone(mon
     assert isinstance(one, PmixInChild)
     with pytest.raises(NoTelephone, match="libpmix.so.2"):
         one.publish("x", 9)
+
+
+def test_the_relay_keeps_the_connection_to_the_daemon_when_the_client_leaves() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environ = {"PMIX_SERVER_URI41": f"job@0.1;tcp4://127.0.0.1:{server.getsockname()[1]}", "PMIX_RANK": "1"}
+        relay = _Relay(environ)
+        kind, address = environ["PMIX_SERVER_URI41"].split(";")
+        assert (kind, environ["PMIX_RANK"]) == ("job@0.1", "1")
+        host, port = address.removeprefix("tcp4://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"init")
+            daemon = server.accept()[0]
+            with daemon:
+                assert daemon.recv(9) == b"init"
+                daemon.sendall(b"done")
+                assert client.recv(9) == b"done"
+                client.shutdown(socket.SHUT_RDWR)  # as PMIx_Finalize does
+                assert client.recv(9) == b""  # the relay has seen it
+                daemon.settimeout(0.05)
+                with pytest.raises(TimeoutError):
+                    daemon.recv(9)
+                relay.upstream[0].close()
+                assert daemon.recv(9) == b""
+
+
+def test_the_relay_tells_the_client_that_the_daemon_has_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environ = {"PMIX_SERVER_URI2": f"job@0.1;tcp4://127.0.0.1:{server.getsockname()[1]}"}
+        _Relay(environ)
+        with socket.create_connection(("127.0.0.1", int(environ["PMIX_SERVER_URI2"].split(":")[-1]))) as client:
+            server.accept()[0].close()
+            assert client.recv(9) == b""
 
 
 def test_open_mpi_4_is_asked_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
