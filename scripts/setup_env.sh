@@ -4,7 +4,7 @@
 #
 #   scripts/setup_env.sh [--tests]
 #
-#   --tests             also what scripts/test.sh needs (pytest, ruff, mypy, pyyaml, submitit)
+#   --tests             also what scripts/test.sh needs (pytest, pytest-xdist, ruff, mypy, pyyaml, submitit)
 #   PYTHON=python3.12   the Python to use; without it the first one >= 3.10 that is found
 #   PIP_TORCH_SPEC=...  the torch to install, e.g. torch==2.7.1; without it the range in pyproject.toml
 set -euo pipefail

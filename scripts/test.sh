@@ -153,7 +153,8 @@ if command -v shellcheck >/dev/null; then
 fi
 check ruff "$python" -m ruff check .
 check mypy "$python" -m mypy
-check pytest "$python" -m pytest -ra "$@"
+# Two at a time: many tests wait for launchers and schedulers. For a debugger: scripts/test.sh -n 0 --pdb -k NAME
+check pytest "$python" -m pytest -ra -n 2 --dist loadgroup "$@"
 
 # --- what was left out
 missing=()

@@ -88,6 +88,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                           "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under pytest-xdist: what raises the same hosts or clusters runs in one worker, one test after the other."""
+    if config.pluginmanager.hasplugin("xdist"):
+        groups = {"cluster": "clusters", "faults": "clusters", "launch": "launches"}
+        for item in items:
+            group = groups.get(item.path.relative_to(ROOT / "tests").parts[0])
+            if group:
+                item.add_marker(pytest.mark.xdist_group(group))
+
+
 def _fail_if_skipped(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
     if config.getoption("--require-all") and report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
