@@ -88,6 +88,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                           "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under pytest-xdist: what raises the same hosts or clusters runs in one worker, one test after the other."""
     if config.pluginmanager.hasplugin("xdist"):
