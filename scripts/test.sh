@@ -154,7 +154,7 @@ fi
 check ruff "$python" -m ruff check .
 check mypy "$python" -m mypy
 # Two at a time: many tests wait for launchers and schedulers. For a debugger: scripts/test.sh -n 0 --pdb -k NAME
-check pytest "$python" -m pytest -ra -n 2 --dist loadgroup "$@"
+check pytest "$python" -m pytest -ra -n 2 "$@"
 
 # --- what was left out
 missing=()

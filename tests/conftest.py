@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,15 +89,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                           "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under pytest-xdist: what raises the same hosts or clusters runs in one worker, one test after the other."""
-    if config.pluginmanager.hasplugin("xdist"):
-        groups = {"cluster": "clusters", "faults": "clusters", "launch": "launches"}
-        for item in items:
-            group = groups.get(item.path.relative_to(ROOT / "tests").parts[0])
-            if group:
-                item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByHosts(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            groups = {"tests/cluster": "clusters", "tests/faults": "clusters", "tests/launch": "launches"}
+            file = nodeid.split("::")[0]
+            return groups.get(file.rpartition("/")[0], file)
+
+    return ByHosts(config, log)
 
 
 def _fail_if_skipped(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
