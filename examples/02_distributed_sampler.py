@@ -17,6 +17,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils import Distributed, setup_distributed
 from utils.logging import get_logger
+from utils.shards import ResumableShardLoader
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
@@ -148,10 +150,29 @@ def iterable_data_set(dist: Distributed, num_workers: int) -> None:
     # Its parts are not of equal length: train on them inside Join, as above.
 
 
+def read(shard: range, first: int) -> range:
+    """The samples of a shard from number `first` on. Shards stand for files of unknown length here."""
+    return shard[first:]
+
+
+def resumed_stream(dist: Distributed, num_workers: int) -> None:
+    """Whole shards to each worker, and a state that tells in which sample of which shard the training loop is."""
+    shards = [range(10 * shard, 10 * shard + 1 + shard % 9) for shard in range(5 * dist.world_size)]
+    loader = ResumableShardLoader(shards, read, batch_size=2, num_workers=num_workers)
+    got = [index for batch in islice(loader, 3) for index in batch.tolist()]
+    state = loader.state_dict()  # what workers read ahead does not count
+    again = ResumableShardLoader(shards, read, batch_size=2)  # another number of workers; also of ranks
+    again.load_state_dict(state)
+    got += [index for batch in again for index in batch.tolist()]
+    parts = gather(got, dist)
+    show(f"{len(shards)} shards, interrupted after 3 batches and resumed without workers", parts)
+    check("every sample exactly once", count(parts) == Counter(index for shard in shards for index in shard))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Show and check how data are shared out among the ranks.")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffling")
-    parser.add_argument("--num-workers", type=int, default=2, help="DataLoader workers per rank, for the stream")
+    parser.add_argument("--num-workers", type=int, default=2, help="DataLoader workers per rank, for the streams")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
     args = parser.parse_args()
     for option, value in (("--seed", args.seed), ("--num-workers", args.num_workers)):
@@ -162,6 +183,7 @@ def main() -> None:
         reshuffling(dist, args.seed)
         uneven_inputs(dist)
         iterable_data_set(dist, args.num_workers)
+        resumed_stream(dist, args.num_workers)
         log.info(f"\nall claims hold on {dist.world_size} rank(s)")
 
 

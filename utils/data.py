@@ -94,6 +94,19 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Number of ranks and own rank, by default those of torch.distributed."""
+    if num_replicas is None or rank is None:
+        if not dist.is_initialized():
+            raise RuntimeError("num_replicas and rank were not given, and torch.distributed is not initialised. "
+                               "Call setup_distributed() before, or give both")
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        rank = dist.get_rank() if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank is {rank}; expected 0 to {num_replicas - 1}, of {num_replicas} replicas")
+    return num_replicas, rank
+
+
 class ResumableDistributedSampler(Sampler[int]):
     """torch's DistributedSampler, with a state that resumes in the middle of an epoch, and without its permutation.
 
@@ -107,14 +120,7 @@ class ResumableDistributedSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None, shuffle: bool = True,
                  seed: int = 0, drop_last: bool = False) -> None:
-        if num_replicas is None or rank is None:
-            if not dist.is_initialized():
-                raise RuntimeError("num_replicas and rank were not given, and torch.distributed is not initialised. "
-                                   "Call setup_distributed() before, or give both")
-            num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-            rank = dist.get_rank() if rank is None else rank
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank is {rank}; expected 0 to {num_replicas - 1}, of {num_replicas} replicas")
+        num_replicas, rank = replica(num_replicas, rank)
         if len(dataset) < 1:
             raise ValueError("the data set is empty; expected at least one sample")
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank

@@ -70,7 +70,7 @@ def test_bad_options_are_refused_by_name(name: str, options: list[str], words: s
 def test_sampler_example_proves_its_claims() -> None:
     done = run("02_distributed_sampler.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("  ok: ") == 11
+    assert done.stdout.count("  ok: ") == 12
     assert done.stdout.splitlines()[-1] == "all claims hold on 1 rank(s)"
 
 
