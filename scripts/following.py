@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from utils.launch.report import EXIT_REQUEUE
 from utils.schedulers import Scheduler, SchedulerError, Status
 
-EXIT_REQUEUE = 75  # of utils/preemption.py, whose import costs more than --dry-run may take
 SHORTEST, LONGEST = 1.0, 10.0  # seconds between two questions to the scheduler: short while something happens
 PATIENCE = 10  # failed questions in a row; a scheduler that restarts is away for a minute or so
 LOG_SECONDS = 0.5  # between two looks at the output

@@ -5,6 +5,7 @@ python scripts/launch.py train.py --epochs 3           inside a job of Slurm or 
                                                        laptop: one rank for each GPU (or slot asked for)
 python scripts/launch.py --torchrun train.py           one torchrun agent on each host instead
 python scripts/launch.py --by ssh train.py             not by the best means, but by this one
+python scripts/launch.py --container a.sif train.py    in an image, by apptainer or singularity
 python scripts/launch.py --print train.py              print the exact command and start nothing
 
 A command whose first word does not end in .py is run as it is. The exit status is that of the rank that failed first.
@@ -20,7 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils.launch.commands import printed
-from utils.launch.gpus import count_gpus
+from utils.launch.container import in_container
+from utils.launch.gpus import VENDORS, count_gpus, gpu_vendor
 from utils.launch.outcome import say
 from utils.launch.plan import MEANS, Here, Options, PlanError, describe, plan
 from utils.launch.programs import Programs
@@ -39,6 +41,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of one for each GPU or slot")
     parser.add_argument("--restarts", type=int, default=0, metavar="N",
                         help="how often torchrun may start the ranks again after a failure; implies --torchrun")
+    parser.add_argument("--container", metavar="IMAGE", help="run in this image, by apptainer or singularity")
+    parser.add_argument("--gpu-vendor", choices=VENDORS, help="whose GPUs the container is to be shown; without it "
+                                                              "those of this host")
     parser.add_argument("--print", action="store_true", dest="only_print",
                         help="print the exact command and start nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py or a program, and its arguments")
@@ -67,15 +72,19 @@ def python_for_ranks() -> str:
 def main() -> int:
     args = parse()
     path = os.path.abspath(args.by) if os.sep in args.by else None
+    command = args.command
     try:
         check_started_once()
-        if args.command[0].endswith(".py") and not os.path.isfile(args.command[0]):
+        programs = Programs(mpiexec=path)
+        if args.container:
+            command = in_container(args.container, args.command, args.gpu_vendor or gpu_vendor(), programs)
+        elif args.command[0].endswith(".py") and not os.path.isfile(args.command[0]):
             raise PlanError(f"there is no file {args.command[0]} in {os.getcwd()}. Expected the script to start: check "
                             "its path")
         options = Options("mpiexec" if path else args.by, args.torchrun, args.restarts, args.ranks_per_node)
         allocation = current_allocation()
-        here = Here(socket.gethostname(), count_gpus(), python_for_ranks(), Programs(mpiexec=path), os.geteuid() == 0)
-        made = plan(args.command, options, allocation, here, os.environ)
+        here = Here(socket.gethostname(), count_gpus(), python_for_ranks(), programs, os.geteuid() == 0)
+        made = plan(command, options, allocation, here, os.environ)
         lines = list(printed(made))
     except (AllocationError, LaunchError, PlanError) as error:
         say(str(error))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from utils.launch.gpus import VENDORS
 from utils.schedulers import parse_walltime
 
 FOLDER = Path(__file__).resolve().parents[1] / "jobs" / "sites"
@@ -55,6 +56,7 @@ class Site:
     gpus_per_node: int | None = None
     cores_per_node: int | None = None  # those that a job may use, counted as the scheduler counts
     memory_per_node: str | None = None
+    gpu_vendor: str | None = None  # None: each job looks for itself
     ask_for_gpus: bool = True  # false where nodes are given whole and the scheduler knows no GPUs
     launcher: str = "auto"
     modules: tuple[str, ...] = ()
@@ -212,9 +214,9 @@ _Read = Callable[[_Reader, yaml.Node, str], object]
 _SITE: dict[str, _Read] = {
     "title": _Reader.text, "scheduler": _choice(*SCHEDULERS), "account_example": _Reader.text, "queue": _Reader.text,
     "queue_option": _choice("partition", "qos"), "queues": _Reader.queues, "gpus_per_node": _Reader.count,
-    "cores_per_node": _Reader.count, "memory_per_node": _Reader.text, "ask_for_gpus": _Reader.truth,
-    "launcher": _choice(*LAUNCHERS), "modules": _Reader.texts, "setup": _Reader.texts, "directives": _Reader.texts,
-    "chunk": _Reader.texts, "environment": _Reader.variables,
+    "cores_per_node": _Reader.count, "memory_per_node": _Reader.text, "gpu_vendor": _choice(*VENDORS),
+    "ask_for_gpus": _Reader.truth, "launcher": _choice(*LAUNCHERS), "modules": _Reader.texts, "setup": _Reader.texts,
+    "directives": _Reader.texts, "chunk": _Reader.texts, "environment": _Reader.variables,
 }
 _QUEUE: dict[str, _Read] = {"max_time": _Reader.seconds, "min_nodes": _Reader.count, "max_nodes": _Reader.count}
 _VARIABLE: dict[str, _Read] = {"value": _Reader.text, "reason": _Reader.text}

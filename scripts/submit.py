@@ -109,7 +109,7 @@ def submit_parser() -> argparse.ArgumentParser:
     add("--env", action="append", default=[], metavar="K=V", help="variable for the job")
     add("--set-up", action="append", default=[], metavar="LINE", help="line of shell to run before, e.g. "
                                                                       "'source venv/bin/activate'")
-    add("--container", metavar="IMAGE", help="run in this image by apptainer")
+    add("--container", metavar="IMAGE", help="run in this image, by apptainer or singularity, whichever the nodes have")
     add("--directive", action="append", default=[], metavar="OPTION", help="further option of the scheduler, e.g. "
                                                                            "--directive=--constraint=a100")
     add("--signal", type=int, metavar="SECONDS", help="send USR1 to the ranks so long before the end")
@@ -117,7 +117,8 @@ def submit_parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, default=Path("jobs-out"), help="where the folders of submissions are (jobs-out)")
     add("--follow", action="store_true", help="show state, place in the queue and output until the end")
     add("--no-check", action="store_true", help="submit in spite of what the checks find")
-    add("--dry-run", action="store_true", help="print the job script; asks the scheduler nothing")
+    add("--dry-run", action="store_true", help="print the job script; asks the scheduler nothing. Exit status 1 where "
+                                              "the site would refuse the job")
     add("command", nargs=argparse.REMAINDER, metavar="script [arguments]")
     return parser
 
@@ -163,7 +164,8 @@ def build_job(args: argparse.Namespace, site: sites.Site) -> Job:
         name=args.name or _name_of(args.command[0]), array=args.array, dependency=args.after,
         setup=(*site.setup, *args.set_up), modules=(*site.modules, *args.module),
         environment=_environment(args, site), launcher=args.launcher or site.launcher, signal_seconds=args.signal,
-        requeue=args.requeue, directives=(*directives, *args.directive), chunk=site.chunk, container=args.container)
+        requeue=args.requeue, directives=(*directives, *args.directive), chunk=site.chunk, container=args.container,
+        gpu_vendor=None if args.gpus_per_node == 0 else site.gpu_vendor)
 
 
 def _option_name(directive: str) -> str:
@@ -222,8 +224,9 @@ def submit(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(script, end="")
         for problem in problems:
-            print(f"submit: would not be submitted: {problem}", file=sys.stderr)
-        return 0
+            what = "warning" if args.no_check else "would not be submitted"
+            print(f"submit: {what}: {problem}", file=sys.stderr)
+        return int(bool(problems) and not args.no_check)
     scheduler = get_scheduler(site.scheduler)
     problems += scheduler.check(job)
     for problem in problems:
@@ -309,7 +312,7 @@ def about_jobs(words: Sequence[str]) -> int:
         parser.add_argument("--follow", action="store_true", help="go on until the job has ended")
     args = parser.parse_args(words[1:])
     for job_id in args.job_ids:
-        if not re.fullmatch(r"[0-9][A-Za-z0-9_.\[\]-]*", job_id):
+        if not re.fullmatch(r"[0-9][A-Za-z0-9_.@\[\]-]*", job_id):
             raise UserError(f"{job_id!r} is no job id. One such as 1234 or 1234.server was expected.")
     return max([_about(words[0], job_id, args) for job_id in args.job_ids])
 

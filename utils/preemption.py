@@ -14,7 +14,8 @@ Not here: what rank 0 looks at besides signals (stop_sources.py), saving (checkp
     sys.exit(stop.exit_status)
 
 Exit status 0: the training is done. EXIT_REQUEUE: it has saved and wants to go on in the next job. Anything else: an
-error. torchrun itself ends with 1 when a worker ends with EXIT_REQUEUE; srun, mpiexec and the job script pass it on.
+error. srun, mpiexec and the job script pass it on, and torchrun makes 1 of it. Under scripts/launch.py rank 0 tells it
+as soon as all ranks have saved, and launch.py ends with EXIT_REQUEUE whatever is between them.
 """
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +34,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .launch import report
+from .launch.report import EXIT_REQUEUE as EXIT_REQUEUE
 from .logging import get_logger
 from .stop_sources import Sources
 
 if TYPE_CHECKING:
     from .distributed import Distributed
 
-EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again later
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 _log = get_logger(__name__)
@@ -93,6 +96,7 @@ class StopSignal:
         self.stopped = False  # whether should_stop() has said so
         self._rank, self._world_size = (dist.rank, dist.world_size) if dist else (0, 1)
         self._store: Any = dist._store if dist else None
+        self._status = 0 if self._rank and report.VARIABLE in os.environ else EXIT_REQUEUE  # after a stop
         self._name = f"ddpkit/stop/{next(_numbers)}"
         self._lock = threading.RLock()  # a signal handler may call request() in the middle of should_stop()
         self._changed = threading.Condition(self._lock)
@@ -108,7 +112,7 @@ class StopSignal:
         self._catch_signals()
         self._listener = threading.Thread(target=self._listen, name="stop signal", daemon=True)
         self._listener.start()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         self._sources: Sources | None = None
         if self._rank == 0:  # it alone, since clocks differ, and a file system shows a new file to others later
             self._sources = Sources(self.request, self._reserve, time_left, path, command, poll_seconds)
@@ -151,8 +155,12 @@ class StopSignal:
 
     @property
     def exit_status(self) -> int:
-        """For sys.exit(): EXIT_REQUEUE after a stop, else 0."""
-        return EXIT_REQUEUE if self.stopped else 0
+        """For sys.exit(): EXIT_REQUEUE after a stop, else 0.
+
+        Under launch.py 0 as well, as rank 0 tells it of the stop when it leaves the StopSignal: what is between sees no
+        failure for which it would end the other ranks, or start them again. 1 on rank 0 when another rank has failed.
+        """
+        return self._status if self.stopped else 0
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -293,6 +301,9 @@ class StopSignal:
         """
         self._close(orderly=True)
 
+    def _close_at_exit(self) -> None:
+        self._close(orderly=not hasattr(sys, "last_type"))  # which an exception sets that nobody has caught
+
     def _close(self, orderly: bool) -> None:
         global _open
         if self._closing:
@@ -308,20 +319,28 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set by Python
         _open = None
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self._listener.join(_LEAVE_SECONDS)
         if self._listener.is_alive():  # it waits for a store that does not answer
             return
         for end in (self._ears, self._mouth):
             os.close(end)
+        failed = int(not orderly) if self._world_size == 1 else None
         if self._world_size > 1 and self._lost is None:
             with contextlib.suppress(RuntimeError):
-                self._leave(orderly)
+                failed = self._leave(orderly)
+        if self.stopped and self._rank == 0 and failed is not None:
+            self._status = 1 if failed else 0 if report.tell_saved() else EXIT_REQUEUE
 
-    def _leave(self, orderly: bool) -> None:
-        """Answer for ever, since others may still ask; rank 0, which may serve the store, goes last."""
+    def _leave(self, orderly: bool) -> int | None:
+        """Answer for ever, since others may still ask; rank 0, which may serve the store, goes last.
+
+        Returns on rank 0 how many ranks left by an exception; None while some have not left.
+        """
         if not self._answered:
             self._answer("!")
+        if not orderly:
+            self._store.add(self._key("failed"), 1)
         left = self._store.add(self._key("left"), 1)
         limit = time.monotonic() + (_LEAVE_SECONDS if orderly and self._rank == 0 else 0)
         while left < self._world_size and time.monotonic() < limit:
@@ -334,13 +353,14 @@ class StopSignal:
                 _log.warning("the ranks called should_stop() different numbers of times: rank %d %d times, rank %d %d "
                              "times. A stop would not have been at the same step. Call it equally often on all ranks",
                              calls.index(min(calls)), min(calls), calls.index(max(calls)), max(calls))
+        return int(self._store.add(self._key("failed"), 0)) if left == self._world_size else None
 
     def __enter__(self) -> StopSignal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._close(orderly=error is None)
+        self._close(orderly=error is None or isinstance(error, SystemExit) and error.code in (None, 0, EXIT_REQUEUE))
 
 
 def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bool:
@@ -398,7 +418,7 @@ def _in_forked_child() -> None:
     global _open
     if _open is not None:
         signal.set_wakeup_fd(-1)
-        atexit.unregister(_open.close)
+        atexit.unregister(_open._close_at_exit)
         _open._closing = True
         before, _open = _open._before, None
         for number, handler in before.items():

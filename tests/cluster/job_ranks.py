@@ -31,6 +31,28 @@ def ranks_on(output: str) -> dict[str, int]:
     return dict(count)
 
 
+# Rank 1 asks for a stop in the first run; the second one comes to its end.
+STOPS_ONCE = f"""\
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from utils import setup_distributed
+from utils.preemption import StopSignal, requeue
+with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
+    again = os.path.exists("saved")
+    dist.barrier()
+    if dist.rank == 1 and not again:
+        stop.request("a test")
+    while not again and not stop.should_stop():
+        time.sleep(0.01)
+    if dist.is_main:
+        print("goes on" if again else "saves", flush=True)
+        open("saved", "w").close()
+if stop.stopped and dist.is_main:
+    requeue()
+sys.exit(stop.exit_status)
+"""
+
+
 # Writes when it began and when it ended.
 STEP = """\
 import time

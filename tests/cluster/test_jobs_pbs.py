@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import wait_until
-from tests.cluster.job_ranks import RANK, STEP, TRAIN, one_after_the_other, ranks_on
+from tests.cluster.job_ranks import RANK, STEP, STOPS_ONCE, TRAIN, one_after_the_other, ranks_on
 from tests.cluster.pbs import HEAD, WORK, Pbs
 from tests.launch.launchers import MINIMAL, ROOT, Result
 
@@ -165,6 +165,15 @@ def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(pbs: Pbs, fold
     done = submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "step.py")
     assert done.status == 0, done.output
     assert one_after_the_other(folder, 3)
+
+
+def test_a_chain_goes_on_after_a_stop_that_torchrun_takes_for_a_failure(pbs: Pbs, folder: Path) -> None:
+    (folder / "stops.py").write_text(STOPS_ONCE)
+    done = submit(pbs, folder, "--nodes", "2", "--gpus-per-node", "0", "--launcher", "torchrun", "--chain", "2",
+                  "--follow", "stops.py")
+    assert done.status == 0, done.output
+    assert "failed, exit status 75" in done.output, done.output
+    assert re.findall("^(?:saves|goes on)$", done.output, re.MULTILINE) == ["saves", "goes on"], done.output
 
 
 def test_a_refusal_is_shown_in_pbs_own_words(pbs: Pbs, folder: Path) -> None:

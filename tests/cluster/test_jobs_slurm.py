@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import killed_at_end
-from tests.cluster.job_ranks import RANK, STEP, TRAIN, one_after_the_other, ranks_on
+from tests.cluster.job_ranks import RANK, STEP, STOPS_ONCE, TRAIN, one_after_the_other, ranks_on
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
 
@@ -119,6 +119,16 @@ def test_a_chain_with_a_job_that_failed_is_no_success(slurm: SlurmCluster, folde
     assert slurm.job(last)["JobState"] == "COMPLETED"
     done = slurm.run([SUBMIT[0], SUBMIT[1], "status", last], cwd=folder)
     assert done.status == 1 and "earlier in its chain" in done.output, done.output
+
+
+def test_a_job_goes_back_into_the_queue_after_a_stop_under_torchrun(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "stops.py").write_text(STOPS_ONCE)
+    job_id = sbatch(slurm, folder, "-N2", "-n2", "--ntasks-per-node=1", "--gpus-per-node=1", "--requeue",
+                    str(ROOT / "jobs" / "slurm_torchrun.sh"), "stops.py")
+    job = slurm.wait(job_id)
+    output = slurm.output(job_id)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), output
+    assert output.index("saves\n") < output.index("goes on\n")
 
 
 @pytest.mark.parametrize(("words", "said", "line"), [

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,21 +25,22 @@ gpu = seen[0] if len(seen) == 1 else seen[me.local_rank] if len(seen) >= me.loca
 sys.stdout.write(f"rank {{me.rank}} of {{me.world_size}}, local {{me.local_rank}} of {{me.local_world_size}}, "
                  f"on {{socket.gethostname()}}, by {{me.launcher}}, GPU {{gpu}}\\n")
 """
+TAKEN = re.compile(r"on (\S+), by (\S+), GPU (\d+)$", re.MULTILINE)
 SHAPES = {
     "2x2": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2"], [2, 2]),
     "4x1": (["-N4", "--ntasks-per-node=1", "--gpus-per-node=1"], [1, 1, 1, 1]),
     "3 on 2": (["-N2", "-n3", "--gpus-per-node=2"], [1, 2]),
     "cyclic": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--distribution=cyclic"], [2, 2]),
     "gpus-per-task": (["-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1"], [2, 2]),
-    "gres": (["-N2", "--ntasks-per-node=2", "--gres=gpu:2"], [2, 2])}
+    "gres": (["-N2", "--ntasks-per-node=2", "--gres=gpu:2"], [2, 2]),
+    "heterogeneous": (["-N1", "-n1", "--gpus-per-node=1", ":", "-N2", "--ntasks-per-node=2", "--gpus-per-node=2"],
+                      [1, 2, 2]),
+    "heterogeneous, gpus-per-task": (["-n1", "--gpus-per-task=1", ":", "-N1", "-n2", "--gpus-per-task=1"], [1, 2])}
 MEANS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}
 
 
-@pytest.mark.parametrize("means", MEANS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_rank_is_right_and_has_a_gpu_of_its_own(slurm: SlurmCluster, need: Callable[[str], Path], shape: str,
-                                                      means: str) -> None:
-    options, expected = SHAPES[shape]
+def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: Sequence[str], means: str) -> str:
+    """The output of a job that launch.py starts by this means, after it has ended well."""
     by = {"srun": ["--by", "srun"], "torchrun": ["--torchrun"]}.get(means) or ["--by", str(need(means))]
     script = slurm.work / "takes gpu.py"
     script.write_text(RANK)
@@ -48,7 +49,25 @@ def test_every_rank_is_right_and_has_a_gpu_of_its_own(slurm: SlurmCluster, need:
     job = slurm.wait(job_id)
     output = slurm.output(job_id)
     assert job["JobState"] == "COMPLETED", output
+    return output
+
+
+@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rank_is_right_and_has_a_gpu_of_its_own(slurm: SlurmCluster, need: Callable[[str], Path], shape: str,
+                                                      means: str) -> None:
+    options, expected = SHAPES[shape]
+    output = launched(slurm, need, options, means)
     assert sorted(ranks_on(output).values()) == expected
-    taken = re.findall(r"on (\S+), by (\S+), GPU (\d+)$", output, re.MULTILINE)
+    taken = TAKEN.findall(output)
     assert {launcher for _, launcher, _ in taken} == {MEANS[means]}
     assert len({(host, gpu) for host, _, gpu in taken}) == sum(expected), output
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_no_rank_takes_the_gpu_of_another_job_on_a_shared_node(slurm: SlurmCluster, need: Callable[[str], Path],
+                                                               means: str) -> None:
+    other = slurm.sbatch("-w", "node1", "--gpus-per-node=1", script="#!/bin/bash\nsleep 100\n")
+    slurm.wait_for(other, {"RUNNING"})
+    output = launched(slurm, need, ["-w", "node1,node2", "-N2", "-n2", "--gpus-per-node=1"], means)
+    assert sorted((host, gpu) for host, _, gpu in TAKEN.findall(output)) == [("node1", "1"), ("node2", "0")], output

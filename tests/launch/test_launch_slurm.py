@@ -159,6 +159,36 @@ def test_stops_of_the_batch_script_reach_every_rank_once(launches: Launches, opt
     assert ended["ExitCode"] == ("1:0" if options else "5:0")
 
 
+# One rank asks for a stop; after it rank 1 leaves in order, or with an error.
+STOPS = f"""\
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from utils import setup_distributed
+from utils.preemption import StopSignal
+with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
+    if dist.rank == 1:
+        stop.request("a test")
+    while not stop.should_stop():
+        time.sleep(0.01)
+    if sys.argv[1] == "fails" and dist.rank == 1:
+        sys.exit(9)
+sys.exit(stop.exit_status)
+"""
+
+
+@pytest.mark.parametrize("by", ["srun", "torchrun", "mpich5", "intel", "openmpi5"])
+def test_a_run_that_has_saved_is_told_from_one_that_failed(launches: Launches, by: str,
+                                                           need: Callable[[str], Path]) -> None:
+    script = launches.folder / "stops.py"
+    script.write_text(STOPS)
+    options = {"srun": "--by srun", "torchrun": "--torchrun"}.get(by) or f"--by {shlex.quote(str(need(MPIS[by][0])))}"
+    command = f"{shlex.join(LAUNCH)} {options} {shlex.quote(str(script))}"
+    saves, fails = (launches.submit("-N2 -n2", f"{command} {what}") for what in ("saves", "fails"))  # side by side
+    assert launches.slurm.wait(saves)["ExitCode"] == "75:0", launches.slurm.output(saves)
+    assert launches.slurm.wait(fails)["ExitCode"] not in ("0:0", "75:0"), launches.slurm.output(fails)
+    assert "all ranks have saved" not in launches.slurm.output(fails)
+
+
 def test_the_end_of_the_job_reaches_every_rank_once(launches: Launches) -> None:
     job = launches.submit("-N2 -n3", launches.words("", "wait"))
     wait_until(lambda: all((launches.folder / str(rank)).exists() for rank in range(3)), "all ranks")

@@ -115,9 +115,10 @@ def test_without_a_command_the_script_takes_its_own_arguments() -> None:
     assert Slurm().render(Job(launcher="torchrun"), TEMPLATE).endswith('launch.py" --torchrun -- "$@"\n')
 
 
-def test_in_a_container_the_program_is_started_by_apptainer() -> None:
-    job = Job(("train.py", "-x"), container="my image.sif", gpus_per_node=1)
-    assert Slurm().render(job, TEMPLATE).endswith("-- apptainer exec --nv 'my image.sif' python -u train.py -x\n")
+@pytest.mark.parametrize(("vendor", "option"), [("amd", " --gpu-vendor amd"), (None, "")])
+def test_which_container_program_a_job_takes_is_left_to_the_job(vendor: str | None, option: str) -> None:
+    job = Job(("train.py", "-x"), container="my image.sif", gpu_vendor=vendor)
+    assert Slurm().render(job, TEMPLATE).endswith(f"--container 'my image.sif'{option} -- train.py -x\n")
 
 
 def test_what_is_put_into_a_template_is_not_searched_for_markers() -> None:
@@ -156,7 +157,7 @@ GOOD = {  # for each field a value that is accepted, to which the hostile text i
     "command": "train.py", "memory": "64G", "queue": "gpu", "account": "abc", "name": "run", "array": "0-9",
     "dependency": "afterany:12", "setup": "true", "modules": "cuda", "environment": "value", "launcher": "srun",
     "output": "out.log", "directives": "--constraint=a100", "chunk": "system=polaris", "container": "image.sif",
-    "variable": "NAME", "nodes": "2", "walltime": "60"}
+    "gpu_vendor": "amd", "variable": "NAME", "nodes": "2", "walltime": "60"}
 HOSTILE = [
     "'", '"', "`", "`touch canary`", "$(touch canary)", ";touch canary;", "; touch canary #", "&& touch canary",
     "| touch canary", "> canary", "\n", "\ntouch canary\n", "\r\n", "\r", "\\", "\\\n", "-rf", "--",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from utils.launch import remote_shell
-from utils.launch.commands import HOST_FILE, host_file, host_words, native_command, printed, starter
+from utils.launch.commands import HOST_FILE, gpus_of_components, host_file, host_words, native_command, printed, starter
 from utils.launch.plan import MEANS, Here, Options, Plan, PlanError, clean, describe, plan
 from utils.launch.programs import Mpiexec
 from utils.schedulers.allocation import Allocation
@@ -194,14 +194,43 @@ def test_a_step_inside_a_step_shares_its_resources_and_forgets_its_shape() -> No
     assert not {"SLURM_NTASKS", "SLURM_CPU_BIND", "SLURM_STEP_ID", "SLURM_PROCID"} & set(made.environ)
 
 
-def test_all_components_of_a_heterogeneous_job_are_started() -> None:
-    made = make(job(ranks=(1, 2, 2)), {**SLURM, "SLURM_HET_SIZE": "2"})
-    assert "--het-group=0,1 /env/bin/python" in line(made)
+HET = {**SLURM, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+       "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
 
 
-def test_a_heterogeneous_job_cannot_be_reshaped() -> None:
-    with pytest.raises(PlanError, match="heterogeneous"):
-        make(job(ranks=(1, 2)), {**SLURM, "SLURM_HET_SIZE": "2"}, Options(ranks_per_node=4))
+def test_the_tasks_of_all_components_of_a_heterogeneous_job_are_one_step() -> None:
+    assert "--kill-on-bad-exit=1 --het-group=0,1 /env/bin/python" in line(make(job(ranks=(1, 2, 2)), HET))
+
+
+def test_other_ranks_of_a_heterogeneous_job_are_spelled_out_for_each_component() -> None:
+    environ = {**HET, "SLURM_NTASKS_PER_NODE": "2"}
+    made = make(job(ranks=(1, 1, 1), gpus=(0, 2, 2), cores=(2, 8, 8)), environ, command=("a",))
+    assert made.ranks == (1, 2, 2) and "SLURM_NTASKS_PER_NODE" not in made.environ
+    assert line(made) == (
+        "/bin/srun --het-group=0 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --distribution=block "
+        "--cpus-per-task=2 a : --het-group=1 --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --ntasks-per-node=2 "
+        "--distribution=block --cpus-per-task=4 --gres=gpu:2 a")
+
+
+def test_one_agent_for_each_host_of_every_component_of_a_heterogeneous_job() -> None:
+    made = make(job(ranks=(1, 2, 2)), HET, Options(torchrun=True))
+    assert [words.split(" --dist")[0] for words in shlex.join(native_command(made, ["agent"])).split(" : ")] == [
+        "/bin/srun --het-group=0 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1",
+        "--het-group=1 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1"]
+
+
+def test_uneven_ranks_within_a_component_cannot_be_told_to_srun() -> None:
+    with pytest.raises(PlanError, match=r"n2, n3 are one component .* different numbers of ranks \(2, 1\)"):
+        line(make(job(ranks=(1, 1, 1), gpus=(1, 2, 1)), HET))
+
+
+@pytest.mark.parametrize(("mpiexec", "options"), [
+    (MPICH, "-launcher ssh -launcher-exec @remote-shell@"), (OPENMPI5, "--prtemca ras ^slurm --prtemca plm ssh"),
+    (OPENMPI4, "--mca ras ^slurm --mca plm rsh")])
+def test_an_mpiexec_reaches_every_component_by_a_srun_of_its_own(mpiexec: Mpiexec, options: str) -> None:
+    made = make(job(ranks=(1, 2, 2), gpus=(1, 2, 2)), HET, Options(by="mpiexec"), programs=Programs(mpiexec=mpiexec))
+    assert made.remote_shell == "/bin/srun" and gpus_of_components(made) == [1, 2]
+    assert options in line(made).replace("'", "")
 
 
 def test_export_none_of_sbatch_does_not_keep_the_environment_from_the_ranks() -> None:
@@ -250,6 +279,13 @@ def test_open_mpi_is_told_every_variable_but_those_of_this_host() -> None:
 def test_open_mpi_gives_no_host_the_gpu_mask_of_another_that_the_scheduler_sets() -> None:
     environ = {**SLURM, "CUDA_VISIBLE_DEVICES": "0"}
     assert "CUDA_VISIBLE_DEVICES" not in line(by_mpiexec(OPENMPI5, environ))
+
+
+@pytest.mark.parametrize("kind", ["mpich", "intel-mpi"])
+def test_hydra_gives_no_host_the_gpu_mask_of_another_either(kind: str) -> None:
+    environ = {**SLURM, "CUDA_VISIBLE_DEVICES": "0", "HOSTNAME": "n1", "FOO": "1"}
+    assert "-genvlist FOO,PATH -" in line(by_mpiexec(dataclasses.replace(MPICH, kind=kind), environ))
+    assert "-genvlist" not in line(by_mpiexec(MPICH, {**PBS, "CUDA_VISIBLE_DEVICES": "0"}, tools={}))  # by plain ssh
 
 
 @pytest.mark.parametrize(("mpiexec", "option"), [(OPENMPI4, "--mca plm_rsh_agent"),
@@ -396,6 +432,12 @@ def test_the_printed_command_of_agents_is_that_of_each_rank() -> None:
     (["elsewhere", "true"], ["elsewhere", "/bin/sh", "-c", "true"])])
 def test_pbs_tmrsh_gets_the_name_in_the_node_file_and_a_line_of_shell(arguments: list[str], words: list[str]) -> None:
     assert remote_shell.translate(arguments, ["n1.pbs.lab\n", "n2.pbs.lab\n"]) == words
+
+
+def test_srun_as_a_remote_shell_is_told_the_component_of_the_host() -> None:
+    words = remote_shell.step_words(["-x", "n3", "exec proxy --id 2"], [["n1"], ["n2", "n3"]], [0, 2])
+    assert words[:2] == ["--het-group=1", "--nodelist=n3"]
+    assert words[-4:] == ["--gres=gpu:2", "/bin/sh", "-c", "exec proxy --id 2"]
 
 
 def test_the_words_of_the_remote_shell_survive_an_mpiexec_that_splits_and_double_quotes_them() -> None:

@@ -1,15 +1,20 @@
-"""Which mpiexec is which, which programs belong here, and how many GPUs this host shows."""
+"""Which mpiexec is which, which programs belong here, how many GPUs this host shows, and to a container."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from utils.launch.gpus import count_gpus
+from utils.launch.container import in_container
+from utils.launch.gpus import count_gpus, gpu_vendor
+from utils.launch.plan import PlanError
 from utils.launch.programs import Mpiexec, Programs, from_version, identify
 
+ROOT = Path(__file__).resolve().parents[2]
 OPENMPI5 = "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
 OPENMPI4 = "mpiexec.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: Fri\n"
@@ -89,10 +94,12 @@ def nvidia(root: Path, count: int) -> Path:
 
 def test_a_host_without_gpus_has_none(tmp_path: Path) -> None:
     assert count_gpus({}, tmp_path) == 0
+    assert gpu_vendor(tmp_path) is None
 
 
 def test_gpus_of_nvidia_are_counted(tmp_path: Path) -> None:
     assert count_gpus({}, nvidia(tmp_path, 4)) == 4
+    assert gpu_vendor(tmp_path) == "nvidia"
 
 
 def test_gpus_of_nvidia_are_counted_in_a_container_by_their_devices(tmp_path: Path) -> None:
@@ -109,9 +116,44 @@ def test_gpus_of_amd_are_counted_without_the_cpus_beside_them(tmp_path: Path) ->
         (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\nmem_banks_count 1\n")
     assert count_gpus({}, tmp_path) == 2
     assert count_gpus({"ROCR_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert gpu_vendor(tmp_path) == "amd"
 
 
 @pytest.mark.parametrize(("mask", "left"), [("", 0), ("0", 1), ("2,3", 2), ("GPU-aa,GPU-bb,GPU-cc", 3), ("-1", 0),
                                             ("0,-1,1", 1), ("NoDevFiles", 0), ("0,1,2,3,4,5,6,7", 4)])
 def test_only_gpus_that_the_mask_leaves_count(mask: str, left: int, tmp_path: Path) -> None:
     assert count_gpus({"CUDA_VISIBLE_DEVICES": mask}, nvidia(tmp_path, 4)) == left
+
+
+# A container ----------------------------------------------------------------------------------------------------------
+
+def programs(folder: Path, *names: str) -> Programs:
+    for name in names:
+        (folder / name).touch(mode=0o755)
+    return Programs({"PATH": str(folder)})
+
+
+@pytest.mark.parametrize(("vendor", "option"), [("nvidia", ["--nv"]), ("amd", ["--rocm"]), ("intel", []), (None, [])])
+def test_a_container_is_shown_the_gpus_by_the_option_of_their_vendor(vendor: str | None, option: list[str],
+                                                                     tmp_path: Path) -> None:
+    words = in_container("a b.sif", ["train.py", "-x"], vendor, programs(tmp_path, "apptainer", "singularity"))
+    assert words == [f"{tmp_path}/apptainer", "exec", *option, "a b.sif", "python", "-u", "train.py", "-x"]
+
+
+def test_singularity_serves_where_apptainer_is_not(tmp_path: Path) -> None:
+    words = in_container("a.sif", ["hostname"], None, programs(tmp_path, "singularity"))
+    assert words == [f"{tmp_path}/singularity", "exec", "a.sif", "hostname"]
+
+
+def test_without_a_container_program_it_is_said_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="neither apptainer nor singularity is on PATH"):
+        in_container("a.sif", ["hostname"], None, programs(tmp_path))
+
+
+def test_launch_py_runs_a_script_that_only_the_container_has(tmp_path: Path) -> None:
+    (tmp_path / "singularity").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "singularity").chmod(0o755)
+    options = ["--ranks-per-node", "1", "--container", "a b.sif", "--gpu-vendor", "amd"]
+    words = [sys.executable, str(ROOT / "scripts" / "launch.py"), *options, "/opt/train.py", "--lr", "1"]
+    done = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "exec --rocm a b.sif python -u /opt/train.py --lr 1\n"), done.stderr

@@ -220,6 +220,22 @@ def test_an_answer_that_is_no_job_id_is_an_error(commands: Commands) -> None:
             scheduler.submit("job.sh")
 
 
+@pytest.mark.parametrize("job_id", ["12", "12.pbs-head", "12.pbs_2.site.edu", "79[].pbs_head", "79[2].pbs_head",
+                                    "12.sched_1@sched_2"])
+def test_a_job_id_of_pbs_may_name_any_server(commands: Commands, job_id: str) -> None:
+    commands.add("qsub", job_id + "\n")
+    commands.add("qdel")
+    assert Pbs().submit("job.sh") == job_id
+    Pbs().cancel(job_id)
+    assert commands.calls()[-1] == f"qdel {job_id}"
+
+
+@pytest.mark.parametrize("job_id", ["", "-x", "12 13", "x.head", "79[a].head", "12.head;ls", "12."])
+def test_what_is_no_job_id_is_not_given_to_pbs(job_id: str) -> None:
+    with pytest.raises(SchedulerError, match="is no job id of PBS"):
+        Pbs().cancel(job_id)
+
+
 def test_cancelling_a_job_that_has_ended_is_no_error_but_an_unknown_one_is(commands: Commands) -> None:
     for name, fails in (("err_qdel_finished", False), ("err_qdel_unknown", True)):
         recording = pbs_recording(f"commands/{name}.json")

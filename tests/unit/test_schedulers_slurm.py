@@ -92,6 +92,13 @@ def test_a_heterogeneous_job_has_the_hosts_of_all_components() -> None:
     assert found.cores_per_host == (1, 2, 2)
 
 
+def test_a_component_that_asked_for_no_tasks_has_one_on_each_node() -> None:
+    whole_nodes = {name: value for name, value in HETEROGENEOUS.items() if "NTASKS" not in name}
+    found = current_allocation({**whole_nodes, "SLURM_TASKS_PER_NODE_HET_GROUP_0": "4",
+                                "SLURM_TASKS_PER_NODE_HET_GROUP_1": "4(x2)"}, ask=False)  # its cores
+    assert found is not None and found.ranks_per_host == (1, 1, 1)
+
+
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     """Let scontrol on PATH print a recorded answer."""
     (tmp_path / "answer").write_text(answer(name))

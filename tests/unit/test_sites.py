@@ -37,6 +37,12 @@ def test_every_cluster_insists_on_an_account(name: str) -> None:
     assert sites.load(name).account_example
 
 
+@pytest.mark.parametrize(("name", "vendor"), [("frontier", "amd"), ("lumi", "amd"), ("aurora", "intel"),
+                                              ("derecho", "nvidia"), ("generic-slurm", None)])
+def test_a_cluster_knows_whose_gpus_it_has(name: str, vendor: str | None) -> None:
+    assert sites.load(name).gpu_vendor == vendor
+
+
 def test_a_time_is_not_taken_for_a_number_by_yaml() -> None:
     site = sites.parse(MINIMAL + "queues: {main: {max_time: 6:00:00}}\n", Path("x.yaml"))
     assert site.queues["main"].max_time == 6 * 3600
@@ -60,6 +66,7 @@ def test_values_are_taken_as_they_were_written() -> None:
     (MINIMAL + "environment:\n  A: {value: 1}\n", 4, ["'A'", "without its reason"]),
     (MINIMAL + "environment:\n  A-B: {value: 1, reason: x}\n", 4, ["'A-B'", "letters, digits and _"]),
     (MINIMAL + "ask_for_gpus: maybe\n", 3, ["'ask_for_gpus'", "true, false"]),
+    (MINIMAL + "gpu_vendor: AMD\n", 3, ["'gpu_vendor'", "'AMD'", "nvidia, amd, intel"]),
     (MINIMAL + "queue:\n", 3, ["'queue'", "empty"]),
     (MINIMAL + "title: again\n", 3, ["'title'", "twice"]),
     (MINIMAL + "queue: a: b\n", 3, ["not YAML"]),

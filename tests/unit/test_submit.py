@@ -126,6 +126,15 @@ def test_a_dry_run_prints_the_script_and_asks_no_scheduler(programs: Programs, c
     assert list(work.iterdir()) == [work / "train.py"]
 
 
+def test_a_dry_run_of_what_would_be_refused_prints_the_script_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    too_long = ["--site", "derecho", "--account", "p", "--time", "13:00:00"]
+    assert submit.main([*too_long, "--dry-run", "train.py"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash") and "would not be submitted: 13:00:00 is over the limit" in said.err
+    assert submit.main([*too_long, "--no-check", "--dry-run", "train.py"]) == 0
+    assert "warning: 13:00:00 is over the limit" in capsys.readouterr().err
+
+
 def test_submitting_loads_no_torch() -> None:
     code = ("import sys; sys.path.insert(0, 'scripts'); import submit\n"
             "submit.main(['--site', 'derecho', '--nodes', '4', '--dry-run', 'train.py'])\n"
@@ -140,7 +149,8 @@ def test_submitting_loads_no_torch() -> None:
 def test_every_site_gives_a_script_that_bash_reads(site: str, launcher: str | None,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--launcher", launcher] if launcher else []
-    assert submit.main(["--site", site, "--nodes", "2", "--time", "1:00:00", *words, "--dry-run", "train.py"]) == 0
+    assert submit.main(["--site", site, "--account", "a", "--nodes", "2", "--time", "1:00:00", *words, "--dry-run",
+                        "train.py"]) == 0
     script = capsys.readouterr().out
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -173,9 +183,13 @@ def test_gpus_are_not_asked_for_where_the_scheduler_knows_none(capsys: pytest.Ca
     assert "ngpus" not in script and "--ranks-per-node 12" in script
 
 
-def test_a_container_is_put_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    submit.main(["--site", "alps", "--account", "g1", "--container", "my image.sif", "--dry-run", "train.py"])
-    assert "apptainer exec --nv 'my image.sif' python -u train.py" in capsys.readouterr().out
+@pytest.mark.parametrize(("site", "options", "vendor"), [
+    ("alps", [], " --gpu-vendor nvidia"), ("lumi", [], " --gpu-vendor amd"), ("aurora", [], " --gpu-vendor intel"),
+    ("lumi", ["--gpus-per-node", "0"], ""), ("generic-slurm", [], "")])
+def test_a_container_is_shown_the_gpus_of_the_site(site: str, options: list[str], vendor: str,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    submit.main(["--site", site, *options, "--container", "my image.sif", "--dry-run", "train.py"])
+    assert f"--container 'my image.sif'{vendor} -- train.py" in capsys.readouterr().out
 
 
 # --- submitting

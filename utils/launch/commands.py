@@ -5,6 +5,7 @@ pbsdsh(1), ssh(1). Not here: which of them is used (plan.py), running them (run.
 """
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +23,7 @@ _OF_THIS_HOST_PREFIXES = ("SSH_", "PBS_", "SLURM", "XDG_SESSION", "BASH_FUNC_", 
 def native_command(plan: Plan, words: Sequence[str]) -> list[str]:
     """The one command that starts `words` as every rank; under torchrun, as one agent on each host."""
     if plan.means == "srun":
-        return [plan.path, *_srun(plan), *words]
+        return [plan.path, *_srun(plan, words)]
     assert plan.mpiexec is not None
     options = {"pals": _pals, "openmpi": _openmpi, "mpich": _hydra, "intel-mpi": _hydra}[plan.mpiexec.kind]
     return [plan.path, *options(plan), *words]
@@ -44,31 +45,61 @@ def host_file(plan: Plan) -> str:
 
 # srun -----------------------------------------------------------------------------------------------------------------
 
-def _srun(plan: Plan) -> Iterator[str]:
+def _srun(plan: Plan, words: Sequence[str]) -> Iterator[str]:
+    if not plan.components:
+        yield from (*_step(plan, slice(None)), *words)
+    elif plan.as_asked:  # each component has its own number of tasks, and of cores for a rank
+        yield from (*_always(plan), f"--het-group={','.join(map(str, range(len(plan.components))))}", *words)
+    else:  # one step of several components, each with options of its own
+        first = 0
+        for group, hosts in enumerate(plan.components):
+            part = slice(first, first + len(hosts))
+            yield from (*([":"] if group else []), f"--het-group={group}", *_step(plan, part), *words)
+            first = part.stop
+
+
+def _always(plan: Plan) -> Iterator[str]:
     yield "--kill-on-bad-exit=1"  # else the others go on, or wait, when one has failed
     if plan.environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
         yield "--export=ALL"
-    if plan.components:
-        yield f"--het-group={','.join(map(str, range(plan.components)))}"
-        return  # each component has its own number of cores for a rank
-    each = counts(plan)
+
+
+def _step(plan: Plan, part: slice) -> Iterator[str]:
+    """The options of a step, or of its part on one component of a heterogeneous job."""
+    yield from _always(plan)
+    each = counts(plan)[part]
     if not plan.as_asked:
         yield from (f"--nodes={len(each)}", f"--ntasks={sum(each)}")
         if len(set(each)) == 1:
             yield f"--ntasks-per-node={each[0]}"
             yield "--distribution=block"
+        elif plan.components:
+            raise PlanError(f"the hosts {', '.join(plan.hosts[part])} are one component of a heterogeneous job and are "
+                            f"to have different numbers of ranks ({', '.join(map(str, each))}). srun starts the same "
+                            "number on each of them: give --ranks-per-node, or choose --torchrun or --by mpiexec")
         else:
             yield from (f"--nodelist={HOST_FILE}", "--distribution=arbitrary")
     if plan.inside_step:
         yield "--overlap"  # the step around us holds the cores and GPUs that we want
     asked = plan.environ.get("SLURM_CPUS_PER_TASK", "") if plan.as_asked else ""
-    share = [cores // count for cores, count in zip(plan.cores, each, strict=True) if cores is not None]
+    share = [cores // count for cores, count in zip(plan.cores[part], each, strict=True) if cores is not None]
     if asked.isdecimal() or share and min(share) > 0:  # srun alone would bind each rank to one core
         yield f"--cpus-per-task={asked if asked.isdecimal() else min(share)}"
     elif share:
         yield "--overcommit"  # more ranks than cores
-    if plan.gpus_to_claim:
-        yield f"--gres=gpu:{plan.gpus_to_claim}"
+    if gpus := _same(plan.gpus_to_claim[part]):
+        yield f"--gres=gpu:{gpus}"
+
+
+def _same(numbers: Sequence[int]) -> int:
+    """The number that all of them are; 0 where they differ."""
+    return numbers[0] if len(set(numbers)) == 1 else 0
+
+
+def gpus_of_components(plan: Plan) -> list[int]:
+    """The GPUs that a step on one host of each component has to ask for."""
+    ends = itertools.accumulate(map(len, plan.components))
+    return [_same(plan.gpus_to_claim[end - len(hosts):end]) for end, hosts in zip(ends, plan.components, strict=True)]
 
 
 # mpiexec --------------------------------------------------------------------------------------------------------------
@@ -96,6 +127,8 @@ def _hydra(plan: Plan) -> Iterator[str]:
         yield from ("-launcher", "ssh", "-launcher-exec", REMOTE_SHELL)
     elif plan.scheduler == "slurm":
         yield from ("-launcher", "slurm")
+    if _masks_are_of_each_host(plan) and not set(MASKS).isdisjoint(plan.environ):
+        yield from ("-genvlist", ",".join(_passed_on(plan)))  # by itself it passes on all of this host's
     if plan.options.torchrun and plan.mpiexec.kind == "intel-mpi":
         yield from ("-genv", "I_MPI_PIN", "off")
     # -f of Intel MPI lists hosts only, and MPICH has no -machinefile of its own
@@ -106,20 +139,32 @@ def _hydra(plan: Plan) -> Iterator[str]:
 def _openmpi(plan: Plan) -> Iterator[str]:
     assert plan.mpiexec is not None
     new = plan.mpiexec.major >= 5
+    kind = "--prtemca" if new else "--mca"
     if plan.root:
         yield "--allow-run-as-root"
     if plan.remote_shell:
-        kind, name = ("--prtemca", "plm_ssh") if new else ("--mca", "plm_rsh")
+        name = "plm_ssh" if new else "plm_rsh"
         # Without the tree no other host needs it; PBS may end what has left the session that it has started.
         yield from (kind, f"{name}_agent", " ".join(remote_shell.words(plan.python)), kind, f"{name}_no_tree_spawn",
                     "1", "--leave-session-attached")
+    if plan.components:  # what it knows of Slurm is about the first one only
+        yield from (kind, "ras", "^slurm", kind, "plm", "ssh" if new else "rsh")
     yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
-    for name in sorted(plan.environ):
-        if name in MASKS and (plan.scheduler == "slurm" or plan.remote_shell):
-            continue  # the scheduler sets each host's own
-        if name not in _OF_THIS_HOST and not name.startswith(_OF_THIS_HOST_PREFIXES):
-            yield from ("-x", name)
+    for name in _passed_on(plan):
+        yield from ("-x", name)
     yield from ("-n", str(sum(counts(plan))))
+
+
+def _masks_are_of_each_host(plan: Plan) -> bool:
+    """Whether the daemon on each host has that host's own mask of GPUs from the scheduler, if there are masks."""
+    return plan.scheduler == "slurm" or bool(plan.remote_shell)
+
+
+def _passed_on(plan: Plan) -> list[str]:
+    """The variables that are the same on every host."""
+    own = set(MASKS) if _masks_are_of_each_host(plan) else set()
+    return [name for name in sorted(plan.environ) if name not in own and name not in _OF_THIS_HOST
+            and not name.startswith(_OF_THIS_HOST_PREFIXES)]
 
 
 # Agents ---------------------------------------------------------------------------------------------------------------

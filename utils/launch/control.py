@@ -29,9 +29,9 @@ START_SECONDS = 120.0  # until every agent has reported
 END_SECONDS = 20.0  # an agent needs less to end everything
 
 
-def run_agents(plan: Plan, launch_id: str) -> int:
+def run_agents(plan: Plan, launch_id: str, signals: Signals) -> int:
     """Run the plan by an agent on each host; returns the exit status of the launch."""
-    with Signals() as signals, Processes(launch_id) as processes, Native(plan, processes) as native, \
+    with Processes(launch_id) as processes, Native(plan, processes) as native, \
             socket.create_server(("", 0), backlog=len(plan.hosts) + 16) as listener:
         head = Head(plan, processes, signals, native, listener, launch_id)
         status = head.run()

@@ -7,13 +7,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 # Variables that hide devices: of each kind the first that is set counts.
 NVIDIA_MASKS = ("CUDA_VISIBLE_DEVICES",)
 AMD_MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
 INTEL_MASKS = ("ZE_AFFINITY_MASK",)
+VENDORS = ("nvidia", "amd", "intel")
 MASKS = tuple(dict.fromkeys(NVIDIA_MASKS + AMD_MASKS + INTEL_MASKS))
 
 
@@ -22,10 +23,16 @@ def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) 
 
     root: the folder that holds proc, dev and sys.
     """
-    for present, masks in ((_nvidia(root), NVIDIA_MASKS), (_amd(root), AMD_MASKS), (_intel(root), INTEL_MASKS)):
-        if present:
-            return min([present, *(_entries(environ[name]) for name in masks if name in environ)])
-    return 0
+    vendor = gpu_vendor(root)
+    if vendor is None:
+        return 0
+    count, masks = _KINDS[vendor]
+    return min([count(root), *(_entries(environ[name]) for name in masks if name in environ)])
+
+
+def gpu_vendor(root: Path = Path("/")) -> str | None:
+    """Whose GPUs this host has, one of VENDORS, whatever the masks hide; None where there is none."""
+    return next((vendor for vendor, (count, _) in _KINDS.items() if count(root)), None)
 
 
 def _entries(mask: str) -> int:
@@ -68,3 +75,7 @@ def _names(folder: Path, pattern: str) -> int:
     with contextlib.suppress(OSError):
         return sum(re.fullmatch(pattern, entry.name) is not None for entry in folder.iterdir())
     return 0
+
+
+_KINDS: dict[str, tuple[Callable[[Path], int], tuple[str, ...]]] = dict(zip(
+    VENDORS, ((_nvidia, NVIDIA_MASKS), (_amd, AMD_MASKS), (_intel, INTEL_MASKS)), strict=True))

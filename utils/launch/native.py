@@ -20,7 +20,7 @@ from typing import IO
 
 from ..schedulers.command import SchedulerError, ask
 from . import remote_shell
-from .commands import HOST_FILE, REMOTE_SHELL, host_file, native_command
+from .commands import HOST_FILE, REMOTE_SHELL, gpus_of_components, host_file, native_command
 from .outcome import Outcome, in_words, say
 from .plan import Plan
 from .processes import Processes, Signals
@@ -63,7 +63,8 @@ class Native:
                 script.chmod(0o700)
                 words = [str(script) if word == REMOTE_SHELL else word for word in words]
             if self._plan.remote_shell:
-                environ = {**environ, remote_shell.VARIABLE: remote_shell.code(self._plan.remote_shell)}
+                environ = {**environ, remote_shell.VARIABLE: remote_shell.code(self._plan.remote_shell,
+                                                                            gpus_of_components(self._plan))}
             child = self._processes.start(words, environ, stderr=stderr, new_session=True, pass_fds=[file.fileno()])
             self._pid = child.pid if child else 0
             return child
@@ -94,10 +95,10 @@ def step_of(job_id: str, pid: int) -> str:
     return job_id
 
 
-def run_native(plan: Plan, launch_id: str) -> int:
+def run_native(plan: Plan, launch_id: str, signals: Signals) -> int:
     """Run the native command that starts the ranks themselves; returns the exit status of the launch."""
     outcome = Outcome()
-    with Signals() as signals, Processes(launch_id) as processes, Native(plan, processes) as native:
+    with Processes(launch_id) as processes, Native(plan, processes) as native:
         child = native.start(native_command(plan, plan.program), plan.environ,
                              subprocess.PIPE if plan.means == "srun" else None)
         errors = _Errors(child.stderr) if child is not None and child.stderr is not None else None

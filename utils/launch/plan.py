@@ -11,6 +11,7 @@ from typing import Protocol
 from ..launchers import LAUNCHERS
 from ..schedulers.allocation import Allocation
 from ..schedulers.pbs import short
+from ..schedulers.slurm import components
 from .gpus import MASKS
 from .programs import KINDS, Mpiexec
 
@@ -27,6 +28,8 @@ _OF_OUTER_STEP = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "S
                   "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
                   "SLURM_DISTRIBUTION", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS",
                   "SLURM_NPROCS")
+# Of a job: srun reads them itself, but not with the number of a component behind.
+_GPU_REQUESTS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK")
 # Of one rank's GPUs is no request for a daemon or an agent, which starts the ranks of a whole host.
 _OF_ONE_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
@@ -78,11 +81,11 @@ class Plan:
     host: str  # this host
     options: Options
     mpiexec: Mpiexec | None = None
-    remote_shell: str = ""  # pbs_tmrsh, where mpiexec is to use it instead of ssh
+    remote_shell: str = ""  # pbs_tmrsh or srun, where mpiexec is to use it instead of ssh
     as_asked: bool = False  # srun: the job asked for these very tasks, in whatever order
     scheduler: str = ""  # of the allocation
-    gpus_to_claim: int = 0  # srun: GPUs of each host that a step does not get by itself (--exclusive without GPUs)
-    components: int = 0  # srun: of a heterogeneous job
+    gpus_to_claim: tuple[int, ...] = ()  # srun: GPUs of each host, where a step does not get them by itself
+    components: tuple[tuple[str, ...], ...] = ()  # Slurm: the hosts of each component of a heterogeneous job
     inside_step: bool = False  # srun: a step of this job surrounds us and holds its resources
     node_file: str = ""  # PBS: the node file, where it lists these hosts
     root: bool = False
@@ -126,10 +129,14 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
     environment = clean(environ)
     threads = tuple(_threads(environ, allocation, options, count, core)
                     for count, core in zip(chosen_ranks, chosen_cores, strict=True))
+    parts = components(environ) if allocation is not None and allocation.scheduler == "slurm" else ()
     if means == "srun" and allocation is not None:
-        base = _for_srun(base, allocation, environ)
-        if base.inside_step or options.torchrun:
-            environment = {name: value for name, value in environment.items() if name not in _OF_OUTER_STEP}
+        base = _for_srun(base, allocation, environ, parts)
+    elif means == "mpiexec" and allocation is not None and parts:  # its own srun would reach the first component only
+        base = replace(base, components=parts, remote_shell=here.programs.find("srun") or "",
+                       gpus_to_claim=_gpus(allocation))
+    if means == "srun" and (base.inside_step or options.torchrun) or base.components and not base.as_asked:
+        environment = {name: value for name, value in environment.items() if name not in _OF_OUTER_STEP}
     if means == "mpiexec" and allocation is not None and allocation.scheduler == "pbs":
         remote_shell = here.programs.find("pbs_tmrsh") if mpiexec and mpiexec.kind != "pals" else None
         listed = {host: count for host, count in zip(allocation.hosts, allocation.ranks_per_host, strict=True) if count}
@@ -260,22 +267,19 @@ def _best(allocation: Allocation | None, here: Here, hosts: Sequence[str]) -> st
     return "ssh" if here.programs.find("ssh") else "mpiexec"
 
 
-def _for_srun(base: Plan, allocation: Allocation, environ: Mapping[str, str]) -> Plan:
+def _for_srun(base: Plan, allocation: Allocation, environ: Mapping[str, str],
+              parts: tuple[tuple[str, ...], ...]) -> Plan:
     inside_step = bool(environ.get("SLURM_STEP_ID"))
-    components = int(environ.get("SLURM_HET_SIZE") or 0)
     same = base.ranks == allocation.ranks_per_host and base.options.ranks_per_node is None
-    asked = environ.get("SLURM_NTASKS", "") == str(base.world_size) or components > 1
+    asked = environ.get("SLURM_NTASKS", "") == str(base.world_size) or bool(parts)
     as_asked = same and asked and not inside_step and not base.options.torchrun
-    if components > 1 and not as_asked:
-        raise PlanError(f"{_job(allocation)} is heterogeneous, and its tasks are not what is to be started "
-                        f"({', '.join(map(str, base.ranks))} on its hosts). Ask for these tasks in each component of "
-                        "the job, and leave --ranks-per-node and --torchrun out")
-    gpus = {gpu or 0 for gpu in allocation.gpus_per_host}
-    passed_on = any(environ.get(f"SLURM_{name}") for name in ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK",
-                                                              "GPUS_PER_SOCKET", "TRES_PER_TASK"))
-    to_claim = gpus.pop() if len(gpus) == 1 and not passed_on else 0
-    return replace(base, as_asked=as_asked, gpus_to_claim=to_claim, inside_step=inside_step,
-                   components=components if components > 1 else 0)
+    reads_it = not parts and any(environ.get(f"SLURM_{name}") for name in _GPU_REQUESTS)
+    return replace(base, as_asked=as_asked, gpus_to_claim=() if reads_it else _gpus(allocation),
+                   inside_step=inside_step, components=parts)
+
+
+def _gpus(allocation: Allocation) -> tuple[int, ...]:
+    return tuple(gpus or 0 for gpus in allocation.gpus_per_host)
 
 
 # The environment ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""pbs_tmrsh in place of ssh, for an mpiexec in a PBS job: no ssh is needed then, and PBS ends what it has started.
+"""pbs_tmrsh or srun in place of ssh, for an mpiexec: no ssh is needed then, and the scheduler ends what it has started.
 
 mpiexec gives options of ssh, a host, perhaps without its domain, and a line of shell; pbs_tmrsh wants the host as the
-node file names it, no options, and a program. Not here: the options that name this to mpiexec (commands.py).
+node file names it, no options, and a program. srun is for heterogeneous jobs of Slurm alone: there it has to be told
+in which component a host is, which no mpiexec does. Not here: the options that name this to mpiexec (commands.py).
 """
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from ..schedulers.pbs import short
+from ..schedulers.slurm import components
 from .agent import start_code
 
 VARIABLE = "DDPKIT_REMOTE_SHELL"  # holds the code that runs main()
@@ -24,16 +26,30 @@ def translate(arguments: Sequence[str], listed: Iterable[str]) -> list[str]:
     return [host, "/bin/sh", "-c", " ".join(rest[1:])]
 
 
-def main(pbs_tmrsh: str, arguments: Sequence[str]) -> None:
-    """Become pbs_tmrsh."""
-    with open(os.environ["PBS_NODEFILE"], encoding="utf-8", errors="surrogateescape") as file:
-        words = translate(arguments, file)
-    os.execv(pbs_tmrsh, [pbs_tmrsh, *words])
+def step_words(arguments: Sequence[str], parts: Sequence[Sequence[str]], gpus: Sequence[int]) -> list[str]:
+    """ssh's arguments -> srun's: a step on that host, beside others, with all cores and GPUs that the job has there.
+
+    parts, gpus: hosts of each component of the job, and GPUs of each of its hosts.
+    """
+    host, *line = translate(arguments, (name for part in parts for name in part))
+    group = next((index for index, part in enumerate(parts) if host in part), 0)
+    return [f"--het-group={group}", f"--nodelist={host}", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none",
+            "--export=ALL", *([f"--gres=gpu:{gpus[group]}"] if gpus[group] else []), *line]
 
 
-def code(pbs_tmrsh: str) -> str:
-    """The value of VARIABLE."""
-    return start_code(f"remote_shell import main; main({pbs_tmrsh!r}, sys.argv[1:])")
+def main(program: str, arguments: Sequence[str], gpus: Sequence[int]) -> None:
+    """Become pbs_tmrsh, or srun in a heterogeneous job of Slurm, with so many GPUs on a host of each component."""
+    if gpus:
+        words = step_words(arguments, components(os.environ), gpus)
+    else:
+        with open(os.environ["PBS_NODEFILE"], encoding="utf-8", errors="surrogateescape") as file:
+            words = translate(arguments, file)
+    os.execv(program, [program, *words])
+
+
+def code(program: str, gpus: Sequence[int]) -> str:
+    """The value of VARIABLE. gpus: see main(); none for pbs_tmrsh."""
+    return start_code(f"remote_shell import main; main({program!r}, sys.argv[1:], {list(gpus)})")
 
 
 def words(python: str) -> list[str]:

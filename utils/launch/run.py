@@ -7,28 +7,37 @@ from __future__ import annotations
 import os
 import selectors
 import time
+from dataclasses import replace
 
 from .agent import free_port
 from .commands import host_words
 from .control import run_agents
 from .native import run_native
-from .outcome import Outcome
+from .outcome import Outcome, say
 from .plan import Plan
 from .processes import Processes, Signals
+from .report import EXIT_REQUEUE, Report
 
 
 def run(plan: Plan) -> int:
-    """Start the ranks and wait for them; returns the exit status of the launch, that of the first rank that failed."""
+    """Start the ranks and wait for them; returns the exit status of the launch, that of the first rank that failed.
+
+    EXIT_REQUEUE when all ranks have saved after a stop, whatever the launcher between has made of it.
+    """
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
-    if plan.means == "local":
-        return _run_here(plan, launch_id)
-    return run_agents(plan, launch_id) if plan.agents else run_native(plan, launch_id)
+    how = _run_here if plan.means == "local" else run_agents if plan.agents else run_native
+    with Report() as report, Signals() as signals:
+        status = how(replace(plan, environ={**plan.environ, **report.variables}), launch_id, signals)
+        if report.saved():
+            say(f"all ranks have saved, and the run can go on from there (exit status {EXIT_REQUEUE})")
+            return EXIT_REQUEUE
+        return status
 
 
-def _run_here(plan: Plan, launch_id: str) -> int:
+def _run_here(plan: Plan, launch_id: str, signals: Signals) -> int:
     outcome = Outcome()
     workers = plan.options.torchrun
-    with Signals() as signals, Processes(launch_id) as processes:
+    with Processes(launch_id) as processes:
         for words, variables in host_words(plan, 0, "127.0.0.1", str(free_port()), "127.0.0.1"):
             # A stop of PBS goes to the whole session, and torchrun would die of it.
             processes.start(words, {**plan.environ, **variables}, new_session=workers)

@@ -13,6 +13,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]{0,200}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,63}")
 _LAUNCHER = re.compile(r"[a-z][a-z0-9_-]{0,30}")
+_VENDOR = re.compile("nvidia|amd|intel")
 _MODULE = re.compile(r"[A-Za-z0-9_.~/][A-Za-z0-9_.~+@:=/-]{0,200}")
 _MEMORY = re.compile(r"([0-9]+)([KMGT])B?", re.IGNORECASE)
 _ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[0-9]+)?")
@@ -60,7 +61,8 @@ class Job:
     requeue: bool | None = None  # None: as the scheduler is set up
     directives: tuple[str, ...] = ()  # further options, one an entry: "--constraint=a100", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
-    container: str | None = None  # apptainer image
+    container: str | None = None  # image of Apptainer or Singularity
+    gpu_vendor: str | None = None  # nvidia, amd or intel, for the container; None: whose GPUs the job finds
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cores_per_rank", "walltime", "signal_seconds", "gpus_per_node"):
@@ -70,7 +72,8 @@ class Job:
         for name, pattern, example in (
                 ("queue", _WORD, "gpu"), ("account", _WORD, "abc@v100"), ("name", _NAME, "train-1"),
                 ("memory", _MEMORY, "64G"), ("array", _ARRAY, "0-9%2"), ("dependency", _DEPENDENCY, "afterany:1234"),
-                ("launcher", _LAUNCHER, "auto, torchrun, srun or mpiexec")):
+                ("launcher", _LAUNCHER, "auto, torchrun, srun or mpiexec"),
+                ("gpu_vendor", _VENDOR, "nvidia, amd or intel")):
             _check_form(name, getattr(self, name), pattern, example)
         for module in self.modules:
             _check_form("modules", module, _MODULE, "cuda/12.4")

@@ -18,7 +18,8 @@ from .pbs_answers import Record, number, objects, seconds_of, text
 from .scheduler import Status
 from .script import blamed_line, command_words, fill, option_of, setup_lines
 
-_JOB_ID = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9.-]+)?")
+# "12.pbs-head", "79[].pbs_2", "79[2]", "12.sched@sched-2": a number, the server that gave it, the one that has it now.
+_JOB_ID = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9_.-]+)?(?:@[A-Za-z0-9_.-]+)?")
 _QUIET = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub takes these in a directive as they stand
 _ARRAY = re.compile(r"([0-9]+)-([0-9]+)(?::[1-9][0-9]*)?(?:%[1-9][0-9]*)?")
 _PATIENCE = 10.0  # seconds for each question before a submission

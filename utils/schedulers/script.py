@@ -64,17 +64,11 @@ def command_words(job: Job) -> str:
         words += ["--by", job.launcher]
     if job.ranks_per_node is not None:
         words += ["--ranks-per-node", str(job.ranks_per_node)]
-    words += ["--"]
-    shown = " ".join(map(quote, words + _in_container(job)))
+    if job.container:
+        words += ["--container", job.container]
+        words += ["--gpu-vendor", job.gpu_vendor] if job.gpu_vendor else []
+    shown = " ".join(map(quote, [*words, "--", *job.command]))
     return shown if job.command else f'{shown} "$@"'
-
-
-def _in_container(job: Job) -> list[str]:
-    if not job.container:
-        return list(job.command)
-    accelerator = ["--nv"] if job.gpus_per_node and "APPTAINER_ROCM" not in job.environment else []
-    interpreter = ["python", "-u"] if job.command[0].endswith(".py") else []
-    return ["apptainer", "exec", *accelerator, job.container, *interpreter, *job.command]
 
 
 def _check_shell_line(line: str) -> None:

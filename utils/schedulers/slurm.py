@@ -106,14 +106,10 @@ def allocation(environ: Mapping[str, str], *, ask: bool = True) -> Allocation:
 
 def _from_environment(environ: Mapping[str, str]) -> tuple[list[str], list[int | None], list[int | None]]:
     """Hosts, tasks and cores per host of the whole job; None where the variables say nothing, or only of a step."""
-    components = min(_number(environ, "SLURM_HET_SIZE") or 0, 128)  # 128: the most that Slurm takes
-    groups = [f"_HET_GROUP_{group}" for group in range(components)]
-    if not all(f"SLURM_JOB_NODELIST{group}" in environ for group in groups):
-        groups = []  # the variables of the whole job hold every component, or only the first is known here
     hosts: list[str] = []
     tasks: list[int | None] = []
     cores: list[int | None] = []
-    for group in groups or [""]:
+    for group in _groups(environ) or [""]:
         name = f"SLURM_JOB_NODELIST{group}"
         text = environ.get(name) or environ.get("SLURM_NODELIST")
         found = expand_hostlist(text) if text else []
@@ -123,6 +119,19 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[list[str], list[int |
         tasks += _tasks(environ, group, len(found))
         cores += _counts(environ, f"SLURM_JOB_CPUS_PER_NODE{group}", len(found)) or [None] * len(found)
     return hosts, tasks, cores
+
+
+def components(environ: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """The hosts of each component of a heterogeneous job, in order; empty in any other job. ValueError: see above."""
+    return tuple(tuple(expand_hostlist(environ[f"SLURM_JOB_NODELIST{group}"])) for group in _groups(environ))
+
+
+def _groups(environ: Mapping[str, str]) -> list[str]:
+    """What the names of the variables of each component end with."""
+    size = min(_number(environ, "SLURM_HET_SIZE") or 0, 128)  # 128: the most that Slurm takes
+    groups = [f"_HET_GROUP_{group}" for group in range(size)]
+    # Else the variables of the whole job hold every component, or only the first is known here.
+    return groups if all(f"SLURM_JOB_NODELIST{group}" in environ for group in groups) else []
 
 
 def _counts(environ: Mapping[str, str], name: str, nodes: int) -> list[int | None]:
@@ -141,7 +150,7 @@ def _tasks(environ: Mapping[str, str], group: str, nodes: int) -> list[int | Non
     counts = _counts(environ, f"SLURM_TASKS_PER_NODE{group}", nodes)
     if _in_step(environ):
         return [each] * nodes if each else counts or [None] * nodes
-    if group or each or environ.get("SLURM_NTASKS"):
+    if each or environ.get(f"SLURM_NTASKS{group}"):
         if not counts and environ.get(f"SLURM_TASKS_PER_NODE{group}"):
             raise ValueError(f"SLURM_TASKS_PER_NODE{group}={environ[f'SLURM_TASKS_PER_NODE{group}'][:80]} does not "
                              f"have one number for each of the {nodes} nodes")
