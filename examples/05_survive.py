@@ -32,7 +32,7 @@ from utils.checkpoint import Checkpointer
 from utils.data import ResumableDistributedSampler, sample_seed
 from utils.logging import get_logger
 from utils.preemption import StopSignal, requeue, shield_worker
-from utils.training import accumulate, grouped, split_batch, warm_up
+from utils.training import accumulate, grouped, settle, split_batch, warm_up
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
@@ -116,6 +116,7 @@ def main() -> int:
         torch.manual_seed(args.seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 4))
         ddp = DDP(model.to(dist.device), device_ids=dist.device_ids)
+        settle(ddp, lambda: ddp(torch.zeros(1, 8, 8, device=dist.device)).sum())
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up(step, 20) * (
             0.5 + 0.5 * math.cos(math.pi * min(1, step / total_steps))))

@@ -50,6 +50,7 @@ _PATIENCE_SECONDS = 60.0  # that a rank waits at a boundary for the answers of a
 _LEAVE_SECONDS = 10.0  # rank 0 serves the store: it leaves last, but waits no longer than this
 _numbers = itertools.count()
 _open: StopSignal | None = None  # at most one: signal handlers belong to the process
+_shielded = 0  # the process that shield_worker() was called in
 
 
 class StopSignal:
@@ -367,24 +368,36 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
     """Put this job back into the queue, by `scontrol requeue`. Rank 0 alone calls it, after all ranks have saved.
 
     True: Slurm has it again, and ends this run in a moment. False: outside of Slurm (PBS lets only operators requeue;
-    there the next job of a chain goes on), when Slurm refuses, and after `limit` restarts, with the reason logged.
+    there the next job of a chain goes on), when Slurm refuses, after `limit` restarts, and for a job that was
+    cancelled, which somebody wants to have ended; with the reason logged.
     """
     from .schedulers import AllocationError, SchedulerError, current_allocation, get_scheduler
+    from .schedulers.slurm import own_id
     try:
         allocation = current_allocation(environ, ask=False)
         if allocation is None or allocation.scheduler != "slurm":
             return False
-        if (allocation.restart_count or 0) >= limit:
+        job_id = own_id(environ)
+        restarts = allocation.restart_count or 0
+        if restarts >= limit:
             _log.warning("job %s has been restarted %d times and is not put back into the queue. At most %d were "
-                         "allowed. Submit it anew if it still makes progress", allocation.job_id,
-                         allocation.restart_count, limit)
+                         "allowed. Submit it anew if it still makes progress", job_id, restarts, limit)
             return False
-        get_scheduler("slurm").requeue(allocation.job_id)
+        scheduler = get_scheduler("slurm")
+        now = scheduler.status(job_id)
+        if now.state == "ending":  # Slurm ends it already: somebody has put it back, its time is up, or it is unwanted
+            if (now.restart_count or 0) > restarts:
+                return True
+            if not now.reason:
+                _log.warning("job %s was cancelled and is not put back into the queue. It has saved: submit it anew to "
+                             "go on", job_id)
+                return False
+        scheduler.requeue(job_id)
     except (AllocationError, SchedulerError) as error:
         _log.warning("the job was not put back into the queue: %s Submit it again by hand: it goes on where it has "
                      "saved", error)
         return False
-    _log.info("job %s is back in the queue", allocation.job_id)
+    _log.info("job %s is back in the queue", job_id)
     return True
 
 
@@ -392,11 +405,16 @@ def shield_worker(worker_id: int = 0) -> None:
     """For DataLoader(worker_init_fn=shield_worker): the worker outlives what asks its rank to stop.
 
     Schedulers send SIGTERM and SIGUSR1 to all processes of a job. A worker would die of them, and its rank then fails
-    before it reaches a boundary. Shielded, it ends by SIGTERM from its own rank alone.
+    before it reaches a boundary. Shielded, it ends by SIGTERM from its own rank alone. What multiprocessing forks while
+    a StopSignal is open is shielded from the start; those that it spawns need this.
     """
+    global _shielded
+    if _shielded == os.getpid():
+        return
+    _shielded = os.getpid()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler of its own torch would replace
     parent = os.getppid()
 
     def wait() -> None:
@@ -421,6 +439,8 @@ def _in_forked_child() -> None:
         atexit.unregister(_open._close_at_exit)
         _open._closing = True
         before, _open = _open._before, None
+        if sys._getframe(1).f_globals.get("__name__") == "multiprocessing.popen_fork":
+            return shield_worker()  # now: it may take a worker a while to come to its init function
         for number, handler in before.items():
             ignored = number != signal.SIGTERM and handler == signal.SIG_DFL  # a job's signals reach its children too
             signal.signal(number, signal.SIG_IGN if ignored or handler is None else handler)

@@ -2,6 +2,7 @@
 
 Not here: the loop, which stays the user's; which sample goes where (data.py).
 
+    settle(ddp, lambda: ddp(some_inputs).mean())                      # a resumed run then has the same bits
     split = split_batch(global_batch=1024, world_size=dist.world_size, max_micro_batch=64)
     lr = scale_lr(3e-4, split.global_batch / 256, "sqrt")              # 3e-4 was found with a global batch of 256
     loader = DataLoader(data, batch_size=split.micro_batch, sampler=sampler)
@@ -161,6 +162,27 @@ def accumulate(model: torch.nn.Module, micro_batches: Sequence[_Batch], *, sampl
     for number, (batch, own) in enumerate(zip(micro_batches, sizes, strict=True), 1):
         with contextlib.nullcontext() if number == len(micro_batches) else no_sync():
             yield batch, own / whole
+
+
+def settle(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> None:
+    """Let DistributedDataParallel find its order of summation before training, by a pass from which nothing is learned.
+
+    In the first backward pass of a process it sees when each gradient is ready, and orders its buckets anew for all
+    that follow. Where a gradient lies in a bucket decides in which order three or more ranks add it up, and so its last
+    bits: without this the first step after a resume is not that of the run without interruption. Once, on all ranks,
+    before a checkpoint is loaded.
+
+    loss: a forward pass of the model on inputs of any values, to a number. It is made in evaluation mode, so that
+    neither random numbers nor running statistics change.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        torch.autograd.backward(loss())
+    finally:
+        for module, training in modes:
+            module.training = training
+        model.zero_grad()
 
 
 def _length(batch: object) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import multiprocessing
 import os
 import signal
 import stat
@@ -171,6 +172,38 @@ def test_a_forked_child_does_not_stop_its_parent_and_dies_of_sigterm_as_usual(st
 class Endless(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield from range(10**9)
+
+
+class AtFork:
+    """Something to be done in each child at its fork, while it is set: hooks cannot be taken away again."""
+
+    do: Callable[[], None] | None = None
+
+    @classmethod
+    def run(cls) -> None:
+        if cls.do is not None:
+            cls.do()
+
+
+os.register_at_fork(after_in_child=AtFork.run)
+
+
+def test_a_worker_outlives_a_signal_that_comes_before_its_init_function(
+        stop: StopSignal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AtFork, "do", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    context = multiprocessing.get_context("fork")
+    worker = context.Process(target=lambda: None, daemon=True)
+    worker.start()
+    worker.join(20)
+    assert worker.exitcode == 0
+    monkeypatch.setattr(AtFork, "do", None)
+    begun = context.Event()
+    sleeper = context.Process(target=lambda: (begun.set(), time.sleep(60)), daemon=True)
+    sleeper.start()
+    assert begun.wait(20)
+    sleeper.terminate()
+    sleeper.join(20)
+    assert sleeper.exitcode == 0 and not stop.requested
 
 
 def test_shielded_workers_outlive_the_signals_of_the_job_and_end_with_their_rank(stop: StopSignal) -> None:
@@ -353,7 +386,27 @@ SLURM = {"SLURM_JOB_ID": "21", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_
 def test_a_slurm_job_is_put_back_into_the_queue(scontrol: Callable[[str], Path]) -> None:
     log = scontrol("exit 0")
     assert requeue(SLURM)
-    assert log.read_text() == "requeue 21\n"
+    assert log.read_text() == "show job 21\nrequeue 21\n"
+
+
+def test_of_an_array_the_element_alone_is_put_back(scontrol: Callable[[str], Path]) -> None:
+    """Of the last element SLURM_JOB_ID is the id of the whole array."""
+    log = scontrol("exit 0")
+    assert requeue({**SLURM, "SLURM_ARRAY_JOB_ID": "21", "SLURM_ARRAY_TASK_ID": "3"})
+    assert log.read_text() == "show job 21_3\nrequeue 21_3\n"
+
+
+# What scontrol shows half a second after the command, to a job that has caught its SIGTERM.
+ENDINGS = {"scancel": "Reason=None Restarts=0 PreemptTime=None", "scontrol requeue": "Reason=None Restarts=1",
+           "time limit": "Reason=TimeLimit Restarts=0 PreemptTime=None",
+           "preempted, to be cancelled": "Reason=None Restarts=0 PreemptTime=2026-11-21T14:16:05"}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_job_that_was_cancelled_stays_so(how: str, scontrol: Callable[[str], Path]) -> None:
+    log = scontrol(f"[ $1 = show ] && echo 'JobId=21 JobState=COMPLETING {ENDINGS[how]}'; exit 0")
+    assert requeue(SLURM) == (how != "scancel")
+    assert ("requeue" in log.read_text()) == (how not in ("scancel", "scontrol requeue"))
 
 
 def test_a_refusal_of_slurm_is_told_with_its_words(scontrol: Callable[[str], Path],

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from utils.training import BatchSplit, accumulate, grouped, scale_adam, scale_lr, split_batch, warm_up
+from utils.training import BatchSplit, accumulate, grouped, scale_adam, scale_lr, settle, split_batch, warm_up
 
 
 @pytest.mark.parametrize(("global_batch", "world_size", "most", "expected"), [
@@ -186,3 +186,15 @@ def test_grouping_takes_nothing_ahead() -> None:
     groups = grouped(batches(), 2)
     assert next(groups) == [0, 1] and taken == [0, 1]
     assert list(groups) == [[2, 3], [4]]
+
+
+def test_settling_leaves_no_trace_in_the_model(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.BatchNorm1d(4).eval())
+    ddp = DDP(model)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    generator, modes = torch.get_rng_state(), [module.training for module in ddp.modules()]
+    settle(ddp, lambda: ddp(torch.rand(2, 3, generator=torch.Generator())).sum())
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert torch.equal(generator, torch.get_rng_state())
+    assert modes == [module.training for module in ddp.modules()] and modes[-1] is False
+    assert all(parameter.grad is None for parameter in ddp.parameters())

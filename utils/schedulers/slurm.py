@@ -104,6 +104,15 @@ def allocation(environ: Mapping[str, str], *, ask: bool = True) -> Allocation:
                       index, restarts)
 
 
+def own_id(environ: Mapping[str, str]) -> str:
+    """The id of the job around this process and of no other: "21", of an array element "20_1".
+
+    SLURM_JOB_ID of the last element of an array is that of the whole array.
+    """
+    array, index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else environ.get("SLURM_JOB_ID") or environ["SLURM_JOBID"]
+
+
 def _from_environment(environ: Mapping[str, str]) -> tuple[list[str], list[int | None], list[int | None]]:
     """Hosts, tasks and cores per host of the whole job; None where the variables say nothing, or only of a step."""
     hosts: list[str] = []

@@ -177,6 +177,8 @@ def _status(job_id: str, job: Record) -> Status:
         state = "held"
     if native == "CANCELLED" and "Dependency" in reason:
         state = "never_ran"
+    if not reason and job.get("PreemptTime", "None") not in ("None", "Unknown"):
+        reason = "Preempted"
     return Status(job_id, state, _exit_code(state, job.get("ExitCode", "")), _reason(reason), native,
                   hosts=_hosts(job.get("NodeList", "")), name=job.get("JobName", ""),
                   queue=job.get("Partition", ""), output=job.get("StdOut") or None,
