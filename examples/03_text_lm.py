@@ -275,7 +275,7 @@ def main() -> int:
             optimizer.zero_grad()
 
             stopping = stop is not None and stop.should_stop()  # on all ranks at the same step
-            if checkpoints and (stopping or (step + 1) % args.save_every == 0):
+            if checkpoints and (stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps):
                 checkpoints.save(step + 1, state)
             if stopping:
                 log.info(f"stopped after step {step + 1}: {stop.reason}")
