@@ -50,7 +50,7 @@ class Lab:
     results: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def mpi(self, name: str, layout: str, program: Sequence[str], *, env: dict[str, str] | None = None,
-            seconds: float = 60) -> Result:
+            seconds: float = 120) -> Result:
         """Run `program` under the mpiexec called `name` on h1, with the ranks of `layout`."""
         return self.run("h1", [*self.mpiexec(name, layout, env or {}), *program], env=env, seconds=seconds)
 
@@ -98,14 +98,14 @@ class Lab:
         return [sys.executable, "-m", "torch.distributed.run", *options, *program[1:]]
 
     def run(self, host: str, command: Sequence[str], *, env: dict[str, str] | None = None,
-            seconds: float = 60) -> Result:
+            seconds: float = 120) -> Result:
         """Run a command on a host; AssertionError with its output when it takes longer than `seconds`."""
         process = self.hosts.popen(host, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         with killed_at_end(process):
             return self.wait(process, seconds)
 
     @staticmethod
-    def wait(process: subprocess.Popen[str], seconds: float = 60) -> Result:
+    def wait(process: subprocess.Popen[str], seconds: float = 120) -> Result:
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired as late:

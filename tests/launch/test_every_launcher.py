@@ -26,12 +26,11 @@ def test_same_loss_under_mpiexec_without_mpi4py(lab: Lab, mpi: str, layout: str)
     assert done.line("final loss:") == lab.minimal_loss(sum(slots.values()))
 
 
-@pytest.mark.parametrize("layout", ["2+1", "remote"])
 @pytest.mark.parametrize("mpi", MPIS)
-def test_same_loss_under_mpiexec_with_mpi4py_installed(lab: Lab, mpi: str, layout: str) -> None:
-    done = lab.mpi(mpi, layout, MINIMAL, env=lab.mpi4py(mpi))
+def test_same_loss_under_mpiexec_with_mpi4py_installed(lab: Lab, mpi: str) -> None:
+    done = lab.mpi(mpi, "remote", MINIMAL, env=lab.mpi4py(mpi))
     assert done.status == 0, done.output
-    assert done.line("final loss:") == lab.minimal_loss(sum(LAYOUTS[layout][0].values()))
+    assert done.line("final loss:") == lab.minimal_loss(4)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

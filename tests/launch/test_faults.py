@@ -152,13 +152,14 @@ def test_nccl_without_a_gpu_is_refused_on_all_ranks() -> None:
     all_say(by_hand(2, "nccl"), "backend nccl was asked for", "sees no cuda device")
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("fault", ["late:2", "exit-before:3", "kill-during:1"])
+@pytest.mark.parametrize(("mpi", "fault"), [
+    *((mpi, "late:2") for mpi in MPIS),
+    *((mpi, fault) for mpi in ("mpich5", "openmpi5") for fault in ("exit-before:3", "kill-during:1"))])
 def test_a_lost_rank_ends_the_start_under_every_mpiexec(lab: Lab, mpi: str, fault: str) -> None:
-    done = lab.mpi(mpi, "2x2", FAULTY, env={"FAULT": fault, "FAULT_TIMEOUT": "5"}, seconds=45)
+    done = lab.mpi(mpi, "2x2", FAULTY, env={"FAULT": fault, "FAULT_TIMEOUT": "8"}, seconds=75)
     assert done.status != 0
     gave_up = [float(text) for text in re.findall(r"gave up after ([0-9.]+) s", done.output)]
-    assert all(seconds <= 5 * 1.1 + 1 for seconds in gave_up), done.output
+    assert all(seconds <= 8 * 1.1 + 1 for seconds in gave_up), done.output
     # Some launchers kill the other ranks of a killed one before these can say anything, and report it themselves.
     cause = {"late": "1 of 4 ranks did not come: rank 2", "exit-before": "this rank ends before it starts",
              "kill-during": r"rank 1 on h1|signal:? 9|exit code: 9|killed"}[fault.split(":")[0]]

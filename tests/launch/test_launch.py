@@ -44,7 +44,7 @@ class Job:
             script.write_text(text.replace("str(Path(__file__).resolve().parents[2])", repr(str(ROOT))))
         return [str(script), str(self.folder)]
 
-    def run(self, *words: str, seconds: float = 60) -> Result:
+    def run(self, *words: str, seconds: float = 120) -> Result:
         with killed_at_end(self.start(*words)) as process:
             return self.lab.wait(process, seconds)
 
@@ -195,13 +195,13 @@ def test_launch_py_as_the_program_of_a_launcher_is_refused(job: Job) -> None:
     (("kill", "1"), 137, "rank 1 on h1 was ended by SIGKILL")])
 def test_a_rank_that_fails_ends_the_others_and_gives_the_exit_status(
         job: Job, fault: tuple[str, ...], status: int, says: str) -> None:
-    done = job.run(*job.told, "wait", *fault, seconds=40)
+    done = job.run(*job.told, "wait", *fault)
     assert (done.status, says in done.output) == (status, True), done.output
     wait_until_gone(job.wait_for_ranks())
 
 
 def test_a_rank_that_fails_under_torchrun_ends_it_on_every_host(job: Job) -> None:
-    done = job.run("--torchrun", *job.told, "wait", "exit", "2", "7", seconds=60)
+    done = job.run("--torchrun", *job.told, "wait", "exit", "2", "7")
     assert done.status == 1 and "torchrun on h2 ended with exit status 1" in done.output
     wait_until_gone(job.wait_for_ranks())
 

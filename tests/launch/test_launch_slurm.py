@@ -35,7 +35,7 @@ class Launches:
     def submit(self, request: str, command: str) -> str:
         return self.slurm.sbatch(*request.split(), script=f"#!/bin/bash\nexec {command}\n")
 
-    def ranks(self, request: str, options: str = "", seconds: float = 60) -> list[str]:
+    def ranks(self, request: str, options: str = "", seconds: float = 120) -> list[str]:
         """Submit and wait; "rank local_rank/local_size host launcher" of each rank, in order."""
         job = self.submit(request, self.words(options))
         ended = self.slurm.wait(job, seconds)
