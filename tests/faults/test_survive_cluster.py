@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SURVIVE = str(ROOT / "examples" / "05_survive.py")
 OPTIONS = ["--epochs", "2", "--save-every", "5"]
 SLOWLY = ["--step-seconds", "0.15"]
-MORE_SLOWLY = ["--step-seconds", "0.6"]  # Slurm looks at time limits every half a minute
+MORE_SLOWLY = ["--step-seconds", "0.6"]  # Slurm looks at time limits every half a minute, and a start may take long
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,9 @@ def test_a_node_that_is_taken_down(slurm: SlurmCluster, folder: Path, whole: str
 
 # PBS -----------------------------------------------------------------------------------------------------------------
 
-def qsub(pbs: Pbs, folder: str, *options: str, script: Sequence[str] = (SURVIVE,)) -> str:
-    arguments = " ".join(f"'{word}'" for word in [*script, "--folder", folder, *OPTIONS, *SLOWLY])
+def qsub(pbs: Pbs, folder: str, *options: str, script: Sequence[str] = (SURVIVE,),
+         slowly: Sequence[str] = SLOWLY) -> str:
+    arguments = " ".join(f"'{word}'" for word in [*script, "--folder", folder, *OPTIONS, *slowly])
     return pbs.submit("-V", "-l", "select=2:ncpus=1:mpiprocs=1", *options, str(ROOT / "jobs" / "pbs_mpiexec.sh"),
                       env={"PYTHON": sys.executable, "ARGS": arguments})
 
@@ -143,6 +144,6 @@ def test_the_clock_before_the_walltime_after_which_the_next_job_goes_on(pbs: Pbs
 def test_the_kill_at_the_walltime_after_which_the_next_job_goes_on(pbs: Pbs, whole: str) -> None:
     folder = new_folder()
     no_clock = str(Path(__file__).with_name("no_clock.py"))
-    job = pbs.wait(qsub(pbs, folder, "-l", "walltime=12", script=(no_clock, SURVIVE)), 120)
+    job = pbs.wait(qsub(pbs, folder, "-l", "walltime=25", script=(no_clock, SURVIVE), slowly=MORE_SLOWLY), 120)
     assert job["Exit_status"] == -29 and "SIGTERM" in pbs.output(job), pbs.output(job)
     pbs_completed(pbs, qsub(pbs, folder), whole)
