@@ -345,7 +345,14 @@ def _within(seconds: float, action: Callable[[], None]) -> bool:
     thread = threading.Thread(target=run, daemon=True, name="close")
     thread.start()
     thread.join(seconds)
-    return not thread.is_alive()
+    if thread.is_alive():
+        return False
+    # After join() the thread still runs destructors of native code. One that wants Python's lock while the interpreter
+    # ends would abort the process: wait until the kernel has it no more (Linux; about a millisecond).
+    limit = time.monotonic() + 1
+    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < limit:
+        time.sleep(0.001)
+    return True
 
 
 def _exit_now() -> None:
