@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,22 @@ def test_a_rank_that_torchrun_starts_again_goes_on_with_the_same_bits(tmp_path: 
     assert process.returncode == 0, output
     assert "resuming after step" in output
     assert done(output) == whole
+
+
+def test_a_killed_mpiexec_is_resumed_under_torchrun_with_the_same_bits(tmp_path: Path, whole: str,
+                                                                        need: Callable[[str], Path]) -> None:
+    command = [str(need("mpich")), "-n", "2", sys.executable, SURVIVE, "--folder", str(tmp_path), *SHORT,
+               "--step-seconds", "0.1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=ENVIRONMENT, text=True,
+                               start_new_session=True)
+    with killed_at_end(process):
+        wait_until(lambda: len(list(tmp_path.glob("step-*"))) > 1, "two checkpoints", seconds=100)
+        process.kill()
+        wait_until(lambda: subprocess.run(["pgrep", "-f", str(tmp_path)], stdout=subprocess.DEVNULL).returncode == 1,
+                   "the ranks to end with it", seconds=60)
+    resumed = torchrun(tmp_path)
+    assert "resuming after step" in resumed
+    assert done(resumed) == whole
 
 
 def test_after_a_stop_signal_it_has_saved_says_so_by_its_status_and_goes_on(tmp_path: Path, whole: str) -> None:
