@@ -34,10 +34,11 @@ lines, each a median over the runs, of the slowest rank:
   should_stop()   time of one call at a step boundary, the loop around it taken off
   idle thread     CPU time that an open StopSignal takes while nothing happens, per second
   both            the two as a part of a step of --step-ms
-  loop ratio      CPU time of a loop of such steps with StopSignal / without, taking turns; 1.00 within the noise
+  loop ratio      CPU time of a loop of such steps with StopSignal / without, all ranks together, taking turns: the
+                  median of the turns and their quartiles, which show the noise
   agreement       from the request on the last rank until should_stop() is True on all, in steps of --step-ms
 """
-CALLS, STEPS = 50_000, 20
+CALLS, STEPS = 50_000, 100
 
 
 def main() -> None:
@@ -59,7 +60,10 @@ def main() -> None:
     print(f"should_stop()  {call * 1e9:8.0f} ns     {call / step:.3%} of a step")
     print(f"idle thread    {idle * 1e6:8.0f} us/s   {idle:.3%} of a core")
     print(f"both                          {call / step + idle:.3%} of a step")
-    print(f"loop ratio     {max(r['ratio'] for r in results):8.4f}")
+    turns = [sum(with_stop) / sum(without) for with_stop, without
+             in zip(*(zip(*(r[side] for r in results), strict=True) for side in ("with", "without")), strict=True)]
+    low, _, high = statistics.quantiles(turns, method="inclusive")
+    print(f"loop ratio     {statistics.median(turns):8.4f}        {low:.4f} to {high:.4f}")
     print(f"agreement      {statistics.median(stops) * 1e3:8.0f} ms     longest {stops[-1] * 1e3:.0f} ms")
 
 
@@ -88,16 +92,14 @@ def measure(step: float, runs: int) -> None:
         with StopSignal(dist) as stop:
             calls = [one_call(stop) for _ in range(runs)]
             idle = idle_thread(stop._listener, 3.0)
-        ratios = []
+        times: dict[bool, list[float]] = {True: [], False: []}
         for run in range(4 * runs):
-            times = {}
             for with_stop in (True, False) if run % 2 else (False, True):
                 with StopSignal(dist) if with_stop else contextlib.nullcontext() as maybe:
                     dist.barrier()
-                    times[with_stop] = steps(work, maybe)
-            ratios.append(times[True] / times[False])
+                    times[with_stop].append(steps(work, maybe))
         stops = [one_stop(dist, step) for _ in range(runs)]
-    print(json.dumps({"call": statistics.median(calls), "idle": idle, "ratio": statistics.median(ratios),
+    print(json.dumps({"call": statistics.median(calls), "idle": idle, "with": times[True], "without": times[False],
                       "stops": stops}))
 
 

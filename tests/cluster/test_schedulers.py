@@ -16,9 +16,9 @@ from utils.schedulers import Job, Slurm
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOW = (f"import sys, json; sys.path.insert(0, {str(ROOT)!r}); from dataclasses import asdict; "
+SHOW = (f"import sys, json; sys.path.insert(0, {str(ROOT)!r}); "
         "from utils.schedulers import current_allocation; found = current_allocation(); "
-        "print('FOUND' + json.dumps({**asdict(found), 'left': found.seconds_left()}))")
+        "print('FOUND' + json.dumps({**found._asdict(), 'left': found.seconds_left()}))")
 SHOW_IN_JOB = f'{sys.executable} -c "{SHOW}"'
 CALL = (f"import sys, json; sys.path.insert(0, {str(ROOT)!r}); from dataclasses import asdict; "
         "from utils.schedulers import *\n"

@@ -266,7 +266,7 @@ def test_hydra_uses_ssh_by_itself_where_there_is_no_pbs_tmrsh() -> None:
 
 
 def test_hydra_starts_its_daemons_by_srun_in_a_slurm_job() -> None:
-    assert "-launcher slurm" in line(by_mpiexec(dataclasses.replace(MPICH, kind="intel-mpi"), SLURM))
+    assert "-launcher slurm" in line(by_mpiexec(MPICH._replace(kind="intel-mpi"), SLURM))
 
 
 def test_open_mpi_is_told_every_variable_but_those_of_this_host() -> None:
@@ -284,7 +284,7 @@ def test_open_mpi_gives_no_host_the_gpu_mask_of_another_that_the_scheduler_sets(
 @pytest.mark.parametrize("kind", ["mpich", "intel-mpi"])
 def test_hydra_gives_no_host_the_gpu_mask_of_another_either(kind: str) -> None:
     environ = {**SLURM, "CUDA_VISIBLE_DEVICES": "0", "HOSTNAME": "n1", "FOO": "1"}
-    assert "-genvlist FOO,PATH -" in line(by_mpiexec(dataclasses.replace(MPICH, kind=kind), environ))
+    assert "-genvlist FOO,PATH -" in line(by_mpiexec(MPICH._replace(kind=kind), environ))
     assert "-genvlist" not in line(by_mpiexec(MPICH, {**PBS, "CUDA_VISIBLE_DEVICES": "0"}, tools={}))  # by plain ssh
 
 

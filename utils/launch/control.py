@@ -4,7 +4,6 @@ Not here: what an agent does on its host (agent.py), the commands that start age
 """
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import os
 import selectors
@@ -99,7 +98,7 @@ class Head:
         with_token = {**self._plan.environ, agent.SECRET: self._token}
         if self._plan.means in ("srun", "mpiexec"):
             words = agent.start_words(self._plan.python, [addresses, port, "rank"])
-            plan = dataclasses.replace(self._plan, environ=with_token)  # the command may name what to pass on
+            plan = self._plan._replace(environ=with_token)  # the command may name what to pass on
             self._native.start(native_command(plan, words), with_token)
             return
         for index, host in enumerate(self._plan.hosts):

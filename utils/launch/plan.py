@@ -5,8 +5,7 @@ Not here: the words of each means (commands.py), looking for programs (programs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..launchers import LAUNCHERS
 from ..schedulers.allocation import Allocation
@@ -38,8 +37,7 @@ class PlanError(RuntimeError):
     """The ranks cannot be started in this way; the message says what was found and what to do."""
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     by: str = "auto"  # or one of MEANS
     torchrun: bool = False  # one agent of torchrun on each host, instead of one process for each rank
     restarts: int = 0  # how often torchrun may start the ranks again
@@ -56,8 +54,7 @@ class Finder(Protocol):
     def pals(self) -> Mpiexec | None: ...
 
 
-@dataclass(frozen=True)
-class Here:
+class Here(NamedTuple):
     """This host and process."""
 
     host: str
@@ -67,8 +64,7 @@ class Here:
     root: bool = False  # whether this is the superuser, whom Open MPI refuses unless told
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     means: str
     path: str  # of the program that starts: srun, an mpiexec, pbs_tmrsh, ...; empty for local
     hosts: tuple[str, ...]  # those that get ranks, in rank order
@@ -89,7 +85,7 @@ class Plan:
     inside_step: bool = False  # srun: a step of this job surrounds us and holds its resources
     node_file: str = ""  # PBS: the node file, where it lists these hosts
     root: bool = False
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -133,7 +129,7 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
     if means == "srun" and allocation is not None:
         base = _for_srun(base, allocation, environ, parts)
     elif means == "mpiexec" and allocation is not None and parts:  # its own srun would reach the first component only
-        base = replace(base, components=parts, remote_shell=here.programs.find("srun") or "",
+        base = base._replace(components=parts, remote_shell=here.programs.find("srun") or "",
                        gpus_to_claim=_gpus(allocation))
     if means == "srun" and (base.inside_step or options.torchrun) or base.components and not base.as_asked:
         environment = {name: value for name, value in environment.items() if name not in _OF_OUTER_STEP}
@@ -141,7 +137,7 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
         remote_shell = here.programs.find("pbs_tmrsh") if mpiexec and mpiexec.kind != "pals" else None
         listed = {host: count for host, count in zip(allocation.hosts, allocation.ranks_per_host, strict=True) if count}
         node_file = environ.get("PBS_NODEFILE", "") if tuple(listed) == chosen_hosts else ""
-        base = replace(base, remote_shell=remote_shell or "", node_file=node_file)
+        base = base._replace(remote_shell=remote_shell or "", node_file=node_file)
     if allocation is not None and environ.get("SLURM_GPUS_PER_TASK") and (base.options.torchrun or means == "mpiexec"):
         environment = {name: value for name, value in environment.items() if name not in _OF_ONE_TASK}
         gpus = {allocation.gpus_per_host[index] for index in wanted}
@@ -153,7 +149,7 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
             environment["OMP_NUM_THREADS"] = str(min(known))
         if means == "mpiexec" and mpiexec is not None and mpiexec.kind == "pals":
             environment["WORLD_SIZE"] = str(sum(chosen_ranks))  # PALS itself does not always tell it
-    return replace(base, environ=environment, threads=threads)
+    return base._replace(environ=environment, threads=threads)
 
 
 def _settled(options: Options) -> Options:
@@ -274,7 +270,7 @@ def _for_srun(base: Plan, allocation: Allocation, environ: Mapping[str, str],
     asked = environ.get("SLURM_NTASKS", "") == str(base.world_size) or bool(parts)
     as_asked = same and asked and not inside_step and not base.options.torchrun
     reads_it = not parts and any(environ.get(f"SLURM_{name}") for name in _GPU_REQUESTS)
-    return replace(base, as_asked=as_asked, gpus_to_claim=() if reads_it else _gpus(allocation),
+    return base._replace(as_asked=as_asked, gpus_to_claim=() if reads_it else _gpus(allocation),
                    inside_step=inside_step, components=parts)
 
 

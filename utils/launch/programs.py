@@ -10,8 +10,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..schedulers.pbs import program as pbs_program
 
@@ -24,8 +24,7 @@ _SAYS = (("pals", r"\bPALS\b|\bpals\b"), ("openmpi", r"\((Open MPI|OpenRTE|PRRTE
          ("intel-mpi", r"Intel\(R\) MPI"), ("mpich", r"HYDRA build details"))
 
 
-@dataclass(frozen=True)
-class Mpiexec:
+class Mpiexec(NamedTuple):
     """An mpiexec that was told apart: kind is a key of KINDS, major its main version (0 where it does not matter)."""
 
     path: str

@@ -6,7 +6,6 @@ another status than 0 does so while they may still be saving. Not here: when it 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import select
 import socket
@@ -37,6 +36,7 @@ class Report:
     def saved(self) -> bool:
         """Whether rank 0 has told so by now. It has made sure that its word is here before it ends."""
         while select.select([self._listener], [], [], 0)[0]:
+            import hmac  # takes longer to load than the rest of this file
             with contextlib.suppress(OSError), self._listener.accept()[0] as connection:
                 connection.settimeout(1)
                 if hmac.compare_digest(connection.recv(len(self._secret)), self._secret.encode()):

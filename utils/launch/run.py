@@ -7,12 +7,10 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from dataclasses import replace
+from collections.abc import Callable
 
 from .agent import free_port
 from .commands import host_words
-from .control import run_agents
-from .native import run_native
 from .outcome import Outcome, say
 from .plan import Plan
 from .processes import Processes, Signals
@@ -25,9 +23,13 @@ def run(plan: Plan) -> int:
     EXIT_REQUEUE when all ranks have saved after a stop, whatever the launcher between has made of it.
     """
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
-    how = _run_here if plan.means == "local" else run_agents if plan.agents else run_native
+    how: Callable[[Plan, str, Signals], int] = _run_here
+    if plan.means != "local":  # loaded only where needed: what launch.py loads, a short launch feels
+        from .control import run_agents
+        from .native import run_native
+        how = run_agents if plan.agents else run_native
     with Report() as report, Signals() as signals:
-        status = how(replace(plan, environ={**plan.environ, **report.variables}), launch_id, signals)
+        status = how(plan._replace(environ={**plan.environ, **report.variables}), launch_id, signals)
         if report.saved():
             say(f"all ranks have saved, and the run can go on from there (exit status {EXIT_REQUEUE})")
             return EXIT_REQUEUE

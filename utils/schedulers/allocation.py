@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class AllocationError(RuntimeError):
     """The scheduler's variables or node file are there but cannot be read."""
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """The hosts of a job, each once, in the scheduler's order and spelling. None: the scheduler does not say.
 
     The tuples are of equal length, one entry for each host.

@@ -9,7 +9,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from . import command
 from .allocation import Allocation, AllocationError
@@ -20,12 +19,12 @@ _PATIENCE = 10.0  # seconds that a job waits for qstat
 _USUAL_FOLDER = "/opt/pbs"  # where OpenPBS and PBS Pro are installed unless told otherwise
 
 
-@dataclass
 class _Host:
-    name: str
-    lines: int = 0
-    cores: int | None = None
-    gpus: int | None = None
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines = 0
+        self.cores: int | None = None
+        self.gpus: int | None = None
 
 
 class _Hosts:

@@ -4,7 +4,6 @@ Not here: what follows from it for a job (pbs.py, pbs_jobs.py).
 """
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ def objects(text: str, kind: str) -> dict[str, Record]:
     numbers stay the text that was printed, so that a value has one type. Control characters are accepted as they are.
     SchedulerError when the text is no JSON of this form.
     """
+    import json  # here, since launch.py needs this file often and this function seldom
     try:
         found = json.loads(text, strict=False, parse_int=str, parse_float=str, parse_constant=str)
         members = found.get(kind, {})
@@ -41,7 +41,7 @@ def _as_text(value: Any) -> Any:
         return {name: _as_text(member) for name, member in value.items()}
     if isinstance(value, list):
         return ",".join(map(str, map(_as_text, value)))
-    return value if isinstance(value, str) else json.dumps(value)  # true, false, null
+    return value if isinstance(value, str) else {True: "true", False: "false", None: "null"}[value]
 
 
 def chunk_resources(exec_host: str, exec_vnode: str) -> list[tuple[str, dict[str, str]]]:
