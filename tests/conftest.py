@@ -4,9 +4,12 @@ Not here: raising hosts and clusters (tests/cluster).
 """
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,22 @@ PROGRAMS = {
 }
 
 
+@functools.cache
+def _without_spaces(folder: Path) -> Path:
+    """A folder, or a link to it: no mpiexec quotes its own path for the shell of another host."""
+    if " " not in str(folder):
+        return folder
+    links = Path(tempfile.mkdtemp(prefix="ddpkit-"))
+    atexit.register(shutil.rmtree, links)
+    links.chmod(0o755)
+    (links / "mpi").symlink_to(folder)
+    return links / "mpi"
+
+
 def find(name: str) -> Path:
     """Path of the real thing `name`; LookupError with the reason where it is missing."""
     if name in WHEELS:
-        folder = MPI_HOME / name
+        folder = _without_spaces(MPI_HOME) / name
         if not (folder / ".ready").exists():
             raise LookupError(f"{folder} is missing (scripts/test.sh makes it)")
         return folder / WHEELS[name]

@@ -267,9 +267,10 @@ class PbsCluster(Hosts, Pbs):
         commands.mkdir(parents=True)
         for name in COMMANDS:
             path = commands / name
-            path.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, '/opt/pbs/lib')\n"
-                            f"from tests.cluster.pbs_standin.client import main\n"
-                            f"sys.exit(main({name!r}, {str(self.folder / 'server')!r}))\n")
+            code = ("import sys; sys.path.insert(0, '/opt/pbs/lib'); from tests.cluster.pbs_standin import client; "
+                    f"sys.exit(client.main({name!r}, {str(self.folder / 'server')!r}))")
+            # By a shell: the path of python may have a space, which a #! line cannot have.
+            path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-IS", "-c", code])} "$@"\n')
             path.chmod(0o755)
         # The commands run from a compiled copy: their user could not write down what Python compiles, each time anew.
         copy = self.folder / "exec" / "lib"

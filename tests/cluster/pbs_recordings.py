@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from tests.cluster.pbs import HEAD, WORK, Pbs, Result
 
+PYTHON = shlex.quote(sys.executable)
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "pbs"
 # Attributes that differ from run to run.
 MOMENTS = {"ctime", "mtime", "qtime", "stime", "obittime", "etime", "history_timestamp", "resources_used",
@@ -87,14 +89,13 @@ def assert_same_job(got: Mapping[str, Any], got_id: str, recorded: Mapping[str, 
 
 def write_scripts(pbs: Pbs) -> None:
     """Put the scripts that the recordings name into the user's folder."""
-    python = sys.executable
     for name, text in {"probe.py": PROBE, "ckpt.py": CKPT, "sigcatch.py": SIGCATCH,
                        "ok.sh": "#!/bin/bash\n#PBS -N ok\n#PBS -l walltime=00:01:00\nexit 0\n",
                        "long.sh": "#!/bin/bash\n#PBS -N long\n#PBS -l walltime=00:02:00\nsleep 60\n",
                        "out_joe.sh": "#!/bin/bash\n#PBS -N outp\n#PBS -l walltime=00:01:00\n"
                                      "echo out; echo err >&2; pwd; umask\n",
                        "smoke.sh": "#!/bin/bash\n#PBS -N probe\n#PBS -l select=1\n#PBS -l walltime=00:02:00\n"
-                                   f"#PBS -j oe\n{python} {WORK}/probe.py\n"}.items():
+                                   f"#PBS -j oe\n{PYTHON} {WORK}/probe.py\n"}.items():
         pbs.write(name, text)
     for name in ("exit0", "exit7", "exit_kill9"):
         pbs.write(f"{name}.sh", recording(f"exitcodes/{name}")["script"])
@@ -102,7 +103,7 @@ def write_scripts(pbs: Pbs) -> None:
 
 def here(text: str) -> str:
     """A recorded script or command with the places of the recording changed to ours."""
-    return (text.replace("/usr/bin/python3 /cluster/", f"{sys.executable} {WORK}/")
+    return (text.replace("/usr/bin/python3 /cluster/", f"{PYTHON} {WORK}/")
             .replace("/cluster/", f"{WORK}/").replace("/home/alice/sig/", f"{WORK}/sig/"))
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import HEAD, WORK, Pbs
 from tests.cluster.pbs_recordings import (
+    PYTHON,
     RECORDINGS,
     assert_same_job,
     here,
@@ -172,7 +173,7 @@ def test_variables_arrive_as_recorded(lab: Pbs, name: str) -> None:
 
 def test_an_array_is_listed_as_recorded(lab: Pbs) -> None:
     lab.write("arr.sh", "#!/bin/bash\n#PBS -N arr\n#PBS -j oe\n#PBS -l walltime=00:01:00\n#PBS -l select=1:ncpus=1\n"
-                        f"{sys.executable} {WORK}/probe.py\nexit $PBS_ARRAY_INDEX\n")
+                        f"{PYTHON} {WORK}/probe.py\nexit $PBS_ARRAY_INDEX\n")
     job_id = lab.submit("-J", "0-4:2", f"{WORK}/arr.sh")
     lab.wait(job_id)
     got = json.loads(lab.run(HEAD, ["qstat", "-xtf", "-F", "json", job_id]).stdout)["Jobs"]

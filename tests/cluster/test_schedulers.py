@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOW = (f"import sys, json; sys.path.insert(0, {str(ROOT)!r}); "
         "from utils.schedulers import current_allocation; found = current_allocation(); "
         "print('FOUND' + json.dumps({**found._asdict(), 'left': found.seconds_left()}))")
-SHOW_IN_JOB = f'{sys.executable} -c "{SHOW}"'
+SHOW_IN_JOB = f'{shlex.quote(sys.executable)} -c "{SHOW}"'
 CALL = (f"import sys, json; sys.path.insert(0, {str(ROOT)!r}); from dataclasses import asdict; "
         "from utils.schedulers import *\n"
         "try:\n    answer = getattr(Slurm(), sys.argv[1])(*sys.argv[2:])\n"

@@ -56,7 +56,7 @@ class Lab:
 
     def mpiexec(self, name: str, layout: str, env: dict[str, str]) -> list[str]:
         slots, in_turn = LAYOUTS[layout]
-        mpiexec, ranks = str(self._without_spaces(name, self.need(MPIS[name][0]))), str(sum(slots.values()))
+        mpiexec, ranks = str(self.need(MPIS[name][0])), str(sum(slots.values()))
         if name.startswith("openmpi"):
             agent = ["--prtemca", "plm_ssh_agent"] if name == "openmpi5" else ["--mca", "plm_rsh_agent"]
             hosts = ",".join(f"{host}:{count}" for host, count in slots.items())
@@ -67,15 +67,6 @@ class Lab:
         # Hydra takes as many ranks from a host as it has slots; one slot each makes it go round.
         hostfile.write_text("".join(f"{host}:{1 if in_turn else count}\n" for host, count in slots.items()))
         return [mpiexec, "-launcher", "ssh", "-launcher-exec", str(self.ssh), "-f", str(hostfile), "-n", ranks]
-
-    def _without_spaces(self, name: str, mpiexec: Path) -> Path:
-        """Intel's and MPICH's mpiexec do not quote their own path for the remote shell."""
-        if " " not in str(mpiexec):
-            return mpiexec
-        link = self.hosts.folder / f"mpi-{name}"
-        if not link.exists():
-            link.symlink_to(mpiexec.parents[1])
-        return link / "bin" / mpiexec.name
 
     def mpi4py(self, name: str) -> dict[str, str]:
         """Variables with which a rank finds mpi4py, and mpi4py the library of the launcher."""

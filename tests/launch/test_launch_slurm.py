@@ -104,11 +104,7 @@ def test_one_torchrun_agent_a_node(launches: Launches, restarts: str) -> None:
 @pytest.mark.parametrize("name", list(MPIS))
 def test_every_mpiexec_starts_the_ranks_of_a_job(launches: Launches, name: str, need: Callable[[str], Path]) -> None:
     needed, launcher = MPIS[name]
-    mpiexec = need(needed)
-    link = launches.slurm.folder / f"mpi-{name}"  # Intel's and MPICH's do not quote their own path
-    if not link.exists():
-        link.symlink_to(mpiexec.parents[1])
-    assert launches.ranks("-N2 -n3", f"--by {link}/bin/{mpiexec.name}") == [
+    assert launches.ranks("-N2 -n3", f"--by {need(needed)}") == [
         f"{one} {launcher}" for one in ("0 0/2 node1", "1 1/2 node1", "2 0/1 node2")]
 
 

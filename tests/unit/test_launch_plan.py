@@ -291,7 +291,9 @@ def test_hydra_gives_no_host_the_gpu_mask_of_another_either(kind: str) -> None:
 @pytest.mark.parametrize(("mpiexec", "option"), [(OPENMPI4, "--mca plm_rsh_agent"),
                                                  (OPENMPI5, "--prtemca plm_ssh_agent")])
 def test_each_open_mpi_names_its_remote_shell_differently(mpiexec: Mpiexec, option: str) -> None:
-    assert option in line(by_mpiexec(mpiexec))
+    made = by_mpiexec(mpiexec)
+    assert f"{option} '/" in line(made), line(made)
+    assert f"{option} @remote-shell@ " in line(made._replace(python="/a folder/python"))
 
 
 def test_open_mpi_lets_the_superuser_pass() -> None:

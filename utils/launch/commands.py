@@ -144,9 +144,10 @@ def _openmpi(plan: Plan) -> Iterator[str]:
         yield "--allow-run-as-root"
     if plan.remote_shell:
         name = "plm_ssh" if new else "plm_rsh"
+        # It takes the text apart at spaces, quoted or not; a script, on the other hand, /tmp may forbid to run.
+        agent = REMOTE_SHELL if " " in plan.python else " ".join(remote_shell.words(plan.python))
         # Without the tree no other host needs it; PBS may end what has left the session that it has started.
-        yield from (kind, f"{name}_agent", " ".join(remote_shell.words(plan.python)), kind, f"{name}_no_tree_spawn",
-                    "1", "--leave-session-attached")
+        yield from (kind, f"{name}_agent", agent, kind, f"{name}_no_tree_spawn", "1", "--leave-session-attached")
     if plan.components:  # what it knows of Slurm is about the first one only
         yield from (kind, "ras", "^slurm", kind, "plm", "ssh" if new else "rsh")
     yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
