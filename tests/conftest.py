@@ -36,23 +36,21 @@ PROGRAMS = {
 
 @functools.cache
 def _without_spaces(folder: Path) -> Path:
-    """A folder, or a link to it: no mpiexec quotes its own path for the shell of another host."""
+    """A folder, or a copy of it: no mpiexec quotes its own path, with all links resolved, for another host's shell."""
     if " " not in str(folder):
         return folder
-    links = Path(tempfile.mkdtemp(prefix="ddpkit-"))
-    atexit.register(shutil.rmtree, links)
-    links.chmod(0o755)
-    (links / "mpi").symlink_to(folder)
-    return links / "mpi"
+    copy = Path(tempfile.mkdtemp(prefix="ddpkit-"))
+    atexit.register(shutil.rmtree, copy)
+    copy.chmod(0o755)
+    return Path(shutil.copytree(folder, copy / folder.name, symlinks=True))
 
 
 def find(name: str) -> Path:
     """Path of the real thing `name`; LookupError with the reason where it is missing."""
     if name in WHEELS:
-        folder = _without_spaces(MPI_HOME) / name
-        if not (folder / ".ready").exists():
-            raise LookupError(f"{folder} is missing (scripts/test.sh makes it)")
-        return folder / WHEELS[name]
+        if not (MPI_HOME / name / ".ready").exists():
+            raise LookupError(f"{MPI_HOME / name} is missing (scripts/test.sh makes it)")
+        return _without_spaces(MPI_HOME / name) / WHEELS[name]
     if name == "hosts" and (reason := hosts.why_impossible()):
         raise LookupError(reason)
     paths = [shutil.which(program, path=SEARCH) for program in PROGRAMS[name]]

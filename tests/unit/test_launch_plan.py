@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -288,12 +291,20 @@ def test_hydra_gives_no_host_the_gpu_mask_of_another_either(kind: str) -> None:
     assert "-genvlist" not in line(by_mpiexec(MPICH, {**PBS, "CUDA_VISIBLE_DEVICES": "0"}, tools={}))  # by plain ssh
 
 
-@pytest.mark.parametrize(("mpiexec", "option"), [(OPENMPI4, "--mca plm_rsh_agent"),
-                                                 (OPENMPI5, "--prtemca plm_ssh_agent")])
+@pytest.mark.parametrize(("mpiexec", "option"), [(OPENMPI4, "--mca plm_rsh"),
+                                                 (OPENMPI5, "--prtemca plm_ssh")])
 def test_each_open_mpi_names_its_remote_shell_differently(mpiexec: Mpiexec, option: str) -> None:
     made = by_mpiexec(mpiexec)
-    assert f"{option} '/" in line(made), line(made)
-    assert f"{option} @remote-shell@ " in line(made._replace(python="/a folder/python"))
+    assert f"{option}_agent '{made.python} -I " in line(made)
+
+
+def test_a_python_in_a_folder_with_a_space_is_a_remote_shell_by_the_one_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "python").symlink_to(sys.executable)
+    made = by_mpiexec(OPENMPI5)._replace(python=str(tmp_path / "a folder" / "python"))
+    assert f"plm_ssh_agent '{os.path.realpath(sys.executable)} -I " in line(made)
+    with pytest.raises(PlanError, match="PYTHON"):
+        line(made._replace(python="/no such folder/python"))
 
 
 def test_open_mpi_lets_the_superuser_pass() -> None:

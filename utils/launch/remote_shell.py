@@ -53,8 +53,11 @@ def code(program: str, gpus: Sequence[int]) -> str:
 
 
 def words(python: str) -> list[str]:
-    """The remote shell as words, none of which has a space or anything special within double quotes."""
-    return [python, "-I", "-S", "-c", f"exec(__import__('os').environ['{VARIABLE}'])"]
+    """The remote shell as words, of which only the first may have a space, and none anything special in double quotes.
+
+    python: of a virtual environment whose path has a space the Python behind it, for which we have all we need.
+    """
+    return [os.path.realpath(python) if " " in python else python, "-I", "-S", "-c", f"exec(__import__('os').environ['{VARIABLE}'])"]
 
 
 def script(python: str) -> str:
