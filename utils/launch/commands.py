@@ -146,10 +146,11 @@ def _openmpi(plan: Plan) -> Iterator[str]:
         name = "plm_ssh" if new else "plm_rsh"
         agent = remote_shell.words(plan.python)  # no script, which every host would have to have
         if " " in agent[0]:
-            raise PlanError(f"the path of Python, {agent[0]}, has a space, where Open MPI would take it apart. Set PYTHON "
-                            "to one without, or choose --by pbs_tmrsh")
+            raise PlanError(f"the path of Python, {agent[0]}, has a space, where Open MPI would take it apart. Set "
+                            "PYTHON to one without, or choose --by pbs_tmrsh")
         # Without the tree no other host needs it; PBS may end what has left the session that it has started.
-        yield from (kind, f"{name}_agent", " ".join(agent), kind, f"{name}_no_tree_spawn", "1", "--leave-session-attached")
+        yield from (kind, f"{name}_agent", " ".join(agent), kind, f"{name}_no_tree_spawn", "1",
+                    "--leave-session-attached")
     if plan.components:  # what it knows of Slurm is about the first one only
         yield from (kind, "ras", "^slurm", kind, "plm", "ssh" if new else "rsh")
     yield from ("--bind-to", "none", "--hostfile", HOST_FILE)

@@ -57,7 +57,8 @@ def words(python: str) -> list[str]:
 
     python: of a virtual environment whose path has a space the Python behind it, for which we have all we need.
     """
-    return [os.path.realpath(python) if " " in python else python, "-I", "-S", "-c", f"exec(__import__('os').environ['{VARIABLE}'])"]
+    python = os.path.realpath(python) if " " in python else python
+    return [python, "-I", "-S", "-c", f"exec(__import__('os').environ['{VARIABLE}'])"]
 
 
 def script(python: str) -> str:
