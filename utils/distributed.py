@@ -55,7 +55,6 @@ class Distributed:
     master_port: int
     _store: Store = field(repr=False)
     _closed: bool = field(default=False, repr=False)
-    _last_total: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -73,13 +72,11 @@ class Distributed:
 
     def all_reduce_mean(self, value: _Number) -> _Number:
         """The mean over all ranks of a number, or of each element of a tensor (which is not changed)."""
-        # Kept: a thread of gloo may hold the tensor a moment longer, and if it were the last to do so it would need
-        # Python's lock to drop it, which aborts a process whose interpreter is ending.
         if isinstance(value, torch.Tensor):
-            self._last_total = total = value.detach().clone()
+            total = value.detach().clone()
             dist.all_reduce(total)
             return total / self.world_size
-        self._last_total = total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total) / self.world_size
 
@@ -93,6 +90,7 @@ class Distributed:
             _log.error("the process group could not be destroyed within %.0f s: a collective is still waiting for "
                        "another rank. Ending this process", _CLOSE_SECONDS)
             _exit_now()
+        _let_native_threads_rest()
 
     def __enter__(self) -> Distributed:
         return self
@@ -345,14 +343,28 @@ def _within(seconds: float, action: Callable[[], None]) -> bool:
     thread = threading.Thread(target=run, daemon=True, name="close")
     thread.start()
     thread.join(seconds)
-    if thread.is_alive():
-        return False
-    # After join() the thread still runs destructors of native code. One that wants Python's lock while the interpreter
-    # ends would abort the process: wait until the kernel has it no more (Linux; about a millisecond).
-    limit = time.monotonic() + 1
-    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < limit:
-        time.sleep(0.001)
-    return True
+    return not thread.is_alive()
+
+
+def _let_native_threads_rest() -> None:
+    """Wait until no thread of native code runs any more: some milliseconds, half a second at most. Linux only.
+
+    When a collective has ended, a thread of gloo drops the tensor, and needs Python's lock if it is the last to hold
+    it. Where the interpreter is ending by then, the process is aborted ("terminate called without an active
+    exception"). That thread outlives the process group as long as a DistributedDataParallel holds it.
+    """
+    tasks = "/proc/self/task"
+    python = {str(thread.native_id) for thread in threading.enumerate()}
+    limit, quiet = time.monotonic() + 0.5, 0
+    while quiet < 3 and time.monotonic() < limit and os.path.isdir(tasks):
+        time.sleep(0.002)  # without Python's lock
+        quiet = 0 if any(_runs(f"{tasks}/{task}") for task in os.listdir(tasks) if task not in python) else quiet + 1
+
+
+def _runs(task: str) -> bool:
+    with contextlib.suppress(OSError), open(f"{task}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] == "R"
+    return False
 
 
 def _exit_now() -> None:
