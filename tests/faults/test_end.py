@@ -27,7 +27,7 @@ def train(rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    with setup_distributed("gloo", launcher="env") as dist:
+    with setup_distributed("gloo", launcher="env"):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))  # holds the process group to the end
         own = str(os.getpid())
         for task in os.listdir("/proc/self/task"):  # on this one processor they run only while the main thread waits
