@@ -126,6 +126,7 @@ def main() -> int:
                                  "order": ""}
         found = checkpoints.load_latest(state)
         step, order = (found.step, found.state["order"]) if found else (0, "")
+        saved = step
         log.info(f"{'resuming after' if found else 'starting; checkpoints at'} "
                  f"{f'step {step}' if found else args.folder}: {split.global_batch} samples per step = "
                  f"{split.micro_batch} x {dist.world_size} rank(s) x {split.accumulation} micro-steps")
@@ -153,6 +154,7 @@ def main() -> int:
                 if stopping or step % args.save_every == 0:
                     with stop.saving():
                         checkpoints.save(step, {**state, "order": order})
+                        saved = step
                         if stopping:
                             checkpoints.wait()
                 if stopping:
@@ -161,7 +163,8 @@ def main() -> int:
             if stop.stopped:
                 break
         else:
-            checkpoints.save(step, {**state, "order": order})
+            if saved < step:
+                checkpoints.save(step, {**state, "order": order})
             log.info(f"done after {step} steps; digest of model and optimizer "
                      f"{digest(model.state_dict(), optimizer.state_dict())}, of the sample order {order}")
     if stop.stopped and dist.is_main:

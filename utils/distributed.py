@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import glob
 import os
 import re
 import socket
@@ -90,7 +91,7 @@ class Distributed:
             _log.error("the process group could not be destroyed within %.0f s: a collective is still waiting for "
                        "another rank. Ending this process", _CLOSE_SECONDS)
             _exit_now()
-        _let_native_threads_rest()
+        _let_gloo_drop_tensors()
 
     def __enter__(self) -> Distributed:
         return self
@@ -346,25 +347,28 @@ def _within(seconds: float, action: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
-def _let_native_threads_rest() -> None:
-    """Wait until no thread of native code runs any more: some milliseconds, half a second at most. Linux only.
+def _let_gloo_drop_tensors() -> None:
+    """Wait until no thread of gloo is at work any more: some milliseconds, half a second at most. Linux only.
 
     When a collective has ended, a thread of gloo drops the tensor, and needs Python's lock if it is the last to hold
     it. Where the interpreter is ending by then, the process is aborted ("terminate called without an active
-    exception"). That thread outlives the process group as long as a DistributedDataParallel holds it.
+    exception"). That thread lives as long as a DistributedDataParallel holds the process group.
     """
-    tasks = "/proc/self/task"
-    python = {str(thread.native_id) for thread in threading.enumerate()}
     limit, quiet = time.monotonic() + 0.5, 0
-    while quiet < 3 and time.monotonic() < limit and os.path.isdir(tasks):
+    while quiet < 3 and time.monotonic() < limit:
         time.sleep(0.002)  # without Python's lock
-        quiet = 0 if any(_runs(f"{tasks}/{task}") for task in os.listdir(tasks) if task not in python) else quiet + 1
+        quiet = 0 if "R" in _gloo_threads() else quiet + 1
 
 
-def _runs(task: str) -> bool:
-    with contextlib.suppress(OSError), open(f"{task}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[0] == "R"
-    return False
+def _gloo_threads() -> list[str]:
+    """The states of the threads that make gloo's collectives: R runs, S sleeps (proc_pid_stat(5))."""
+    states = []
+    for path in glob.iglob("/proc/self/task/*/stat"):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            name, _, rest = file.read().rpartition(")")
+            if name.endswith("gloo_runloop"):
+                states.append(rest.split()[0])
+    return states
 
 
 def _exit_now() -> None:
