@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import uuid
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Training:
 
         Nothing is saved here: the other ranks are not asked, and the step that was interrupted is half done.
         """
+        # submitit's next act is `scontrol requeue`, and Slurm may end all processes of the job before scontrol is done.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return submitit.helpers.DelayedSubmission(self)
 
     def __call__(self) -> float:

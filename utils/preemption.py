@@ -364,6 +364,20 @@ class StopSignal:
         self._close(orderly=error is None or isinstance(error, SystemExit) and error.code in (None, 0, EXIT_REQUEUE))
 
 
+@contextlib.contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """Here and in the commands started here: Slurm may end all processes of a job before it answers the requeue."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+@_sigterm_ignored()
 def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bool:
     """Put this job back into the queue, by `scontrol requeue`. Rank 0 alone calls it, after all ranks have saved.
 
@@ -394,8 +408,8 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
                 return False
         scheduler.requeue(job_id)
     except (AllocationError, SchedulerError) as error:
-        _log.warning("the job was not put back into the queue: %s Submit it again by hand: it goes on where it has "
-                     "saved", error)
+        _log.warning("the job was not put back into the queue. Submit it again by hand: it goes on where it has "
+                     "saved. The reason: %s", error)
         return False
     _log.info("job %s is back in the queue", job_id)
     return True

@@ -4,6 +4,7 @@ Not here: raising it (slurm.py).
 """
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,3 +27,14 @@ def slurm(slurm_cluster: SlurmCluster) -> SlurmCluster:
     slurm_cluster.run(["scancel", "--me"])
     slurm_cluster.wait_for_nodes()
     return slurm_cluster
+
+
+@pytest.fixture
+def slow_requeue(slurm: SlurmCluster) -> Iterator[None]:
+    """`scontrol requeue` ends two seconds after it has done its work, when Slurm has long told the job to end."""
+    wrapper = slurm.folder / "bin" / "scontrol"
+    wrapper.write_text(f'#!/bin/sh\n{shutil.which("scontrol")} "$@"\nstatus=$?\n'
+                       '[ "$1" != requeue ] || sleep 2\nexit $status\n')
+    wrapper.chmod(0o755)
+    yield
+    wrapper.unlink()

@@ -85,6 +85,7 @@ def test_the_result_comes_back_from_two_nodes(slurm: SlurmCluster, tmp_path: Pat
     assert "2 ranks on 2 hosts by slurm" in job.log()
 
 
+@pytest.mark.usefixtures("slow_requeue")
 def test_a_requeued_job_goes_on_where_it_stopped(slurm: SlurmCluster, tmp_path: Path, expected: str) -> None:
     with on_slurm(slurm, tmp_path) as job:
         job.wait_for_epoch(3)

@@ -80,6 +80,7 @@ def test_a_requeue_by_the_operator(slurm: SlurmCluster, folder: Path, whole: str
     completed(slurm, job_id, whole)
 
 
+@pytest.mark.usefixtures("slow_requeue")
 def test_a_signal_in_good_time_after_which_the_job_requeues_itself(slurm: SlurmCluster, folder: Path,
                                                                    whole: str) -> None:
     job_id = running(slurm, folder)

@@ -389,6 +389,13 @@ def test_a_slurm_job_is_put_back_into_the_queue(scontrol: Callable[[str], Path])
     assert log.read_text() == "show job 21\nrequeue 21\n"
 
 
+def test_slurm_may_end_the_job_before_its_command_has_ended(scontrol: Callable[[str], Path]) -> None:
+    log = scontrol("kill -TERM $$; exit 0")
+    assert requeue(SLURM)
+    assert log.read_text() == "show job 21\nrequeue 21\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_of_an_array_the_element_alone_is_put_back(scontrol: Callable[[str], Path]) -> None:
     """Of the last element SLURM_JOB_ID is the id of the whole array."""
     log = scontrol("exit 0")

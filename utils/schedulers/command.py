@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 SECONDS = 30.0  # longer than a busy scheduler takes to answer; a person is waiting
 SUBMIT_SECONDS = 300.0  # a submission that was given up may have been made all the same
@@ -69,7 +69,24 @@ def ask(words: Sequence[str], *, seconds: float = SECONDS, folder: str | os.Path
     return decode(done.stdout)
 
 
-def with_cause(error: SchedulerError, line: str | None) -> SchedulerError:
+def submit(words: Sequence[str], folder: str | os.PathLike[str] | None, job_id: re.Pattern[str],
+           cause: Callable[[str], str | None]) -> str:
+    """Run sbatch --parsable ("12;cluster") or qsub ("12.server") and return the job id, of the form `job_id`.
+
+    cause: what it said -> the line of the job script, or the option, that this is probably about.
+    """
+    try:
+        answer = ask(words, folder=folder, seconds=SUBMIT_SECONDS).strip()
+    except SchedulerError as error:
+        raise _with_cause(error, cause(error.said)) from None
+    found = job_id.fullmatch(answer.split("\n")[-1].partition(";")[0])
+    if found is None:
+        raise SchedulerError(f"{words[0]} printed {answer[:80]!r}, expected a job id. Look in the queue whether the "
+                             "job is there.", command=words)
+    return found[0]
+
+
+def _with_cause(error: SchedulerError, line: str | None) -> SchedulerError:
     """The same error, with the line of the job script, or the option, that it is probably about."""
     if line is None:
         return error

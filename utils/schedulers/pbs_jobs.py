@@ -95,15 +95,8 @@ class Pbs:
                folder: str | os.PathLike[str] | None = None) -> str:
         """Submit a script from a folder and return the job id. See Scheduler.submit."""
         words = [program("qsub"), *options, os.fspath(script)]
-        try:
-            answer = command.ask(words, folder=folder, seconds=command.SUBMIT_SECONDS)
-        except command.SchedulerError as error:
-            raise command.with_cause(error, _blame(Path(folder or ".") / script, options, error.said)) from None
-        job_id = answer.strip().split("\n")[-1].strip()
-        if not _JOB_ID.fullmatch(job_id):
-            raise command.SchedulerError(f"qsub printed {answer.strip()[:80]!r}, expected a job id. "
-                                         "Look with qstat whether the job is there.", command=words)
-        return job_id
+        return command.submit(words, folder, _JOB_ID,
+                              lambda said: _blame(Path(folder or ".") / script, options, said))
 
     def status(self, job_id: str) -> Status:
         """The job now, or how it ended, as long as the server keeps its history."""

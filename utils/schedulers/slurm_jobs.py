@@ -100,15 +100,8 @@ class Slurm:
                folder: str | os.PathLike[str] | None = None) -> str:
         """Submit a script from a folder and return the job id. See Scheduler.submit."""
         words = ["sbatch", "--parsable", *options, os.fspath(script)]
-        try:
-            answer = command.ask(words, folder=folder, seconds=command.SUBMIT_SECONDS)
-        except command.SchedulerError as error:
-            raise command.with_cause(error, _blame(Path(folder or ".") / script, options, error.said)) from None
-        job_id = answer.strip().split("\n")[-1].partition(";")[0]
-        if not _JOB_ID.fullmatch(job_id):
-            raise command.SchedulerError(f"sbatch printed {answer.strip()[:80]!r}, expected a job id. "
-                                         "Look with squeue whether the job is there.", command=words)
-        return job_id
+        return command.submit(words, folder, _JOB_ID,
+                              lambda said: _blame(Path(folder or ".") / script, options, said))
 
     def status(self, job_id: str) -> Status:
         """The job now, or how it ended: by scontrol, later by sacct."""
