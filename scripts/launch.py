@@ -4,6 +4,7 @@
 python scripts/launch.py train.py --epochs 3           inside a job of Slurm or PBS, batch or interactive, or on a
                                                        laptop: one rank for each GPU (or slot asked for)
 python scripts/launch.py --torchrun train.py           one torchrun agent on each host instead
+python scripts/launch.py --hosts 2 train.py            on a part of the job's hosts
 python scripts/launch.py --by ssh train.py             not by the best means, but by this one
 python scripts/launch.py --container a.sif train.py    in an image, by apptainer or singularity
 python scripts/launch.py --print train.py              print the exact command and start nothing
@@ -39,6 +40,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                         help=f"auto (the default), {', '.join(MEANS)}, or the path of an mpiexec")
     parser.add_argument("--torchrun", action="store_true", help="one torchrun agent on each host")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of one for each GPU or slot")
+    parser.add_argument("--hosts", metavar="N|NAMES", help="on the first N hosts of the job alone, or on these: "
+                                                           "node3,node4 or node[3-4]")
     parser.add_argument("--restarts", type=int, default=0, metavar="N",
                         help="how often torchrun may start the ranks again after a failure; implies --torchrun")
     parser.add_argument("--container", metavar="IMAGE", help="run in this image, by apptainer or singularity")
@@ -81,7 +84,8 @@ def main() -> int:
         elif args.command[0].endswith(".py") and not os.path.isfile(args.command[0]):
             raise PlanError(f"there is no file {args.command[0]} in {os.getcwd()}. Expected the script to start: check "
                             "its path")
-        options = Options("mpiexec" if path else args.by, args.torchrun, args.restarts, args.ranks_per_node)
+        options = Options("mpiexec" if path else args.by, args.torchrun, args.restarts, args.ranks_per_node,
+                          args.hosts)
         allocation = current_allocation()
         here = Here(socket.gethostname(), count_gpus(), python_for_ranks(), programs, os.geteuid() == 0)
         made = plan(command, options, allocation, here, os.environ)

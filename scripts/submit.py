@@ -82,7 +82,8 @@ OPTION_OF_FIELD = {
     "cores_per_rank": "--cores-per-node", "memory": "--memory", "walltime": "--time", "queue": "--queue",
     "account": "--account", "name": "--name", "array": "--array", "dependency": "--after", "setup": "--set-up",
     "modules": "--module", "environment": "--env", "launcher": "--launcher", "output": "--folder",
-    "signal_seconds": "--signal", "directives": "--directive", "container": "--container",
+    "signal_seconds": "--signal", "directives": "--directive", "components": "--component",
+    "container": "--container",
 }
 
 
@@ -112,6 +113,9 @@ def submit_parser() -> argparse.ArgumentParser:
     add("--container", metavar="IMAGE", help="run in this image, by apptainer or singularity, whichever the nodes have")
     add("--directive", action="append", default=[], metavar="OPTION", help="further option of the scheduler, e.g. "
                                                                            "--directive=--constraint=a100")
+    add("--component", action="append", default=[], metavar="OPTIONS",
+        help="heterogeneous job of Slurm: a further component, by the options in which it differs from the first, e.g. "
+             "--component='--nodes=1 --gpus-per-node=2'")
     add("--signal", type=int, metavar="SECONDS", help="send USR1 to the ranks so long before the end")
     add("--requeue", action=argparse.BooleanOptionalAction, help="whether the job may be started again after a failure")
     add("--folder", type=Path, default=Path("jobs-out"), help="where the folders of submissions are (jobs-out)")
@@ -164,7 +168,8 @@ def build_job(args: argparse.Namespace, site: sites.Site) -> Job:
         name=args.name or _name_of(args.command[0]), array=args.array, dependency=args.after,
         setup=(*site.setup, *args.set_up), modules=(*site.modules, *args.module),
         environment=_environment(args, site), launcher=args.launcher or site.launcher, signal_seconds=args.signal,
-        requeue=args.requeue, directives=(*directives, *args.directive), chunk=site.chunk, container=args.container,
+        requeue=args.requeue, directives=(*directives, *args.directive), components=tuple(args.component),
+        chunk=site.chunk, container=args.container,
         gpu_vendor=None if args.gpus_per_node == 0 else site.gpu_vendor)
 
 

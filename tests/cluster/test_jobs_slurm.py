@@ -103,6 +103,13 @@ def test_following_shows_output_and_ends_with_the_jobs_status(slurm: SlurmCluste
     assert "failed, exit status 5" in done.output
 
 
+def test_a_heterogeneous_job_is_one_launch(slurm: SlurmCluster, folder: Path) -> None:
+    done = submit(slurm, folder, "--nodes", "1", "--gpus-per-node", "1", "--component=--nodes=2 --gpus-per-node=2",
+                  "--time", "5:00", "--follow", TRAIN)
+    assert done.status == 0, done.output
+    assert sorted(ranks_on(done.output).values()) == [1, 2, 2]
+
+
 def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "step.py").write_text(STEP)
     done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "step.py")

@@ -57,3 +57,10 @@ def test_an_mpiexec_needs_no_ssh_in_a_job_of_pbs(pbs: Pbs, name: str, need: Call
     status, output = run(pbs, f"--by {need(needed)}")
     assert status == 0, output
     assert ranks(output, launcher) == EXPECTED, output
+
+
+@pytest.mark.parametrize("name", ["", "mpich", "openmpi"])
+def test_a_launch_on_a_part_of_a_job(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
+    status, output = run(pbs, f"--hosts n2 --by {need(name)}" if name else "--hosts n2")
+    assert status == 0, output
+    assert re.findall(r"rank (\d) of (\d), \d of \d on (\w+) by", output) == [("0", "1", "n2")], output

@@ -39,12 +39,13 @@ SHAPES = {
 MEANS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}
 
 
-def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: Sequence[str], means: str) -> str:
+def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: Sequence[str], means: str,
+             *more: str) -> str:
     """The output of a job that launch.py starts by this means, after it has ended well."""
     by = {"srun": ["--by", "srun"], "torchrun": ["--torchrun"]}.get(means) or ["--by", str(need(means))]
     script = slurm.work / "takes gpu.py"
     script.write_text(RANK)
-    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), *by, str(script)]
+    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), *by, *more, str(script)]
     job_id = slurm.sbatch(*options, script=f"#!/bin/bash\nexec {shlex.join(launch)}\n")
     job = slurm.wait(job_id)
     output = slurm.output(job_id)
@@ -62,6 +63,13 @@ def test_every_rank_is_right_and_has_a_gpu_of_its_own(slurm: SlurmCluster, need:
     taken = TAKEN.findall(output)
     assert {launcher for _, launcher, _ in taken} == {MEANS[means]}
     assert len({(host, gpu) for host, _, gpu in taken}) == sum(expected), output
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_a_launch_on_a_part_of_a_job(slurm: SlurmCluster, need: Callable[[str], Path], means: str) -> None:
+    output = launched(slurm, need, ["-N4", "--ntasks-per-node=2", "--gpus=8"], means, "--hosts", "node[3-4]")
+    assert sorted((host, launcher, gpu) for host, launcher, gpu in TAKEN.findall(output)) == [
+        (host, MEANS[means], gpu) for host in ("node3", "node4") for gpu in "01"], output
 
 
 @pytest.mark.parametrize("means", MEANS)

@@ -58,6 +58,20 @@ def test_an_extra_option_takes_the_place_of_ours(extra: str, ours: str) -> None:
     assert not [option for option in found if option.startswith(ours + "=")]
 
 
+@pytest.mark.parametrize(("said", "second"), [
+    ("--nodes=1", ["--nodes=1", "--ntasks-per-node=4", "--gpus-per-node=4"]),  # for the rest like the first
+    ("-N1 --gpus-per-node=a100:2", ["-N1", "--ntasks-per-node=2", "--gpus-per-node=a100:2"]),  # a rank for each GPU
+    ("--gres gpu:2 -n 1 -p 'big mem'", ["--nodes=3", "--gres gpu:2", "-n 1", "-p big mem"])])
+def test_a_further_component_is_like_the_first_but_for_what_it_says(said: str, second: list[str]) -> None:
+    found = directives(Slurm(), nodes=3, gpus_per_node=4, walltime=60, queue="gpu", output="o", directives=("-C a",),
+                       components=(said,))
+    first, second_found = found[:found.index("hetjob")], found[found.index("hetjob") + 1:]
+    assert first == directives(Slurm(), nodes=3, gpus_per_node=4, walltime=60, queue="gpu", output="o",
+                               directives=("-C a",))
+    shared = ["--time=00:01:00", "-C a", *([] if " -p " in said else ["--partition=gpu"])]
+    assert sorted(second_found) == sorted([*second, *shared])
+
+
 def test_slurm_reads_a_directive_with_blanks_quotes_and_a_hash() -> None:
     script = Slurm().render(Job(("a.py",), output='logs/a "b" # %j.out'), TEMPLATE)
     assert '#SBATCH "--output=logs/a \\"b\\" # %j.out"' in script.split("\n")
@@ -156,8 +170,8 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(field: str, value: Any) 
 GOOD = {  # for each field a value that is accepted, to which the hostile text is put
     "command": "train.py", "memory": "64G", "queue": "gpu", "account": "abc", "name": "run", "array": "0-9",
     "dependency": "afterany:12", "setup": "true", "modules": "cuda", "environment": "value", "launcher": "srun",
-    "output": "out.log", "directives": "--constraint=a100", "chunk": "system=polaris", "container": "image.sif",
-    "gpu_vendor": "amd", "variable": "NAME", "nodes": "2", "walltime": "60"}
+    "output": "out.log", "directives": "--constraint=a100", "components": "--nodes=2", "chunk": "system=polaris",
+    "container": "image.sif", "gpu_vendor": "amd", "variable": "NAME", "nodes": "2", "walltime": "60"}
 HOSTILE = [
     "'", '"', "`", "`touch canary`", "$(touch canary)", ";touch canary;", "; touch canary #", "&& touch canary",
     "| touch canary", "> canary", "\n", "\ntouch canary\n", "\r\n", "\r", "\\", "\\\n", "-rf", "--",
@@ -165,7 +179,7 @@ HOSTILE = [
     "\u202e", "\x00", "\x07", "\x1b[31m", "\udce9", "\ud800", " ", "\t", "", "EOF", "<<EOF", "<(touch canary)",
     "@setup@", "@command@", "@directives@", "%j", "${x:?}", ")", "(", "}", "{", "fi", "done", "\n#SBATCH --wrap=x",
     "\n#PBS -q evil\n", "$((", "A" * 5000, "a,b", "[1]", "^", "="]
-TUPLES = ("setup", "modules", "directives", "chunk")
+TUPLES = ("setup", "modules", "directives", "components", "chunk")
 
 
 def hostile_job(chance: random.Random) -> tuple[str, dict[str, Any]]:
@@ -226,7 +240,7 @@ def test_no_hostile_value_leaves_its_directive_line(rendered: tuple[Path, list[R
     for script in rendered[1]:
         lines = script.text.split("\n")
         head = lines[1:lines.index("set -euo pipefail")]
-        assert all(re.match("#(SBATCH|PBS) [\"']?-", line) for line in head), script.text
+        assert all(re.match("#(SBATCH|PBS) [\"']?-|#SBATCH hetjob$", line) for line in head), script.text
         assert not any("\r" in line for line in lines), script.text
 
 

@@ -103,9 +103,16 @@ def test_a_means_that_needs_a_job_says_so_outside_of_one(means: str) -> None:
     (Options(by="srun"), PBS, job("pbs"), "--by srun was asked for in PBS job 7"),
     (Options(by="pbs_tmrsh"), SLURM, job(), "--by pbs_tmrsh was asked for in Slurm job 7"),
     (Options(by="mpiexec"), SLURM, job(), "no mpiexec of PALS, Open MPI, Intel MPI, MPICH is on PATH"),
+    (Options(hosts="3"), SLURM, job(), r"--hosts is 3; expected 1 or more, .* \(2 with ranks: n1, n2\)"),
+    (Options(hosts="0"), SLURM, job(), "--hosts is 0; expected 1 or more"),
+    (Options(hosts="2"), {}, None, r"--hosts is 2; .* \(1 with ranks: n1\)"),
+    (Options(hosts="n1,n9"), SLURM, job(), "--hosts is 'n1,n9', but n9 is none of the hosts"),
+    (Options(hosts="n2"), PBS, job("pbs", (1, 0)), "--hosts is 'n2', but n2 is none of the hosts"),
+    (Options(hosts="n[1"), SLURM, job(), "--hosts: node list 'n.1'"),
+    (Options(hosts=""), SLURM, job(), "--hosts is '', but no name is none"),
     (Options(ranks_per_node=0), SLURM, job(), "--ranks-per-node is 0; expected 1 or more"),
     (Options(restarts=-1), SLURM, job(), "--restarts is -1; expected 0 or more")])
-def test_what_cannot_be_done_is_said(options: Options, environ: Mapping[str, str], allocation: Allocation,
+def test_what_cannot_be_done_is_said(options: Options, environ: Mapping[str, str], allocation: Allocation | None,
                                      says: str) -> None:
     with pytest.raises(PlanError, match=says):
         make(allocation, environ, options)
@@ -186,6 +193,27 @@ def test_uneven_ranks_are_placed_by_a_host_file() -> None:
     assert host_file(made) == "n1\nn1\nn2\n"
 
 
+@pytest.mark.parametrize("hosts", ["n2,n4", "n[4,2]", "n4,n2.cluster"])
+def test_a_step_on_a_part_of_the_job_names_its_hosts(hosts: str) -> None:
+    environ = {**SLURM, "SLURM_NTASKS": "8", "SLURM_GPUS": "8"}  # which srun would ask for again
+    made = make(job(ranks=(2, 2, 2, 2), gpus=(2, 2, 2, 2)), environ, Options(hosts=hosts))
+    assert (made.hosts, made.ranks) == (("n2", "n4"), (2, 2))
+    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=block --nodelist=n2,n4" in line(made)
+    assert "SLURM_GPUS" not in made.environ and made.environ["SLURM_GPUS_PER_NODE"] == "2"
+    assert "--gres" not in line(made)
+
+
+@pytest.mark.parametrize("by", ["auto", "mpiexec", "ssh"])
+def test_the_first_hosts_of_a_job_are_a_part_of_it(by: str) -> None:
+    made = make(job("pbs", (2, 0, 1, 1)), PBS, Options(by=by, hosts="2"), programs=Programs(mpiexec=MPICH))
+    assert (made.hosts, made.ranks, made.node_file) == (("n1", "n3"), (2, 1), "")
+
+
+def test_all_hosts_are_no_part() -> None:
+    environ = {**SLURM, "SLURM_NTASKS": "4"}
+    assert line(make(job(), environ, Options(hosts="2"))) == line(make(job(), environ))
+
+
 def test_more_ranks_than_cores_share_them() -> None:
     assert "--overcommit" in line(make(job(ranks=(1, 1), cores=(1, 1)), SLURM, Options(ranks_per_node=2)))
 
@@ -220,6 +248,11 @@ def test_one_agent_for_each_host_of_every_component_of_a_heterogeneous_job() -> 
     assert [words.split(" --dist")[0] for words in shlex.join(native_command(made, ["agent"])).split(" : ")] == [
         "/bin/srun --het-group=0 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1",
         "--het-group=1 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1"]
+
+
+def test_of_a_heterogeneous_job_a_part_cannot_be_chosen() -> None:
+    with pytest.raises(PlanError, match="--hosts was given in a heterogeneous job"):
+        make(job(ranks=(1, 2, 2)), HET, Options(hosts="2"))
 
 
 def test_uneven_ranks_within_a_component_cannot_be_told_to_srun() -> None:

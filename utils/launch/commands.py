@@ -73,6 +73,8 @@ def _step(plan: Plan, part: slice) -> Iterator[str]:
         if len(set(each)) == 1:
             yield f"--ntasks-per-node={each[0]}"
             yield "--distribution=block"
+            if plan.part:
+                yield f"--nodelist={','.join(plan.hosts)}"
         elif plan.components:
             raise PlanError(f"the hosts {', '.join(plan.hosts[part])} are one component of a heterogeneous job and are "
                             f"to have different numbers of ranks ({', '.join(map(str, each))}). srun starts the same "

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from ..launchers import LAUNCHERS
 from ..schedulers.allocation import Allocation
 from ..schedulers.pbs import short
-from ..schedulers.slurm import components
+from ..schedulers.slurm import components, expand_hostlist
 from .gpus import MASKS
 from .programs import KINDS, Mpiexec
 
@@ -42,6 +42,7 @@ class Options(NamedTuple):
     torchrun: bool = False  # one agent of torchrun on each host, instead of one process for each rank
     restarts: int = 0  # how often torchrun may start the ranks again
     ranks_per_node: int | None = None
+    hosts: str | None = None  # "2": the first two of the job's hosts; or their names, "n3,n4" or "n[3-4]"
 
 
 class Finder(Protocol):
@@ -78,6 +79,7 @@ class Plan(NamedTuple):
     options: Options
     mpiexec: Mpiexec | None = None
     remote_shell: str = ""  # pbs_tmrsh or srun, where mpiexec is to use it instead of ssh
+    part: bool = False  # whether other hosts of the job are left out, as --hosts says
     as_asked: bool = False  # srun: the job asked for these very tasks, in whatever order
     scheduler: str = ""  # of the allocation
     gpus_to_claim: tuple[int, ...] = ()  # srun: GPUs of each host, where a step does not get them by itself
@@ -115,22 +117,26 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
     if allocation is not None and not wanted:
         raise PlanError(f"no host of {_job(allocation)} gets a rank. Expected at least one slot: ask for mpiprocs or "
                         "tasks, or give --ranks-per-node")
+    having, wanted = len(wanted), _chosen(options.hosts, hosts, wanted)
+    part = allocation if len(wanted) < having else None
+    if part is not None:
+        environ = _for_part(environ, part, [part.gpus_per_host[i] for i in wanted])
     chosen_hosts, chosen_ranks = tuple(hosts[i] for i in wanted), tuple(ranks[i] for i in wanted)
     chosen_cores = tuple(cores[i] for i in wanted)
     notes += _shared_gpus(allocation, here, environ)
     means, path, mpiexec = _means(options, allocation, here, chosen_hosts)
     base = Plan(means, path, chosen_hosts, chosen_ranks, tuple(command), here.python, {}, (), chosen_cores, here.host,
-                options, mpiexec, root=here.root,
+                options, mpiexec, part=part is not None, root=here.root,
                 scheduler=allocation.scheduler if allocation else "", notes=tuple(notes))
     environment = clean(environ)
     threads = tuple(_threads(environ, allocation, options, count, core)
                     for count, core in zip(chosen_ranks, chosen_cores, strict=True))
     parts = components(environ) if allocation is not None and allocation.scheduler == "slurm" else ()
     if means == "srun" and allocation is not None:
-        base = _for_srun(base, allocation, environ, parts)
+        base = _for_srun(base, allocation, environ, parts, wanted)
     elif means == "mpiexec" and allocation is not None and parts:  # its own srun would reach the first component only
         base = base._replace(components=parts, remote_shell=here.programs.find("srun") or "",
-                       gpus_to_claim=_gpus(allocation))
+                       gpus_to_claim=_gpus(allocation, wanted))
     if means == "srun" and (base.inside_step or options.torchrun) or base.components and not base.as_asked:
         environment = {name: value for name, value in environment.items() if name not in _OF_OUTER_STEP}
     if means == "mpiexec" and allocation is not None and allocation.scheduler == "pbs":
@@ -158,8 +164,7 @@ def _settled(options: Options) -> Options:
     for name, value, least in (("--ranks-per-node", options.ranks_per_node, 1), ("--restarts", options.restarts, 0)):
         if value is not None and value < least:
             raise PlanError(f"{name} is {value}; expected {least} or more")
-    # Only the elastic agent starts ranks again.
-    return Options(options.by, options.torchrun or options.restarts > 0, options.restarts, options.ranks_per_node)
+    return options._replace(torchrun=options.torchrun or options.restarts > 0)  # the elastic agent alone restarts ranks
 
 
 def _job(allocation: Allocation) -> str:
@@ -200,6 +205,40 @@ def _ranks(options: Options, allocation: Allocation, here: Here) -> tuple[list[i
                          f"GPU give --ranks-per-node {gpu}")
             break
     return slots, notes
+
+
+def _chosen(text: str | None, hosts: Sequence[str], wanted: list[int]) -> list[int]:
+    """The indices of `wanted` that --hosts names: the first so many, or by name."""
+    if text is None:
+        return wanted
+    having = f"{len(wanted)} with ranks: {', '.join(hosts[i] for i in wanted[:8])}{', ...' * (len(wanted) > 8)}"
+    if text.isdecimal():
+        if not 1 <= int(text) <= len(wanted):
+            raise PlanError(f"--hosts is {text}; expected 1 or more, and no more than there are ({having})")
+        return wanted[:int(text)]
+    try:
+        names = expand_hostlist(text)
+    except ValueError as error:
+        raise PlanError(f"--hosts: {error}") from None
+    named = {short(name) for name in names}
+    found = [i for i in wanted if short(hosts[i]) in named]
+    known = {short(hosts[i]) for i in found}
+    missing = [name for name in names if short(name) not in known]
+    if missing or not found:
+        raise PlanError(f"--hosts is {text!r}, but {', '.join(missing[:8]) or 'no name'} is none of the hosts that "
+                        f"there are ({having}). Give a number, or names out of these")
+    return found
+
+
+def _for_part(environ: Mapping[str, str], allocation: Allocation, gpus: list[int | None]) -> Mapping[str, str]:
+    """The environment for a step on a part of a job's hosts: what the whole job has is too much to ask for."""
+    if allocation.scheduler == "slurm" and components(environ):
+        raise PlanError("--hosts was given in a heterogeneous job, of which launch.py uses all components. Leave it "
+                        "out, or start the ranks by srun --het-group")
+    if not environ.get("SLURM_GPUS"):
+        return environ
+    each = {"SLURM_GPUS_PER_NODE": str(gpus[0])} if len(set(gpus)) == 1 and gpus[0] else {}
+    return {name: value for name, value in environ.items() if name != "SLURM_GPUS"} | each
 
 
 def _shared_gpus(allocation: Allocation | None, here: Here, environ: Mapping[str, str]) -> list[str]:
@@ -264,18 +303,18 @@ def _best(allocation: Allocation | None, here: Here, hosts: Sequence[str]) -> st
 
 
 def _for_srun(base: Plan, allocation: Allocation, environ: Mapping[str, str],
-              parts: tuple[tuple[str, ...], ...]) -> Plan:
+              parts: tuple[tuple[str, ...], ...], wanted: Sequence[int]) -> Plan:
     inside_step = bool(environ.get("SLURM_STEP_ID"))
     same = base.ranks == allocation.ranks_per_host and base.options.ranks_per_node is None
     asked = environ.get("SLURM_NTASKS", "") == str(base.world_size) or bool(parts)
     as_asked = same and asked and not inside_step and not base.options.torchrun
     reads_it = not parts and any(environ.get(f"SLURM_{name}") for name in _GPU_REQUESTS)
-    return base._replace(as_asked=as_asked, gpus_to_claim=() if reads_it else _gpus(allocation),
+    return base._replace(as_asked=as_asked, gpus_to_claim=() if reads_it else _gpus(allocation, wanted),
                    inside_step=inside_step, components=parts)
 
 
-def _gpus(allocation: Allocation) -> tuple[int, ...]:
-    return tuple(gpus or 0 for gpus in allocation.gpus_per_host)
+def _gpus(allocation: Allocation, wanted: Sequence[int]) -> tuple[int, ...]:
+    return tuple(allocation.gpus_per_host[index] or 0 for index in wanted)
 
 
 # The environment ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ class Job:
     signal_seconds: int | None = None  # USR1 to the job script so many seconds before the walltime
     requeue: bool | None = None  # None: as the scheduler is set up
     directives: tuple[str, ...] = ()  # further options, one an entry: "--constraint=a100", "-l filesystems=home"
+    components: tuple[str, ...] = ()  # Slurm, heterogeneous job: options of each further one that differ from the first
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
     container: str | None = None  # image of Apptainer or Singularity
     gpu_vendor: str | None = None  # nvidia, amd or intel, for the container; None: whose GPUs the job finds
@@ -67,7 +68,7 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cores_per_rank", "walltime", "signal_seconds", "gpus_per_node"):
             _check_number(name, getattr(self, name))
-        for name in ("command", "setup", "modules", "directives", "chunk"):
+        for name in ("command", "setup", "modules", "directives", "components", "chunk"):
             _check_texts(name, getattr(self, name))
         for name, pattern, example in (
                 ("queue", _WORD, "gpu"), ("account", _WORD, "abc@v100"), ("name", _NAME, "train-1"),
@@ -89,6 +90,8 @@ class Job:
                                         "own, without line breaks and without a backslash at its end.")
         for entry in self.directives:
             split_directive(entry)
+        for entry in self.components:
+            split_directive(entry, "components")
         if self.signal_seconds and self.walltime and self.signal_seconds >= self.walltime:
             raise JobError("signal_seconds", f"{self.signal_seconds} is not less than the walltime of {self.walltime} "
                                              "s. Give fewer seconds, or a longer walltime.")
@@ -115,15 +118,15 @@ class Job:
                 raise JobError("environment", f"the value of {name} is not a text without NUL. Give it as a text.")
 
 
-def split_directive(entry: str) -> list[str]:
+def split_directive(entry: str, field: str = "directives") -> list[str]:
     """The words of an extra option: "-l select='1:a=b'" -> ["-l", "select=1:a=b"]. JobError when it is none."""
     try:
         words = shlex.split(entry)
     except ValueError as error:
-        raise JobError("directives", f"{entry[:60]!r} cannot be split into words: {error}. Close the quotes.") from None
+        raise JobError(field, f"{entry[:60]!r} cannot be split into words: {error}. Close the quotes.") from None
     if not words or not re.match(r"-[A-Za-z]|--[A-Za-z]", words[0]) or _CONTROL.search(entry) or len(entry) > _LONGEST:
-        raise JobError("directives", f"{entry[:60]!r} is no option of a scheduler, expected one such as "
-                                     "--constraint=a100 or '-l filesystems=home'. Give one option an entry.")
+        raise JobError(field, f"{entry[:60]!r} is no option of a scheduler, expected one such as --constraint=a100 or "
+                              "'-l filesystems=home'. Give one option an entry.")
     return words
 
 

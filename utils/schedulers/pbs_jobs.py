@@ -59,6 +59,9 @@ class Pbs:
 
     def _refuse(self, job: Job) -> None:
         """JobError for what Slurm would take and PBS does not."""
+        if job.components:
+            raise JobError("components", "these are for Slurm alone; in PBS they are chunks. Give a directive, such as "
+                                         "'-l select=1:ncpus=4+2:ncpus=8:ngpus=4'.")
         if job.array:
             match = _ARRAY.fullmatch(job.array)
             if match is None or int(match[1]) >= int(match[2]):

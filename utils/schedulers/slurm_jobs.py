@@ -26,6 +26,8 @@ _LONG = {"-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-pe
 _SAME = {"--gres": "--gpus-per-node", "--gpus": "--gpus-per-node", "--gpus-per-task": "--gpus-per-node",
          "--ntasks": "--ntasks-per-node", "--ntasks-per-gpu": "--ntasks-per-node", "--mem-per-cpu": "--mem",
          "--mem-per-gpu": "--mem", "--cpus-per-gpu": "--cpus-per-task", "--no-requeue": "--requeue"}
+_OF_WHOLE_JOB = {"--job-name", "--output", "--open-mode", "--array", "--dependency", "--kill-on-invalid-dep",
+                 "--signal", "--requeue"}
 _STATES = {
     "PENDING": "queued", "CONFIGURING": "queued", "REQUEUED": "queued", "RUNNING": "running", "SIGNALING": "running",
     "RESIZING": "running", "SUSPENDED": "held", "STOPPED": "held", "REQUEUE_HOLD": "held", "SPECIAL_EXIT": "held",
@@ -74,7 +76,8 @@ class Slurm:
             words.append(["--requeue" if job.requeue else "--no-requeue"])
         extra = [split_directive(entry) for entry in job.directives]
         said = {_meaning(entry) for entry in extra}
-        return [entry for entry in words if _meaning(entry) not in said] + extra
+        first = [entry for entry in words if _meaning(entry) not in said] + extra
+        return first + [entry for text in job.components for entry in (["hetjob"], *_component(job, first, text))]
 
     def _refuse(self, job: Job) -> None:
         if job.chunk:
@@ -138,6 +141,21 @@ def _meaning(words: Sequence[str]) -> str:
     name = option_of(words)
     name = _LONG.get(name, name)
     return _SAME.get(name, name)
+
+
+def _component(job: Job, first: Sequence[list[str]], text: str) -> list[list[str]]:
+    """The options of a further component of a heterogeneous job: those of the first, but for what `text` says."""
+    own: list[list[str]] = []
+    for word in split_directive(text, "components"):
+        if word.startswith("-") or not own:
+            own.append([])
+        own[-1].append(word)
+    said = {_meaning(words) for words in own}
+    gpus = [re.search(r"(?:--gpus-per-node|--gres)\W.*?([0-9]+)$", "=".join(words)) for words in own]
+    if "--ntasks-per-node" not in said and job.ranks_per_node is None and job.launcher != "torchrun":
+        own += [[f"--ntasks-per-node={found[1]}"] for found in gpus if found and int(found[1])]  # a rank for each
+        said = {_meaning(words) for words in own}
+    return [words for words in first if _meaning(words) not in said | _OF_WHOLE_JOB] + own
 
 
 def _quote(word: str) -> str:
