@@ -36,6 +36,7 @@ from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer
 from utils.logging import get_logger
 from utils.preemption import StopSignal, requeue
+from utils.training import settle
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
@@ -244,6 +245,9 @@ def main() -> int:
         state = {"model": ddp, "optimizer": optimizer, "order": generator}
         stop = checkpoints = found = None
         if args.checkpoints:
+            with autocast:
+                settle(ddp, lambda: ddp(torch.zeros(args.batch_size, args.context, dtype=torch.long,
+                                                    device=dist.device)).float().sum())
             stop = at_end.enter_context(StopSignal(dist))
             checkpoints = at_end.enter_context(Checkpointer(args.checkpoints))
             found = checkpoints.load_latest(state)
@@ -293,6 +297,8 @@ def main() -> int:
                          f"{steps * tokens_per_step / (now - last_time):,.0f} tokens/s")
                 last_step, last_time = step + 1, now
                 if mean_seconds >= args.max_seconds:
+                    if checkpoints and (step + 1) % args.save_every and step + 1 < args.steps:
+                        checkpoints.save(step + 1, state)
                     log.info(f"stopped by --max-seconds {args.max_seconds:g}")
                     break
         if stop is None or not stop.stopped:

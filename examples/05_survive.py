@@ -152,11 +152,12 @@ def main() -> int:
                     log.info(f"step {step}/{total_steps}  loss {dist.all_reduce_mean(total).item():.4f}")
                 stopping = stop.should_stop()
                 if stopping or step % args.save_every == 0:
-                    with stop.saving():
-                        checkpoints.save(step, {**state, "order": order})
-                        saved = step
-                        if stopping:
-                            checkpoints.wait()
+                    checkpoints.save(step, {**state, "order": order})
+                    saved = step
+                    if stopping:
+                        checkpoints.wait()
+                    # So long before the time limit the next stop has to come: until a save is on disk.
+                    stop.save_seconds = max(stop.save_seconds, checkpoints.seconds or 0)
                 if stopping:
                     log.info(f"stopped at step {step}: {stop.reason}")
                     break

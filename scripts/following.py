@@ -81,14 +81,19 @@ def follow(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_ids: Seq
         if job_id != job_ids[-1]:
             code = code if spoils_the_chain(status) else 0
             if code:
-                _say(f"job {job_id} did not end well, so the chain does not count as a success")
+                how = "is not known to have ended well" if status.state == "unknown" else "did not end well"
+                _say(f"job {job_id} {how}, so the chain does not count as a success")
         result = result or code
     return result
 
 
 def spoils_the_chain(status: Status) -> bool:
-    """Whether the jobs after this one cannot make up for it: they go on where the time limit, or a stop, ended it."""
-    return status.ended and status.state not in ("completed", "timeout") and status.exit_code != EXIT_REQUEUE
+    """Whether the jobs after this one cannot make up for it: they go on where the time limit, or a stop, ended it.
+
+    One that nobody knows any more is no success either.
+    """
+    return status.state == "unknown" or (
+        status.ended and status.state not in ("completed", "timeout") and status.exit_code != EXIT_REQUEUE)
 
 
 def _follow_one(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_id: str) -> Status:

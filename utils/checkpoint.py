@@ -80,7 +80,7 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self.seconds: float | None = None  # that the last save took, from save() until it was safe on disk
         self._keep, self._keep_every = keep, keep_every
-        self._ranks = Ranks(str(self.folder), timeout)
+        self._ranks = Ranks(timeout)
         self._turn = 0  # of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
@@ -203,6 +203,11 @@ class Checkpointer:
         try:
             if self._known is None:
                 self._tidy()
+            later = [name for name in files.names(self.folder) if files.step_of(name) > step]
+            if later:
+                return {"error": f"cannot save step {step} in {self.folder}: {later[-1]} is there already, which "
+                                 "load_latest() would take. Load it before training, move it away, or choose another "
+                                 "folder"}
             return {"name": files.begin(self.folder).name}
         except OSError as error:
             return {"error": self._explain(f"cannot save step {step}", error)}
@@ -320,14 +325,18 @@ class Checkpointer:
     def _read(self, folder: Path, manifest: dict[str, Any], state: Any) -> _Read:
         same = manifest["world_size"] == self._ranks.world_size
         tensors: dict[str, Tensor] = {}
+        mine: dict[str, Tensor] = {}
         trees: dict[str, Any] = {}
         by_rank: dict[int, dict[str, Any]] = {}
         for rank, entry in enumerate(manifest["files"]):
             if entry["replicated"] or not same or rank == self._ranks.rank:
                 metadata, held = files.read_part(folder, entry)
                 tensors.update(held)
+                mine = held if rank == self._ranks.rank else mine
                 by_rank[rank] = json.loads(metadata[_KEY])
                 trees.update(by_rank[rank] if rank == 0 else {})
+        if same:
+            tensors.update(mine)  # those in PerRank have the same names in the file of every rank
         own = by_rank[self._ranks.rank]["own"] if same else None
         saved = [unpack(one["random"], {}) for one in by_rank.values()] if not same else [
             unpack(by_rank[self._ranks.rank]["random"], {})]

@@ -28,7 +28,7 @@ class Silence(RuntimeError):
 class Ranks:
     """This rank among those of torch.distributed's default group; one alone where that is not initialised."""
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, timeout: float) -> None:
         global _made
         _made += 1
         self.rank, self.world_size = 0, 1
@@ -39,7 +39,7 @@ class Ranks:
                 store = dist.distributed_c10d._get_default_store()
                 if hasattr(store, "clone"):  # a connection of its own: the training may wait in a call of the other one
                     store = store.clone()
-        self._store = PrefixStore(f"ddpkit/checkpoint/{_made}/{name}", store)
+        self._store = PrefixStore(f"ddpkit/checkpoint/{_made}", store)
         self._timeout = timeout
         self.given_up = threading.Event()  # set: wait for nobody any more
 

@@ -135,8 +135,8 @@ class ResumableDistributedSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        if any(one.epoch == self.epoch and one.finished for one in self._passes):
-            self._start = 0
+        if any(one.epoch == self.epoch and one.read for one in self._passes):
+            self._start = 0  # what was loaded is where one pass went on; the next is a whole one
         begun = _Pass(self, self._start)
         indices = begun.indices()
         self._passes = [one for one in self._passes
@@ -247,9 +247,24 @@ class _Pass:
         return (self.consumed or 0) >= self.samples
 
     @property
+    def read(self) -> bool:
+        """Whether this pass was read, to its end or not, and not only looked at: more than a batch was taken."""
+        used = self.consumed
+        if used is None or self._batch is None:
+            return not self.alive
+        return used >= self.samples or used > self._batch
+
+    @property
     def consumed(self) -> int | None:
         """Samples that the training loop got; None where the DataLoader's batches cannot be counted in samples."""
         if not self._loader:
             return self._drawn - operator.length_hint(self._chunk)
-        size = getattr(self._loader["_index_sampler"], "batch_size", None) if self._loader["_auto_collation"] else 1
-        return min(self.samples, self._loader["_num_yielded"] * size) if isinstance(size, int) else None
+        return None if self._batch is None else min(self.samples, self._loader["_num_yielded"] * self._batch)
+
+    @property
+    def _batch(self) -> int | None:
+        """Samples of one batch, as far as it is known."""
+        if not self._loader or not self._loader["_auto_collation"]:
+            return 1
+        size = getattr(self._loader["_index_sampler"], "batch_size", None)
+        return size if isinstance(size, int) else None

@@ -165,7 +165,10 @@ class StopSignal:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a save, with all that has to be over before the process may end: measures save_seconds."""
+        """Around a save, with all that has to be over before the process may end: measures save_seconds.
+
+        A Checkpointer writes in the background: with one, set save_seconds by what it says in `seconds` instead.
+        """
         start = time.monotonic()
         yield
         took = time.monotonic() - start

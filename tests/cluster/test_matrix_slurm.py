@@ -33,6 +33,8 @@ SHAPES = {
     "cyclic": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--distribution=cyclic"], [2, 2]),
     "gpus-per-task": (["-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1"], [2, 2]),
     "gres": (["-N2", "--ntasks-per-node=2", "--gres=gpu:2"], [2, 2]),
+    "exclusive": (["-N2", "--exclusive"], [2, 2]),  # no GPUs are asked for: a step gets none by itself
+    "exclusive, heterogeneous": (["-N1", "--exclusive", ":", "-N2", "--exclusive"], [2, 2, 2]),
     "heterogeneous": (["-N1", "-n1", "--gpus-per-node=1", ":", "-N2", "--ntasks-per-node=2", "--gpus-per-node=2"],
                       [1, 2, 2]),
     "heterogeneous, gpus-per-task": (["-n1", "--gpus-per-task=1", ":", "-N1", "-n2", "--gpus-per-task=1"], [1, 2])}

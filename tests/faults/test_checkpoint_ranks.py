@@ -66,7 +66,8 @@ def state_of(rank: int) -> tuple[DDP, torch.optim.Optimizer, Seen]:
     for _ in range(2):
         model(torch.rand(8, 6) + rank).square().sum().backward()  # the running means of the norm differ between ranks
         optimizer.step()
-    return model, optimizer, {"model": model, "optimizer": optimizer, "epoch": 3, "mine": PerRank({"rank": rank})}
+    mine = PerRank({"rank": rank, "hidden": torch.full((3,), float(rank))})
+    return model, optimizer, {"model": model, "optimizer": optimizer, "epoch": 3, "mine": mine}
 
 
 def raised(action: Any, *args: Any) -> str:
@@ -89,10 +90,11 @@ def both_write_and_restore(dist: Distributed, checkpoints: Checkpointer) -> Seen
     checkpoints.load_latest(state)  # step 2: the generator stands after the first number
     second = torch.rand(1).item()
     checkpoints.wait()
-    found = checkpoints.load_latest({**state, "mine": PerRank({"rank": -1})})
+    found = checkpoints.load_latest({**state, "mine": PerRank({"rank": -1, "hidden": torch.zeros(3)})})
     assert found is not None
+    mine = found.state["mine"].value
     return {"mean": mean, "restored mean": model.module.norm.running_mean.tolist(), "step": found.step,
-            "weights": torch.equal(weight, model.module.linear.weight), "mine": found.state["mine"].value,
+            "weights": torch.equal(weight, model.module.linear.weight), "mine": [mine["rank"], mine["hidden"].tolist()],
             "draws": [expected, second, torch.rand(1).item()],
             "momentum": len(state["optimizer"].state_dict()["state"])}
 
@@ -129,6 +131,13 @@ def states_differ(dist: Distributed, checkpoints: Checkpointer) -> Seen:
     return {"error": raised(checkpoints.wait)}
 
 
+def folders_differ(dist: Distributed, checkpoints: Checkpointer) -> Seen:
+    with Checkpointer(f"{checkpoints.folder} of rank {dist.rank}", timeout=60.0) as apart:
+        nothing = apart.load_latest(state_of(dist.rank)[2])
+        apart.save(1, state_of(dist.rank)[2])
+        return {"error": raised(apart.wait), "found": nothing}
+
+
 def one_is_slow(dist: Distributed, checkpoints: Checkpointer) -> Seen:
     """Rank 1's disk waits until rank 0 has gone through its loop: no rank waits for the other in save()."""
     go = threading.Event()
@@ -158,7 +167,8 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> Seen:
             return {"error": raised(impatient.wait), "names": checkpoint_files.names(checkpoints.folder)}
 
 
-SCENARIOS = [both_write_and_restore, one_finds_damage, one_disk_is_full, states_differ, one_is_slow, one_dies]
+SCENARIOS = [both_write_and_restore, one_finds_damage, one_disk_is_full, states_differ, folders_differ, one_is_slow,
+             one_dies]
 
 
 def main(folder: str) -> None:
@@ -204,13 +214,13 @@ def test_what_is_common_is_restored_as_rank_0_had_it_and_what_is_a_ranks_own_on_
     assert zero["step"] == one["step"] == 2
     assert zero["weights"] and one["weights"] and zero["momentum"] == one["momentum"] == 4
     assert zero["mean"] != one["mean"] and zero["restored mean"] == one["restored mean"] == zero["mean"]
-    assert [zero["mine"], one["mine"]] == [{"rank": 0}, {"rank": 1}]
+    assert [zero["mine"], one["mine"]] == [[0, [0, 0, 0]], [1, [1, 1, 1]]]
     assert zero["draws"][1] == zero["draws"][2] and one["draws"][1] == one["draws"][2]
     assert len({*zero["draws"], *one["draws"]}) == 4
 
 
 def test_both_ranks_write_a_part_of_what_is_common(ran: Any) -> None:
-    held = [set(checkpoint_files.read_part(folder, entry)[1])
+    held = [{name for name in checkpoint_files.read_part(folder, entry)[1] if not name.startswith("mine")}
             for folder in [ran[0] / "step-000000001"] for entry in checkpoint_files.read_manifest(folder)["files"]]
     assert len(held) == 2 and all(held) and held[0].isdisjoint(held[1])
     assert "model/norm.running_mean" in held[0]
@@ -235,6 +245,11 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_both_and_the_next_save_is_
 def test_states_that_differ_between_ranks_are_refused_on_both(ran: Any) -> None:
     zero, one = of(ran, "states_differ")
     assert zero["error"] == one["error"] and "rank 1 saves another step than rank 0, or tensors" in zero["error"]
+
+
+def test_ranks_that_name_different_folders_are_told_so(ran: Any) -> None:
+    for seen in of(ran, "folders_differ"):
+        assert seen["found"] is None and "do not all hosts share it?" in seen["error"]
 
 
 def test_no_rank_waits_for_another_in_save_and_the_checkpoint_is_there_only_when_all_are_done(ran: Any) -> None:

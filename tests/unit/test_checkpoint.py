@@ -245,6 +245,16 @@ def test_misuse_is_told(tmp_path: Path) -> None:
         checkpoints.save(2, {})
 
 
+def test_a_save_that_no_load_would_find_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(30, {"x": 1})
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(10, {"x": 2})
+        with pytest.raises(CheckpointError, match="cannot save step 10 .*: step-000000030 is there already, which "):
+            checkpoints.wait()
+        assert os.listdir(tmp_path) == ["step-000000030"]
+
+
 def test_memory_is_kept_from_save_to_save() -> None:
     snapshot = Snapshot()
     tensors = {"a": torch.rand(1000), "b": torch.rand(10, dtype=torch.float64), "c": torch.tensor([True])}

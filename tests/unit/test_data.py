@@ -205,6 +205,18 @@ def test_an_epoch_that_was_done_is_not_repeated_and_the_next_one_is_whole() -> N
     assert list(other) == list(one) and len(list(other)) == 10
 
 
+@pytest.mark.parametrize("taken", [11, 7])  # all whole batches of 4, without the last three samples; not to the end
+def test_what_was_loaded_is_for_one_pass_and_the_next_is_whole(taken: int) -> None:
+    whole = list(sampler(107))
+    one = sampler(107)
+    one.load_state_dict({**one.state_dict(), "position": 60})
+    loader = DataLoader(Numbers(107), 4, sampler=one, drop_last=True)
+    next(iter(loader))  # a look at a batch is no pass
+    read = [index for batch, _ in zip(loader, range(taken), strict=False) for index in batch.tolist()]
+    assert read == whole[60:60 + 4 * taken]
+    assert samples(iter(loader)) == whole[:104]
+
+
 def test_several_resumes_in_one_epoch_lose_and_repeat_nothing() -> None:
     whole, got, state = list(sampler(101, 1, 0)), [], None
     for count in (1, 30, 2, 40, 1000):

@@ -103,12 +103,16 @@ def test_text_model_learns_from_a_file_by_context(tmp_path: Path) -> None:
     assert final_losses(run("03_text_lm.py", "--text", str(text), *SMALL).stdout) == (loss, entropy)
 
 
-def test_text_model_reads_the_standard_library_and_stops_in_time() -> None:
-    done = run("03_text_lm.py", *SMALL, "--max-seconds", "0.01", "--log-every", "2", "--precision", "bfloat16")
+def test_text_model_reads_the_standard_library_and_stops_in_time(tmp_path: Path) -> None:
+    words = [*SMALL, "--max-seconds", "0.01", "--log-every", "2", "--precision", "bfloat16", "--checkpoints",
+             str(tmp_path)]
+    done = run("03_text_lm.py", *words)
     assert done.returncode == 0, done.stderr
     assert "step     2/60" in done.stdout
     assert "step     4/60" not in done.stdout
     assert 2.5 < final_losses(done.stdout)[1] < 3.8
+    again = run("03_text_lm.py", *words)
+    assert "resuming after step 2" in again.stdout and "step     4/60" in again.stdout, again.stdout
 
 
 @pytest.mark.parametrize("content", [None, b"", b"too short"])

@@ -72,6 +72,11 @@ def test_a_further_component_is_like_the_first_but_for_what_it_says(said: str, s
     assert sorted(second_found) == sorted([*second, *shared])
 
 
+def test_where_launch_counts_the_gpus_it_does_so_for_every_component() -> None:
+    found = directives(Slurm(), nodes=2, directives=("--exclusive",), components=("--nodes=1 --gpus-per-node=2",))
+    assert not [option for option in found if "ntasks" in option]
+
+
 def test_slurm_reads_a_directive_with_blanks_quotes_and_a_hash() -> None:
     script = Slurm().render(Job(("a.py",), output='logs/a "b" # %j.out'), TEMPLATE)
     assert '#SBATCH "--output=logs/a \\"b\\" # %j.out"' in script.split("\n")

@@ -189,6 +189,7 @@ def test_gpus_that_a_step_gets_by_itself_are_not_asked_for_again() -> None:
 
 def test_uneven_ranks_are_placed_by_a_host_file() -> None:
     made = make(job(ranks=(1, 1), gpus=(2, 1)), SLURM)
+    assert "--gpus=3" in line(made)  # of nodes that were asked for whole a step gets none by itself
     assert f"--ntasks=3 --nodelist={HOST_FILE} --distribution=arbitrary" in line(made).replace("'", "")
     assert host_file(made) == "n1\nn1\nn2\n"
 
@@ -250,6 +251,13 @@ def test_one_agent_for_each_host_of_every_component_of_a_heterogeneous_job() -> 
         "--het-group=1 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1"]
 
 
+@pytest.mark.parametrize(("gpus", "claim"), [((2, 2, 2), "--gres=gpu:2 "), ((1, 2, 2), ""), ((0, 0, 0), "")])
+def test_the_tasks_of_all_components_claim_their_gpus_where_all_have_the_same(gpus: tuple[int, ...],
+                                                                              claim: str) -> None:
+    made = make(job(ranks=(1, 2, 2), gpus=gpus), HET)
+    assert f"--kill-on-bad-exit=1 {claim}--het-group=0,1 " in line(made)
+
+
 def test_of_a_heterogeneous_job_a_part_cannot_be_chosen() -> None:
     with pytest.raises(PlanError, match="--hosts was given in a heterogeneous job"):
         make(job(ranks=(1, 2, 2)), HET, Options(hosts="2"))
@@ -279,6 +287,15 @@ def test_under_srun_torchrun_agents_get_all_cores_of_their_host() -> None:
     assert made.agents
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --distribution=block --cpus-per-task=8" in line(made)
     assert "SLURM_GPUS_PER_TASK" not in made.environ
+
+
+@pytest.mark.parametrize(("gpus", "environ", "asked"), [
+    ((4, 4), {}, "4"), ((4, 4), {"SLURM_GPUS": "8"}, None), ((4, 2), {}, None), ((0, 0), {}, None)])
+def test_the_step_of_an_mpiexec_asks_for_the_gpus_of_whole_nodes(gpus: tuple[int, ...], environ: dict[str, str],
+                                                                 asked: str | None) -> None:
+    made = make(job(ranks=(4, 4), gpus=gpus), {**SLURM, **environ}, Options(by="mpiexec"),
+                programs=Programs(mpiexec=MPICH))
+    assert made.environ.get("SLURM_GPUS_PER_NODE") == asked
 
 
 # mpiexec --------------------------------------------------------------------------------------------------------------

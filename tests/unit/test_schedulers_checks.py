@@ -45,6 +45,19 @@ def test_slurm_is_asked_for_its_partitions(commands: Commands, monkeypatch: pyte
         "walltime", "gpus_per_node"]
 
 
+@pytest.mark.parametrize(("values", "submitted", "problems"), [
+    ({}, "", ["walltime"]), ({"queue": "main"}, "", []), ({"directives": ("-p main",)}, "", []), ({}, "main", []),
+    ({"directives": ("--partition=main",), "components": ("-p short",)}, "", []), ({"directives": ("-q x",)}, "", [])])
+def test_a_job_is_judged_by_the_partition_that_sbatch_will_take(
+        commands: Commands, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], submitted: str,
+        problems: list[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SBATCH_PARTITION", submitted)
+    commands.add("sinfo", slurm_answer("sinfo").replace("main*", "main").replace("short", "short*"))
+    found = Slurm().check(Job(("examples/01_ddp_minimal.py",), walltime=601, **values))
+    assert [problem.split(":")[0] for problem in found if "submit folder" not in problem] == problems
+
+
 def test_pbs_is_asked_for_its_queues_and_nodes(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for words, name in (("-Qf", "qstat_Qf_json"), ("-Bf", "qstat_Bf_json")):
@@ -62,7 +75,7 @@ def test_an_account_is_missed_where_slurm_insists_on_one(commands: Commands, mon
     commands.add("scontrol", "AccountingStorageEnforce = associations,limits\n")
     commands.add("sacctmgr", "projecta\nprojectb\n", when="associations")
     commands.add("sacctmgr", "", when="user")
-    for account, problems in (("projecta", 0), ("other", 1), (None, 1)):
+    for account, problems in (("projecta", 0), ("ProjectA", 0), ("other", 1), (None, 1)):
         found = [line for line in Slurm().check(Job(("examples/01_ddp_minimal.py",), account=account))
                  if line.startswith("account")]
         assert len(found) == problems

@@ -67,9 +67,21 @@ def test_an_array_is_as_far_as_its_elements(commands: Commands) -> None:
 
 def test_a_job_that_the_controller_forgot_is_asked_of_the_accounting(commands: Commands) -> None:
     commands.add("scontrol", error="slurm_load_jobs error: Invalid job id specified\n", status=1)
-    commands.add("sacct", "train\x1fCANCELLED by 0\x1f0:0\x1fmain\x1fnode[1-2]\n")
+    commands.add("sacct", "33\x1ftrain\x1fCANCELLED by 0\x1f0:0\x1fmain\x1fnode[1-2]\n")
     status = Slurm().status("33")
     assert (status.state, status.hosts, status.exit_status) == ("cancelled", ("node1", "node2"), 1)
+
+
+def test_an_element_of_an_array_that_the_controller_forgot_still_counts(commands: Commands) -> None:
+    ended = slurm_answer("job-array").replace("=RUNNING", "=COMPLETED").replace("=PENDING", "=COMPLETED")
+    left = ended[ended.index("JobId=40 "):ended.index("JobId=39 ")]  # Slurm forgets each on its own
+    commands.add("scontrol", left)
+    commands.add("sacct", "35_0\x1fj.sh\x1fFAILED\x1f3:0\x1fmain\x1fnode1\n"
+                          "35_1\x1fj.sh\x1fCOMPLETED\x1f0:0\x1fmain\x1fnode1\n")
+    status = Slurm().status("35")
+    assert (status.state, status.exit_status, status.reason) == ("failed", 3, "1 failed, 1 completed")
+    commands.add("scontrol", left.replace("=COMPLETED", "=RUNNING"))
+    assert Slurm().status("35").state == "running"
 
 
 def test_a_job_that_nobody_knows_is_unknown_and_no_success(commands: Commands) -> None:
@@ -185,6 +197,22 @@ def test_what_qsub_refuses_is_shown_with_the_line_that_caused_it(commands: Comma
     assert recording["stderr"].split("\nusage")[0].strip() in str(refused.value)
     assert str(refused.value).endswith(f"line 3 of {script}: {REFUSED[name]}")
     assert refused.value.exit_code == recording["rc"]
+
+
+@pytest.mark.parametrize(("message", "lines", "blamed"), [
+    ("Invalid account or account/partition combination specified", ["--partition=gpu", "--account=other"], 1),
+    ("Invalid account or account/partition combination specified", ["--ntasks-per-node=4"], None),  # has -p in it
+    ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+     ["--account=mine", "--time=48:00:00"], 1)])
+def test_an_innocent_line_is_not_blamed(commands: Commands, tmp_path: Path, message: str, lines: list[str],
+                                        blamed: int | None) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("".join(f"#SBATCH {line}\n" for line in lines))
+    commands.add("sbatch", error=f"sbatch: error: Batch job submission failed: {message}\n", status=1)
+    with pytest.raises(SchedulerError) as refused:
+        Slurm().submit(script)
+    assert ("probably" in str(refused.value)) == (blamed is not None)
+    assert blamed is None or str(refused.value).endswith(f"line {blamed + 1} of {script}: #SBATCH {lines[blamed]}")
 
 
 @pytest.mark.parametrize(("message", "line"), [

@@ -429,6 +429,7 @@ def test_the_exit_status_of_following_is_the_jobs(status: Status, expected: int,
 @pytest.mark.parametrize(("first", "expected"), [
     (Status("1", "completed", 0), 0), (Status("1", "timeout"), 0), (Status("1", "failed", 3), 3),
     (Status("1", "cancelled"), 1), (Status("1", "never_ran"), 1), (Status("1", "node_fail"), 1),
+    (Status("1", "unknown"), 1),
 ])
 def test_a_chain_is_a_success_when_its_jobs_end_well_or_by_the_time_limit(first: Status, expected: int,
                                                                           record: records.Record) -> None:
@@ -467,7 +468,7 @@ def test_status_prints_the_state_and_fails_for_a_job_that_ended_badly(
     assert f"job 1: {status.state.replace('_', ' ')}" in out and "train-1" in out
 
 
-@pytest.mark.parametrize("state", ["failed", "cancelled", "never_ran"])
+@pytest.mark.parametrize("state", ["failed", "cancelled", "never_ran", "unknown"])
 def test_a_job_whose_predecessor_ended_badly_is_no_success(state: str, record: records.Record,
                                                            monkeypatch: pytest.MonkeyPatch,
                                                            capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,9 @@ def _srun(plan: Plan, words: Sequence[str]) -> Iterator[str]:
     if not plan.components:
         yield from (*_step(plan, slice(None)), *words)
     elif plan.as_asked:  # each component has its own number of tasks, and of cores for a rank
-        yield from (*_always(plan), f"--het-group={','.join(map(str, range(len(plan.components))))}", *words)
+        gpus = _same(plan.gpus_to_claim)
+        yield from (*_always(plan), *([f"--gres=gpu:{gpus}"] if gpus else []),
+                    f"--het-group={','.join(map(str, range(len(plan.components))))}", *words)
     else:  # one step of several components, each with options of its own
         first = 0
         for group, hosts in enumerate(plan.components):
@@ -89,8 +91,11 @@ def _step(plan: Plan, part: slice) -> Iterator[str]:
         yield f"--cpus-per-task={asked if asked.isdecimal() else min(share)}"
     elif share:
         yield "--overcommit"  # more ranks than cores
-    if gpus := _same(plan.gpus_to_claim[part]):
+    claim = plan.gpus_to_claim[part]
+    if gpus := _same(claim):
         yield f"--gres=gpu:{gpus}"
+    elif any(claim):
+        yield f"--gpus={sum(claim)}"
 
 
 def _same(numbers: Sequence[int]) -> int:

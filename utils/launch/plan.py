@@ -149,6 +149,8 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
         gpus = {allocation.gpus_per_host[index] for index in wanted}
         if len(gpus) == 1 and None not in gpus:  # srun, ours or the one of mpiexec, takes it from here
             environment["SLURM_GPUS_PER_NODE"] = str(gpus.pop())
+    if means == "mpiexec" and allocation is not None and allocation.scheduler == "slurm" and not parts:
+        environment |= _gpu_request(environment, _gpus(allocation, wanted))
     if not base.agents:  # one environment for all hosts
         known = [count for count in threads if count is not None]
         if known:
@@ -315,6 +317,13 @@ def _for_srun(base: Plan, allocation: Allocation, environ: Mapping[str, str],
 
 def _gpus(allocation: Allocation, wanted: Sequence[int]) -> tuple[int, ...]:
     return tuple(allocation.gpus_per_host[index] or 0 for index in wanted)
+
+
+def _gpu_request(environ: Mapping[str, str], gpus: tuple[int, ...]) -> dict[str, str]:
+    """For the srun of an mpiexec: a step does not get by itself the GPUs of a job that asked for whole nodes alone."""
+    if not any(gpus) or any(environ.get(f"SLURM_{name}") for name in _GPU_REQUESTS):
+        return {}
+    return {"SLURM_GPUS_PER_NODE": str(gpus[0])} if len(set(gpus)) == 1 else {}
 
 
 # The environment ------------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ _ENDS = {-29: ("timeout", "the walltime was over"), -20: ("node_fail", "the firs
 _STATES = {"Q": "queued", "W": "queued", "T": "queued", "M": "queued", "H": "held", "S": "held", "U": "held",
            "R": "running", "B": "running", "E": "ending"}
 # What qsub says, and the options that it may mean; "Resource_List.walltime" names itself.
-_BLAME = (("queue", ("-q",)), ("Unauthorized", ("-q", "-A")), ("ccount", ("-A",)), ("name", ("-N",)),
-          ("resource limits", ("walltime=", "select=", "-q")), ("select or place", ("select=", "place=")))
+_BLAME = (("resource limits", ("walltime=", "select=", "-q")), ("queue", ("-q",)), ("Unauthorized", ("-q", "-A")),
+          ("ccount", ("-A",)), ("name", ("-N",)), ("select or place", ("select=", "place=")))
 
 
 class Pbs:

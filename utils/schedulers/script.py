@@ -95,6 +95,12 @@ def option_of(words: Sequence[str]) -> str:
     return words[0][:2]
 
 
+def value(words: Sequence[str]) -> str:
+    """The value of an option: ["--gres=gpu:2"] -> "gpu:2", ["-A", "x"] and ["-Ax"] -> "x"."""
+    joined = " ".join(words)
+    return joined[len(option_of(words)):].lstrip("= ")
+
+
 def blamed_line(script: Path, prefix: str, options: Sequence[str], words: Iterable[str]) -> str | None:
     """Which option of the command line, or which line of the script that starts with prefix ("#SBATCH"), holds one of
     the words; the words are tried in their order."""
@@ -103,8 +109,13 @@ def blamed_line(script: Path, prefix: str, options: Sequence[str], words: Iterab
         said = [(f"line {number} of {script}: {line}", line[len(prefix):])
                 for number, line in enumerate(lines, 1) if line.startswith(prefix)]
         said[:0] = [(f"the option {option}", option) for option in _joined(options)]
-        return next((shown for word in words for shown, text in said if word in text), None)
+        return next((shown for word in words for shown, text in said if _holds(text, word)), None)
     return None
+
+
+def _holds(text: str, word: str) -> bool:
+    """Whether a directive is about a word; an option stands at its start: -p is no part of --ntasks-per-node."""
+    return text.lstrip(" \"'").startswith(word) if word.startswith("-") else word in text
 
 
 def _joined(options: Sequence[str]) -> list[str]:

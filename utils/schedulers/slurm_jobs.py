@@ -7,7 +7,7 @@ from __future__ import annotations
 import getpass
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from . import command
 from .checks import Queue, check_dependency, check_paths, check_queue
 from .job import Job, JobError, format_walltime, split_directive
 from .scheduler import Status
-from .script import blamed_line, command_words, fill, option_of, setup_lines
+from .script import blamed_line, command_words, fill, option_of, setup_lines, value
 from .slurm import expand_hostlist
 from .slurm_answers import SEPARATOR, Record, gpu_count, parse_duration, records, table
 
@@ -40,7 +40,9 @@ _HELD = ("JobHeldUser", "JobHeldAdmin", "DependencyNeverSatisfied", "BadConstrai
 _PATIENCE = 10.0  # seconds for each question before a submission
 _JOB_ID = re.compile(r"[0-9]+(?:_(?:[0-9]+|\[[0-9,:%-]+\])|\+[0-9]+)?")
 _QUIET = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]&|^*()?~-]+")  # sbatch takes these in a directive as they stand
-# What sbatch says, and the options that it may mean.
+# What sbatch says, and the options that it may mean: of these first, whatever else a message has in it.
+_BLAME_ALONE = (("accounting/qos policy", ("--time", "-t", "--qos", "-q", "--nodes", "-N", "--array", "-a")),
+                ("account/partition", ("--account", "-A", "--partition", "-p")))
 _BLAME = (("partition", ("--partition", "-p")), ("account", ("--account", "-A", "--partition", "-p")),
           ("time limit", ("--time", "-t")), ("gres", ("--gpus", "--gres", "-G")), ("gpu", ("--gpus", "--gres", "-G")),
           ("feature", ("--constraint", "-C")), ("dependency", ("--dependency", "-d")), ("memory", ("--mem",)),
@@ -96,7 +98,12 @@ class Slurm:
 
     def check(self, job: Job) -> list[str]:
         """What would go wrong, each with its fix. What the scheduler cannot answer is no problem."""
-        return (check_queue(job, _partitions(), "partition") + _check_account(job)
+        partitions, options = _partitions(), self.directives(replace(job, components=()))
+        named = os.environ.get("SBATCH_PARTITION") or next(
+            (value(words) for words in reversed(options) if _meaning(words) == "--partition"), None)
+        if not named and any(_meaning(words) in ("--qos", "-q") for words in options):
+            partitions = [replace(one, is_default=False) for one in partitions]  # the site chooses by QOS
+        return (check_queue(replace(job, queue=named), partitions, "partition") + _check_account(job)
                 + check_dependency(job, self.status) + check_paths(job))
 
     def submit(self, script: str | os.PathLike[str], *, options: Sequence[str] = (),
@@ -115,7 +122,10 @@ class Slurm:
             if "invalid job id" not in error.said.lower():
                 raise
             jobs = []
-        found = [_status(job_id, job) for job in jobs] or _from_accounting(job_id)
+        found = [_status(job_id, job) for job in jobs]
+        if all(status.ended for status in found) and (not found or "ArrayTaskId" in jobs[0]):
+            # Slurm forgets the elements of an array one by one, five minutes after each has ended.
+            found += _from_accounting(job_id, {f"{job.get('ArrayJobId')}_{job.get('ArrayTaskId')}" for job in jobs})
         status = _combined(job_id, found)
         if status.state != "queued" or not status.queue:
             return status
@@ -152,7 +162,8 @@ def _component(job: Job, first: Sequence[list[str]], text: str) -> list[list[str
         own[-1].append(word)
     said = {_meaning(words) for words in own}
     gpus = [re.search(r"(?:--gpus-per-node|--gres)\W.*?([0-9]+)$", "=".join(words)) for words in own]
-    if "--ntasks-per-node" not in said and job.ranks_per_node is None and job.launcher != "torchrun":
+    counted = any(_meaning(words) == "--ntasks-per-node" for words in first)  # else launch.py counts the GPUs of hosts
+    if counted and "--ntasks-per-node" not in said and job.ranks_per_node is None and job.launcher != "torchrun":
         own += [[f"--ntasks-per-node={found[1]}"] for found in gpus if found and int(found[1])]  # a rank for each
         said = {_meaning(words) for words in own}
     return [words for words in first if _meaning(words) not in said | _OF_WHOLE_JOB] + own
@@ -175,7 +186,8 @@ def _blame(script: Path, options: Sequence[str], said: str) -> str | None:
     """The directive that sbatch's message is about."""
     lower = said.lower()
     named = re.findall(r"--[a-z][a-z-]+", said) + re.findall(r"specified: (\S+)", said)
-    meant = [name for phrase, names in _BLAME if phrase in lower for name in names]
+    alone = [name for phrase, names in _BLAME_ALONE if phrase in lower for name in names]
+    meant = alone or [name for phrase, names in _BLAME if phrase in lower for name in names]
     return blamed_line(script, "#SBATCH", options, named + meant)
 
 
@@ -219,9 +231,9 @@ def _exit_code(state: str, code: str) -> int | None:
     return number if number or state == "completed" else None
 
 
-def _from_accounting(job_id: str) -> list[Status]:
-    """The states that sacct knows; none where there is no accounting."""
-    columns = ("JobName", "State", "ExitCode", "Partition", "NodeList")
+def _from_accounting(job_id: str, known: Collection[str]) -> list[Status]:
+    """The states that sacct knows, but for the elements that are known; none where there is no accounting."""
+    columns = ("JobID", "JobName", "State", "ExitCode", "Partition", "NodeList")
     try:
         answer = command.ask(["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}",
                               f"--format={','.join(columns)}", "--jobs", job_id])
@@ -230,7 +242,8 @@ def _from_accounting(job_id: str) -> list[Status]:
     found = []
     for row in table(answer, columns):
         job = dict(row, JobState=row["State"].split(" ")[0], Reason=row["State"])  # "CANCELLED by 0"
-        found.append(_status(job_id, job))
+        if row["JobID"] not in known:
+            found.append(_status(job_id, job))
     return found
 
 
@@ -269,7 +282,7 @@ def _partitions() -> list[Queue]:
     """The partitions by sinfo; none where it does not answer."""
     columns = ("partition", "open", "limit", "nodes", "cores", "memory", "gres")
     try:
-        answer = command.ask(["sinfo", "--exact", "--noheader", "--format",
+        answer = command.ask(["sinfo", "--all", "--exact", "--noheader", "--format",
                               SEPARATOR.join(("%P", "%a", "%l", "%D", "%c", "%m", "%G"))], seconds=_PATIENCE)
     except command.SchedulerError:
         return []
@@ -303,7 +316,8 @@ def _check_account(job: Job) -> list[str]:
     except (command.SchedulerError, OSError, KeyError):
         return []
     accounts = sorted(set(rows))
-    if not accounts or job.account in accounts or (job.account is None and default):
+    given = (job.account or "").lower()  # Slurm keeps the names in lower case, and takes them in any
+    if not accounts or given in map(str.lower, accounts) or (job.account is None and default):
         return []
     return [f"account: {job.account or 'none'} is given, and Slurm insists on an account of yours. "
             f"Take one of: {', '.join(accounts)}."]
