@@ -90,6 +90,10 @@ is_login_node() { timeout 10 sinfo --noheader || timeout 10 qstat -B; } >/dev/nu
 # The default torch for Linux is several gigabytes of CUDA, of no use to a laptop without a GPU.
 prefer_cpu_torch() {
     if [ -n "${PIP_TORCH_SPEC-}" ] || [ "$(uname -s)" != Linux ] || has_nvidia_gpu; then return; fi
+    if [ -e /dev/kfd ]; then
+        say "AMD GPUs need a torch of their own. Use the site's module, or after this: $venv/bin/python -m pip install" \
+            "--force-reinstall torch --index-url https://download.pytorch.org/whl/rocmVERSION"
+    fi
     if is_login_node; then
         say "no NVIDIA GPU here, but a scheduler answers: taking the default build of $torch, for the compute nodes"
         return

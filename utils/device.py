@@ -41,7 +41,9 @@ def visible(backend: str) -> list[str]:
     In the order of their indices; empty for the CPU.
     """
     kind = BACKENDS[backend]
-    return [] if kind == "cpu" else [_identity(kind, index) for index in range(_count(kind))]
+    found = [] if kind == "cpu" else [_identity(kind, index) for index in range(_count(kind))]
+    # Some drivers of AMD give all GPUs one placeholder, or the partitions of a GPU its own UUID.
+    return found if len(set(found)) == len(found) else [f"{one} index {index}" for index, one in enumerate(found)]
 
 
 def numbered(backend: str, index: int | None) -> torch.device:
@@ -53,6 +55,17 @@ def pin(device: torch.device) -> None:
     """Make `device` the current one of this process."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
+
+
+def unused() -> str:
+    """What to tell where this host shows GPUs to the process that its torch cannot use; empty where there are none."""
+    from .launch.gpus import count_gpus, gpu_vendor
+
+    count = count_gpus()
+    if not count or any(map(_count, ("cuda", "xpu"))):
+        return ""
+    return (f"{socket.gethostname()} has {count} GPU(s) by {gpu_vendor()}, but torch {torch.__version__} sees none: "
+            "this trains on CPUs. Install a torch build for them, or ask for backend gloo if this is meant")
 
 
 def masks() -> str:
@@ -71,4 +84,6 @@ def _identity(kind: str, index: int) -> str:
         return masked[index]  # several ranks may share a GPU by its MIG instances, which have one UUID
     properties = torch.get_device_module(torch.device(kind)).get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
+    if uuid and torch.version.hip:
+        return f"{uuid} {masks()}"
     return str(uuid) if uuid else f"{masks()} index {index}"

@@ -34,6 +34,7 @@ _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
 START_UP_SECONDS = 100.0
 _CLOSE_SECONDS = 20.0
+_SLOWEST_SECONDS = 1800.0  # that the other ranks of an orderly end may take, for a last evaluation or save
 
 
 @dataclass
@@ -74,24 +75,41 @@ class Distributed:
     def all_reduce_mean(self, value: _Number) -> _Number:
         """The mean over all ranks of a number, or of each element of a tensor (which is not changed)."""
         if isinstance(value, torch.Tensor):
-            total = value.detach().clone()
+            total = value.detach().to(self.device, copy=True)
             dist.all_reduce(total)
-            return total / self.world_size
+            return (total / self.world_size).to(value.device)
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total) / self.world_size
 
     def close(self) -> None:
-        """Destroy the process group; a second call does nothing. Never waits longer than 20 s."""
+        """Destroy the process group; a second call does nothing.
+
+        With GPUs this waits for all ranks to come here, as the end of NCCL waits for those of the same host, and one of
+        them may still save. Else, and when a rank has failed, it never waits longer than 20 s.
+        """
+        self._close(orderly=True)
+
+    def _close(self, orderly: bool) -> None:
         if self._closed:
             return
         self._closed = True
+        if orderly and self.backend != "gloo" and self.world_size > 1:
+            self._wait_for_all()
         self._store = HashStore()  # rank 0's store, and its port, end with the last reference to it
         if dist.is_initialized() and not _within(_CLOSE_SECONDS, dist.destroy_process_group):
             _log.error("the process group could not be destroyed within %.0f s: a collective is still waiting for "
                        "another rank. Ending this process", _CLOSE_SECONDS)
             _exit_now()
         _let_gloo_drop_tensors()
+
+    def _wait_for_all(self) -> None:
+        limit, pause = time.monotonic() + _SLOWEST_SECONDS, max(0.05, self.world_size / 5000)
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+            closing = self._store.add(_CLOSING, 1)
+            while closing < self.world_size and time.monotonic() < limit and not self._store.check([_FAILED]):
+                time.sleep(pause)
+                closing = self._store.add(_CLOSING, 0)
 
     def __enter__(self) -> Distributed:
         return self
@@ -100,7 +118,7 @@ class Distributed:
                  trace: TracebackType | None) -> None:
         if error is not None:
             self._report(error)
-        self.close()
+        self._close(orderly=error is None or isinstance(error, SystemExit) and error.code in _ORDERLY)
 
     def _report(self, error: BaseException) -> None:
         """Say on this rank why it stops: the first to fail shows its traceback, the others name the first.
@@ -139,7 +157,7 @@ class Distributed:
 
 
 _ORDERLY = (None, 0, 75)  # 75 is EXIT_REQUEUE of preemption.py: saved, to go on later
-_REPORTED, _FAILED = "_ddpkit_reported", "ddpkit/failed"
+_REPORTED, _FAILED, _CLOSING = "_ddpkit_reported", "ddpkit/failed", "ddpkit/closing"
 # What gloo and NCCL say when a peer is gone.
 _LOST = r"(closed|reset) by peer|Broken pipe|Connection closed|remote process exited|ncclRemoteError"
 
@@ -174,7 +192,7 @@ def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_S
 
 
 def _start(placement: Placement, backend: str | None, deadline: float, collective_timeout: float | None) -> Distributed:
-    card = _introduce(placement, backend)
+    asked, card = backend, _introduce(placement, backend)
     met, store = _meet(placement, card, deadline)
     reply, backend = met.reply, str(card["backend"])
     own = device.numbered(backend, reply["device"])
@@ -194,7 +212,7 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
         cause = met.watch.cause(2) if met.watch else ""
         raise LaunchError(cause or
             f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}: all ranks met, but "
-            f"{backend} could not connect them: {str(error).splitlines()[0]}. Another rank may have died since "
+            f"{backend} could not connect them: {' '.join(str(error).split())[:600]}. Another rank may have died since "
             f"(look for its message); else check GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')!r} "
             f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', '')!r} and firewalls between hosts") from error
     if met.watch:
@@ -204,7 +222,8 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
         _log.info("%d rank%s on %d host%s by %s, backend %s%s\n%s", ranks, "s" * (ranks > 1), hosts, "s" * (hosts > 1),
                   placement.launcher, backend,
                   f", rank 0 at {met.master_addr}:{met.master_port}" if ranks > 1 else "", reply["table"])
-        for note in [*reply["notes"], *met.notes]:
+        idle = device.unused() if asked is None and backend == "gloo" else ""
+        for note in [*reply["notes"], *met.notes, *filter(None, [idle])]:
             _log.warning("%s", note)
     return Distributed(placement.rank, placement.world_size, reply["local_rank"], reply["local_world_size"],
                        reply["node_rank"], reply["num_nodes"], placement.launcher, backend, own,
@@ -384,7 +403,8 @@ def _close_at_exit(job: Distributed) -> None:
             job._store.set_timeout(datetime.timedelta(seconds=3))
             job._store.compare_set(_FAILED, "", f"rank {job.rank} on {socket.gethostname()} ended its program, by "
                                    "sys.exit() or at its last line, without closing the process group")
-    job.close()
+    if job.backend == "gloo":
+        job._close(orderly=False)  # NCCL's end might wait for ranks that are still at work; the process's own does not
 
 
 def _report_uncaught(job: Distributed) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ def agree(placement: Placement, card: Card, judge: Judge, *, timeout: float,
     launcher's is used. Raises LaunchError on every rank, with rank 0's words where it can be reached.
     """
     deadline = time.monotonic() + timeout
-    plan = _plan(placement, environ, telephone)
+    plan = _plan(placement, environ, telephone, timeout)
     if placement.rank == 0:
         return _host(placement, plan, card, judge, deadline)
     return _join(placement, plan, card, deadline, timeout)
@@ -71,7 +72,8 @@ def agree(placement: Placement, card: Card, judge: Judge, *, timeout: float,
 
 # How the launch is found ---------------------------------------------------------------------------------------------
 
-def _plan(placement: Placement, environ: Mapping[str, str], telephone: Telephone | None) -> _Plan:
+def _plan(placement: Placement, environ: Mapping[str, str], telephone: Telephone | None,
+          timeout: float | None = None) -> _Plan:
     one_host = placement.local_world_size == placement.world_size
     address, port, notes = _explicit(placement, environ, one_host)
     identity = _identity(placement, environ)
@@ -99,9 +101,10 @@ def _plan(placement: Placement, environ: Mapping[str, str], telephone: Telephone
         plan.ports += _ports(identity) if identity else []
         plan.source = f"MASTER_ADDR and {source}" if address else source
         return plan
-    if placement.launcher != "slurm" and not any("mpi4py" in why for why in why_not):
+    # Where PMI_FD is closed the MPI library would abort at it.
+    if placement.launcher != "slurm" and not any("mpi4py" in why or why.startswith("PMI_FD=") for why in why_not):
         try:
-            plan.telephone = Mpi4py(placement)
+            plan.telephone = Mpi4py(placement, timeout)
             return plan
         except NoTelephone as error:
             why_not.append(str(error))
@@ -227,7 +230,9 @@ def _host(placement: Placement, plan: _Plan, card: Card, judge: Judge, deadline:
             except NoTelephone as error:
                 raise LaunchError(f"rank 0 cannot tell the others where it listens: {error}. "
                                   "Export MASTER_ADDR and MASTER_PORT to all ranks") from None
-        reception = Reception(listener, placement, plan.token, [*placement.notes, *_doubts(plan)])
+        doubts = list(placement.notes)  # looking up a name may take long, and the others are calling already
+        threading.Thread(target=lambda: doubts.extend(_doubts(plan)), daemon=True, name="doubts").start()
+        reception = Reception(listener, placement, plan.token, doubts)
         reply = reception.gather(card, judge, deadline)
     except BaseException:
         listener.close()

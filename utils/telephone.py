@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import os
 import re
 import select
@@ -288,8 +289,8 @@ def _libpmix_of_parents() -> str | None:
 class Mpi4py:
     """One broadcast from rank 0. Every rank has to take part."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._mpi = import_mpi(placement)
+    def __init__(self, placement: Placement, seconds: float | None = None) -> None:
+        self._mpi = import_mpi(placement, seconds)
         self._told: str | None = None
 
     def publish(self, text: str, seconds: float) -> None:
@@ -305,9 +306,10 @@ _LIBRARIES = {"openmpi": r"Open MPI", "jsrun": r"Open MPI|IBM Spectrum MPI", "mp
               "intel-mpi": r"Intel|MPICH", "pals": r"MPICH|CRAY MPICH", "mvapich": r"MVAPICH|MPICH"}
 
 
-def import_mpi(placement: Placement) -> ModuleType:
+def import_mpi(placement: Placement, seconds: float | None = None) -> ModuleType:
     """mpi4py's MPI, initialised, after its library was found to be of the launcher's family and of this world size.
 
+    seconds: the process ends with a traceback when MPI_Init takes longer, which waits for all ranks.
     NoTelephone where mpi4py is missing or its library is of another family; LaunchError where MPI disagrees.
     """
     try:
@@ -325,7 +327,13 @@ def import_mpi(placement: Placement) -> ModuleType:
         raise NoTelephone(f"mpi4py uses the library {version!r}, which is not of {placement.launcher}, "
                           "the launcher of this process. Install mpi4py with that MPI, or start with the other mpiexec")
     if not running:
-        MPI.Init()
+        if seconds is not None:  # it keeps Python's lock, so that no thread of Python could end it
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+        try:
+            MPI.Init()
+        finally:
+            if seconds is not None:
+                faulthandler.cancel_dump_traceback_later()
     size, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
     if (rank, size) != (placement.rank, placement.world_size):
         if running:  # whoever started it: the launcher's own means may do without

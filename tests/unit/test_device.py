@@ -58,6 +58,19 @@ def test_the_visible_devices_are_told_by_identity_in_the_order_of_their_indices(
     assert device.numbered("nccl", 1) == torch.device("cuda", 1)
 
 
+def test_devices_that_name_themselves_alike_are_told_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_count", lambda kind: 2)
+    monkeypatch.setattr(device, "_identity", lambda kind, index: "GPU-XX no device mask is set")
+    assert len(set(device.visible("nccl"))) == 2
+
+
+@pytest.mark.parametrize(("gpus", "seen", "told"), [(4, 0, True), (4, 4, False), (0, 0, False)])
+def test_gpus_that_torch_cannot_use_are_told(gpus: int, seen: int, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_count", lambda kind: seen)
+    monkeypatch.setattr("utils.launch.gpus.count_gpus", lambda: gpus)
+    assert ("has 4 GPU(s)" in device.unused()) == told
+
+
 def test_an_instance_of_a_shared_gpu_is_told_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     assert [device._identity("cuda", index) for index in range(2)] == ["MIG-a", "MIG-b"]
