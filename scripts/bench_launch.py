@@ -3,10 +3,12 @@
 
 python scripts/bench_launch.py                 examples/01_ddp_minimal.py on two ranks of this host
 python scripts/bench_launch.py --pairs 20 --ranks 4
+python scripts/bench_launch.py --by srun       inside a job, on all its hosts; also mpiexec, pbs_tmrsh, pbsdsh, ssh
 
 columns: direct s, the commands of `launch.py --print` started at once; launch s, launch.py itself; ratio of one pair,
-launch / direct, median and quartiles over the pairs, of which a first one is not counted. The bar is 1.03. Exit status
-0 whatever the figures are; 1 when a launch failed.
+launch / direct, median and quartiles over the pairs, of which a first one is not counted. The bar is 1.03. Where a
+training of the same length differs by more than that from run to run, the line below tells more: launch.py's own time,
+from a command that sleeps. Exit status 0 whatever the figures are; 1 when a launch failed.
 """
 from __future__ import annotations
 
@@ -20,18 +22,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = [str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "10", "--backend", "gloo"]
+SLEEP = ["sleep", "0.5"]
+REPEATS = 11
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="per host")
+    parser.add_argument("--by", default="local", help="the means of launch.py")
     args = parser.parse_args()
     if args.pairs < 2 or args.ranks < 1:
         parser.error("--pairs is at least 2, --ranks at least 1")
-    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--by", "local", "--ranks-per-node", str(args.ranks)]
-    printed = subprocess.run([*launch, "--print", *TRAIN], capture_output=True, text=True, check=True).stdout
-    commands = [shlex.split(line.replace("<free port>", "29571")) for line in printed.splitlines()]
+    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--by", args.by, "--ranks-per-node", str(args.ranks)]
+    commands = printed([*launch, "--print", *TRAIN])
     pairs = []
     for pair in range(-1, args.pairs):
         sides = {"direct": commands, "launch": [[*launch, *TRAIN]]}
@@ -42,12 +46,24 @@ def main() -> None:
             print(f"pair {pair + 1} of {args.pairs}: {ratio:.3f}", file=sys.stderr, flush=True)
     ratios = [launch / direct for direct, launch in pairs]
     low, _, high = statistics.quantiles(ratios, method="inclusive")
+    took_directly = statistics.median(direct for direct, _ in pairs)
     print("direct s  launch s  ratio  quartiles")
-    print(f"{statistics.median(a for a, _ in pairs):8.3f}  {statistics.median(b for _, b in pairs):8.3f}  "
+    print(f"{took_directly:8.3f}  {statistics.median(b for _, b in pairs):8.3f}  "
           f"{statistics.median(ratios):5.3f}  {low:.3f} to {high:.3f}")
+    asleep = [[*launch, *SLEEP]], printed([*launch, "--print", *SLEEP])
+    with_launch, alone = (statistics.median(seconds(side) for _ in range(REPEATS)) for side in asleep)
+    own = with_launch - alone
+    print(f"launch.py's own time: {own:.3f} s, {100 * own / took_directly:.1f} % of that; medians of {REPEATS}")
     dry = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "derecho", "--account", "A", "--nodes", "4",
            "--time", "1:00:00", "--dry-run", TRAIN[0]]
-    print(f"submit.py --dry-run: {statistics.median(seconds([dry]) for _ in range(11)):.3f} s, median of 11")
+    answered = statistics.median(seconds([dry]) for _ in range(REPEATS))
+    print(f"submit.py --dry-run: {answered:.3f} s, median of {REPEATS}")
+
+
+def printed(launch: list[str]) -> list[list[str]]:
+    """The commands that launch.py prints, with a port."""
+    lines = subprocess.run(launch, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [shlex.split(line.replace("<free port>", "29571")) for line in lines]
 
 
 def seconds(commands: list[list[str]]) -> float:

@@ -1,6 +1,7 @@
 """Stopping in good time: StopSignal asks all ranks to stop at the same step; requeue() and the exit status come after.
 
-Not here: what rank 0 looks at besides signals (stop_sources.py), saving (checkpoint.py). A loop that may be stopped:
+Not here: what rank 0 looks at besides signals (stop_sources.py), the way back into the queue (requeue.py), saving
+(checkpoint.py). A loop that may be stopped:
 
     with setup_distributed() as dist, StopSignal(dist, save_seconds=20) as stop:
         for step in range(first, last):
@@ -29,7 +30,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from .launch import report
 from .launch.report import EXIT_REQUEUE as EXIT_REQUEUE
 from .logging import get_logger
+from .requeue import requeue as requeue
 from .stop_sources import Sources
 
 if TYPE_CHECKING:
@@ -365,57 +367,6 @@ class StopSignal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._close(orderly=error is None or isinstance(error, SystemExit) and error.code in (None, 0, EXIT_REQUEUE))
-
-
-@contextlib.contextmanager
-def _sigterm_ignored() -> Iterator[None]:
-    """Here and in the commands started here: Slurm may end all processes of a job before it answers the requeue."""
-    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-
-
-@_sigterm_ignored()
-def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bool:
-    """Put this job back into the queue, by `scontrol requeue`. Rank 0 alone calls it, after all ranks have saved.
-
-    True: Slurm has it again, and ends this run in a moment. False: outside of Slurm (PBS lets only operators requeue;
-    there the next job of a chain goes on), when Slurm refuses, after `limit` restarts, and for a job that was
-    cancelled, which somebody wants to have ended; with the reason logged.
-    """
-    from .schedulers import AllocationError, SchedulerError, current_allocation, get_scheduler
-    from .schedulers.slurm import own_id
-    try:
-        allocation = current_allocation(environ, ask=False)
-        if allocation is None or allocation.scheduler != "slurm":
-            return False
-        job_id = own_id(environ)
-        restarts = allocation.restart_count or 0
-        if restarts >= limit:
-            _log.warning("job %s has been restarted %d times and is not put back into the queue. At most %d were "
-                         "allowed. Submit it anew if it still makes progress", job_id, restarts, limit)
-            return False
-        scheduler = get_scheduler("slurm")
-        now = scheduler.status(job_id)
-        if now.state == "ending":  # Slurm ends it already: somebody has put it back, its time is up, or it is unwanted
-            if (now.restart_count or 0) > restarts:
-                return True
-            if not now.reason:
-                _log.warning("job %s was cancelled and is not put back into the queue. It has saved: submit it anew to "
-                             "go on", job_id)
-                return False
-        scheduler.requeue(job_id)
-    except (AllocationError, SchedulerError) as error:
-        _log.warning("the job was not put back into the queue. Submit it again by hand: it goes on where it has "
-                     "saved. The reason: %s", error)
-        return False
-    _log.info("job %s is back in the queue", job_id)
-    return True
 
 
 def shield_worker(worker_id: int = 0) -> None:
