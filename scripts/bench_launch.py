@@ -61,9 +61,9 @@ def main() -> None:
 
 
 def printed(launch: list[str]) -> list[list[str]]:
-    """The commands that launch.py prints, with a port."""
+    """The commands that launch.py prints, with a port. They are lines of shell."""
     lines = subprocess.run(launch, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [shlex.split(line.replace("<free port>", "29571")) for line in lines]
+    return [["bash", "-c", f"exec {line.replace('<free port>', '29571')}"] for line in lines]
 
 
 def seconds(commands: list[list[str]]) -> float:

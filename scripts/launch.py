@@ -89,7 +89,7 @@ def main() -> int:
         allocation = current_allocation()
         here = Here(socket.gethostname(), count_gpus(), python_for_ranks(), programs, os.geteuid() == 0)
         made = plan(command, options, allocation, here, os.environ)
-        lines = list(printed(made))
+        lines = list(printed(made, os.environ))
     except (AllocationError, LaunchError, PlanError) as error:
         say(str(error))
         return 2

@@ -254,7 +254,7 @@ def main() -> int:
     up.add_argument("--nodes", type=int, default=4)
     up.add_argument("--cpus", type=int, default=4, help="of each node")
     up.add_argument("--gpus", type=int, default=2, help="of each node")
-    run = actions.add_parser("run", help="run a command on a host of the cluster")
+    run = actions.add_parser("run", help="run a command, or a shell, on a host of the cluster, in this directory")
     run.add_argument("--host", default=HEAD)
     run.add_argument("command", nargs=argparse.REMAINDER)
     actions.add_parser("status", help="whether it is up, and what sinfo and squeue say")
@@ -287,7 +287,7 @@ def main() -> int:
         return 0
     if args.host not in cluster.hosts:
         parser.error(f"there is no host {args.host}; the hosts are {', '.join(cluster.hosts)}")
-    command = [*cluster.enter(args.host), "env", "-C", str(cluster.work), *(args.command or ["bash"])]
+    command = [*cluster.enter(args.host), "env", "-C", os.getcwd(), *(args.command or ["bash"])]
     os.execvpe(command[0], command, {**CLEAN_ENV, **cluster.environment, "TERM": os.environ.get("TERM", "dumb")})
 
 

@@ -31,6 +31,7 @@ SHAPES = {
     "4x1": (["-N4", "--ntasks-per-node=1", "--gpus-per-node=1"], [1, 1, 1, 1]),
     "3 on 2": (["-N2", "-n3", "--gpus-per-node=2"], [1, 2]),
     "cyclic": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--distribution=cyclic"], [2, 2]),
+    "gpus-per-node": (["-N2", "--gpus-per-node=2"], [2, 2]),  # one task for each node is asked for, and two GPUs
     "gpus-per-task": (["-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1"], [2, 2]),
     "gres": (["-N2", "--ntasks-per-node=2", "--gres=gpu:2"], [2, 2]),
     "exclusive": (["-N2", "--exclusive"], [2, 2]),  # no GPUs are asked for: a step gets none by itself
@@ -42,13 +43,14 @@ MEANS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "
 
 
 def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: Sequence[str], means: str,
-             *more: str) -> str:
+             *more: str, run: str = "exec {launch} {rank}") -> str:
     """The output of a job that launch.py starts by this means, after it has ended well."""
     by = {"srun": ["--by", "srun"], "torchrun": ["--torchrun"]}.get(means) or ["--by", str(need(means))]
     script = slurm.work / "takes gpu.py"
     script.write_text(RANK)
-    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), *by, *more, str(script)]
-    job_id = slurm.sbatch(*options, script=f"#!/bin/bash\nexec {shlex.join(launch)}\n")
+    launch = shlex.join([sys.executable, str(ROOT / "scripts" / "launch.py"), *by, *more])
+    line = run.format(launch=launch, rank=shlex.quote(str(script)))
+    job_id = slurm.sbatch(*options, script=f"#!/bin/bash\n{line}\n")
     job = slurm.wait(job_id)
     output = slurm.output(job_id)
     assert job["JobState"] == "COMPLETED", output
@@ -65,6 +67,26 @@ def test_every_rank_is_right_and_has_a_gpu_of_its_own(slurm: SlurmCluster, need:
     taken = TAKEN.findall(output)
     assert {launcher for _, launcher, _ in taken} == {MEANS[means]}
     assert len({(host, gpu) for host, _, gpu in taken}) == sum(expected), output
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_ranks_per_node_is_believed_whatever_tasks_were_asked_for(
+        slurm: SlurmCluster, need: Callable[[str], Path], means: str) -> None:
+    output = launched(slurm, need, ["-N2", "-n4", "--gpus-per-node=2"], means, "--ranks-per-node", "2",
+                      run="echo tasks on $SLURM_TASKS_PER_NODE && exec {launch} {rank}")
+    assert "tasks on 3,1\n" in output
+    assert sorted(ranks_on(output).values()) == [2, 2]
+    assert len(set(TAKEN.findall(output))) == 4, output
+
+
+@pytest.mark.parametrize("means", [means for means in MEANS if means != "torchrun"])
+@pytest.mark.parametrize("shape", ["3 on 2", "gpus-per-node", "heterogeneous"])
+def test_the_printed_command_does_the_same(slurm: SlurmCluster, need: Callable[[str], Path], shape: str,
+                                           means: str) -> None:
+    options, expected = SHAPES[shape]
+    output = launched(slurm, need, options, means, run="command=$({launch} --print {rank}) && eval \"$command\"")
+    assert sorted(ranks_on(output).values()) == expected
+    assert len(set(TAKEN.findall(output))) == sum(expected), output
 
 
 @pytest.mark.parametrize("means", MEANS)

@@ -269,8 +269,8 @@ def test_uneven_ranks_within_a_component_cannot_be_told_to_srun() -> None:
 
 
 @pytest.mark.parametrize(("mpiexec", "options"), [
-    (MPICH, "-launcher ssh -launcher-exec @remote-shell@"), (OPENMPI5, "--prtemca ras ^slurm --prtemca plm ssh"),
-    (OPENMPI4, "--mca ras ^slurm --mca plm rsh")])
+    (MPICH, "-launcher ssh -launcher-exec @remote-shell@"), (OPENMPI5, "--prtemca ras ^slurm,tm,pbs --prtemca plm ssh"),
+    (OPENMPI4, "--mca ras ^slurm,tm,pbs --mca plm rsh")])
 def test_an_mpiexec_reaches_every_component_by_a_srun_of_its_own(mpiexec: Mpiexec, options: str) -> None:
     made = make(job(ranks=(1, 2, 2), gpus=(1, 2, 2)), HET, Options(by="mpiexec"), programs=Programs(mpiexec=mpiexec))
     assert made.remote_shell == "/bin/srun" and gpus_of_components(made) == [1, 2]
@@ -476,12 +476,15 @@ def test_what_starts_where_is_told_in_one_line() -> None:
 
 
 def test_the_printed_command_of_a_native_means_can_be_pasted() -> None:
-    assert list(printed(by_mpiexec(MPICH, tools={}))) == [
-        "/mpich/mpiexec -f <(printf 'n1:2\\nn2:1\\n') -n 3 /env/bin/python -u train.py --name 'a b'"]
+    plain = by_mpiexec(MPICH, tools={})
+    [line] = printed(plain, {**plain.environ, "STALE": "1", "CHANGED": "1"})
+    assert line == ("""hosts=$(mktemp) && printf 'n1:2\\nn2:1\\n' >"$hosts" && chmod 600 "$hosts" && """
+                    "env -u STALE -u CHANGED /mpich/mpiexec -f \"$hosts\" -n 3 "
+                    "/env/bin/python -u train.py --name 'a b'")
 
 
 def test_the_printed_command_of_agents_is_that_of_each_rank() -> None:
-    lines = list(printed(make(job("pbs", (1, 1)), PBS)))
+    lines = list(printed(make(job("pbs", (1, 1)), PBS), PBS))
     assert len(lines) == 2
     assert lines[1] == ("/bin/pbs_tmrsh n2 env RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=1 "
                         "'MASTER_ADDR=<n1>' 'MASTER_PORT=<free port>' /env/bin/python -u train.py --name 'a b'")

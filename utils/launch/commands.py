@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from . import remote_shell
 from .gpus import MASKS
-from .plan import Plan, PlanError
+from .plan import Plan, PlanError, clean
 
 HOST_FILE = "@hosts@"  # stands for the path of a file with host_file(); native.py makes it
 REMOTE_SHELL = "@remote-shell@"  # stands for the path of a script with remote_shell.script(); native.py makes it
@@ -27,6 +27,13 @@ def native_command(plan: Plan, words: Sequence[str]) -> list[str]:
     assert plan.mpiexec is not None
     options = {"pals": _pals, "openmpi": _openmpi, "mpich": _hydra, "intel-mpi": _hydra}[plan.mpiexec.kind]
     return [plan.path, *options(plan), *words]
+
+
+def remote_shell_variables(plan: Plan) -> dict[str, str]:
+    """What the native command needs in its environment besides plan.environ."""
+    if not plan.remote_shell:
+        return {}
+    return {remote_shell.VARIABLE: remote_shell.code(plan.remote_shell, gpus_of_components(plan))}
 
 
 def counts(plan: Plan) -> tuple[int, ...]:
@@ -70,9 +77,12 @@ def _step(plan: Plan, part: slice) -> Iterator[str]:
     """The options of a step, or of its part on one component of a heterogeneous job."""
     yield from _always(plan)
     each = counts(plan)[part]
+    share = [cores // count for cores, count in zip(plan.cores[part], each, strict=True) if cores is not None]
+    overcommit = bool(share) and not min(share)  # more ranks than cores
     if not plan.as_asked:
         yield from (f"--nodes={len(each)}", f"--ntasks={sum(each)}")
-        if len(set(each)) == 1:
+        # Overcommitted, srun fills each core of hosts with different numbers of them.
+        if len(set(each)) == 1 and not (overcommit and len(set(plan.cores[part])) > 1 and not plan.components):
             yield f"--ntasks-per-node={each[0]}"
             yield "--distribution=block"
             if plan.part:
@@ -86,11 +96,10 @@ def _step(plan: Plan, part: slice) -> Iterator[str]:
     if plan.inside_step:
         yield "--overlap"  # the step around us holds the cores and GPUs that we want
     asked = plan.environ.get("SLURM_CPUS_PER_TASK", "") if plan.as_asked else ""
-    share = [cores // count for cores, count in zip(plan.cores[part], each, strict=True) if cores is not None]
-    if asked.isdecimal() or share and min(share) > 0:  # srun alone would bind each rank to one core
+    if asked.isdecimal() or share and not overcommit:  # srun alone would bind each rank to one core
         yield f"--cpus-per-task={asked if asked.isdecimal() else min(share)}"
-    elif share:
-        yield "--overcommit"  # more ranks than cores
+    elif overcommit:
+        yield "--overcommit"
     claim = plan.gpus_to_claim[part]
     if gpus := _same(claim):
         yield f"--gres=gpu:{gpus}"
@@ -149,6 +158,8 @@ def _openmpi(plan: Plan) -> Iterator[str]:
     kind = "--prtemca" if new else "--mca"
     if plan.root:
         yield "--allow-run-as-root"
+    if plan.remote_shell:  # the slots that it would read are the job's own, which may be fewer, or of one component
+        yield from (kind, "ras", "^slurm,tm,pbs")
     if plan.remote_shell:
         name = "plm_ssh" if new else "plm_rsh"
         agent = remote_shell.words(plan.python)  # no script, which every host would have to have
@@ -156,10 +167,8 @@ def _openmpi(plan: Plan) -> Iterator[str]:
             raise PlanError(f"the path of Python, {agent[0]}, has a space, where Open MPI would take it apart. Set "
                             "PYTHON to one without, or choose --by pbs_tmrsh")
         # Without the tree no other host needs it; PBS may end what has left the session that it has started.
-        yield from (kind, f"{name}_agent", " ".join(agent), kind, f"{name}_no_tree_spawn", "1",
+        yield from (kind, "plm", name[4:], kind, f"{name}_agent", " ".join(agent), kind, f"{name}_no_tree_spawn", "1",
                     "--leave-session-attached")
-    if plan.components:  # what it knows of Slurm is about the first one only
-        yield from (kind, "ras", "^slurm", kind, "plm", "ssh" if new else "rsh")
     yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
     for name in _passed_on(plan):
         yield from ("-x", name)
@@ -231,15 +240,17 @@ def host_words(plan: Plan, host: int, address: str, port: str,
 
 # For a person ---------------------------------------------------------------------------------------------------------
 
-def printed(plan: Plan) -> Iterator[str]:
-    """The plan as lines of shell. What is decided only at the start stands in <angle brackets>."""
+def printed(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
+    """The plan as lines for a shell that has `environ`. What the start alone decides stands in <angle brackets>."""
     if plan.means in ("srun", "mpiexec"):
-        line = shlex.join(native_command(plan, ["<agent>"] if plan.agents else plan.program))
-        text = host_file(plan).replace("\n", "\\n")
-        for mark, shown in ((HOST_FILE, f"<(printf {shlex.quote(text)})"),
-                            (REMOTE_SHELL, f"<{plan.remote_shell} in place of ssh>")):
-            line = line.replace(shlex.quote(f"--nodelist={mark}"), f"--nodelist={shown}")
-            line = line.replace(shlex.quote(mark), shown)
+        words = native_command(plan, ["<agent>"] if plan.agents else plan.program)
+        line = shlex.join([*_changed(plan, environ), *words])
+        for name, mark, text, mode in (("remote_shell", REMOTE_SHELL, remote_shell.script(plan.python), "700"),
+                                       ("hosts", HOST_FILE, host_file(plan), "600")):
+            if mark in line:
+                text = text.replace("\\", "\\\\").replace("%", "%%").replace("\n", "\\n")
+                line = line.replace(mark, f'"${name}"')
+                line = f'{name}=$(mktemp) && printf {shlex.quote(text)} >"${name}" && chmod {mode} "${name}" && {line}'
         yield line
     if plan.agents:
         address = "127.0.0.1" if len(plan.hosts) == 1 else f"<{plan.hosts[0]}>"
@@ -250,3 +261,13 @@ def printed(plan: Plan) -> Iterator[str]:
                     yield f"# on {name}: {shlex.join(['env', *settings, *words])}"
                 else:
                     yield shlex.join(reach(plan, name, ["env", *settings, *words]))
+
+
+def _changed(plan: Plan, environ: Mapping[str, str]) -> list[str]:
+    """The words of env that make the environment of the native command out of `environ`; none where it is the same."""
+    wanted = {**plan.environ, **remote_shell_variables(plan)}
+    kept = clean(environ)  # srun itself sets what this leaves out of Slurm's anew
+    unset = [name for name in environ if name not in wanted
+             and (name in kept or plan.means != "srun" or not name.startswith("SLURM_"))]
+    changed = [f"{name}={value}" for name, value in wanted.items() if environ.get(name) != value]
+    return ["env", *(word for name in unset for word in ("-u", name)), *changed] if unset or changed else []

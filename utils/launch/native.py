@@ -20,7 +20,7 @@ from typing import IO
 
 from ..schedulers.command import SchedulerError, ask
 from . import remote_shell
-from .commands import HOST_FILE, REMOTE_SHELL, gpus_of_components, host_file, native_command
+from .commands import HOST_FILE, REMOTE_SHELL, host_file, native_command, remote_shell_variables
 from .outcome import Outcome, in_words, say
 from .plan import Plan
 from .processes import Processes, Signals
@@ -62,9 +62,7 @@ class Native:
                 script.write_text(remote_shell.script(self._plan.python))
                 script.chmod(0o700)
                 words = [str(script) if word == REMOTE_SHELL else word for word in words]
-            if self._plan.remote_shell:
-                environ = {**environ, remote_shell.VARIABLE: remote_shell.code(self._plan.remote_shell,
-                                                                            gpus_of_components(self._plan))}
+            environ = {**environ, **remote_shell_variables(self._plan)}
             child = self._processes.start(words, environ, stderr=stderr, new_session=True, pass_fds=[file.fileno()])
             self._pid = child.pid if child else 0
             return child

@@ -151,6 +151,10 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
             environment["SLURM_GPUS_PER_NODE"] = str(gpus.pop())
     if means == "mpiexec" and allocation is not None and allocation.scheduler == "slurm" and not parts:
         environment |= _gpu_request(environment, _gpus(allocation, wanted))
+        if mpiexec is not None and mpiexec.kind == "openmpi":  # it starts no more ranks on a host than this says
+            slots = {host: 1 if options.torchrun else count
+                     for host, count in zip(chosen_hosts, chosen_ranks, strict=True)}
+            environment["SLURM_TASKS_PER_NODE"] = ",".join(str(slots.get(host, 1)) for host in allocation.hosts)
     if not base.agents:  # one environment for all hosts
         known = [count for count in threads if count is not None]
         if known:
