@@ -24,13 +24,14 @@ EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
 
 
-def run(pbs: Pbs, options: str, seconds: float = 60) -> tuple[int, str]:
+def run(pbs: Pbs, options: str, seconds: float = 60, line: str = "exec {}") -> tuple[int, str]:
     """Run launch.py in a job of two hosts; the job's exit status and output."""
     folder = f"{WORK}/launch {time.monotonic_ns()}"
     notes = pbs.write(f"{folder}/notes/.keep", "")[:-len("/.keep")]
     told = shlex.join([str(TOLD), notes, "a b"])
-    script = (f"#!/bin/bash\ncd {shlex.quote(folder)}\nexport VALUE=$'two\\nlines'\n"
-              f"exec {shlex.join([sys.executable, str(ROOT / 'scripts' / 'launch.py')])} {options} {told} 2>&1\n")
+    launch = f"{shlex.join([sys.executable, str(ROOT / 'scripts' / 'launch.py')])} {options} {told}"
+    script = (f"#!/bin/bash\nexec 2>&1\ncd {shlex.quote(folder)}\nexport VALUE=$'two\\nlines'\n"
+              f"{line.format(launch)}\n")
     pbs.write(f"{folder}/job.sh", script)
     job = pbs.wait(pbs.submit("-l", f"select={CHUNKS}", "-l", "place=scatter", "job.sh", cwd=folder), seconds)
     wait_until(lambda: bool(pbs.output(job)), "the output of the job")
@@ -55,6 +56,14 @@ def test_agents_of_pbs_start_the_ranks_with_environment_and_arguments(pbs: Pbs, 
 def test_an_mpiexec_needs_no_ssh_in_a_job_of_pbs(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
     needed, launcher = MPIS[name]
     status, output = run(pbs, f"--by {need(needed)}")
+    assert status == 0, output
+    assert ranks(output, launcher) == EXPECTED, output
+
+
+@pytest.mark.parametrize("name", list(MPIS))
+def test_the_printed_command_does_the_same(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
+    needed, launcher = MPIS[name]
+    status, output = run(pbs, f"--print --by {need(needed)}", line='command=$({}) && eval "$command"')
     assert status == 0, output
     assert ranks(output, launcher) == EXPECTED, output
 
