@@ -24,7 +24,8 @@ EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
 
 
-def run(pbs: Pbs, options: str, seconds: float = 60, line: str = "exec {}") -> tuple[int, str]:
+def run(pbs: Pbs, options: str, seconds: float = 60, *, line: str = "exec {}",
+        chunks: str = CHUNKS) -> tuple[int, str]:
     """Run launch.py in a job of two hosts; the job's exit status and output."""
     folder = f"{WORK}/launch {time.monotonic_ns()}"
     notes = pbs.write(f"{folder}/notes/.keep", "")[:-len("/.keep")]
@@ -33,7 +34,7 @@ def run(pbs: Pbs, options: str, seconds: float = 60, line: str = "exec {}") -> t
     script = (f"#!/bin/bash\nexec 2>&1\ncd {shlex.quote(folder)}\nexport VALUE=$'two\\nlines'\n"
               f"{line.format(launch)}\n")
     pbs.write(f"{folder}/job.sh", script)
-    job = pbs.wait(pbs.submit("-l", f"select={CHUNKS}", "-l", "place=scatter", "job.sh", cwd=folder), seconds)
+    job = pbs.wait(pbs.submit("-l", f"select={chunks}", "-l", "place=scatter", "job.sh", cwd=folder), seconds)
     wait_until(lambda: bool(pbs.output(job)), "the output of the job")
     return int(job.get("Exit_status", -999)), pbs.output(job)
 
@@ -58,6 +59,21 @@ def test_an_mpiexec_needs_no_ssh_in_a_job_of_pbs(pbs: Pbs, name: str, need: Call
     status, output = run(pbs, f"--by {need(needed)}")
     assert status == 0, output
     assert ranks(output, launcher) == EXPECTED, output
+
+
+@pytest.mark.parametrize("name", ["pbs_tmrsh", "pbsdsh", *MPIS])
+def test_a_first_host_without_slots_waits_for_nobody(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
+    """PBS never tells it that what it has started on the first host with slots is over."""
+    by = need(MPIS[name][0]) if name in MPIS else name
+    started = time.monotonic()
+    status, output = run(pbs, f"--by {by}", chunks="1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2")
+    if "mpich" in name or name == "intel":
+        assert status == 2 and "choose --by pbs_tmrsh" in output, output
+    else:
+        assert status == 0, output
+        assert sorted(re.findall(r"rank (\d) of 4, \d of 2 on (\w+) by", output)) == [
+            ("0", "n2"), ("1", "n2"), ("2", "n3"), ("3", "n3")], output
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("name", list(MPIS))

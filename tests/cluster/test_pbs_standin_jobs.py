@@ -203,3 +203,9 @@ def test_programs_on_the_hosts_of_a_job_behave_as_recorded(lab: Pbs, name: str, 
     mine, theirs = parts(lab.output(got)), parts(recorded["output"])
     for title, lines in mine.items():
         assert lines == theirs[title], title
+
+
+def test_a_first_host_without_slots_never_hears_that_a_task_on_the_first_with_slots_is_over(lab: Pbs) -> None:
+    job = lab.wait(lab.submit("-l", "select=1:ncpus=1:mpiprocs=0+2:ncpus=1:mpiprocs=1", "-l", "place=scatter", script=(
+        "for n in n2 n3; do timeout -s KILL 4 pbs_tmrsh $n.pbs.lab sleep 1; echo $n $?; done\n")))
+    assert lab.output(job).splitlines() == ["n2 137", "n3 0"]

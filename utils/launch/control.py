@@ -81,14 +81,20 @@ class Head:
         return self._outcome.status
 
     def wait_for_starters(self) -> None:
-        """Let what started the agents end by itself: it may still have something to print."""
-        limit = time.monotonic() + (5 if self._started else 0)
+        """Let what started the agents end by itself: it may still have something to print.
+
+        OpenPBS never tells a job's first host, where that has no slots (mpiprocs=0), that a task on the first host with
+        slots has ended, and pbs_tmrsh and pbsdsh wait for it. Seen with OpenPBS 23.
+        """
+        limit = time.monotonic() + (3 if self._started else 0)
         while self._processes.running and time.monotonic() < limit:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._signals, selectors.EVENT_READ)
                 selector.select(0.1)
             self._signals.take()
             self._processes.ended()
+        if self._plan.means in ("pbs_tmrsh", "pbsdsh"):
+            self._processes.signal(signal.SIGKILL)
 
     # Starting ---------------------------------------------------------------------------------------------------------
 

@@ -143,6 +143,12 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
         remote_shell = here.programs.find("pbs_tmrsh") if mpiexec and mpiexec.kind != "pals" else None
         listed = {host: count for host, count in zip(allocation.hosts, allocation.ranks_per_host, strict=True) if count}
         node_file = environ.get("PBS_NODEFILE", "") if tuple(listed) == chosen_hosts else ""
+        hydra = mpiexec is not None and mpiexec.kind in ("mpich", "intel-mpi")
+        if remote_shell and hydra and _index_of(here.host, list(listed)) is None:
+            # OpenPBS does not tell such a host that a task on the first one of the node file has ended.
+            raise PlanError(f"{here.host} has no slot of {_job(allocation)} (mpiprocs=0), and this mpiexec would wait "
+                            f"there for ever for the end of {next(iter(listed))}. Ask for mpiprocs=1 or more on "
+                            f"{here.host}, or choose --by pbs_tmrsh")
         base = base._replace(remote_shell=remote_shell or "", node_file=node_file)
     if allocation is not None and environ.get("SLURM_GPUS_PER_TASK") and (base.options.torchrun or means == "mpiexec"):
         environment = {name: value for name, value in environment.items() if name not in _OF_ONE_TASK}
