@@ -13,6 +13,7 @@ from a command that sleeps. Exit status 0 whatever the figures are; 1 when a lau
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import statistics
 import subprocess
@@ -61,9 +62,9 @@ def main() -> None:
 
 
 def printed(launch: list[str]) -> list[list[str]]:
-    """The commands that launch.py prints, with a port. They are lines of shell."""
+    """The commands that launch.py prints, with a port and the names of hosts. They are lines of shell."""
     lines = subprocess.run(launch, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [["bash", "-c", f"exec {line.replace('<free port>', '29571')}"] for line in lines]
+    return [["bash", "-c", re.sub(r"<([\w.-]+)>", r"\1", line.replace("<free port>", "29571"))] for line in lines]
 
 
 def seconds(commands: list[list[str]]) -> float:

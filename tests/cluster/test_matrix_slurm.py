@@ -33,6 +33,10 @@ SHAPES = {
     "cyclic": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--distribution=cyclic"], [2, 2]),
     "gpus-per-node": (["-N2", "--gpus-per-node=2"], [2, 2]),  # one task for each node is asked for, and two GPUs
     "gpus-per-task": (["-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1"], [2, 2]),
+    "two GPUs for a task": (["-N2", "-n2", "--gpus-per-task=2"], [2, 2]),
+    "uneven GPUs": (["-N2", "-n3", "--gpus-per-task=1"], [1, 2]),
+    "gpus": (["-N2", "-n2", "--gpus=3"], [1, 2]),
+    "gpu-bind": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpu-bind=single:1"], [2, 2]),
     "gres": (["-N2", "--ntasks-per-node=2", "--gres=gpu:2"], [2, 2]),
     "exclusive": (["-N2", "--exclusive"], [2, 2]),  # no GPUs are asked for: a step gets none by itself
     "exclusive, heterogeneous": (["-N1", "--exclusive", ":", "-N2", "--exclusive"], [2, 2, 2]),
@@ -75,6 +79,15 @@ def test_ranks_per_node_is_believed_whatever_tasks_were_asked_for(
     output = launched(slurm, need, ["-N2", "-n4", "--gpus-per-node=2"], means, "--ranks-per-node", "2",
                       run="echo tasks on $SLURM_TASKS_PER_NODE && exec {launch} {rank}")
     assert "tasks on 3,1\n" in output
+    assert sorted(ranks_on(output).values()) == [2, 2]
+    assert len(set(TAKEN.findall(output))) == 4, output
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_a_launch_inside_a_step_shares_what_that_holds(slurm: SlurmCluster, need: Callable[[str], Path],
+                                                       means: str) -> None:
+    output = launched(slurm, need, ["-N2", "--ntasks-per-node=2", "--gpus-per-node=2"], means,
+                      run="exec srun -N1 -n1 {launch} {rank}")
     assert sorted(ranks_on(output).values()) == [2, 2]
     assert len(set(TAKEN.findall(output))) == 4, output
 

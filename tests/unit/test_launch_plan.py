@@ -1,6 +1,7 @@
 """What launch.py decides: means, hosts, ranks, command lines and environment, from an allocation and what is here."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -256,6 +257,51 @@ def test_the_tasks_of_all_components_claim_their_gpus_where_all_have_the_same(gp
                                                                               claim: str) -> None:
     made = make(job(ranks=(1, 2, 2), gpus=gpus), HET)
     assert f"--kill-on-bad-exit=1 {claim}--het-group=0,1 " in line(made)
+
+
+def test_requests_for_tasks_are_none_for_other_tasks() -> None:
+    environ = {**SLURM, "SLURM_NTASKS": "2", "SLURM_GPUS_PER_TASK": "4", "SLURM_NTASKS_PER_GPU": "1"}
+    made = make(job(ranks=(1, 1), gpus=(4, 4)), environ)
+    assert "--ntasks=8 --ntasks-per-node=4" in line(made) and "--gres=gpu:4" in line(made)
+    assert not {"SLURM_NTASKS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"} & set(made.environ)
+
+
+@pytest.mark.parametrize(("request_", "claims"), [("cpu:8", True), ("cpu=8,gres/gpu=1", False)])
+def test_cores_for_a_task_are_no_request_for_gpus(request_: str, claims: bool) -> None:
+    environ = {**SLURM, "SLURM_NTASKS": "2", "SLURM_TRES_PER_TASK": request_}
+    assert ("--gres=gpu:1" in line(make(job(ranks=(1, 1), gpus=(1, 1)), environ))) == claims
+
+
+def test_uneven_ranks_are_listed_without_a_number_of_nodes() -> None:
+    made = make(job(ranks=(1, 1), gpus=(2, 1)), {**SLURM, "SLURM_JOB_NUM_NODES": "4"})  # refused since Slurm 23.11
+    assert "--ntasks=3 --nodelist=@hosts@ --distribution=arbitrary" in line(made) and "--nodes" not in line(made)
+    assert made.environ["SLURM_JOB_NUM_NODES"] == made.environ["SLURM_NNODES"] == "2"
+
+
+def test_open_mpi_is_told_the_ranks_of_each_host_and_the_gpus_of_the_other_hosts() -> None:
+    made = make(job(ranks=(1, 1, 1), gpus=(2, 4, 4)), {**SLURM, "SLURM_GPUS": "10"}, Options(by="mpiexec"),
+                programs=Programs(mpiexec=OPENMPI5))
+    told = {name: value for name, value in made.environ.items() if name.startswith("SLURM_") and name not in SLURM}
+    assert told == {"SLURM_TASKS_PER_NODE": "2,4,4", "SLURM_GPUS_PER_NODE": "4"}
+
+
+def test_the_daemons_of_an_mpiexec_share_a_surrounding_step_and_get_the_environment() -> None:
+    environ = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_EXPORT_ENV": "NONE"}
+    made = make(job(ranks=(2, 2)), environ, Options(by="mpiexec"), programs=Programs(mpiexec=MPICH))
+    assert {name: made.environ[name] for name in ("SLURM_OVERLAP", "SLURM_CPU_BIND", "SLURM_EXPORT_ENV")} == {
+        "SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none", "SLURM_EXPORT_ENV": "ALL"}
+
+
+@pytest.mark.parametrize(("ranks", "cores", "options", "refused"), [
+    ((0, 2, 2), (1, 2, 2), Options(by="mpiexec"), True),
+    ((0, 2, 2), (1, 2, 2), Options(by="mpiexec", hosts="n3"), False),  # nothing is started on the first one with slots
+    ((0, 2, 2), (4, None, None), Options(by="mpiexec"), False),  # other names of the same hosts
+    ((2, 2, 0), (2, 2, 1), Options(by="mpiexec"), False),
+    ((0, 0, 0), (2, 2, 1), Options(by="mpiexec", ranks_per_node=2), False)])
+def test_hydra_is_refused_where_the_first_host_of_a_pbs_job_would_wait_for_ever(
+        ranks: tuple[int, ...], cores: tuple[int | None, ...], options: Options, refused: bool) -> None:
+    with pytest.raises(PlanError, match="n1 has no slot") if refused else contextlib.nullcontext():
+        make(job("pbs", ranks, cores=cores), PBS, options, programs=Programs(mpiexec=MPICH))
 
 
 def test_of_a_heterogeneous_job_a_part_cannot_be_chosen() -> None:

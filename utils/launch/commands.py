@@ -80,19 +80,18 @@ def _step(plan: Plan, part: slice) -> Iterator[str]:
     share = [cores // count for cores, count in zip(plan.cores[part], each, strict=True) if cores is not None]
     overcommit = bool(share) and not min(share)  # more ranks than cores
     if not plan.as_asked:
-        yield from (f"--nodes={len(each)}", f"--ntasks={sum(each)}")
         # Overcommitted, srun fills each core of hosts with different numbers of them.
         if len(set(each)) == 1 and not (overcommit and len(set(plan.cores[part])) > 1 and not plan.components):
-            yield f"--ntasks-per-node={each[0]}"
-            yield "--distribution=block"
+            yield from (f"--nodes={len(each)}", f"--ntasks={sum(each)}", f"--ntasks-per-node={each[0]}",
+                        "--distribution=block")
             if plan.part:
                 yield f"--nodelist={','.join(plan.hosts)}"
         elif plan.components:
             raise PlanError(f"the hosts {', '.join(plan.hosts[part])} are one component of a heterogeneous job and are "
                             f"to have different numbers of ranks ({', '.join(map(str, each))}). srun starts the same "
                             "number on each of them: give --ranks-per-node, or choose --torchrun or --by mpiexec")
-        else:
-            yield from (f"--nodelist={HOST_FILE}", "--distribution=arbitrary")
+        else:  # since Slurm 23.11 not together with --nodes
+            yield from (f"--ntasks={sum(each)}", f"--nodelist={HOST_FILE}", "--distribution=arbitrary")
     if plan.inside_step:
         yield "--overlap"  # the step around us holds the cores and GPUs that we want
     asked = plan.environ.get("SLURM_CPUS_PER_TASK", "") if plan.as_asked else ""

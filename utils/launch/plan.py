@@ -21,16 +21,14 @@ _LEFT_BEHIND = ("PMI_FD", "PMI_PORT", "PMI_ID", "TORCHELASTIC_RUN_ID", "I_MPI_HY
                 "PMIX_RANK", "PMIX_NAMESPACE", "SLURM_STEP_ID", "SLURM_STEPID")
 _KEPT = ("PBS_NODEFILE", "FLUX_JOB_NNODES", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_GTIDS",
          "SLURM_STEP_TASKS_PER_NODE")  # tell a rank nothing by themselves
-# How an outer step of Slurm was bound, or the tasks of a job, is no request for other tasks.
-_OF_OUTER_STEP = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK",
-                  "SLURM_NTASKS_PER_GPU",
-                  "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
-                  "SLURM_DISTRIBUTION", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS",
-                  "SLURM_NPROCS")
+# What a job of Slurm asked for its tasks, or how an outer step was bound, is no request for other tasks.
+_OF_TASKS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK",
+             "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE",
+             "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
+             "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
+             "SLURM_NTASKS", "SLURM_NPROCS")
 # Of a job: srun reads them itself, but not with the number of a component behind.
-_GPU_REQUESTS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK")
-# Of one rank's GPUs is no request for a daemon or an agent, which starts the ranks of a whole host.
-_OF_ONE_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+_GPU_REQUESTS = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET")
 
 
 class PlanError(RuntimeError):
@@ -131,36 +129,10 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
     environment = clean(environ)
     threads = tuple(_threads(environ, allocation, options, count, core)
                     for count, core in zip(chosen_ranks, chosen_cores, strict=True))
-    parts = components(environ) if allocation is not None and allocation.scheduler == "slurm" else ()
-    if means == "srun" and allocation is not None:
-        base = _for_srun(base, allocation, environ, parts, wanted)
-    elif means == "mpiexec" and allocation is not None and parts:  # its own srun would reach the first component only
-        base = base._replace(components=parts, remote_shell=here.programs.find("srun") or "",
-                       gpus_to_claim=_gpus(allocation, wanted))
-    if means == "srun" and (base.inside_step or options.torchrun) or base.components and not base.as_asked:
-        environment = {name: value for name, value in environment.items() if name not in _OF_OUTER_STEP}
-    if means == "mpiexec" and allocation is not None and allocation.scheduler == "pbs":
-        remote_shell = here.programs.find("pbs_tmrsh") if mpiexec and mpiexec.kind != "pals" else None
-        listed = {host: count for host, count in zip(allocation.hosts, allocation.ranks_per_host, strict=True) if count}
-        node_file = environ.get("PBS_NODEFILE", "") if tuple(listed) == chosen_hosts else ""
-        hydra = mpiexec is not None and mpiexec.kind in ("mpich", "intel-mpi")
-        if remote_shell and hydra and _index_of(here.host, list(listed)) is None:
-            # OpenPBS does not tell such a host that a task on the first one of the node file has ended.
-            raise PlanError(f"{here.host} has no slot of {_job(allocation)} (mpiprocs=0), and this mpiexec would wait "
-                            f"there for ever for the end of {next(iter(listed))}. Ask for mpiprocs=1 or more on "
-                            f"{here.host}, or choose --by pbs_tmrsh")
-        base = base._replace(remote_shell=remote_shell or "", node_file=node_file)
-    if allocation is not None and environ.get("SLURM_GPUS_PER_TASK") and (base.options.torchrun or means == "mpiexec"):
-        environment = {name: value for name, value in environment.items() if name not in _OF_ONE_TASK}
-        gpus = {allocation.gpus_per_host[index] for index in wanted}
-        if len(gpus) == 1 and None not in gpus:  # srun, ours or the one of mpiexec, takes it from here
-            environment["SLURM_GPUS_PER_NODE"] = str(gpus.pop())
-    if means == "mpiexec" and allocation is not None and allocation.scheduler == "slurm" and not parts:
-        environment |= _gpu_request(environment, _gpus(allocation, wanted))
-        if mpiexec is not None and mpiexec.kind == "openmpi":  # it starts no more ranks on a host than this says
-            slots = {host: 1 if options.torchrun else count
-                     for host, count in zip(chosen_hosts, chosen_ranks, strict=True)}
-            environment["SLURM_TASKS_PER_NODE"] = ",".join(str(slots.get(host, 1)) for host in allocation.hosts)
+    if allocation is not None and allocation.scheduler == "slurm" and means in ("srun", "mpiexec"):
+        base, environment = _in_slurm(base, allocation, environ, environment, wanted, here)
+    elif allocation is not None and allocation.scheduler == "pbs" and means == "mpiexec":
+        base = _mpiexec_in_pbs(base, allocation, environ, here)
     if not base.agents:  # one environment for all hosts
         known = [count for count in threads if count is not None]
         if known:
@@ -314,26 +286,65 @@ def _best(allocation: Allocation | None, here: Here, hosts: Sequence[str]) -> st
     return "ssh" if here.programs.find("ssh") else "mpiexec"
 
 
-def _for_srun(base: Plan, allocation: Allocation, environ: Mapping[str, str],
-              parts: tuple[tuple[str, ...], ...], wanted: Sequence[int]) -> Plan:
+def _in_slurm(base: Plan, allocation: Allocation, environ: Mapping[str, str], environment: dict[str, str],
+              wanted: Sequence[int], here: Here) -> tuple[Plan, dict[str, str]]:
+    """The plan and the environment for srun, ours or the one by which an mpiexec starts a daemon on each host."""
+    parts, srun = components(environ), base.means == "srun"
     inside_step = bool(environ.get("SLURM_STEP_ID"))
     same = base.ranks == allocation.ranks_per_host and base.options.ranks_per_node is None
     asked = environ.get("SLURM_NTASKS", "") == str(base.world_size) or bool(parts)
-    as_asked = same and asked and not inside_step and not base.options.torchrun
-    reads_it = not parts and any(environ.get(f"SLURM_{name}") for name in _GPU_REQUESTS)
-    return base._replace(as_asked=as_asked, gpus_to_claim=() if reads_it else _gpus(allocation, wanted),
-                   inside_step=inside_step, components=parts)
+    as_asked = srun and same and asked and not inside_step and not base.options.torchrun
+    if not as_asked:
+        environment = {name: value for name, value in environment.items() if name not in _OF_TASKS}
+    gpus = tuple(allocation.gpus_per_host[index] or 0 for index in wanted)
+    if base.mpiexec is not None and base.mpiexec.kind == "openmpi" and any(gpus):
+        environment.pop("SLURM_GPUS", None)  # its srun leaves out this host, whose daemon it is itself
+    claim = gpus if parts or not _asks_for_gpus(environment) else ()
+    base = base._replace(components=parts, as_asked=as_asked, inside_step=srun and inside_step, gpus_to_claim=claim)
+    if srun:
+        if not as_asked and not parts:  # where --nodes cannot be given, srun believes these
+            environment |= dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), str(len(base.hosts)))
+    elif parts:  # its own srun would reach the first component only
+        base = base._replace(remote_shell=here.programs.find("srun") or "")
+    else:
+        environment |= _for_daemons(base, environ, claim)
+        if base.mpiexec is not None and base.mpiexec.kind == "openmpi":  # it starts no more ranks than this says
+            slots = dict(zip(base.hosts, (1,) * len(base.hosts) if base.options.torchrun else base.ranks, strict=True))
+            environment["SLURM_TASKS_PER_NODE"] = ",".join(str(slots.get(host, 1)) for host in allocation.hosts)
+    return base, environment
 
 
-def _gpus(allocation: Allocation, wanted: Sequence[int]) -> tuple[int, ...]:
-    return tuple(allocation.gpus_per_host[index] or 0 for index in wanted)
+def _asks_for_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether srun reads a request for GPUs there; TRES_PER_TASK may be about cores alone."""
+    return any(environ.get(name) for name in _GPU_REQUESTS) or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
 
 
-def _gpu_request(environ: Mapping[str, str], gpus: tuple[int, ...]) -> dict[str, str]:
-    """For the srun of an mpiexec: a step does not get by itself the GPUs of a job that asked for whole nodes alone."""
-    if not any(gpus) or any(environ.get(f"SLURM_{name}") for name in _GPU_REQUESTS):
-        return {}
-    return {"SLURM_GPUS_PER_NODE": str(gpus[0])} if len(set(gpus)) == 1 else {}
+def _for_daemons(base: Plan, environ: Mapping[str, str], gpus: tuple[int, ...]) -> dict[str, str]:
+    """For the srun of an mpiexec, whose step gets no GPUs by itself where the job asked for whole nodes or tasks."""
+    found = {"SLURM_EXPORT_ENV": "ALL"} if environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL" else {}
+    if environ.get("SLURM_STEP_ID"):  # the step around us holds the cores and GPUs that it wants
+        found |= {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none"}
+    if base.mpiexec is not None and base.mpiexec.kind == "openmpi":
+        at = _index_of(base.host, base.hosts)
+        gpus = tuple(count for index, count in enumerate(gpus) if index != at)
+    if any(gpus):
+        found |= {"SLURM_GPUS_PER_NODE": str(gpus[0])} if len(set(gpus)) == 1 else {"SLURM_GPUS": str(sum(gpus))}
+    return found
+
+
+def _mpiexec_in_pbs(base: Plan, allocation: Allocation, environ: Mapping[str, str], here: Here) -> Plan:
+    kind = base.mpiexec.kind if base.mpiexec else ""
+    remote_shell = here.programs.find("pbs_tmrsh") if kind != "pals" else None
+    listed = {host: count for host, count in zip(allocation.hosts, allocation.ranks_per_host, strict=True) if count}
+    node_file = environ.get("PBS_NODEFILE", "") if tuple(listed) == base.hosts else ""
+    first = next((index for index, count in enumerate(allocation.ranks_per_host) if count), 0)
+    # Without cores that host is none that qstat tells of: the node file has other names for the same hosts.
+    if (first and kind in ("mpich", "intel-mpi") and remote_shell and allocation.cores_per_host[first] is not None
+            and allocation.hosts[first] in base.hosts):
+        raise PlanError(f"{allocation.hosts[0]} has no slot of {_job(allocation)} (mpiprocs=0), and OpenPBS never "
+                        f"tells it that what it has started on {allocation.hosts[first]} has ended: this mpiexec would "
+                        f"wait for ever. Ask for mpiprocs=1 or more on {allocation.hosts[0]}, or choose --by pbs_tmrsh")
+    return base._replace(remote_shell=remote_shell or "", node_file=node_file)
 
 
 # The environment ------------------------------------------------------------------------------------------------------
