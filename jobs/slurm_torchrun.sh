@@ -20,7 +20,9 @@ set -euo pipefail
 # This file runs as a copy in Slurm's spool folder. The kit is where the file was when it was submitted.
 find_kit() {
     local file folder
-    file=$(scontrol show job --oneliner "${SLURM_JOB_ID-}" 2>/dev/null | sed -n '1s/.* Command=\(.*\) WorkDir=.*/\1/p')
+    # A newer Slurm has the whole line of sbatch between the two.
+    file=$(scontrol show job --oneliner "${SLURM_JOB_ID-}" 2>/dev/null |
+        sed -n '1{s/ SubmitLine=.* WorkDir=/ WorkDir=/;s/.* Command=\(.*\) WorkDir=.*/\1/p}')
     file=${file%" $*"} # without the arguments
     for folder in "${DDPKIT_HOME-}" "$(dirname -- "${BASH_SOURCE[0]}")/.." "$(dirname -- "$file")/.." \
         "${SLURM_SUBMIT_DIR-.}" "${SLURM_SUBMIT_DIR-.}/.."; do

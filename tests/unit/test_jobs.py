@@ -121,15 +121,17 @@ def test_the_directives_come_before_the_first_command(name: str) -> None:
 
 # --- finding the kit
 
+@pytest.mark.parametrize("between", ["", " SubmitLine=sbatch -N 2 {kit}/jobs/{name} my train.py --epochs 3"])
 @pytest.mark.parametrize("name", SLURM)
-def test_slurm_says_where_the_file_was_that_was_submitted(name: str, kit: Path) -> None:
+def test_slurm_says_where_the_file_was_that_was_submitted(name: str, between: str, kit: Path) -> None:
     elsewhere = kit.parent / "elsewhere"
     elsewhere.mkdir()
     words = ["my train.py", "--epochs", "3"]
+    between = between.format(kit=kit, name=name)
     program(kit.parent / "programs", "scontrol", f"""
 [ "$*" = 'show job --oneliner 12' ] || exit 1
 for element in 1 2; do # the last element of an array has the id of the array, and scontrol shows them all
-    echo 'JobId=12 JobName=x Command={kit}/jobs/{name} {" ".join(words)} WorkDir={elsewhere} StdErr=/x'
+    echo 'JobId=12 JobName=x Command={kit}/jobs/{name} {" ".join(words)}{between} WorkDir={elsewhere} StdErr=/x'
 done""")
     answer = told(run(spooled(kit, name), environment(name, elsewhere), words, elsewhere))
     assert answer["kit"] == str(kit)

@@ -89,7 +89,13 @@ def test_files_that_nodes_cannot_see_are_problems(tmp_path: Path, monkeypatch: p
         folder.mkdir()
         (folder / "train.py").write_text("")
     assert check_paths(Job(("train.py", "--data=" + str(shared), "--out", str(shared / "new"))), shared) == []
-    assert "alone" in check_paths(Job(("train.py", f"--data={local}")), shared)[0]
+    (local / "filled").mkdir()
+    (local / "filled" / "shard-0").write_text("")
+    (local / "empty").mkdir()
+    for data in (local / "train.py", local / "filled"):
+        assert "alone" in check_paths(Job(("train.py", f"--data={data}")), shared)[0]
+    for cache in (local, local / "empty", local / "me" / "cache", "/mnt/bb/me/cache"):  # each node has its own
+        assert check_paths(Job(("train.py", f"--cache={cache}")), shared) == []
     assert "submit folder" in check_paths(Job(("train.py",)), local)[0]
     assert "does not exist" in check_paths(Job(("missing.py",)), shared)[0]
     assert "does not exist" in check_paths(Job(("python", "-u", "missing.py")), shared)[0]

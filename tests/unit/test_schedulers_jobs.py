@@ -84,6 +84,20 @@ def test_an_element_of_an_array_that_the_controller_forgot_still_counts(commands
     assert Slurm().status("35").state == "running"
 
 
+def test_an_element_that_failed_while_it_was_followed_counts_without_accounting(commands: Commands) -> None:
+    commands.add("sacct", error="Slurm accounting storage is disabled\n", status=1)
+    running = slurm_answer("job-array")
+    first, rest = running[running.index("JobId=40 "):running.index("JobId=39 ")], running[running.index("JobId=39 "):]
+    slurm = Slurm()
+    commands.add("scontrol", first.replace("=PENDING", "=FAILED").replace("=RUNNING", "=FAILED")
+                 .replace("ExitCode=0:0", "ExitCode=3:0") + rest)
+    assert "1 failed" in slurm.status("35").reason
+    commands.add("scontrol", rest)  # Slurm has forgotten it
+    assert "1 failed" in slurm.status("35").reason
+    commands.add("scontrol", rest.replace("=RUNNING", "=COMPLETED").replace("=PENDING", "=COMPLETED"))
+    assert (slurm.status("35").state, slurm.status("35").exit_status) == ("failed", 3)
+
+
 def test_a_job_that_nobody_knows_is_unknown_and_no_success(commands: Commands) -> None:
     commands.add("scontrol", error="slurm_load_jobs error: Invalid job id specified\n", status=1)
     commands.add("sacct", error="Slurm accounting storage is disabled\n", status=1)
@@ -125,6 +139,34 @@ def test_a_job_whose_predecessor_failed_or_is_unknown_never_ran(commands: Comman
     status = Pbs().status("7.server")
     assert (status.state, status.exit_code, status.exit_status) == ("never_ran", None, 1)
     assert "afterok" in status.reason
+
+
+def test_the_later_jobs_of_a_chain_wait_for_ever_with_the_one_after_the_deleted_one(commands: Commands) -> None:
+    recording = pbs_recording("flow/depend_parent_qdel_never_ran.json")
+    third = {**recording["afterok"], "depend": "afterok:205.pbs-head@pbs-head"}
+    commands.add("qstat", pbs_job(third, "206.pbs-head"))
+    commands.add("qstat", pbs_job(recording["afterok"], "205.pbs-head"), when="205.pbs-head")
+    assert "for ever" not in Pbs().status("206.pbs-head").reason  # what that waits for is not known to be deleted
+    commands.add("qstat", pbs_job(recording["parent"], "204.pbs-head"), when="204.pbs-head")
+    assert "for ever for 205.pbs-head" in Pbs().status("206.pbs-head").reason
+
+
+def test_a_server_without_a_history_is_asked_for_the_jobs_that_it_has(commands: Commands) -> None:
+    record = pbs_recording("flow/depend_parent_qdel_never_ran.json")["afterok"]
+    commands.add("qstat", pbs_job({**record, "job_state": "R"}, "205.pbs-head"))
+    commands.add("qstat", error="qstat: PBS is not configured to maintain job history\n", status=36, when="-x")
+    assert Pbs().status("205.pbs-head").state == "running"
+    commands.add("qstat", error="qstat: Unknown Job Id 205.pbs-head\n", status=153)
+    commands.add("qstat", error="qstat: PBS is not configured to maintain job history\n", status=36, when="-x")
+    assert Pbs().status("205.pbs-head").state == "unknown"
+
+
+def test_a_job_whose_json_is_invalid_is_read_from_the_listing(commands: Commands) -> None:
+    """PBS before 2024 prints the value of X=005 as 005."""
+    commands.add("qstat", pbs_recording("commands/qstat_xf_finished_plain.json")["stdout"])
+    commands.add("qstat", '{"Jobs": {"1.pbs-head": {"Variable_List": {"X": 005}}}}', when="json")
+    status = Pbs().status("1.pbs-head")
+    assert (status.state, status.hosts, status.exit_code, status.name) == ("completed", ("n1",), 0, "probe")
 
 
 def test_a_job_that_waits_for_a_deleted_one_says_that_it_waits_for_ever(commands: Commands) -> None:

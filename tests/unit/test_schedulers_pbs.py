@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.unit.scheduler_commands import pbs_recording
 from utils.schedulers import AllocationError, SchedulerError, current_allocation
 from utils.schedulers.command import decode
 from utils.schedulers.pbs import read_nodefile
-from utils.schedulers.pbs_answers import chunk_resources, moment_of, objects, seconds_of
+from utils.schedulers.pbs_answers import chunk_resources, listing, moment_of, objects, seconds_of
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "pbs"
 JSON_ANSWERS = {"commands/qstat_xf_json_finished.json": "Jobs", "commands/qstat_running_f_json.json": "Jobs",
@@ -170,6 +171,22 @@ def test_nothing_that_pbs_printed_is_lost(name: str) -> None:
     found = leaves(objects(text, kind))
     as_printed = json.loads(re.sub(r'(:\s*)(-?[0-9][-+.0-9eE]*)(?=\s*[,}\]])', r'\1"\2"', text), strict=False)
     assert found == leaves(as_printed.get(kind, {}))
+
+
+def test_the_listing_says_the_same_as_the_json() -> None:
+    plain, wide, as_json = (pbs_recording(f"commands/{name}.json")["stdout"] for name in (
+        "qstat_xf_finished_plain", "qstat_x_f_w", "qstat_xf_json_finished"))
+    [(name, record)] = listing(plain).items()
+    assert {name: record} == listing(wide)
+    [(name_there, there)] = objects(as_json, "Jobs").items()
+    variables = there.pop("Variable_List")
+    assert record.pop("Variable_List") == ",".join(f"{key}={value}" for key, value in variables.items())
+    assert (name, record) == (name_there, there)
+
+
+def test_a_value_that_looks_like_a_line_of_the_listing_changes_nothing() -> None:
+    text = "Job Id: 1.h\n    job_state = R\n    Variable_List = F=() {\n    job_state = F\n\t},G=1\n    comment = x\n"
+    assert listing(text)["1.h"] == {"job_state": "R", "Variable_List": "F=() {", "comment": "x"}
 
 
 def test_what_looks_like_a_number_stays_text() -> None:

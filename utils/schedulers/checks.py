@@ -17,6 +17,7 @@ from .job import Job, format_walltime, memory_bytes
 from .scheduler import Status
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # each host has its own
+NODE_ONLY = ("/mnt/bb", "/local", "/lscratch", "/localscratch", "/scratch_local")  # disks that login nodes do not have
 LEAST_FREE = 1 << 30  # bytes in the home: logs and caches of one job
 
 
@@ -125,11 +126,12 @@ def _script(job: Job) -> str | None:
 
 def _check_file(field: str, name: str, base: Path, *, must_exist: bool) -> list[str]:
     path = base / os.path.expanduser(name)
-    if not path.exists() and (must_exist or (path.is_absolute() and not path.parent.exists())):
+    on_nodes = any(path.is_relative_to(root) for root in (*NODE_LOCAL, *NODE_ONLY))
+    if not path.exists() and (must_exist or (path.is_absolute() and not path.parent.exists() and not on_nodes)):
         return [f"{field}: {name} does not exist (looked for {path}). Correct the path; it is taken from the submit "
                 "folder on."]
-    if not path.exists():
-        return []  # to be made in the job, such as a cache on each node's own disk
+    if not path.exists() or not must_exist and (str(path) in NODE_LOCAL or path.is_dir() and not any(path.iterdir())):
+        return []  # to be filled in the job, such as a cache on each node's own disk
     if _is_node_local(path.resolve()) and not _is_node_local(base):
         return [f"{field}: {name} is on this host alone, the compute nodes have a {_is_node_local(path.resolve())} of "
                 "their own. Copy it to a folder that all hosts share, such as your home."]

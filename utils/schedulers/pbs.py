@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 
 from . import command
 from .allocation import Allocation, AllocationError
-from .pbs_answers import Record, chunk_resources, moment_of, number, objects, seconds_of, text
+from .pbs_answers import Record, chunk_resources, listing, moment_of, number, objects, seconds_of, text
 
 _ADDRESS = re.compile(r"[0-9.]+|.*:.*")  # of IPv4 or IPv6: its parts are no domain
 _PATIENCE = 10.0  # seconds that a job waits for qstat
+_NO_HISTORY = 36  # exit status of qstat -x (15140 of pbs_error.h) where the server has no job_history_enable
 _USUAL_FOLDER = "/opt/pbs"  # where OpenPBS and PBS Pro are installed unless told otherwise
 
 
@@ -118,10 +119,22 @@ def _job(job_id: str) -> Record:
         return {}
 
 
-def qstat_job(job_id: str, *options: str, seconds: float = command.SECONDS) -> Record | None:
-    """A job as qstat shows it; None when the answer does not hold it. SchedulerError when qstat fails."""
-    answer = command.ask([program("qstat"), *options, "-f", "-F", "json", job_id], seconds=seconds)
-    jobs = objects(answer, "Jobs")
+def qstat_job(job_id: str, *, ended: bool = False, seconds: float = command.SECONDS) -> Record | None:
+    """A job as qstat shows it; None when the answer does not hold it. SchedulerError when qstat fails.
+
+    ended: also one that has ended, where the server keeps a history.
+    """
+    words = [program("qstat"), *(["-x"] if ended else []), "-f"]
+    try:
+        answer = command.ask([*words, "-F", "json", job_id], seconds=seconds)
+    except command.SchedulerError as error:
+        if ended and error.exit_code == _NO_HISTORY:
+            return qstat_job(job_id, seconds=seconds)
+        raise
+    try:
+        jobs = objects(answer, "Jobs")
+    except command.SchedulerError:
+        jobs = listing(command.ask([*words, job_id], seconds=seconds))
     for name, job in jobs.items():
         if name == job_id or name.partition(".")[0] == job_id:
             return job

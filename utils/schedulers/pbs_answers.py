@@ -36,6 +36,27 @@ def objects(text: str, kind: str) -> dict[str, Record]:
                          "Run the command by hand to see whether the server answers.")
 
 
+def listing(text: str) -> dict[str, Record]:
+    """The same of `qstat -f ID`, without "-F json": the JSON of versions before 2024 is invalid for values such as 005.
+
+    Variable_List stays one text. A line break in a value is lost.
+    """
+    found: dict[str, Record] = {}
+    record: Record = {}
+    for line in text.split("\n"):
+        if match := re.match(r"Job Id: (\S+)$", line):
+            record = found.setdefault(match[1], {})
+            within, name = record, ""
+        elif match := re.match(r"    (\w+)(?:\.(\w+))? = (.*)$", line):
+            within, name = (record.setdefault(match[1], {}), match[2]) if match[2] else (record, match[1])
+            if name in within:  # a line of a value that looks like one of these
+                within = {}
+            within[name] = match[3]
+        elif line.startswith("\t") and found and name:  # a long value goes on
+            within[name] += line[1:]
+    return found
+
+
 def _as_text(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _as_text(member) for name, member in value.items()}

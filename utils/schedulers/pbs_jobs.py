@@ -92,7 +92,10 @@ class Pbs:
 
     def check(self, job: Job) -> list[str]:
         """What would go wrong, each with its fix. What the scheduler cannot answer is no problem."""
-        return check_queue(job, _queues(), "queue") + check_dependency(job, self.status) + check_paths(job)
+        asked = job
+        if any("-l select" in _meanings(split_directive(entry)) for entry in job.directives):  # instead of these
+            asked = replace(job, nodes=1, gpus_per_node=0, cores_per_rank=None, memory=None)
+        return check_queue(asked, _queues(), "queue") + check_dependency(job, self.status) + check_paths(job)
 
     def submit(self, script: str | os.PathLike[str], *, options: Sequence[str] = (),
                folder: str | os.PathLike[str] | None = None) -> str:
@@ -105,7 +108,7 @@ class Pbs:
         """The job now, or how it ended, as long as the server keeps its history."""
         _check_id(job_id)
         try:
-            job = qstat_job(job_id, "-x")
+            job = qstat_job(job_id, ended=True)
         except command.SchedulerError as error:
             if error.exit_code not in (_UNKNOWN_JOB, _FINISHED):
                 raise
@@ -233,16 +236,19 @@ def _log(job: Record, job_id: str) -> str | None:
     return path or None
 
 
-def _why_held(job: Record) -> str:
-    """Why a job that waits for others will wait for ever: PBS holds it when one of them was deleted before it ran."""
+def _why_held(job: Record, asked: frozenset[str] = frozenset()) -> str:
+    """Why a job that waits for others will wait for ever: PBS holds it when one of them was deleted before it ran, and
+    then those that wait for it in turn."""
     for kind, first, others in re.findall(r"(after\w*):([^:,@]+)([^,]*)", text(job, "depend")):
-        for other in [first, *re.findall(r":([^:,@]+)", others)]:
+        for other in {first, *re.findall(r":([^:,@]+)", others)} - asked:
             try:
-                found = qstat_job(other, "-x", seconds=10)
+                found = qstat_job(other, ended=True, seconds=10)
             except command.SchedulerError:
                 continue
             if found and text(found, "job_state") == "F" and number(found, "Exit_status") is None:
                 return f"waits for ever for {other} ({kind}), which was deleted or ended before it ran; cancel this job"
+            if found and text(found, "job_state") == "H" and _why_held(found, asked | {other}):
+                return f"waits for ever for {other} ({kind}), which itself waits for ever; cancel this job"
     return ""
 
 

@@ -15,8 +15,8 @@ _START = re.compile(r"(?:JobId|NodeName|PartitionName)=")
 _LINE = re.compile(r" +[A-Za-z][A-Za-z0-9_./:-]*=")
 _FIELD = re.compile(r"(?:^|(?<=\s))([A-Za-z][A-Za-z0-9_./:-]*)=")
 # Chosen by people, and printed at the end of a line by scontrol: such a value goes on to the end of the line.
-_FREE = frozenset(("JobName", "Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment",
-                   "SystemComment", "Extra", "OS", "Power"))
+_FREE = frozenset(("JobName", "Command", "WorkDir", "StdErr", "StdIn", "StdOut", "SubmitLine",
+                   "Comment", "AdminComment", "SystemComment", "Extra", "OS", "Power"))
 
 
 def records(text: str) -> list[Record]:

@@ -57,6 +57,9 @@ class Slurm:
 
     name = "slurm"
 
+    def __init__(self) -> None:
+        self._ended: dict[str, dict[str, Status]] = {}  # of an array, the elements that were seen to have ended
+
     def directives(self, job: Job) -> list[list[str]]:
         """--option=value for all that the job says, then its extra options, which take the place of ours."""
         self._refuse(job)
@@ -123,9 +126,15 @@ class Slurm:
                 raise
             jobs = []
         found = [_status(job_id, job) for job in jobs]
-        if all(status.ended for status in found) and (not found or "ArrayTaskId" in jobs[0]):
-            # Slurm forgets the elements of an array one by one, five minutes after each has ended.
-            found += _from_accounting(job_id, {f"{job.get('ArrayJobId')}_{job.get('ArrayTaskId')}" for job in jobs})
+        elements = [f"{job.get('ArrayJobId')}_{job.get('ArrayTaskId')}" for job in jobs if "ArrayTaskId" in job]
+        # Slurm forgets the elements of an array one by one, five minutes after each has ended.
+        forgotten = {name: one for name, one in self._ended.get(job_id, {}).items() if name not in elements}
+        if all(status.ended for status in found) and (elements or not found):
+            found += _from_accounting(job_id, {*elements, *forgotten})
+        found += forgotten.values()
+        if elements:
+            now = {name: status for name, status in zip(elements, found, strict=False) if status.ended}
+            self._ended[job_id] = forgotten | now
         status = _combined(job_id, found)
         if status.state != "queued" or not status.queue:
             return status
