@@ -16,7 +16,7 @@ from .pbs_answers import Record, chunk_resources, listing, moment_of, number, ob
 
 _ADDRESS = re.compile(r"[0-9.]+|.*:.*")  # of IPv4 or IPv6: its parts are no domain
 _PATIENCE = 10.0  # seconds that a job waits for qstat
-_NO_HISTORY = 36  # exit status of qstat -x (15140 of pbs_error.h) where the server has no job_history_enable
+_NO_HISTORY = 36  # the low byte of 15140 in pbs_error.h, for qstat -x where the server has no job_history_enable
 _USUAL_FOLDER = "/opt/pbs"  # where OpenPBS and PBS Pro are installed unless told otherwise
 
 
@@ -128,13 +128,15 @@ def qstat_job(job_id: str, *, ended: bool = False, seconds: float = command.SECO
     try:
         answer = command.ask([*words, "-F", "json", job_id], seconds=seconds)
     except command.SchedulerError as error:
-        if ended and error.exit_code == _NO_HISTORY:
-            return qstat_job(job_id, seconds=seconds)
-        raise
+        if not ended or error.exit_code != _NO_HISTORY:
+            raise
+        answer = "{}"
     try:
         jobs = objects(answer, "Jobs")
     except command.SchedulerError:
         jobs = listing(command.ask([*words, job_id], seconds=seconds))
+    if ended and not jobs:  # OpenPBS 23 says on standard error alone that it keeps no history
+        return qstat_job(job_id, seconds=seconds)
     for name, job in jobs.items():
         if name == job_id or name.partition(".")[0] == job_id:
             return job
