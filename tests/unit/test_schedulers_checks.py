@@ -105,6 +105,16 @@ def test_files_that_nodes_cannot_see_are_problems(tmp_path: Path, monkeypatch: p
     assert "mkdir -p" in check_paths(Job(("train.py",), output="logs/x.out"), shared)[0]
 
 
+def test_a_folder_that_may_not_be_listed_stops_no_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "data").mkdir()
+    check_paths(Job(("train.py", "--data", str(tmp_path / "data"))), tmp_path)
+
+
 @pytest.mark.parametrize(("name", "problems"), [
     ("commands/qdel_queued_final.json", 1), ("exitcodes/exit7.json", 1), ("exitcodes/exit0.json", 0)])
 def test_a_job_that_should_follow_one_that_failed_or_was_deleted_is_a_problem(

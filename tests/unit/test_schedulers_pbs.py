@@ -185,8 +185,14 @@ def test_the_listing_says_the_same_as_the_json() -> None:
 
 
 def test_a_value_that_looks_like_a_line_of_the_listing_changes_nothing() -> None:
-    text = "Job Id: 1.h\n    job_state = R\n    Variable_List = F=() {\n    job_state = F\n\t},G=1\n    comment = x\n"
+    text = ("Job Id: 1.h\n    job_state = R\n    Variable_List = F=() {\n    job_state = F\n"
+            "    job_state.x = F\n\t},G=1\n    comment = x\n")
     assert listing(text)["1.h"] == {"job_state": "R", "Variable_List": "F=() {", "comment": "x"}
+
+
+def test_a_listing_without_a_job_is_an_error() -> None:
+    with pytest.raises(SchedulerError, match="expected a job"):
+        listing("try again later\n")
 
 
 def test_what_looks_like_a_number_stays_text() -> None:

@@ -157,9 +157,8 @@ def _openmpi(plan: Plan) -> Iterator[str]:
     kind = "--prtemca" if new else "--mca"
     if plan.root:
         yield "--allow-run-as-root"
-    if plan.remote_shell:  # the slots that it would read are the job's own, which may be fewer, or of one component
-        yield from (kind, "ras", "^slurm,tm,pbs")
     if plan.remote_shell:
+        yield from (kind, "ras", "^slurm,tm,pbs")  # the job's own slots may be fewer, or of one component
         name = "plm_ssh" if new else "plm_rsh"
         agent = remote_shell.words(plan.python)  # no script, which every host would have to have
         if " " in agent[0]:

@@ -130,12 +130,19 @@ def _check_file(field: str, name: str, base: Path, *, must_exist: bool) -> list[
     if not path.exists() and (must_exist or (path.is_absolute() and not path.parent.exists() and not on_nodes)):
         return [f"{field}: {name} does not exist (looked for {path}). Correct the path; it is taken from the submit "
                 "folder on."]
-    if not path.exists() or not must_exist and (str(path) in NODE_LOCAL or path.is_dir() and not any(path.iterdir())):
-        return []  # to be filled in the job, such as a cache on each node's own disk
-    if _is_node_local(path.resolve()) and not _is_node_local(base):
-        return [f"{field}: {name} is on this host alone, the compute nodes have a {_is_node_local(path.resolve())} of "
-                "their own. Copy it to a folder that all hosts share, such as your home."]
-    return []
+    local = _is_node_local(path.resolve())
+    if not path.exists() or local is None or _is_node_local(base) or not must_exist and _to_be_filled(path):
+        return []
+    return [f"{field}: {name} is on this host alone, the compute nodes have a {local} of their own. Copy it to a "
+            "folder that all hosts share, such as your home."]
+
+
+def _to_be_filled(path: Path) -> bool:
+    """Whether it is a folder that the job will fill, such as a cache on each node's own disk."""
+    try:
+        return str(path) in NODE_LOCAL or path.is_dir() and not any(path.iterdir())
+    except OSError:
+        return False
 
 
 def _is_node_local(path: Path) -> str | None:

@@ -39,7 +39,7 @@ def objects(text: str, kind: str) -> dict[str, Record]:
 def listing(text: str) -> dict[str, Record]:
     """The same of `qstat -f ID`, without "-F json": the JSON of versions before 2024 is invalid for values such as 005.
 
-    Variable_List stays one text. A line break in a value is lost.
+    Variable_List stays one text. A line break in a value is lost. SchedulerError when the text names no job.
     """
     found: dict[str, Record] = {}
     record: Record = {}
@@ -49,12 +49,15 @@ def listing(text: str) -> dict[str, Record]:
             within, name = record, ""
         elif match := re.match(r"    (\w+)(?:\.(\w+))? = (.*)$", line):
             within, name = (record.setdefault(match[1], {}), match[2]) if match[2] else (record, match[1])
-            if name in within:  # a line of a value that looks like one of these
+            if isinstance(within, str) or name in within:  # a line of a value that looks like one of these
                 within = {}
             within[name] = match[3]
         elif line.startswith("\t") and found and name:  # a long value goes on
             within[name] += line[1:]
-    return found
+    if found:
+        return found
+    raise SchedulerError(f"PBS printed {text.strip()[:80]!r}, expected a job. Run qstat -f by hand to see whether the "
+                         "server answers.")
 
 
 def _as_text(value: Any) -> Any:
