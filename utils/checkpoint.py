@@ -24,7 +24,7 @@ from torch import Tensor
 from . import checkpoint_files as files
 from .checkpoint_random import derive_random_states, random_states, restore_random_states
 from .checkpoint_ranks import Message, Ranks, Silence
-from .checkpoint_snapshot import Snapshot, share_out
+from .checkpoint_snapshot import ReplicaFinder, Snapshot, share_out
 from .checkpoint_state import Fitting, PerRank, Unfit, pack, unpack
 from .checkpoint_sums import Sums
 from .logging import get_logger
@@ -58,9 +58,19 @@ class Checkpointer:
 
     A state is a nest of dictionaries, lists and tuples of: objects with state_dict() and load_state_dict() (models, DDP
     or compiled ones as the plain model; optimizers, schedulers, scalers, samplers), tensors, torch.Generators, numbers,
-    strings, None. Common to all ranks, it is written once, as rank 0 has it, the parameters and optimizer states shared
-    out over the ranks; what is in PerRank(...) is written by every rank for itself, as are the states of the random
-    number generators of Python, torch, the GPU and numpy, which need not be named.
+    strings, None. It is written once, as rank 0 has it, and restored so on all ranks, with these exceptions:
+
+    - Every rank writes and restores its own: what is in PerRank(...); the states of the random number generators of
+      Python, torch, the GPU and numpy, which need not be named; buffers up to 1 MiB, such as the running statistics
+      of BatchNorm, of models that are trained under DistributedDataParallel. With another number of ranks, all ranks
+      get the buffers of rank 0.
+    - The ranks share the work of writing the parameters that are trained under DistributedDataParallel, and the states
+      of their optimizers. A model that has a communication hook is written by rank 0 alone. If your own code lets such
+      parameters differ between ranks (optimizer steps without an exchange of gradients), rank 0's are not what is
+      saved: put model.state_dict() into the state instead of the model.
+
+    A model is trained under DistributedDataParallel if it is one over all ranks, or the module inside, and an optimizer
+    in the same state has its parameters.
 
     folder: on a file system that all hosts share; made if it is missing; for one job at a time. keep: so many of the
     last checkpoints stay, and with keep_every those of its multiples as well; 2 or more leave one to go back to when
@@ -83,6 +93,7 @@ class Checkpointer:
         self._ranks = Ranks(timeout)
         self._turn = 0  # of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
+        self._replicas = ReplicaFinder()
         self._thread: threading.Thread | None = None
         self._written = threading.Event()  # this rank's part of the save in flight
         self._failure: Exception | None = None
@@ -109,14 +120,16 @@ class Checkpointer:
             raise ValueError(f"step is {step}; expected 0 or more")
         self.wait()
         start = time.monotonic()
-        packed = pack(state)
+        packed = pack(state, self._replicas.find(state))
         rank = self._ranks.rank
         share = share_out(packed, rank, self._ranks.world_size)
-        self._snapshot.take({**share, **packed.mine})
-        trees = {"random": pack(random_states()).tree, "own": packed.own}
+        self._snapshot.take({**share, **packed.local, **packed.mine})
+        trees = {"random": pack(random_states()).tree, "own": packed.own,
+                 "local": sorted([*packed.local, *packed.mine]) if rank else []}
         if rank == 0:
             trees["tree"] = packed.tree
-        shapes = [(name, str(one.dtype), tuple(one.shape)) for name, one in {**packed.common, **packed.main}.items()]
+        shapes = [(kind, name, str(one.dtype), tuple(one.shape)) for kind, tensors in (
+            ("common", packed.common), ("main", packed.main), ("local", packed.local)) for name, one in tensors.items()]
         job = _Job(step, self._turn, start, Sums(self._snapshot.bytes), trees, _digest([step, shapes]),
                    replicated=bool(share) or rank == 0)
         self._turn += 1
@@ -331,12 +344,14 @@ class Checkpointer:
         for rank, entry in enumerate(manifest["files"]):
             if entry["replicated"] or not same or rank == self._ranks.rank:
                 metadata, held = files.read_part(folder, entry)
-                tensors.update(held)
-                mine = held if rank == self._ranks.rank else mine
                 by_rank[rank] = json.loads(metadata[_KEY])
+                if same and rank == self._ranks.rank:
+                    mine = held
+                else:
+                    local = set(by_rank[rank]["local"])
+                    tensors.update((name, one) for name, one in held.items() if name not in local)
                 trees.update(by_rank[rank] if rank == 0 else {})
-        if same:
-            tensors.update(mine)  # those in PerRank have the same names in the file of every rank
+        tensors.update(mine)  # what each rank has of its own has the same names in the file of every rank
         own = by_rank[self._ranks.rank]["own"] if same else None
         saved = [unpack(one["random"], {}) for one in by_rank.values()] if not same else [
             unpack(by_rank[self._ranks.rank]["random"], {})]

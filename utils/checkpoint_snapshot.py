@@ -1,31 +1,88 @@
 """A copy of tensors in memory that is kept from save to save, and which rank copies which of them.
 
+A tensor is written by another rank than 0 only if DistributedDataParallel keeps it equal on all ranks.
+
 Not here: what is in the tensors (checkpoint_state.py), where the copy goes (checkpoint_files.py).
 """
 from __future__ import annotations
 
+import gc
 import heapq
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from .checkpoint_state import Packed
+from .checkpoint_state import Packed, Replicas
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int, int]]  # name, type, shape, first byte, bytes
+_Found = TypeVar("_Found")
 _LEAST_SHARE = 32 << 20  # bytes that are worth a writer of their own
+_LARGEST_LOCAL_BYTES = 1 << 20  # of a buffer that each rank keeps; running statistics are smaller, masks are larger
+
+
+class ReplicaFinder:
+    """Finds the DistributedDataParallel modules of this process, also when a state names the module inside."""
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._searched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def find(self, state: Any) -> Replicas:
+        """The parameters that all ranks have alike, and the small buffers that each rank has of its own.
+
+        Only modules of which an optimizer in the state trains parameters: deepcopy() of a DistributedDataParallel for
+        an average of the weights is one too, but no gradients keep its copies alike.
+        """
+        trained = {id(parameter) for optimizer in _instances(state, torch.optim.Optimizer)
+                   for group in optimizer.param_groups for parameter in group["params"]}
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or not trained:
+            return Replicas()
+        modules = list(_instances(state, torch.nn.Module))
+        self._found.update(one for one in modules if isinstance(one, DistributedDataParallel))
+        known = {id(one.module) for one in self._found} | {id(one) for one in self._found}
+        unknown = [one for one in modules if id(one) not in known and one not in self._searched]
+        if unknown:  # a look at all objects of the process; once for each module
+            self._found.update(one for one in gc.get_objects() if isinstance(one, DistributedDataParallel))
+            self._searched.update(unknown)
+        parameters: set[int] = set()
+        buffers: set[int] = set()
+        for ddp in self._found:
+            if dist.get_world_size(ddp.process_group) != dist.get_world_size():
+                continue  # equal within a group of ranks only
+            # DistributedDataParallel exchanges no gradients of the others: one rank may change them alone.
+            reduced = {id(one) for name, one in ddp.module.named_parameters(remove_duplicate=False)
+                       if one.requires_grad and id(one) in trained and name not in ddp.parameters_to_ignore}
+            if reduced:
+                buffers.update(id(one) for one in ddp.module.buffers() if one.nbytes <= _LARGEST_LOCAL_BYTES)
+                if not getattr(ddp, "_comm_hooks", []):  # a communication hook may leave the gradients different
+                    parameters |= reduced
+        return Replicas(frozenset(parameters), frozenset(buffers))
+
+
+def _instances(state: Any, cls: type[_Found]) -> Iterator[_Found]:
+    if isinstance(state, cls):
+        yield state
+    elif isinstance(state, Mapping | list | tuple):
+        for one in state.values() if isinstance(state, Mapping) else state:
+            yield from _instances(one, cls)
 
 
 def share_out(packed: Packed, rank: int, world_size: int) -> dict[str, Tensor]:
-    """The replicated tensors that this rank writes; every rank comes to the same distribution.
+    """The common tensors that this rank writes; every rank comes to the same distribution. Rank 0 adds its own.
 
     The longest first, each to the rank that has least so far.
     """
     writers = max(1, min(world_size, sum(tensor.nbytes for tensor in packed.common.values()) // _LEAST_SHARE))
     loads = [(0, writer) for writer in range(writers)]
-    loads[0] = (sum(tensor.nbytes for tensor in packed.main.values()), 0)
+    own = {**packed.main, **packed.local}
+    loads[0] = (sum(tensor.nbytes for tensor in own.values()), 0)
     heapq.heapify(loads)
-    share = dict(packed.main) if rank == 0 else {}
+    share = own if rank == 0 else {}
     for name, tensor in sorted(packed.common.items(), key=lambda item: -item[1].nbytes):
         load, writer = loads[0]
         heapq.heapreplace(loads, (load + tensor.nbytes, writer))

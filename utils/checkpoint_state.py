@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import collections
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,21 +38,30 @@ class Packed:
 
     tree: Tree = None
     own: dict[str, Tree] = field(default_factory=dict)  # the trees of the PerRank parts, by their place
-    common: dict[str, Tensor] = field(default_factory=dict)  # the same on all ranks: any of them may write it
-    main: dict[str, Tensor] = field(default_factory=dict)  # of rank 0: the buffers of DDP modules differ between ranks
-    mine: dict[str, Tensor] = field(default_factory=dict)  # of this rank
+    common: dict[str, Tensor] = field(default_factory=dict)  # equal on all ranks: any of them may write it
+    main: dict[str, Tensor] = field(default_factory=dict)  # written by rank 0 alone, as rank 0 has it
+    local: dict[str, Tensor] = field(default_factory=dict)  # written by each rank; rank 0's are for other world sizes
+    mine: dict[str, Tensor] = field(default_factory=dict)  # of this rank, marked as PerRank
 
 
-def pack(state: Any) -> Packed:
+@dataclass(frozen=True)
+class Replicas:
+    """What DistributedDataParallel tells about tensors; each set holds the id() of parameters or buffers."""
+
+    parameters: frozenset[int] = frozenset()  # equal on all ranks
+    buffers: frozenset[int] = frozenset()  # every rank has its own: running statistics and the like
+
+
+def pack(state: Any, replicas: Replicas | None = None) -> Packed:
     """Take the state apart; the tensors are not copied. Raises Unfit for what is neither plain data nor a tensor."""
     packed = Packed()
-    packed.tree = _Packer(packed).tree(state, "", packed.main)
+    packed.tree = _Packer(packed, replicas or Replicas()).tree(state, "", packed.main)
     return packed
 
 
 class _Packer:
-    def __init__(self, packed: Packed) -> None:
-        self._packed = packed
+    def __init__(self, packed: Packed, replicas: Replicas) -> None:
+        self._packed, self._replicas = packed, replicas
         self._seen: dict[tuple[object, ...], str] = {}
 
     def tree(self, value: Any, place: str, kind: dict[str, Tensor]) -> Tree:
@@ -95,9 +104,9 @@ class _Packer:
                     "load_state_dict(). Convert it, or leave it out")
 
     def _mapping(self, name: str, value: dict[Any, Any], place: str, kind: dict[str, Tensor],
-                 parameters: Collection[str] = ()) -> Tree:
-        """parameters: keys whose tensors are the same on all ranks."""
-        kinds = {key: self._packed.common if key in parameters else kind for key in value}
+                 kinds_by_key: Mapping[str, dict[str, Tensor]] | None = None) -> Tree:
+        """kinds_by_key: where the tensors of these keys go instead."""
+        kinds = {key: (kinds_by_key or {}).get(key, kind) for key in value}
         tree: Tree
         if name == "dict" and all(type(key) is str for key in value):
             tree = {"dict": {key: self.tree(item, _join(place, key), kinds[key]) for key, item in value.items()}}
@@ -109,11 +118,18 @@ class _Packer:
 
     def _object(self, value: Any, place: str, kind: dict[str, Tensor]) -> Tree:
         state = value.state_dict()
-        if kind is self._packed.main and isinstance(value, torch.optim.Optimizer):
-            return self.tree(state, place, self._packed.common)
-        if kind is self._packed.main and isinstance(value, torch.nn.Module) and type(state) is collections.OrderedDict:
-            parameters = {name for name, _ in value.named_parameters(remove_duplicate=False)}
-            return self._mapping("OrderedDict", state, place, kind, parameters)
+        packed, replicas = self._packed, self._replicas
+        if kind is packed.main and isinstance(value, torch.optim.Optimizer):
+            # Those of torch.distributed keep each rank's own state.
+            common = not type(value).__module__.startswith("torch.distributed") and all(
+                id(parameter) in replicas.parameters for parameter in value.state)
+            return self.tree(state, place, packed.common if common else kind)
+        if kind is packed.main and isinstance(value, torch.nn.Module) and type(state) is collections.OrderedDict:
+            kinds = {name: packed.common for name, one in value.named_parameters(remove_duplicate=False)
+                     if id(one) in replicas.parameters}
+            kinds |= {name: packed.local for name, one in value.named_buffers(remove_duplicate=False)
+                      if id(one) in replicas.buffers}
+            return self._mapping("OrderedDict", state, place, kind, kinds)
         return self.tree(state, place, kind)
 
     def _tensor(self, value: Tensor, place: str, kind: dict[str, Tensor]) -> Tree:
@@ -125,7 +141,7 @@ class _Packer:
         same = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride(), id(kind))
         name = self._seen.get(same) if value.numel() else None  # tied weights are written once
         if name is None:
-            taken = (self._packed.common, self._packed.main, self._packed.mine)
+            taken = (self._packed.common, self._packed.main, self._packed.local, self._packed.mine)
             name, count = place or "state", 1
             while any(name in one for one in taken):  # {"a": {"b": x}, "a/b": y}, or the keys 1 and "1"
                 count += 1

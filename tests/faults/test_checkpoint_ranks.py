@@ -99,6 +99,40 @@ def both_write_and_restore(dist: Distributed, checkpoints: Checkpointer) -> Seen
             "momentum": len(state["optimizer"].state_dict()["state"])}
 
 
+def only_rank_0_keeps_it_current(dist: Distributed, checkpoints: Checkpointer) -> Seen:
+    """An average of the weights, a module with an optimizer, and a frozen part of the model, changed on rank 0."""
+    model = Model()
+    model.frozen = nn.Linear(4, 4).requires_grad_(False)
+    ddp = DDP(model)
+    trainer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(ddp, use_buffers=True)  # a copy of the DDP in it
+    tuned = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(tuned.parameters(), momentum=0.9, lr=0.1)
+    tuned(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+    def changed() -> list[torch.Tensor]:
+        return [*average.state_dict().values(), *tuned.parameters(), *model.frozen.parameters(),
+                *optimizer.state_dict()["state"][0].values()]
+
+    with torch.no_grad():
+        for tensor in changed():
+            tensor.fill_(1 if dist.is_main else 5)
+    state = {"model": model, "average": average, "optimizer": optimizer, "tuned": tuned, "trainer": trainer}
+    with Checkpointer(f"{checkpoints.folder} average", timeout=60.0) as apart:
+        apart.save(1, state)
+        apart.wait()
+        with torch.no_grad():
+            for tensor in [*changed(), *model.linear.parameters()]:
+                tensor.fill_(7)
+        apart.load_latest(state)
+        whole = apart.folder / "step-000000001"
+        held = [sorted(checkpoint_files.read_part(whole, entry)[1]) for entry in
+                checkpoint_files.read_manifest(whole)["files"]]
+    return {"values": sorted({value for tensor in changed() for value in tensor.unique().tolist()}),
+            "sevens": int((model.linear.weight == 7).sum()), "held": held}
+
+
 def one_finds_damage(dist: Distributed, checkpoints: Checkpointer) -> Seen:
     newest = checkpoints.folder / "step-000000002"
     if dist.rank == 1:
@@ -167,8 +201,8 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> Seen:
             return {"error": raised(impatient.wait), "names": checkpoint_files.names(checkpoints.folder)}
 
 
-SCENARIOS = [both_write_and_restore, one_finds_damage, one_disk_is_full, states_differ, folders_differ, one_is_slow,
-             one_dies]
+SCENARIOS = [both_write_and_restore, only_rank_0_keeps_it_current, one_finds_damage, one_disk_is_full, states_differ,
+             folders_differ, one_is_slow, one_dies]
 
 
 def main(folder: str) -> None:
@@ -213,17 +247,30 @@ def test_what_is_common_is_restored_as_rank_0_had_it_and_what_is_a_ranks_own_on_
     zero, one = of(ran, "both_write_and_restore")
     assert zero["step"] == one["step"] == 2
     assert zero["weights"] and one["weights"] and zero["momentum"] == one["momentum"] == 4
-    assert zero["mean"] != one["mean"] and zero["restored mean"] == one["restored mean"] == zero["mean"]
+    assert zero["mean"] != one["mean"]
     assert [zero["mine"], one["mine"]] == [[0, [0, 0, 0]], [1, [1, 1, 1]]]
     assert zero["draws"][1] == zero["draws"][2] and one["draws"][1] == one["draws"][2]
     assert len({*zero["draws"], *one["draws"]}) == 4
 
 
 def test_both_ranks_write_a_part_of_what_is_common(ran: Any) -> None:
-    held = [{name for name in checkpoint_files.read_part(folder, entry)[1] if not name.startswith("mine")}
-            for folder in [ran[0] / "step-000000001"] for entry in checkpoint_files.read_manifest(folder)["files"]]
+    shared = ("weight", "bias", "momentum_buffer")
+    held = [{name for name in checkpoint_files.read_part(folder, entry)[1] if name.endswith(shared)} for folder in
+            [ran[0] / "step-000000001"] for entry in checkpoint_files.read_manifest(folder)["files"]]
     assert len(held) == 2 and all(held) and held[0].isdisjoint(held[1])
-    assert "model/norm.running_mean" in held[0]
+
+
+def test_what_rank_0_alone_keeps_current_is_restored_as_rank_0_had_it(ran: Any) -> None:
+    for seen in of(ran, "only_rank_0_keeps_it_current"):
+        assert seen["values"] == [1] and seen["sevens"] == 0
+        written_by_0, written_by_1 = seen["held"]
+        assert {name for name in written_by_1 if not name.startswith("model/")} == set(), "only trained parameters"
+        assert any(name.endswith("weight") for name in written_by_1), "the ranks share the work"
+
+
+def test_every_rank_restores_the_buffers_it_had(ran: Any) -> None:
+    zero, one = of(ran, "both_write_and_restore")
+    assert zero["restored mean"] == zero["mean"] != one["mean"] == one["restored mean"]
 
 
 def test_all_ranks_fall_back_when_one_finds_its_file_damaged_and_it_is_set_aside_once(ran: Any) -> None:
@@ -276,10 +323,14 @@ def test_another_number_of_ranks_gets_what_is_common_but_no_ranks_own_part(
         found = checkpoints.load_latest(common)
     assert found is not None and found.step == 6 and found.state["epoch"] == 3
     written: dict[str, torch.Tensor] = {}
+    means: list[torch.Tensor] = []
     for entry in checkpoint_files.read_manifest(ran[0] / "step-000000006")["files"]:
         written |= checkpoint_files.read_part(ran[0] / "step-000000006", entry)[1]
+        means.append(written["model/norm.running_mean"])
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, written[f"model/{name}"]), name
+        if "running" not in name:
+            assert torch.equal(tensor, written[f"model/{name}"]), name
+    assert torch.equal(model.norm.running_mean, means[0]) and not torch.equal(*means)
     assert "was saved by 2 ranks and goes on with 1" in caplog.text
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from utils.checkpoint_random import derive_random_states, random_states, restore_random_states
-from utils.checkpoint_state import Fitting, PerRank, Unfit, pack, unpack
+from utils.checkpoint_state import Fitting, PerRank, Replicas, Unfit, pack, unpack
 
 
 def through_json(state: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
@@ -134,15 +134,18 @@ def test_an_optimizer_that_was_restored_holds_none_of_the_memory_that_was_read()
     assert bool(other.linear.weight.any())
 
 
-def test_a_models_parameters_are_common_and_its_buffers_are_rank_0s() -> None:
-    packed = pack({"model": Tiny(), "ema": torch.zeros(3)})
-    assert set(packed.common) == {"model/linear.weight", "model/linear.bias", "model/norm.weight", "model/norm.bias"}
-    assert set(packed.main) == {"model/norm.running_mean", "model/norm.running_var", "model/norm.num_batches_tracked",
-                                "ema"}
+def test_only_known_replicas_are_common_or_local() -> None:
+    model = Tiny()
+    replicas = Replicas(frozenset(map(id, model.linear.parameters())), frozenset({id(model.norm.running_mean)}))
+    packed = pack({"model": model, "ema": torch.zeros(3)}, replicas)
+    assert set(packed.common) == {"model/linear.weight", "model/linear.bias"}
+    assert set(packed.local) == {"model/norm.running_mean"}
+    assert set(packed.main) == {"model/norm.weight", "model/norm.bias", "model/norm.running_var",
+                                "model/norm.num_batches_tracked", "ema"}
 
 
 def test_a_compiled_model_is_saved_as_the_plain_one() -> None:
-    assert set(pack({"model": torch.compile(nn.Linear(2, 2))}).common) == {"model/weight", "model/bias"}
+    assert set(pack({"model": torch.compile(nn.Linear(2, 2))}).main) == {"model/weight", "model/bias"}
 
 
 def test_plain_data_is_replaced_and_tensors_are_filled() -> None:
