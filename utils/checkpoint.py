@@ -22,11 +22,13 @@ from typing import Any
 from torch import Tensor
 
 from . import checkpoint_files as files
-from .checkpoint_random import derive_random_states, random_states, restore_random_states
+from .checkpoint_fitting import Fitting
+from .checkpoint_random import derive_random_states, random_states, read_random_states, restore_random_states
 from .checkpoint_ranks import Message, Ranks, Silence
 from .checkpoint_snapshot import ReplicaFinder, Snapshot, share_out
-from .checkpoint_state import Fitting, PerRank, Unfit, pack, unpack
+from .checkpoint_state import PerRank, pack
 from .checkpoint_sums import Sums
+from .checkpoint_values import Unfit
 from .logging import get_logger
 
 __all__ = ["CheckpointError", "Checkpointer", "PerRank", "Restored"]
@@ -353,8 +355,8 @@ class Checkpointer:
                 trees.update(by_rank[rank] if rank == 0 else {})
         tensors.update(mine)  # what each rank has of its own has the same names in the file of every rank
         own = by_rank[self._ranks.rank]["own"] if same else None
-        saved = [unpack(one["random"], {}) for one in by_rank.values()] if not same else [
-            unpack(by_rank[self._ranks.rank]["random"], {})]
+        saved = [read_random_states(one["random"]) for one in by_rank.values()] if not same else [
+            read_random_states(by_rank[self._ranks.rank]["random"])]
         return _Read(manifest["step"], Fitting(state, trees["tree"], tensors, own), saved, manifest["world_size"])
 
     def _judge(self, answers: Sequence[Message]) -> Message:

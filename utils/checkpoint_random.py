@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .checkpoint_state import from_bytes, to_bytes
+from .checkpoint_state import unpack
+from .checkpoint_values import Tree, Unfit, check_generator_state, from_bytes, to_bytes
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
@@ -30,6 +31,30 @@ def random_states() -> dict[str, Any]:
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = [kind, keys.tolist(), *rest]
+    return states
+
+
+def read_random_states(tree: Tree) -> dict[str, Any]:
+    """What random_states() returned, from its tree in a file. Raises Unfit for states that cannot be set."""
+    states = unpack(tree, {})
+    if type(states) is not dict:
+        raise Unfit(f"the checkpoint holds a {type(states).__name__} as states of the generators; expected a dict")
+    for name, state in states.items():
+        try:
+            if name == "python":
+                check_generator_state(random.Random(), state)
+            elif name == "torch":
+                check_generator_state(torch.default_generator, state)
+            elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
+                kind, keys, position, has_gauss, gauss = state
+                check_generator_state(numpy.random.RandomState(), {
+                    "bit_generator": kind, "state": {"key": keys, "pos": position}, "has_gauss": has_gauss,
+                    "gauss": gauss})
+            elif type(state) not in (bytes, list):
+                raise ValueError(f"it is a {type(state).__name__}")
+        except Exception as error:
+            raise Unfit(f"the checkpoint holds an invalid state of the generator {str(name)[:100]!r}: "
+                        f"{type(error).__name__}: {str(error)[:200]}. Was the file changed?") from error
     return states
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .checkpoint_state import Packed, Replicas
+from .checkpoint_state import Packed, Replicas, walk
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int, int]]  # name, type, shape, first byte, bytes
 _Found = TypeVar("_Found")
@@ -65,11 +65,7 @@ class ReplicaFinder:
 
 
 def _instances(state: Any, cls: type[_Found]) -> Iterator[_Found]:
-    if isinstance(state, cls):
-        yield state
-    elif isinstance(state, Mapping | list | tuple):
-        for one in state.values() if isinstance(state, Mapping) else state:
-            yield from _instances(one, cls)
+    return (one for _, one in walk(state) if isinstance(one, cls))
 
 
 def share_out(packed: Packed, rank: int, world_size: int) -> dict[str, Tensor]:

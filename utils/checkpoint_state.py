@@ -1,24 +1,52 @@
-"""The state of a training as plain data and named tensors, and back: nested containers, models, optimizers, generators.
+"""The state of a training as plain data and named tensors, and back.
 
-Not here: files (checkpoint_files.py), ranks and threads (checkpoint.py). Nothing is pickled, in neither direction.
+Nothing is pickled, and reading never imports or calls what a file names: classes of the user are taken from the state
+that is restored.
 """
 from __future__ import annotations
 
-import base64
 import collections
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-Tree = Any  # what json writes: plain data as itself, everything else as {kind: content}
-_MAPPINGS: dict[str, type[Any]] = {
+from .checkpoint_sums import memory
+from .checkpoint_values import (
+    DTYPES,
+    Tree,
+    Unfit,
+    checked_shape,
+    decode_array,
+    decode_value,
+    encode_array,
+    encode_value,
+    generator_kind,
+    generator_state,
+    is_array,
+    is_masked,
+    is_value,
+)
+
+Path = tuple[object, ...]  # the keys that lead to an entry of the state
+
+MAX_DEPTH = 100  # levels of nesting; more are a state that contains itself
+_LONG = 64 << 10  # bytes and characters from which on they are not in the header of the file
+_ATOMS = (bool, float, type(None))
+MAPPINGS: dict[str, type[Any]] = {
     "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
-_SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "torch.Size": torch.Size}
+SEQUENCES: dict[str, type[Any]] = {
+    "tuple": tuple, "set": set, "frozenset": frozenset, "torch.Size": torch.Size, "deque": collections.deque}
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
+                                  collections.OrderedDict, collections.Counter, collections.deque)}
+CLASSES = ("dataclass", "namedtuple", "enum")  # tags of what is restored as a class of the given state
+_OBJECTS = ("object", "generator", "per rank")  # tags of what is restored into an object of the given state
 
 
 @dataclass(frozen=True)
@@ -26,10 +54,6 @@ class PerRank:
     """Marks a part of the state that differs between the ranks, so that every rank saves and restores its own."""
 
     value: Any
-
-
-class Unfit(ValueError):
-    """A state that cannot be saved, or that does not fit to the checkpoint; the message names the places."""
 
 
 @dataclass
@@ -53,150 +77,239 @@ class Replicas:
 
 
 def pack(state: Any, replicas: Replicas | None = None) -> Packed:
-    """Take the state apart; the tensors are not copied. Raises Unfit for what is neither plain data nor a tensor."""
+    """Take the state apart; the tensors are not copied. Raises Unfit for what cannot be saved, with its place."""
     packed = Packed()
-    packed.tree = _Packer(packed, replicas or Replicas()).tree(state, "", packed.main)
+    packed.tree = _Packer(packed, replicas or Replicas(), parameter_names(state)).tree(state, (), packed.main)
     return packed
 
 
 class _Packer:
-    def __init__(self, packed: Packed, replicas: Replicas) -> None:
-        self._packed, self._replicas = packed, replicas
+    def __init__(self, packed: Packed, replicas: Replicas, names: Mapping[int, str]) -> None:
+        self._packed, self._replicas, self._names = packed, replicas, names
         self._seen: dict[tuple[object, ...], str] = {}
 
-    def tree(self, value: Any, place: str, kind: dict[str, Tensor]) -> Tree:
+    def tree(self, value: Any, path: Path, kind: dict[str, Tensor]) -> Tree:
         """The tree of `value`. kind: where its tensors go, one of the dictionaries of Packed."""
-        packed = self._packed
-        if value is None or type(value) in (bool, int, float, str):
+        packed, cls = self._packed, type(value)
+        if cls in _ATOMS or cls is int and -2**63 <= value < 2**64 or cls is str and len(value) < _LONG:
             return value
-        if type(value) is list:
-            return [self.tree(item, _join(place, index), kind) for index, item in enumerate(value)]
-        for name, cls in _MAPPINGS.items():
-            if type(value) is cls:
-                return self._mapping(name, value, place, kind)
-        for name, cls in _SEQUENCES.items():
-            if type(value) is cls:
-                return {name: [self.tree(item, _join(place, index), kind) for index, item in enumerate(value)]}
+        check_depth(path)
+        if cls is list:
+            return self._items(value, path, kind)
+        for name, mapping in MAPPINGS.items():
+            if cls is mapping:
+                return self._mapping(name, value, path, kind)
+        if cls is collections.defaultdict:
+            return {"defaultdict": self._mapping("OrderedDict", value, path, kind)["OrderedDict"],
+                    "factory": factory_name(value)}
+        for name, sequence in SEQUENCES.items():
+            if cls is sequence:
+                tree = {name: self._items(value, path, kind)}
+                return {**tree, "maxlen": value.maxlen} if name == "deque" else tree
         if isinstance(value, PerRank):
             if kind is packed.mine:
-                raise Unfit(f"{place} is PerRank inside of PerRank. Mark the outer one alone")
-            packed.own[place] = self.tree(value.value, _join(place, "own"), packed.mine)
-            return {"per rank": place}
+                raise Unfit(f"{show(path)} is PerRank inside of PerRank. Mark the outer one alone")
+            packed.own[show(path)] = self.tree(value.value, (*path, "own"), packed.mine)
+            return {"per rank": show(path)}
         if isinstance(value, Tensor):
-            return self._tensor(value, place, kind)
-        if isinstance(value, torch.Generator):
-            return {"generator": self.tree(to_bytes(value.get_state()), place, kind)}
-        if type(value) is bytes:
-            return {"bytes": base64.b64encode(value).decode()}
-        if type(value) is complex:
-            return {"complex": [value.real, value.imag]}
-        if type(value) is torch.dtype:
-            return {"torch.dtype": str(value).removeprefix("torch.")}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
-            raw = base64.b64encode(value.tobytes()).decode()
-            return {"numpy": [value.dtype.str, list(value.shape), raw, isinstance(value, numpy.generic)]}
-        inner = unwrap(value)
-        if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict"):
-            return {"object": type(inner).__name__, "state": self._object(inner, place, kind)}
-        raise Unfit(f"{place or 'the state'} is of type {type(value).__module__}.{type(value).__qualname__}; expected "
+            return self._tensor(value, path, kind)
+        if generator := generator_kind(value):
+            return {"generator": generator, "state": self.tree(generator_state(value), (*path, "state"), kind)}
+        if cls in (bytes, bytearray, str) and len(value) >= _LONG:
+            raw = value.encode("utf-8", "surrogatepass") if cls is str else value
+            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            return {"long": cls.__name__, "data": self._tensor(data, path, kind)}
+        try:
+            if is_masked(value):
+                return self._masked(value, path, kind)
+            if is_array(value):
+                return self._array(value, path, kind)
+            found = encode_value(value)
+        except Unfit:
+            raise
+        except ValueError as error:
+            raise Unfit(f"{show(path)} {error}") from error
+        return self._instance(value, path, kind) if found is None else found
+
+    def _items(self, values: Any, path: Path, kind: dict[str, Tensor]) -> list[Tree]:
+        return [item if type(item) in _ATOMS else self.tree(item, (*path, index), kind)
+                for index, item in enumerate(values)]
+
+    def _mapping(self, name: str, value: dict[Any, Any], path: Path, kind: dict[str, Tensor]) -> Tree:
+        tree: Tree
+        if name == "dict" and all(type(key) is str for key in value):
+            return {"dict": {key: self.tree(item, (*path, key), kind) for key, item in value.items()}}
+        for key in value:
+            if isinstance(key, Tensor | PerRank) or generator_kind(key) or _is_stateful(key):
+                raise Unfit(f"{show(path)} has a key of type {type_name(key)}; expected a number, a string or "
+                            "another value that is compared by its content. Use its name as the key")
+        tree = {name: [[self.tree(key, (*path, "key"), kind), self.tree(item, (*path, key), kind)]
+                       for key, item in value.items()]}
+        metadata = getattr(value, "_metadata", None)  # torch.nn.Module.state_dict() leaves versions there
+        return tree if metadata is None else {**tree, "metadata": self.tree(dict(metadata), path, kind)}
+
+    def _array(self, value: Any, path: Path, kind: dict[str, Tensor]) -> Tree:
+        if type(value).__module__ != "numpy" or type(value).__name__ != "ndarray":
+            raise ValueError(f"is a {type_name(value)}; expected an ordinary or a masked numpy array. Convert it with "
+                             "numpy.array(value, subok=False)")
+        fields, data = encode_array(value)
+        return {"array": fields, "data": self._tensor(data, path, kind)}
+
+    def _masked(self, value: Any, path: Path, kind: dict[str, Tensor]) -> Tree:
+        import numpy
+        mask = None if value.mask is numpy.ma.nomask else self._array(value.mask, (*path, "mask"), kind)
+        return {"masked array": self._array(value.data, path, kind), "mask": mask, "hard": value.hardmask,
+                "fill": self._array(numpy.asarray(value.fill_value), (*path, "fill_value"), kind)}
+
+    def _instance(self, value: Any, path: Path, kind: dict[str, Tensor]) -> Tree:
+        inner, cls = unwrap(value), type(value)
+        if _is_stateful(inner):
+            return self._object(inner, path, kind)
+        if isinstance(value, enum.Enum):
+            member = value.name in cls.__members__
+            return {"enum": cls.__qualname__, "member" if member else "value": self.tree(
+                value.name if member else value.value, path, kind)}
+        if is_namedtuple(value):
+            items = [self.tree(item, (*path, name), kind) for name, item in zip(cls._fields, value, strict=True)]
+            return {"namedtuple": cls.__qualname__, "fields": dict(zip(cls._fields, items, strict=True))}
+        if is_dataclass(value):
+            names = field_names(value)
+            missing = [name for name in names if not hasattr(value, name)]
+            more = [name for name in getattr(value, "__dict__", ()) if name not in names]
+            if missing or more:
+                found = f"lacks its field {missing[0]!r}" if missing else f"has the attribute {more[0]!r}, not a field"
+                raise Unfit(f"{show(path)} is a {cls.__qualname__} that {found}; expected values for all fields and "
+                            "nothing else. Give the class state_dict() and load_state_dict()")
+            fields = {name: self.tree(getattr(value, name), (*path, name), kind) for name in names}
+            return {"dataclass": cls.__qualname__, "fields": fields}
+        raise Unfit(f"{show(path)} is of type {type_name(value)}; expected "
                     "tensors, numbers, strings, None, containers of these, and objects with state_dict() and "
                     "load_state_dict(). Convert it, or leave it out")
 
-    def _mapping(self, name: str, value: dict[Any, Any], place: str, kind: dict[str, Tensor],
-                 kinds_by_key: Mapping[str, dict[str, Tensor]] | None = None) -> Tree:
-        """kinds_by_key: where the tensors of these keys go instead."""
-        kinds = {key: (kinds_by_key or {}).get(key, kind) for key in value}
-        tree: Tree
-        if name == "dict" and all(type(key) is str for key in value):
-            tree = {"dict": {key: self.tree(item, _join(place, key), kinds[key]) for key, item in value.items()}}
-        else:
-            tree = {name: [[self.tree(key, place, kind), self.tree(item, _join(place, key), kinds[key])]
-                           for key, item in value.items()]}
-        metadata = getattr(value, "_metadata", None)  # torch.nn.Module.state_dict() leaves versions there
-        return tree if metadata is None else {**tree, "metadata": self.tree(dict(metadata), place, kind)}
-
-    def _object(self, value: Any, place: str, kind: dict[str, Tensor]) -> Tree:
-        state = value.state_dict()
-        packed, replicas = self._packed, self._replicas
-        if kind is packed.main and isinstance(value, torch.optim.Optimizer):
+    def _object(self, value: Any, path: Path, kind: dict[str, Tensor]) -> Tree:
+        name = type(value).__name__
+        if isinstance(value, torch.nn.Module):
+            check_module(value, path)
+        check_optimizer(value, path)
+        try:
+            state = value.state_dict()
+        except Exception as error:
+            raise Unfit(f"{show(path)}: state_dict() of this {name} failed: {type(error).__name__}: {error}") from error
+        if isinstance(value, torch.optim.Optimizer):
             # Those of torch.distributed keep each rank's own state.
-            common = not type(value).__module__.startswith("torch.distributed") and all(
-                id(parameter) in replicas.parameters for parameter in value.state)
-            return self.tree(state, place, packed.common if common else kind)
-        if kind is packed.main and isinstance(value, torch.nn.Module) and type(state) is collections.OrderedDict:
-            kinds = {name: packed.common for name, one in value.named_parameters(remove_duplicate=False)
-                     if id(one) in replicas.parameters}
-            kinds |= {name: packed.local for name, one in value.named_buffers(remove_duplicate=False)
-                      if id(one) in replicas.buffers}
-            return self._mapping("OrderedDict", state, place, kind, kinds)
-        return self.tree(state, place, kind)
+            if kind is self._packed.main and not type(value).__module__.startswith("torch.distributed") and all(
+                    id(parameter) in self._replicas.parameters for parameter in value.state):
+                kind = self._packed.common
+            return {"object": name, "state": self.tree(state, path, kind),
+                    "parameters": describe_parameters(value, self._names)}
+        if isinstance(value, torch.nn.Module) and type(state) is collections.OrderedDict:
+            return {"object": name, "state": self._module(value, state, path, kind)}
+        return {"object": name, "state": self.tree(state, path, kind)}
 
-    def _tensor(self, value: Tensor, place: str, kind: dict[str, Tensor]) -> Tree:
-        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or (
-                value.is_quantized or value.is_meta):
-            raise Unfit(f"{place} is a {type(value).__name__} of layout {value.layout} on {value.device}; expected an "
-                        "ordinary dense tensor. For states sharded over the ranks use torch.distributed.checkpoint")
+    def _module(self, module: torch.nn.Module, state: collections.OrderedDict[str, Any], path: Path,
+                kind: dict[str, Tensor]) -> Tree:
+        kinds = {}
+        if kind is self._packed.main:
+            kinds = {name: self._packed.common for name, one in module.named_parameters(remove_duplicate=False)
+                     if id(one) in self._replicas.parameters}
+            kinds |= {name: self._packed.local for name, one in module.named_buffers(remove_duplicate=False)
+                      if id(one) in self._replicas.buffers}
+        items = []
+        for key, item in state.items():
+            place = (*path, plain_key(key))
+            if isinstance(item, Tensor) and overlaps_itself(item):
+                raise Unfit(f"{show(place)} is an expanded tensor, into which load_state_dict() cannot copy; expected "
+                            "one with memory for every element. Register a contiguous() one")
+            items.append([plain_key(key), self.tree(item, place, kinds.get(key, kind))])
+        metadata = {plain_key(key): item for key, item in getattr(state, "_metadata", {}).items()}
+        return {"OrderedDict": items, "metadata": self.tree(metadata, path, kind)}
+
+    def _tensor(self, value: Tensor, path: Path, kind: dict[str, Tensor]) -> Tree:
+        check_tensor(value, path)
         value = value.detach()
-        same = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride(), id(kind))
+        same = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride(), value.is_conj(),
+                value.is_neg(), id(kind))
         name = self._seen.get(same) if value.numel() else None  # tied weights are written once
         if name is None:
             taken = (self._packed.common, self._packed.main, self._packed.local, self._packed.mine)
-            name, count = place or "state", 1
-            while any(name in one for one in taken):  # {"a": {"b": x}, "a/b": y}, or the keys 1 and "1"
+            place, count = show(path, "state"), 1
+            name = place
+            # {"a": {"b": x}, "a/b": y}, or the keys 1 and "1"; the last is what safetensors keeps for itself
+            while any(name in one for one in taken) or name == "__metadata__":
                 count += 1
                 name = f"{place}#{count}"
             kind[name] = value
             self._seen[same] = name
         tree = {"tensor": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        if not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride():
+        if not value.is_contiguous() and _is_dense(value.shape, value.stride()):
             tree["stride"] = list(value.stride())  # channels_last and the like
         return tree
 
 
-def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """What pack() took apart, an object as its state_dict(). The tensors are those given, no copies."""
-    if type(tree) is list:
-        return [unpack(item, tensors) for item in tree]
-    if type(tree) is not dict:
-        return tree
-    kind, content = next(iter(tree.items()))
-    if kind == "tensor":
-        found = tensors[content].view(getattr(torch, tree["dtype"])).view(tree["shape"])
-        if "stride" not in tree:
-            return found
-        return torch.empty_strided(tree["shape"], tree["stride"], dtype=found.dtype).copy_(found)
-    if kind in _MAPPINGS:
-        pairs = content.items() if type(content) is dict else (
-            (unpack(key, tensors), value) for key, value in content)
-        mapping = _MAPPINGS[kind]()
-        for key, value in pairs:
-            mapping[key] = unpack(value, tensors)
-        if "metadata" in tree:
-            mapping._metadata = unpack(tree["metadata"], tensors)
-        return mapping
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([unpack(item, tensors) for item in content])
-    if kind == "object":
-        return unpack(tree["state"], tensors)
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind == "complex":
-        return complex(*content)
-    if kind == "torch.dtype":
-        return getattr(torch, content)
-    if kind == "numpy":
-        import numpy
-        dtype, shape, raw, scalar = content
-        array = numpy.frombuffer(base64.b64decode(raw), dtype).reshape(shape).copy()
-        return array[()] if scalar else array
-    raise Unfit(f"the checkpoint holds a {kind!r} where plain data was expected")
+# --- what the entries of a state are
+
+def check_tensor(value: Tensor, path: Path) -> None:
+    """Raise Unfit for a tensor that cannot be saved or restored."""
+    if torch.nn.parameter.is_lazy(value):
+        raise Unfit(f"{show(path)} is a parameter of a lazy module that is not initialised; expected one with a shape. "
+                    "Run one batch through the model first")
+    if type(value).__module__.startswith("torch.distributed"):
+        raise Unfit(f"{show(path)} is a {type(value).__name__}, sharded over the ranks (FSDP, tensor parallelism); "
+                    "expected tensors that are whole on every rank. Save sharded states with "
+                    "torch.distributed.checkpoint")
+    if value.is_meta:
+        raise Unfit(f"{show(path)} is on the meta device and has no values. Give the model memory with "
+                    "to_empty(device=...), initialise its values, and then save or load it")
+    dtype = str(value.dtype).removeprefix("torch.")
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or (
+            value.is_quantized or value.is_nested or dtype not in DTYPES):
+        kind = "quantised " if value.is_quantized else "nested " if value.is_nested else ""
+        raise Unfit(f"{show(path)} is a {kind}{type(value).__name__} of {dtype} and layout {value.layout} on "
+                    f"{value.device}; expected an ordinary dense tensor. Convert it")
+
+
+def check_module(module: torch.nn.Module, path: Path) -> None:
+    """Raise Unfit for a module that holds no whole tensors of its own, before its state_dict() is called."""
+    for name, part in module.named_modules():
+        if type(part).__name__ == "FullyShardedDataParallel":
+            raise Unfit(f"{show((*path, name) if name else path)} is sharded over the ranks by FSDP; expected a module "
+                        "that is whole on every rank. Save sharded states with torch.distributed.checkpoint")
+    for name, parameter in module.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter) or type(parameter).__module__.startswith("torch.distributed"):
+            check_tensor(parameter, (*path, name))
+
+
+def check_optimizer(value: Any, path: Path) -> None:
+    if type(value).__name__ == "ZeroRedundancyOptimizer":
+        raise Unfit(f"{show(path)} is a ZeroRedundancyOptimizer, whose state is sharded over the ranks; expected an "
+                    "optimizer that is whole on every rank. Use one, or torch.distributed.checkpoint")
+
+
+def check_depth(path: Path) -> None:
+    if len(path) > MAX_DEPTH:
+        raise Unfit(f"{show(path[:8])}/... is nested more than {MAX_DEPTH} levels deep; expected fewer. Does it "
+                    "contain itself?")
+
+
+def overlaps_itself(value: Tensor) -> bool:
+    return value.layout is torch.strided and not torch.nn.parameter.is_lazy(value) and any(
+        stride == 0 and length > 1 for length, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether these strides are those of a permuted contiguous tensor."""
+    expected = 1
+    for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
 
 
 def unwrap(value: Any) -> Any:
     """The model inside of DistributedDataParallel and torch.compile, in whatever order."""
     while True:
-        if isinstance(value, DistributedDataParallel):
+        if isinstance(value, DistributedDataParallel | DataParallel):
             value = value.module
         elif isinstance(value, torch.nn.Module) and isinstance(getattr(value, "_orig_mod", None), torch.nn.Module):
             value = value._orig_mod
@@ -204,175 +317,268 @@ def unwrap(value: Any) -> Any:
             return value
 
 
-# --- back into the objects
+def plain_key(key: str) -> str:
+    """The name of a parameter without what torch.compile puts into it."""
+    return ".".join(part for part in key.split(".") if part != "_orig_mod")
 
-class Fitting:
-    """Compares a checkpoint with the state that it shall restore, without changing anything; then restore() does.
 
-    own: the trees of this rank's PerRank parts; None when they were saved under another number of ranks.
+def _is_stateful(value: Any) -> bool:
+    return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def is_namedtuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(type(value), "_fields") and hasattr(type(value), "_make")
+
+
+def is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | PerRank)
+
+
+def field_names(value: Any) -> list[str]:
+    return [one.name for one in dataclasses.fields(value)]
+
+
+def factory_name(value: collections.defaultdict[Any, Any]) -> str | None:
+    factory = value.default_factory
+    name = getattr(factory, "__qualname__", type(factory).__qualname__)
+    if factory is None or _FACTORIES.get(name) is factory:
+        return None if factory is None else name
+    return f"other: {name}"
+
+
+def type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def show(path: Path, empty: str = "the state") -> str:
+    return "/".join(hex(key) if type(key) is int and key.bit_length() > 64 else str(key) for key in path) or empty
+
+
+def walk(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All entries of a state but numbers and strings, also those of containers in containers. Raises Unfit."""
+    check_depth(path)
+    yield path, state
+    if isinstance(state, dict):
+        items = iter(state.items())
+    elif isinstance(state, PerRank):
+        items = iter([("own", state.value)])
+    elif is_namedtuple(state):
+        items = iter(zip(type(state)._fields, state, strict=True))
+    elif isinstance(state, list | tuple | collections.deque):
+        items = iter(enumerate(state))
+    elif is_dataclass(state) and not _is_stateful(state):
+        items = iter([(name, getattr(state, name, None)) for name in field_names(state)])
+    else:
+        return
+    for key, item in items:
+        if type(item) not in (*_ATOMS, int, str):
+            yield from walk(item, (*path, key))
+
+
+def parameter_names(state: Any) -> dict[int, str]:
+    """The names of all parameters of the modules in a state, by the id of the parameter."""
+    names: dict[int, str] = {}
+    for path, value in walk(state):
+        module = unwrap(value)
+        if isinstance(module, torch.nn.Module):
+            for name, parameter in module.named_parameters():
+                names.setdefault(id(parameter), show((*path, plain_key(name))))
+    return names
+
+
+def describe_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[list[Any]]]:
+    """Name and shape of each parameter, by groups, in the order in which the optimizer numbers them."""
+    groups = []
+    for group in optimizer.param_groups:
+        own = group.get("param_names") or [None] * len(group["params"])
+        groups.append([[names.get(id(one), name), list(one.shape)]
+                       for one, name in zip(group["params"], own, strict=True)])
+    return groups
+
+
+# --- back
+
+def unpack(tree: Tree, tensors: Mapping[str, Tensor], *, copies: bool = False,
+           classes: Mapping[tuple[str, str], type[Any]] | None = None) -> Any:
+    """What pack() took apart, an object as its state_dict(). Raises Unfit for a tree that pack() does not write.
+
+    copies: whether tensors get memory of their own. classes: those of the user, by kind and name.
     """
-
-    def __init__(self, state: Any, tree: Tree, tensors: Mapping[str, Tensor], own: dict[str, Tree] | None) -> None:
-        self.problems: list[str] = []
-        self._tensors, self._own = tensors, own
-        self._actions: list[tuple[str, Callable[[], object]]] = []
-        self._result = self._fit(state, tree, "")
-
-    def restore(self) -> Any:
-        """Restore objects and tensors in place; returns the state with its plain data replaced by what was saved."""
-        for place, action in self._actions:
-            try:
-                action()
-            except Exception as error:
-                raise Unfit(f"{place}: its load_state_dict() failed, and what comes before it is restored already: "
-                            f"{type(error).__name__}: {error}") from error
-        return self._result
-
-    def _fit(self, state: Any, tree: Tree, place: str) -> Any:
-        kind = next(iter(tree)) if type(tree) is dict else ""
-        inner = unwrap(state)
-        if isinstance(state, PerRank):
-            if kind != "per rank":
-                return self._problem(place, "is PerRank, but was saved as common to all ranks")
-            if self._own is None:
-                return self._problem(place, "is PerRank and was saved under another number of ranks. Resume with that "
-                                            "number, or leave it out of the state")
-            return PerRank(self._fit(state.value, self._own[tree["per rank"]], place))
-        if _is_per_rank(tree):
-            return self._problem(place, "was saved as PerRank; expected the same here")
-        if isinstance(state, torch.Generator):
-            if kind != "generator":
-                return self._problem(place, f"is a torch.Generator, but was saved as {_kind(tree)}")
-            raw = unpack(tree["generator"], {})
-            self._actions.append((place, lambda: state.set_state(from_bytes(raw))))
-            return state
-        if isinstance(state, Tensor):
-            return self._fit_tensor(state, tree, place)
-        if hasattr(inner, "load_state_dict"):
-            if kind != "object":
-                return self._problem(place, f"is a {type(inner).__name__}, but was saved as {_kind(tree)}")
-            self._fit_object(inner, tree, place)
-            return state
-        if not _holds_objects(state) and not _saved_objects(tree):
-            return unpack(tree, _Copies(self._tensors))
-        return self._fit_container(state, tree, kind, place)
-
-    def _fit_container(self, state: Any, tree: Tree, kind: str, place: str) -> Any:
-        if isinstance(state, dict) and kind in _MAPPINGS:
-            content = tree[kind]
-            saved = dict(content if type(content) is dict else ((unpack(key, {}), value) for key, value in content))
-            self._differences(place, state, {key: value for key, value in saved.items()
-                                             if key in state or not _is_per_rank(value)})  # those may be left out
-            return type(state)((key, self._fit(value, saved[key], _join(place, key)))
-                               for key, value in state.items() if key in saved)
-        items = tree if type(tree) is list else tree.get("tuple") if kind == "tuple" else None
-        if isinstance(state, list | tuple) and items is not None:
-            if len(items) != len(state):
-                return self._problem(place, f"has {len(state)} items, but was saved with {len(items)}")
-            return type(state)([self._fit(value, item, _join(place, index))
-                                for index, (value, item) in enumerate(zip(state, items, strict=True))])
-        return self._problem(place, f"is a {type(state).__name__}, but was saved as {_kind(tree)}")
-
-    def _fit_tensor(self, state: Tensor, tree: Tree, place: str) -> Tensor:
-        if type(tree) is not dict or "tensor" not in tree:
-            self._problem(place, f"is a tensor, but was saved as {_kind(tree)}")
-        elif _shape(state) != (saved := _shape(unpack(tree, self._tensors))):
-            self._problem(place, f"is {_shape(state)}, but was saved as {saved}")
-        else:
-            def copy() -> None:
-                with torch.no_grad():
-                    state.copy_(unpack(tree, self._tensors))
-            self._actions.append((place, copy))
-        return state
-
-    def _fit_object(self, state: Any, tree: Tree, place: str) -> None:
-        if isinstance(state, torch.nn.Module):
-            saved, own = unpack(tree, self._tensors), state.state_dict()
-            self._differences(place, own, saved)
-            for name, value in own.items():
-                if isinstance(value, Tensor) and isinstance(saved.get(name), Tensor) and (
-                        _shape(value) != _shape(saved[name])):
-                    self._problem(_join(place, name), f"is {_shape(value)}, but was saved as {_shape(saved[name])}")
-            for name in saved:
-                if name.endswith("_extra_state"):  # kept as it is, whereas parameters and buffers are copied
-                    saved[name] = _clone(saved[name])
-        else:
-            saved = unpack(tree, _Copies(self._tensors))
-        if isinstance(state, torch.optim.Optimizer):
-            groups = [[len(group["params"]) for group in one] for one in (state.param_groups, saved["param_groups"])]
-            if groups[0] != groups[1]:
-                self._problem(place, f"has groups of {groups[0]} parameters, but was saved with {groups[1]}")
-        self._actions.append((place, lambda: state.load_state_dict(saved)))
-
-    def _differences(self, place: str, own: Mapping[Any, Any], saved: Mapping[Any, Any]) -> None:
-        for words, names in (("the checkpoint lacks", [key for key in own if key not in saved]),
-                             ("only the checkpoint has", [key for key in saved if key not in own])):
-            if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                self.problems.append(f"{place or 'state'}: {words} {', '.join(map(repr, names[:5]))}{more}")
-
-    def _problem(self, place: str, text: str) -> None:
-        self.problems.append(f"{place or 'the state'} {text}")
+    return Unpacker(tensors, copies=copies, classes=classes).value(tree, ())
 
 
-class _Copies(Mapping[str, Tensor]):
-    """The same tensors, each in memory of its own: an object that keeps one shall not keep the whole file."""
+class Unpacker:
+    """Reads trees, which may have been changed by anybody: every type and number is checked before it is used."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], *, copies: bool = False,
+                 classes: Mapping[tuple[str, str], type[Any]] | None = None) -> None:
+        self._tensors, self._copies = tensors, copies
+        self.classes = dict(classes or {})
+        self._made: dict[str, Tensor] = {}  # copies, so that tensors which were one stay one
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].clone()
+    def value(self, tree: Tree, path: Path) -> Any:
+        """The value of a tree. path: names the entry in errors."""
+        if type(tree) not in (dict, list):
+            return tree
+        check_depth(path)
+        if type(tree) is list:
+            return [item if type(item) in _ATOMS else self.value(item, (*path, index))
+                    for index, item in enumerate(tree)]
+        try:
+            return self._tagged(tree, path)
+        except Unfit:
+            raise
+        except ImportError as error:
+            raise Unfit(f"{show(path)} was saved as {kind_of(tree)}, but numpy cannot be imported here: {error}. "
+                        "Install it") from error
+        except Exception as error:
+            raise Unfit(f"{show(path)}: the checkpoint holds an invalid {kind_of(tree)}: {type(error).__name__}: "
+                        f"{str(error)[:200]}. Was the file changed?") from error
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+    def _tagged(self, tree: dict[str, Tree], path: Path) -> Any:
+        tag = tag_of(tree)
+        content = tree.get(tag)
+        if tag == "tensor":
+            return self._tensor(tree)
+        if tag in MAPPINGS:
+            mapping = MAPPINGS[tag]()
+            for key, value in self.pairs(tree, path):
+                mapping[key] = self.value(value, (*path, key))
+            if "metadata" in tree:
+                mapping._metadata = self.value(tree["metadata"], path)
+            return mapping
+        if tag == "defaultdict":
+            factory = tree["factory"]
+            if factory is not None and factory not in _FACTORIES:
+                raise Unfit(f"{show(path)} was saved as a defaultdict whose factory is {factory!r}, which a checkpoint "
+                            "cannot hold. Put a defaultdict with that factory at this place of the state")
+            return collections.defaultdict(None if factory is None else _FACTORIES[factory], [
+                (key, self.value(value, (*path, key))) for key, value in self.pairs(tree, path)])
+        if tag in SEQUENCES:
+            items = self.items(tree, path)
+            return collections.deque(items, tree["maxlen"]) if tag == "deque" else SEQUENCES[tag](items)
+        if tag == "object":
+            return self.value(tree["state"], path)
+        if tag == "long":
+            if content not in ("bytes", "bytearray", "str"):
+                raise ValueError("it is neither bytes nor a string")
+            raw = bytearray(memory(self._bytes(tree["data"]).contiguous()))
+            return raw if content == "bytearray" else bytes(raw) if content == "bytes" else raw.decode(
+                "utf-8", "surrogatepass")
+        if tag == "array":
+            return decode_array(tree["array"], self._bytes(tree["data"]))
+        if tag == "masked array":
+            return self._masked(tree, path)
+        if tag in CLASSES:
+            return self._instance(tag, tree, path)
+        if is_value(tag):
+            return decode_value(tag, tree)
+        raise Unfit(f"{show(path)}: the checkpoint holds {tag[:100]!r} where plain data was expected")
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def pairs(self, tree: dict[str, Tree], path: Path) -> list[tuple[Any, Tree]]:
+        """Keys and trees of a mapping."""
+        content = tree[tag_of(tree)]
+        if type(content) is dict:
+            return list(content.items())
+        return [(self.value(key, (*path, "key")), value) for key, value in content]
+
+    def items(self, tree: dict[str, Tree], path: Path) -> list[Any]:
+        content = tree[tag_of(tree)]
+        if type(content) is not list:
+            raise ValueError("its items are not a list")
+        found: list[Any] = self.value(content, path)
+        return found
+
+    def _tensor(self, tree: dict[str, Tree]) -> Tensor:
+        name, dtype, shape = tree["tensor"], DTYPES[tree["dtype"]], checked_shape(tree["shape"])
+        key = f"{name} {dtype} {shape} {tree.get('stride')}"
+        if key in self._made:
+            return self._made[key]
+        found = self._tensors[name]
+        if found.dtype is not dtype:  # safetensors does not know the type
+            if found.dtype is not torch.uint8:
+                raise ValueError(f"its tensor is of type {found.dtype}; expected {dtype}")
+            found = found.view(dtype)
+        found = found.view(shape)
+        if "stride" in tree:
+            stride = checked_shape(tree["stride"])
+            if not _is_dense(shape, stride):
+                raise ValueError("its strides do not match its shape")
+            found = torch.empty_strided(shape, stride, dtype=dtype).copy_(found)
+        elif self._copies:
+            found = found.clone(memory_format=torch.contiguous_format)
+        if self._copies:
+            self._made[key] = found
+        return found
+
+    def _bytes(self, tree: Tree) -> Tensor:
+        found = self._tensors[tree["tensor"]]
+        if found.dtype is not torch.uint8 or found.dim() != 1:
+            raise ValueError("its tensor does not hold bytes")
+        return found
+
+    def _masked(self, tree: dict[str, Tree], path: Path) -> Any:
+        import numpy
+        data, fill = self.value(tree["masked array"], path), self.value(tree["fill"], path)
+        mask = numpy.ma.nomask if tree["mask"] is None else self.value(tree["mask"], path)
+        if not isinstance(data, numpy.ndarray) or type(tree["hard"]) is not bool:
+            raise ValueError("it has no data")
+        if mask is not numpy.ma.nomask and (mask.shape != data.shape or mask.dtype != numpy.ma.make_mask_descr(
+                data.dtype)):
+            raise ValueError("its mask does not match its data")
+        return numpy.ma.MaskedArray(data, mask=mask, fill_value=fill[()], hard_mask=tree["hard"])
+
+    def _instance(self, tag: str, tree: dict[str, Tree], path: Path) -> Any:
+        cls = self.classes.get((tag, tree[tag]))
+        if cls is None:
+            raise Unfit(f"{show(path)} was saved as the {tag} {str(tree[tag])[:100]}; expected an instance of it in "
+                        "the state, because no class is imported for a file. Put one into the state")
+        if tag == "enum":
+            return cls[tree["member"]] if "member" in tree else cls(self.value(tree["value"], path))
+        fields = tree["fields"]
+        names = list(getattr(cls, "_fields", ())) or [one.name for one in dataclasses.fields(cls)]
+        if list(fields) != names:
+            raise Unfit(f"{show(path)} is the {tag} {cls.__qualname__} with the fields {', '.join(names)}, but was "
+                        f"saved with {', '.join(fields)[:200]}. Resume with the same fields")
+        values = {name: self.value(value, (*path, name)) for name, value in fields.items()}
+        return cls._make(values.values()) if tag == "namedtuple" else new_dataclass(cls, values)
 
 
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def new_dataclass(cls: type[Any], values: Mapping[str, Any]) -> Any:
+    """An instance with these fields; frozen ones too. Its __init__ and __post_init__ ran before it was saved."""
+    instance = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+    return instance
 
 
-def _holds_objects(state: Any) -> bool:
-    """Whether anything in it, at any depth, is restored in place."""
-    if isinstance(state, dict | list | tuple):
-        return any(map(_holds_objects, state.values() if isinstance(state, dict) else state))
-    return isinstance(state, Tensor | PerRank | torch.Generator) or hasattr(unwrap(state), "load_state_dict")
+def tag_of(tree: Tree) -> str:
+    """What kind of value a tree is; "" for plain data."""
+    return next(iter(tree), "?") if type(tree) is dict else ""
 
 
-def _saved_objects(tree: Tree) -> bool:
+def kind_of(tree: Tree) -> str:
+    """The same in words."""
+    tag = tag_of(tree) or type(tree).__name__
+    return str(tree[tag])[:100] if tag in ("object", "generator", *CLASSES) else tag[:100]
+
+
+def tags(tree: Tree) -> set[str]:
+    """The tags of a tree and of all that it contains."""
+    found, stack = set(), [tree]
+    while stack:
+        one = stack.pop()
+        if type(one) is list:
+            stack.extend(item for item in one if type(item) in (list, dict))
+        elif type(one) is dict:
+            tag = tag_of(one)
+            found.add(tag)
+            stack.append(one.get("state"))
+            for content in (one.get(tag), one.get("fields")):
+                stack.extend(content.values() if type(content) is dict else [content])
+    return found
+
+
+def holds_objects(tree: Tree) -> bool:
     """Whether the tree holds what can only be restored into an object."""
-    if type(tree) is list:
-        return any(map(_saved_objects, tree))
-    if type(tree) is not dict:
-        return False
-    kind, content = next(iter(tree.items()))
-    return kind in ("object", "generator", "per rank") or (
-        any(map(_saved_objects, content.values())) if type(content) is dict else _saved_objects(content))
-
-
-def _is_per_rank(tree: Tree) -> bool:
-    return type(tree) is dict and "per rank" in tree
-
-
-def _kind(tree: Tree) -> str:
-    kind = next(iter(tree)) if type(tree) is dict else type(tree).__name__
-    return str(tree["object"]) if kind == "object" else kind
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _join(place: str, key: object) -> str:
-    return f"{place}/{key}" if place else str(key)
-
-
-def to_bytes(state: Tensor) -> bytes:
-    return bytes(state.tolist())
-
-
-def from_bytes(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return not tags(tree).isdisjoint(_OBJECTS)
