@@ -163,6 +163,25 @@ def test_print_starts_nothing(job: Job) -> None:
     assert "env RANK=2 WORLD_SIZE=3 LOCAL_RANK=0" in done.output
 
 
+# Code that knows the variables of torchrun and not the kit ------------------------------------------------------------
+
+PUBLIC = str(ROOT / "tests/launch/public_code.py")
+
+
+@pytest.mark.parametrize("name", [*MPIS, "ssh", "torchrun"])
+@pytest.mark.parametrize("nodes", [["h1", "h1", "h2", "h2"], ["h2", "h2", "h3"]], ids=["2+2", "2+1 elsewhere"])
+def test_code_written_for_torchrun_is_one_training(job: Job, name: str, nodes: list[str]) -> None:
+    job.nodes = nodes
+    options = ["--torchrun"] if name == "torchrun" else ["--by", "ssh" if name == "ssh" else
+                                                         str(job.lab.need(MPIS[name][0]))]
+    done = job.run(*options, PUBLIC)
+    assert done.status == 0, done.output
+    local = {rank: [other for other in range(len(nodes)) if nodes[other] == nodes[rank]] for rank in range(len(nodes))}
+    assert sorted(line for line in done.output.splitlines() if line.startswith("public rank")) == [
+        f"public rank {rank} of {len(nodes)}, {local[rank].index(rank)} of {len(local[rank])} on {nodes[rank]}, "
+        f"node {int(nodes[rank] != nodes[0])}" for rank in range(len(nodes))]
+
+
 # What cannot be started -----------------------------------------------------------------------------------------------
 
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_runs(job: Job) -> None:

@@ -192,3 +192,26 @@ def test_the_end_of_the_job_reaches_every_rank_once(launches: Launches) -> None:
     launches.slurm.wait(job, 30)
     notes = [(launches.folder / f"{rank}.signals").read_text().split() for rank in range(3)]
     assert notes == [["SIGTERM"]] * 3, launches.slurm.output(job)
+
+
+# Code that knows the variables of torchrun and not the kit ------------------------------------------------------------
+
+@pytest.mark.parametrize("command", ["launch.py", "jobs/slurm_srun.sh", "jobs/slurm_torchrun.sh"])
+@pytest.mark.parametrize(("request_", "expected"), [
+    ("-N2 -n4 --ntasks-per-node=2", ["0/2 node1 0", "1/2 node1 0", "0/2 node2 1", "1/2 node2 1"]),
+    ("-N2 -n3 --gres=gpu:2", ["0/2 node1 0", "1/2 node1 0", "0/1 node2 1"]),
+    ("-N2 -n4 --ntasks-per-node=2 -m cyclic", ["0/2 node1 0", "0/2 node2 1", "1/2 node1 0", "1/2 node2 1"])])
+def test_code_written_for_torchrun_is_one_training(launches: Launches, command: str, request_: str,
+                                                   expected: list[str]) -> None:
+    script = str(ROOT / "tests/launch/public_code.py")
+    if command == "launch.py":
+        job = launches.submit(request_, shlex.join([*LAUNCH, script]))
+    else:
+        job = launches.slurm.sbatch(*request_.split(), str(ROOT / command), script)
+    ended = launches.slurm.wait(job)
+    output = launches.slurm.output(job)
+    assert ended["ExitCode"] == "0:0", output
+    found = re.findall(r"public rank (\d+) of (\d+), (\d of \d) on (\w+), node (\d)", output)
+    if command == "jobs/slurm_torchrun.sh" and "cyclic" in request_:
+        expected = ["0/2 node1 0", "1/2 node1 0", "0/2 node2 1", "1/2 node2 1"]
+    assert [f"{local.replace(' of ', '/')} {host} {node}" for _, _, local, host, node in sorted(found)] == expected

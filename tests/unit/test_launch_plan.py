@@ -434,7 +434,7 @@ def test_agents_number_the_ranks_host_by_host() -> None:
     (first, second) = host_words(made, 1, "10.0.0.1", "29500", "10.0.0.2")
     assert first[0] == [PYTHON, "-u", "train.py", "--name", "a b"]
     assert first[1] == {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1",
-                        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+                        "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert second[1]["RANK"] == "2" and second[1]["LOCAL_RANK"] == "1"
 
 
@@ -533,7 +533,8 @@ def test_the_printed_command_of_agents_is_that_of_each_rank() -> None:
     lines = list(printed(make(job("pbs", (1, 1)), PBS), PBS))
     assert len(lines) == 2
     assert lines[1] == ("/bin/pbs_tmrsh n2 env RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=1 "
-                        "'MASTER_ADDR=<n1>' 'MASTER_PORT=<free port>' /env/bin/python -u train.py --name 'a b'")
+                        "GROUP_RANK=1 'MASTER_ADDR=<n1>' 'MASTER_PORT=<free port>' "
+                        "/env/bin/python -u train.py --name 'a b'")
 
 
 # pbs_tmrsh as a remote shell ------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from utils.launch.agent import free_port, rank_environment
-from utils.launch.native import _Errors, step_of
+from utils.launch.agent import rank_environment
+from utils.launch.native import Failure, SrunErrors, step_of
 from utils.launch.outcome import LINGER, LINGER_AFTER_STOP, Outcome, in_words
+from utils.launch.ports import ReservedPort
 from utils.launch.processes import MARK, Processes, survivors
 from utils.launch.wire import Wire
 
@@ -142,9 +143,23 @@ def test_a_mask_by_name_is_not_carried_to_another_host(mask: str, same_host: boo
     assert environ == ({"CUDA_VISIBLE_DEVICES": mask} if kept else {})
 
 
-def test_a_free_port_can_be_bound() -> None:
-    with socket.create_server(("", free_port())):
+def test_a_reserved_port_can_be_bound_and_is_given_to_nobody_else() -> None:
+    reserved = [ReservedPort() for _ in range(300)]
+    assert len({one.port for one in reserved}) == 300
+    with socket.create_server(("", reserved[0].port)):
         pass
+    for one in reserved:
+        one.close()
+
+
+def test_a_reservation_lasts_as_long_as_the_program_that_inherits_it() -> None:
+    code = (f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from utils.launch.ports import ReservedPort; "
+            "ReservedPort([31000]).keep_over_exec(); os.execvp('cat', ['cat'])")
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as holder:
+        wait_for(lambda: Path(f"/proc/{holder.pid}/comm").read_text() == "cat\n")
+        with pytest.raises(OSError, match="no port of 31000 to 31000 is free"):
+            ReservedPort([31000])
+    ReservedPort([31000]).close()
 
 
 # What ends a launch ---------------------------------------------------------------------------------------------------
@@ -178,19 +193,21 @@ def test_an_unknown_signal_is_told_by_its_number() -> None:
     assert in_words(255) == "ended with exit status 255"
 
 
-@pytest.mark.parametrize(("said", "status"), [
-    ("srun: error: node2: task 2: Exited with exit code 7\nsrun: error: node1: tasks 0-1: Killed\n", 7),
-    ("srun: error: node2: task 2: Killed\nsrun: error: node1: tasks 0-1: Terminated\n", 137),
-    ("srun: error: node2: task 2: Segmentation fault (core dumped)\n", 139),
-    ("srun: error: Unable to create step for job 7: More processors requested than permitted\n", 0)])
-def test_srun_tells_which_task_failed_first(said: str, status: int, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("said", "first"), [
+    ("srun: error: node2: task 2: Exited with exit code 7\nsrun: error: node1: tasks 0-1: Killed\n",
+     Failure(7, "node2", "2")),
+    ("srun: error: node2: task 2: Killed\nsrun: error: node1: tasks 0-1: Terminated\n", Failure(137, "node2", "2")),
+    ("srun: error: node2: tasks 2-3: Segmentation fault (core dumped)\n", Failure(139, "node2", "2-3")),
+    ("srun: error: Unable to create step for job 7: More processors requested than permitted\n", None)])
+def test_srun_tells_which_task_failed_first(said: str, first: Failure | None,
+                                              capfd: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()
     os.write(writer, said.encode())
     os.close(writer)
     with open(reader, "rb") as pipe:
-        errors = _Errors(pipe)
+        errors = SrunErrors(pipe)
         errors.drain()
-    assert errors.first_status == status
+    assert errors.first == first
     assert capfd.readouterr().err == said
 
 

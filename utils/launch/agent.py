@@ -11,17 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import IO
 
+from .files import problem_with
 from .gpus import MASKS
+from .ports import ReservedPort
 from .processes import Processes, Signals
-from .wire import Message, Wire
+from .wire import Message, Wire, connect
 
 SECRET = "DDPKIT_LAUNCH_SECRET"
-CONNECT_SECONDS = 60.0
-REFUSED_SECONDS = 5.0
-PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 _DRAIN_SECONDS = 1.0
 _CAUGHT_TOO_SECONDS = 0.2  # in which a signal to all processes of a host comes after the head's word of it
 _PARTIAL_LINE_SECONDS = 0.2
@@ -44,17 +42,6 @@ def rank_environment(sent: Mapping[str, str], own: Mapping[str, str], *, same_ho
         if not same_host and name not in own and environ.get(name, "").startswith(("GPU-", "MIG-")):
             del environ[name]
     return environ
-
-
-def free_port() -> int:
-    """A port of this host that nothing listens on now."""
-    for port in (PORTS[int.from_bytes(os.urandom(4), "big") % len(PORTS)] for _ in range(50)):
-        with suppress(OSError), socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as s:
-            s.bind(("", port))
-            return port
-    with socket.socket() as any_port:
-        any_port.bind(("", 0))
-        return int(any_port.getsockname()[1])
 
 
 class _Output:
@@ -104,6 +91,7 @@ class Agent:
 
     def __init__(self, wire: Wire, signals: Signals) -> None:
         self._wire, self._signals = wire, signals
+        self._port: ReservedPort | None = None
         self._outputs: list[_Output] = []
         self._caught: dict[int, float] = {}  # signals that came to this process itself, and when
         self._to_pass: list[tuple[float, int, bool]] = []  # when to pass on which signal, and whether to the workers
@@ -117,8 +105,8 @@ class Agent:
             self._wait(None)
             self._signals.take()
             for message in self._wire.receive():
-                if "port" in message:
-                    self._wire.send({"port": free_port()})
+                if "check" in message:
+                    self._check(*message["check"])
                 order = message.get("start", order)
                 if "end" in message:
                     return 0
@@ -134,9 +122,13 @@ class Agent:
         self._wire.send({"done": True})
         return self._say_goodbye()
 
+    def _check(self, folder: str, script: str, checksum: int | None) -> None:
+        """Say whether the ranks can start here, and which port rank 0 or torchrun may use."""
+        problem = problem_with(folder, script, checksum)
+        self._port = ReservedPort()  # for as long as this process lives
+        self._wire.send({"ready": {"problem": problem, "port": self._port.port}})
+
     def _start(self, processes: Processes, order: Message) -> None:
-        with suppress(OSError):  # the ranks then say what is missing where they are
-            os.chdir(order["folder"])
         environ = rank_environment(order["environ"], os.environ, same_host=order["host"] == socket.gethostname())
         for words, variables in order["processes"]:
             child = processes.start(words, {**environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -226,23 +218,6 @@ class Agent:
         return int(self._lost)
 
 
-def _connect(addresses: Sequence[str], port: int, token: str, index: int) -> Wire | None:
-    """The connection to the head by the first address that works; None after CONNECT_SECONDS, or when it is gone."""
-    limit = time.monotonic() + CONNECT_SECONDS
-    while time.monotonic() < limit:
-        for address in addresses:
-            try:
-                wire = Wire(socket.create_connection((address, port), timeout=3))
-                wire.send({"hello": index, "token": token, "reached": address, "host": socket.gethostname()})
-                return wire
-            except ConnectionRefusedError:  # the head listened before it had this agent started
-                limit = min(limit, time.monotonic() + REFUSED_SECONDS)
-            except OSError:
-                pass
-        time.sleep(0.2)
-    return None
-
-
 def _secret() -> str:
     """What only processes of this job know: from the starter's environment or standard input, or PBS's own cookie."""
     if os.environ.get(SECRET):
@@ -260,20 +235,23 @@ def main(arguments: Sequence[str]) -> int:
         index = str(detect().rank)
     secret = _secret()
     with Signals() as signals:
-        wire = _connect(addresses.split(","), int(port), secret, int(index))
-        if wire is None:
+        reached = connect(addresses.split(","), int(port))
+        if reached is None:
             print(f"launch.py: {socket.gethostname()} cannot reach the head of the launch at {addresses} port {port}. "
                   "Expected a network between the hosts of a job: ask for it to be opened", file=sys.stderr)
             return 1
+        wire, address = reached
+        wire.send({"hello": int(index), "token": secret, "reached": address, "host": socket.gethostname()})
         try:
             return Agent(wire, signals).run()
         finally:
             wire.close()
 
 
-def start_words(python: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs main() with this Python: without site-packages, and wherever this package lies."""
-    return [python, "-I", "-S", "-c", start_code("agent import main; sys.exit(main(sys.argv[1:]))"), *arguments]
+def start_words(python: str, module: str, arguments: Sequence[str]) -> list[str]:
+    """The command that runs main() of a module of this package with this Python: without site-packages, and wherever
+    the package lies."""
+    return [python, "-I", "-S", "-c", start_code(f"{module} import main; sys.exit(main(sys.argv[1:]))"), *arguments]
 
 
 def start_code(what: str) -> str:

@@ -207,7 +207,7 @@ def rank_variables(plan: Plan, host: int, local_rank: int, address: str, port: s
     """What tells a rank that is started without a launcher of its own who it is."""
     return {"RANK": str(sum(plan.ranks[:host]) + local_rank), "WORLD_SIZE": str(plan.world_size),
             "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(plan.ranks[host]), "NODE_RANK": str(host),
-            "MASTER_ADDR": address, "MASTER_PORT": port}
+            "GROUP_RANK": str(host), "MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: str) -> list[str]:
@@ -231,7 +231,9 @@ def host_words(plan: Plan, host: int, address: str, port: str,
     count = plan.threads[host]
     threads = {} if count is None else {"OMP_NUM_THREADS": str(count)}
     if plan.options.torchrun:
-        return [(torchrun_words(plan, host, address, port, own_address), threads)]
+        # torchrun tells GROUP_RANK only, and numbers the hosts itself where it may start the ranks again.
+        node_rank = {} if plan.options.restarts else {"NODE_RANK": str(host)}
+        return [(torchrun_words(plan, host, address, port, own_address), {**node_rank, **threads})]
     return [(list(plan.program), {**rank_variables(plan, host, local, address, port), **threads})
             for local in range(plan.ranks[host])]
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from .. import network
 from . import agent
 from .commands import host_words, native_command, starter
+from .files import checksum_of
 from .gpus import MASKS
 from .native import Native
 from .outcome import Outcome, in_words
@@ -54,7 +55,9 @@ class Head:
         self._wires: dict[int, Wire] = {}  # host -> connection of its agent
         self._strangers: list[Wire] = []  # connections that have not said who they are
         self._reached: Counter[str] = Counter()  # addresses of this host by which agents came
-        self._asked_for_port = self._started = False
+        self._checking = self._started = False
+        self._ready: set[int] = set()  # hosts where the ranks can start
+        self._port = ""  # free on the first host
         self._done: set[int] = set()  # hosts that are over, for better or worse
         self._running = plan.world_size
         self._outcome = Outcome()
@@ -103,12 +106,12 @@ class Head:
         port = str(self._listener.getsockname()[1])
         with_token = {**self._plan.environ, agent.SECRET: self._token}
         if self._plan.means in ("srun", "mpiexec"):
-            words = agent.start_words(self._plan.python, [addresses, port, "rank"])
+            words = agent.start_words(self._plan.python, "agent", [addresses, port, "rank"])
             plan = self._plan._replace(environ=with_token)  # the command may name what to pass on
             self._native.start(native_command(plan, words), with_token)
             return
         for index, host in enumerate(self._plan.hosts):
-            words = agent.start_words(self._plan.python, [addresses, port, str(index)])
+            words = agent.start_words(self._plan.python, "agent", [addresses, port, str(index)])
             here = self._plan.means == "ssh" and host == self._plan.host
             self._processes.start(starter(self._plan, host, words), with_token if here else self._plan.environ,
                                   stdin=b"" if here else f"{self._token}\n".encode())
@@ -180,13 +183,15 @@ class Head:
             return
         self._wires[index] = wire
         self._reached[message["reached"]] += 1
-        if len(self._wires) == len(self._plan.hosts) and not self._asked_for_port:
-            self._asked_for_port = True
-            self._tell(0, {"port": True})
+        if len(self._wires) == len(self._plan.hosts) and not self._checking:
+            self._checking = True
+            script = self._plan.script
+            for each in self._wires:
+                self._tell(each, {"check": [os.getcwd(), script, checksum_of(script) if script else None]})
 
     def _hear(self, index: int, message: Message, now: float) -> None:
-        if "port" in message and not self._started and self._told_to_end_at is None:
-            self._start_ranks(str(message["port"]))
+        if "ready" in message and not self._started and self._told_to_end_at is None:
+            self._note_ready(index, message["ready"], now)
         if "out" in message:
             stream, text = message["out"]
             with suppress(OSError):  # whoever read it is gone
@@ -205,6 +210,17 @@ class Head:
             self._outcome.ended(who, status, now, others=self._running > 0)
         if "done" in message:
             self._done.add(index)
+
+    def _note_ready(self, index: int, report: Message, now: float) -> None:
+        if report["problem"]:
+            self._outcome.fail(f"on {self._plan.hosts[index]} {report['problem']}. Expected the same folders and files "
+                               "on every host: use a file system that all hosts share", now)
+            return
+        self._ready.add(index)
+        if index == 0:
+            self._port = str(report["port"])
+        if len(self._ready) == len(self._plan.hosts) and self._outcome.failed_at is None:
+            self._start_ranks(self._port)
 
     def _start_ranks(self, port: str) -> None:
         self._started = True

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import selectors
 import signal
 import subprocess
@@ -14,20 +15,25 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from ..schedulers.command import SchedulerError, ask
 from . import remote_shell
+from .agent import start_words
 from .commands import HOST_FILE, REMOTE_SHELL, host_file, native_command, remote_shell_variables
+from .files import checksum_of
+from .join import JoinServer
 from .outcome import Outcome, in_words, say
 from .plan import Plan
 from .processes import Processes, Signals
+from .report import Report
 
 # "srun: error: n2: task 3: Exited with exit code 3", "srun: error: n2: tasks 2-3: Killed"
-_SRUN_SAYS = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: (?:Exited with exit code (\d+)|(\w[\w /-]*\w)(?: \(core "
-                        rb"dumped\))?)\s*$")
+_SRUN_SAYS = re.compile(rb"^srun: error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(\w[\w /-]*\w)"
+                        rb"(?: \(core dumped\))?)\s*$")
 _ABORT_SECONDS = 0.5  # in which srun has said that Slurm ends the step, where a stop is of Slurm's own
 _ANSWER_SECONDS = 10.0
 
@@ -93,47 +99,130 @@ def step_of(job_id: str, pid: int) -> str:
     return job_id
 
 
-def run_native(plan: Plan, launch_id: str, signals: Signals) -> int:
+def run_native(plan: Plan, launch_id: str, signals: Signals, report: Report) -> int:
     """Run the native command that starts the ranks themselves; returns the exit status of the launch."""
-    outcome = Outcome()
     with Processes(launch_id) as processes, Native(plan, processes) as native:
-        child = native.start(native_command(plan, plan.program), plan.environ,
-                             subprocess.PIPE if plan.means == "srun" else None)
-        errors = _Errors(child.stderr) if child is not None and child.stderr is not None else None
+        return _NativeRun(plan, processes, native, signals, report).run()
+
+
+class _NativeRun:
+    """One native command from its start to its end."""
+
+    def __init__(self, plan: Plan, processes: Processes, native: Native, signals: Signals, report: Report) -> None:
+        self._plan, self._processes, self._native = plan, processes, native
+        self._signals, self._report = signals, report
+        self._name = Path(plan.path).name
+        self._outcome = Outcome()
+        self._stop_at: float | None = None  # when to pass on a SIGTERM
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+        self._ranks = JoinServer(plan, report, self._selector)
+        self._errors: SrunErrors | None = None
+        self._ending = self._waiting_was_said = False
+
+    def run(self) -> int:
+        _allow_open_files(2 * self._plan.world_size + 64)
+        words = start_words(self._plan.python, "rank_start", rank_arguments(self._plan))
+        child = self._native.start(native_command(self._plan, words), self._plan.environ,
+                                   subprocess.PIPE if self._plan.means == "srun" else None)
+        if child is not None and child.stderr is not None:
+            self._errors = SrunErrors(child.stderr)
+            self._selector.register(self._errors, selectors.EVENT_READ)
         status = 0
-        stop_at: float | None = None  # when to pass on a SIGTERM
-        while processes.running:
-            with selectors.DefaultSelector() as selector:
-                selector.register(signals, selectors.EVENT_READ)
-                if errors is not None and not errors.closed:
-                    selector.register(errors, selectors.EVENT_READ)
-                now = time.monotonic()
-                due = [processes.kill_late(now), None if stop_at is None else max(0.0, stop_at - now)]
-                for key, _ in selector.select(min((one for one in due if one is not None), default=None)):
-                    if key.fileobj is errors and errors is not None:
-                        errors.pass_on()
-            for number in signals.take():
-                now = time.monotonic()
-                if outcome.is_last_stop(number, now):
-                    processes.end(now)
-                elif errors is not None and number == signal.SIGTERM:
-                    stop_at = now + _ABORT_SECONDS
-                else:
-                    native.signal(number)
-            if stop_at is not None and time.monotonic() >= stop_at:
-                stop_at = None
-                if errors is None or not errors.aborted:  # else Slurm has told the ranks, as it ends the whole job
-                    native.signal(signal.SIGTERM)
-            status = max([status, *(ended for _, ended in processes.ended())])
-        if errors is not None:
-            errors.drain()
-            status = errors.first_status if status and errors.first_status else status
-    if status:
-        say(f"{Path(plan.path).name} {in_words(status)}")
-    return status
+        while self._processes.running:
+            self._wait()
+            self._handle_signals()
+            now = time.monotonic()
+            self._ranks.check_time(now)
+            if self._ranks.problem and not self._ending:
+                self._outcome.fail(self._ranks.problem, now)
+                self._end(now)
+            status = max([status, *(ended for _, ended in self._processes.ended())])
+        if self._errors is not None:
+            self._errors.drain()
+        self._ranks.close()
+        self._selector.close()
+        if self._outcome.status:  # it was said when it happened
+            return self._outcome.status
+        return self._status_of_ranks(status, child is not None and (child.returncode or 0) < 0)
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        due = [self._processes.kill_late(now), self._ranks.seconds_left(now),
+               None if self._stop_at is None else max(0.0, self._stop_at - now)]
+        for key, events in self._selector.select(min((one for one in due if one is not None), default=None)):
+            if key.fileobj is self._errors and self._errors is not None:
+                self._errors.pass_on()
+                if self._errors.waits_for_resources:
+                    self._ranks.wait_longer(now)
+                    if not self._waiting_was_said:
+                        self._waiting_was_said = True
+                        say("srun waits for nodes, cores or GPUs that another step of this job holds")
+                if self._errors.closed:
+                    self._selector.unregister(self._errors)
+            else:
+                self._ranks.handle(key.fileobj, events)
+
+    def _handle_signals(self) -> None:
+        for number in self._signals.take():
+            now = time.monotonic()
+            if self._outcome.is_last_stop(number, now):
+                self._end(now)
+            elif self._errors is not None and number == signal.SIGTERM:
+                self._stop_at = now + _ABORT_SECONDS
+            else:
+                self._native.signal(number)
+        if self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self._stop_at = None
+            if self._errors is None or not self._errors.aborted:  # else Slurm has told the ranks: it ends the whole job
+                self._native.signal(signal.SIGTERM)
+
+    def _end(self, now: float) -> None:
+        self._ending = True
+        self._processes.end(now)
+
+    def _status_of_ranks(self, status: int, by_signal: bool) -> int:
+        """The status of the launch out of that of the native command, and what ended in words."""
+        first = self._errors.first if self._errors is not None else None
+        if not status or self._report.saved():
+            return status
+        if first is not None:
+            status = first.status
+            where = f" on {first.host}" if first.host else ""
+            say(f"rank {first.ranks}{where} {in_words(status)}")
+        elif by_signal or status < 128:
+            say(f"{self._name} {in_words(status)}")
+        else:
+            say(f"{self._name} reports that a rank {in_words(status)}")
+        if not self._ranks.complete:
+            say(f"{self._ranks.missing()}. See the messages of {self._name} above")
+        return status
 
 
-class _Errors:
+def rank_arguments(plan: Plan) -> list[str]:
+    """What rank_start.main() is given."""
+    checksum = checksum_of(plan.script) if plan.script else None
+    return [os.getcwd(), plan.script, "" if checksum is None else str(checksum), *plan.program]
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the limit of open files, where it can be raised: each rank holds a connection until all have joined."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first task that failed, as srun tells it."""
+
+    status: int
+    host: str
+    ranks: str  # "2" or "2-3"
+
+
+class SrunErrors:
     """The standard error of srun on its way to ours, read for which task failed first.
 
     srun itself ends with the highest status, which is that of a task that was killed because another had failed.
@@ -143,7 +232,8 @@ class _Errors:
         self._pipe = pipe
         self._rest = b""
         self.closed = False
-        self.first_status = 0
+        self.first: Failure | None = None
+        self.waits_for_resources = False
         self.aborted = False  # whether Slurm itself is ending the step
         os.set_blocking(pipe.fileno(), False)
 
@@ -163,8 +253,11 @@ class _Errors:
         self._rest = self._rest[-4096:]
         for line in lines:
             self.aborted = self.aborted or line.startswith(b"srun: Job step aborted")
-            if not self.first_status and (found := _SRUN_SAYS.match(line)):
-                self.first_status = int(found[1]) if found[1] else _status_of(found[2].decode())
+            self.waits_for_resources = self.waits_for_resources or b"step creation temporarily disabled" in line
+            if self.first is None and (found := _SRUN_SAYS.match(line)):
+                status = int(found[3]) if found[3] else _status_of(found[4].decode())
+                if status:
+                    self.first = Failure(status, found[1].decode(), found[2].decode())
 
     def drain(self) -> None:
         """Read what srun has written before it ended; what it left behind may hold the stream open."""

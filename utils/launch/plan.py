@@ -93,7 +93,13 @@ class Plan(NamedTuple):
 
     @property
     def is_script(self) -> bool:
-        return self.command[0].endswith(".py")
+        """Whether Python runs it: "train.py" or "-m package.module" with arguments."""
+        return self.command[0] == "-m" or self.command[0].endswith(".py")
+
+    @property
+    def script(self) -> str:
+        """The path of the script, which every host must have; empty for a module or a program."""
+        return self.command[0] if self.command[0].endswith(".py") else ""
 
     @property
     def program(self) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
-"""How rank 0 tells the launch that all ranks have saved and that the run is to go on in the next job.
+"""Where the ranks of a launch report to it: that they have started, and that all have saved after a stop.
 
-An exit status does not get that far: torchrun makes 1 of any, and whatever ends the other ranks when one leaves with
-another status than 0 does so while they may still be saving. Not here: when it is told (preemption.py).
+The exit status cannot report the latter: torchrun makes 1 of any, and whatever ends the other ranks when one leaves
+with another status than 0 does so while they may still be saving.
 """
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -19,40 +20,60 @@ _SECONDS = 5
 
 
 class Report:
-    """The ear of a launch. A context manager. It listens all the time, and hears when it is asked."""
+    """Where ranks report to their launch. A context manager. It listens all the time, and reads when it is asked.
+
+    backlog: how many ranks may connect at once.
+    """
+
+    def __init__(self, backlog: int = 16) -> None:
+        self._backlog = backlog
+        self._saved = False
 
     def __enter__(self) -> Report:
         from .. import network  # ranks and submit.py need the rest of this file only, and quickly
-        self._listener = socket.create_server(("", 0), backlog=16)
+        self.listener = socket.create_server(("", 0), backlog=self._backlog)
         self._secret = os.urandom(16).hex()
         addresses = ",".join(network.own_addresses() or ["127.0.0.1"])
-        self.variables = {VARIABLE: f"{addresses}/{self._listener.getsockname()[1]}/{self._secret}"}
+        self.variables = {VARIABLE: f"{addresses}/{self.listener.getsockname()[1]}/{self._secret}"}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._listener.close()
+        self.listener.close()
+
+    def is_known(self, message: object) -> bool:
+        """Whether a message carries the secret of this launch. One that says that all have saved is noted."""
+        import hmac  # takes longer to load than the rest of this file
+        if not isinstance(message, dict) or not hmac.compare_digest(str(message.get("token")), self._secret):
+            return False
+        self._saved = self._saved or message.get("saved") is True
+        return True
 
     def saved(self) -> bool:
-        """Whether rank 0 has told so by now. It has made sure that its word is here before it ends."""
-        while select.select([self._listener], [], [], 0)[0]:
-            import hmac  # takes longer to load than the rest of this file
-            with contextlib.suppress(OSError), self._listener.accept()[0] as connection:
+        """Whether rank 0 has reported so by now. It has made sure that its message is here before it ends."""
+        while select.select([self.listener], [], [], 0)[0]:
+            with contextlib.suppress(OSError, ValueError), self.listener.accept()[0] as connection:
                 connection.settimeout(1)
-                if hmac.compare_digest(connection.recv(len(self._secret)), self._secret.encode()):
-                    return True
-        return False
+                with connection.makefile("rb") as stream:
+                    self.is_known(json.loads(stream.readline(1 << 10)))
+        return self._saved
+
+
+def parse(value: str) -> tuple[list[str], int, str]:
+    """The value of VARIABLE -> addresses, port, secret; none, 0 and "" where it is no such value."""
+    addresses, _, rest = value.partition("/")
+    port, _, secret = rest.partition("/")
+    return (addresses.split(","), int(port), secret) if port.isdecimal() else ([], 0, "")
 
 
 def tell_saved(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell the launch that has started this rank; whether it was told, and whether there is one."""
-    addresses, _, rest = environ.get(VARIABLE, "").partition("/")
-    port, _, secret = rest.partition("/")
-    for address in addresses.split(",") if port.isdecimal() else ():
-        with contextlib.suppress(OSError), socket.create_connection((address, int(port)), _SECONDS) as connection:
+    addresses, port, secret = parse(environ.get(VARIABLE, ""))
+    for address in addresses:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), _SECONDS) as connection:
             # Closing waits until the other host has it: this process may be gone in a moment.
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, _SECONDS))
-            connection.sendall(secret.encode())
+            connection.sendall(json.dumps({"token": secret, "saved": True}).encode() + b"\n")
             return True
     return False

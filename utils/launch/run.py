@@ -7,12 +7,11 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections.abc import Callable
 
-from .agent import free_port
 from .commands import host_words
 from .outcome import Outcome, say
 from .plan import Plan
+from .ports import ReservedPort
 from .processes import Processes, Signals
 from .report import EXIT_REQUEUE, Report
 
@@ -23,13 +22,17 @@ def run(plan: Plan) -> int:
     EXIT_REQUEUE when all ranks have saved after a stop, whatever the launcher between has made of it.
     """
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
-    how: Callable[[Plan, str, Signals], int] = _run_here
-    if plan.means != "local":  # loaded only where needed: what launch.py loads, a short launch feels
-        from .control import run_agents
-        from .native import run_native
-        how = run_agents if plan.agents else run_native
-    with Report() as report, Signals() as signals:
-        status = how(plan._replace(environ={**plan.environ, **report.variables}), launch_id, signals)
+    native = plan.means != "local" and not plan.agents
+    with Report(backlog=plan.world_size + 16 if native else 16) as report, Signals() as signals:
+        plan = plan._replace(environ={**plan.environ, **report.variables})
+        if plan.means == "local":
+            status = _run_here(plan, launch_id, signals)
+        elif plan.agents:  # loaded only where needed: what launch.py loads, a short launch feels
+            from .control import run_agents
+            status = run_agents(plan, launch_id, signals)
+        else:
+            from .native import run_native
+            status = run_native(plan, launch_id, signals, report)
         if report.saved():
             say(f"all ranks have saved, and the run can go on from there (exit status {EXIT_REQUEUE})")
             return EXIT_REQUEUE
@@ -38,9 +41,10 @@ def run(plan: Plan) -> int:
 
 def _run_here(plan: Plan, launch_id: str, signals: Signals) -> int:
     outcome = Outcome()
+    port = ReservedPort()  # for as long as this process lives
     workers = plan.options.torchrun
     with Processes(launch_id) as processes:
-        for words, variables in host_words(plan, 0, "127.0.0.1", str(free_port()), "127.0.0.1"):
+        for words, variables in host_words(plan, 0, "127.0.0.1", str(port.port), "127.0.0.1"):
             # A stop of PBS goes to the whole session, and torchrun would die of it.
             processes.start(words, {**plan.environ, **variables}, new_session=workers)
         while processes.running:

@@ -7,10 +7,14 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import time
+from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
 LOST_AFTER = 30  # seconds without a sign of life from the other host's kernel
+CONNECT_SECONDS = 60.0
+REFUSED_SECONDS = 5.0
 
 
 class Wire:
@@ -92,3 +96,18 @@ class Wire:
     def _lose(self) -> None:
         self.closed = True
         self._out.clear()
+
+
+def connect(addresses: Sequence[str], port: int) -> tuple[Wire, str] | None:
+    """A connection to the launch and the address that worked; None after CONNECT_SECONDS, or when it is gone."""
+    limit = time.monotonic() + CONNECT_SECONDS
+    while addresses and time.monotonic() < limit:
+        for address in addresses:
+            try:
+                return Wire(socket.create_connection((address, port), timeout=3)), address
+            except ConnectionRefusedError:  # it listened before it had this process started
+                limit = min(limit, time.monotonic() + REFUSED_SECONDS)
+            except OSError:
+                pass
+        time.sleep(0.2)
+    return None
