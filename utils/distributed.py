@@ -259,11 +259,12 @@ def _meet(placement: Placement, card: rollcall.Card, deadline: float) -> tuple[R
         return Rendezvous("127.0.0.1", 0, replies[0], "127.0.0.1", "127.0.0.1"), HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and placement.launcher == "torchrun":
         agent = _agent_store(left)
-        met = agree(placement, card, rollcall.judge, timeout=deadline - time.monotonic(), telephone=_AgentStore(agent))
+        met = agree(placement, card, rollcall.judge, timeout=deadline - time.monotonic(),
+                    telephone=_AgentStore(agent, placement.world_size))
         if met.listener is not None:
             met.listener.close()
         place = replace(met, master_addr=os.environ["MASTER_ADDR"], master_port=int(os.environ["MASTER_PORT"]))
-        return place, PrefixStore(f"ddpkit/{met.master_port}", agent)
+        return place, PrefixStore(f"ddpkit/{met.token}", agent)
     met = agree(placement, card, rollcall.judge, timeout=left)
     limit = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
@@ -295,25 +296,29 @@ def _agent_store(seconds: float) -> Store:
         raise LaunchError(f"torchrun's store at MASTER_ADDR={address!r} MASTER_PORT={port!r} cannot be reached from "
                           f"{socket.gethostname()} for {seconds:.0f} s: {why}. Give torchrun a --rdzv-endpoint that "
                           "all hosts can reach")
-    client = TCPStore(address, int(port), is_master=False, wait_for_workers=False,
-                           timeout=datetime.timedelta(seconds=max(1.0, limit - time.monotonic())))
-    return PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+    return TCPStore(address, int(port), is_master=False, wait_for_workers=False,
+                    timeout=datetime.timedelta(seconds=max(1.0, limit - time.monotonic())))
 
 
 class _AgentStore:
-    """torchrun's store as the telephone of utils/telephone.py."""
+    """torchrun's store as the name service of utils/telephone.py.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    The store outlives the workers, and nothing in a worker's environment identifies the attempt: each agent counts
+    TORCHELASTIC_RESTART_COUNT for itself. So rank 0 of each attempt overwrites the address. A rank that reads the
+    address of an earlier attempt finds nobody there who knows the token, and reads again.
+    """
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store, self._key = store, f"ddpkit/address/{world_size}"
 
     def publish(self, text: str, seconds: float) -> None:
-        self._store.set("ddpkit/address", text)
+        self._store.set(self._key, text)
 
     def look_up(self, seconds: float) -> str | None:
-        def told() -> str | None:
-            return self._store.get("ddpkit/address").decode() if self._store.check(["ddpkit/address"]) else None
+        def published() -> str | None:
+            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
 
-        return poll(told, seconds)
+        return poll(published, seconds)
 
 
 def _choose_gloo_interface(num_nodes: int, met: Rendezvous) -> None:

@@ -60,8 +60,9 @@ class Reception:
                 wrong, replies = judge([self._cards[rank] for rank in range(self._placement.world_size)])
                 self._failure = wrong or ""
             self._answer(replies)
-            # Ranks that come late to a failed start are told the cause, instead of finding nobody.
-            deadline = min(deadline, time.monotonic() + _LINGER)
+            # Late ranks get the cause of a failed start. Where torchrun restarts, a late rank is of the next attempt.
+            restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+            deadline = min(deadline, time.monotonic() + (0 if restarts else _LINGER))
             while self._failure and len(self._cards) < self._placement.world_size and time.monotonic() < deadline:
                 self._serve(deadline)
         finally:

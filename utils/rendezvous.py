@@ -41,6 +41,7 @@ class Rendezvous:
     listener: socket.socket | None = None  # on rank 0: bound to master_port, for the store to listen on
     watch: Watch | None = None  # to be told when this rank has started; None for a single rank
     notes: tuple[str, ...] = ()
+    token: str = ""  # the same on every rank; another one after a restart where rank 0 chose it (see _host)
 
 
 @dataclass
@@ -145,7 +146,9 @@ def _explicit(placement: Placement, environ: Mapping[str, str], one_host: bool) 
                        "another launch"]
     if text and not (text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536):
         raise LaunchError(f"MASTER_PORT is {text[:40]!r}; expected a port from 1 to 65535. Correct or unset it")
-    if address and placement.local_world_size and not one_host and network.is_loopback(address):
+    # Each agent of torchrun counts its own ranks: two agents may share a host, and localhost is right for them.
+    several_hosts = placement.local_world_size and not one_host and placement.launcher != "torchrun"
+    if address and several_hosts and network.is_loopback(address):
         if not by_hand and environ.get("RANK", "").strip():
             return "", 0, []  # one rank's number happens to fit what another launch left behind
         raise LaunchError(f"MASTER_ADDR={address} is this host alone, but the {placement.world_size} ranks run on "
@@ -238,7 +241,7 @@ def _host(placement: Placement, plan: _Plan, card: Card, judge: Judge, deadline:
         listener.close()
         raise
     own = reception.address
-    return Rendezvous(own, port, reply, "127.0.0.1", own, listener, reception.watch(), tuple(notes))
+    return Rendezvous(own, port, reply, "127.0.0.1", own, listener, reception.watch(), tuple(notes), plan.token)
 
 
 def _doubts(plan: _Plan) -> Iterator[str]:
@@ -311,7 +314,8 @@ def _join(placement: Placement, plan: _Plan, card: Card, deadline: float, timeou
                 verdict, line = outcome
                 return Rendezvous(verdict["master_addr"], port, verdict["reply"], address,
                                   plain_address(line.getsockname()[0]), None,
-                                  Watch({line: (0, f"{host} port {port}")}, leads=False), tuple(plan.notes))
+                                  Watch({line: (0, f"{host} port {port}")}, leads=False), tuple(plan.notes),
+                                  plan.token)
             met.pop(host, None)
             met[host] = f"{host}{'' if host == address else f' ({address})'} port {port}: {outcome}"
             if outcome == SILENT:

@@ -56,13 +56,16 @@ def judge(cards: list[Card]) -> tuple[str | None, list[dict[str, Any]]]:
     replies: list[dict[str, Any]] = [{} for _ in cards]
     for node_rank, ranks in enumerate(hosts.values()):
         told = all(cards[rank]["local_rank"] is not None and cards[rank]["local_world_size"] for rank in ranks)
+        # Several agents of torchrun on one host give the same local ranks twice.
+        several_agents = told and len({cards[rank]["local_rank"] for rank in ranks}) < len(ranks)
+        told = told and not several_agents
         for local_rank, rank in enumerate(ranks):
             replies[rank] = {
                 "node_rank": node_rank, "num_nodes": len(hosts), "threads": 1,
                 # One source for all ranks of a host: what the launcher says, or the order of ranks.
                 "local_rank": cards[rank]["local_rank"] if told else local_rank,
                 "local_world_size": cards[rank]["local_world_size"] if told else len(ranks)}
-        wrong = _give_devices(cards, ranks, replies)
+        wrong = _give_devices(cards, ranks, replies, by_agent=several_agents)
         if wrong:
             return wrong, []
         for rank, threads in zip(ranks, _threads([cards[rank]["cores"] for rank in ranks]), strict=True):
@@ -85,19 +88,26 @@ def _differences(cards: list[Card]) -> str | None:
     return None
 
 
-def _give_devices(cards: list[Card], ranks: list[int], replies: list[dict[str, Any]]) -> str | None:
+def _give_devices(cards: list[Card], ranks: list[int], replies: list[dict[str, Any]], *,
+                  by_agent: bool) -> str | None:
     """Give each rank of a host its device among those that it sees: what is wrong, if two would share one.
 
     One visible device: that one. At least as many as ranks on this host: the one of the local rank. Otherwise the
-    mask and the number of ranks contradict each other.
+    mask and the number of ranks contradict each other. by_agent: several agents share the host and may have a mask
+    each, so that only ranks which see the same devices are counted together.
     """
     holders: dict[str, list[int]] = {}
+    alike: dict[tuple[str, ...], list[int]] = {}  # ranks that see the same devices
+    for rank in ranks:
+        alike.setdefault(tuple(cards[rank].get("devices") or []), []).append(rank)
     for rank in ranks:
         seen, reply = cards[rank].get("devices") or [], replies[rank]
         reply["device"] = None
         if not seen:
             continue
         local_rank, size, host = reply["local_rank"], reply["local_world_size"], cards[rank]["host"]
+        if by_agent:
+            local_rank, size = alike[tuple(seen)].index(rank), len(alike[tuple(seen)])
         if 1 < len(seen) < size:
             return (f"rank {rank} (local rank {local_rank}) on {host} sees {len(seen)} GPUs for {size} ranks "
                     f"({cards[rank]['mask']}); expected one GPU, or one for each rank of the host. Start at most "

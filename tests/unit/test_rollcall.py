@@ -226,3 +226,27 @@ def test_a_card_survives_json_and_carries_the_placement() -> None:
 
 def test_four_thousand_ranks_are_judged_in_no_time() -> None:
     accepted([card(f"n{rank // 8}", notes=[f"note {rank}"]) for rank in range(4000)])
+
+
+# Several agents of torchrun on one host ------------------------------------------------------------------------------
+
+def agent_card(local_rank: int, *devices: str) -> Card:
+    """A rank of an agent with two workers."""
+    return gpus("n1", *devices, launcher="torchrun", local_rank=local_rank, local_world_size=2)
+
+
+def test_two_agents_on_one_host_share_its_local_ranks() -> None:
+    replies = accepted([card(launcher="torchrun", local_rank=rank % 2, local_world_size=2) for rank in range(4)])
+    assert [(one["local_rank"], one["local_world_size"], one["num_nodes"]) for one in replies] == [
+        (rank, 4, 1) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("masks", "expected"), [
+    ((["a", "b"], ["c", "d"]), [0, 1, 0, 1]), ((["a", "b", "c", "d"], ["a", "b", "c", "d"]), [0, 1, 2, 3])])
+def test_two_agents_on_one_host_hold_a_gpu_for_each_rank(masks: tuple[list[str], ...], expected: list[int]) -> None:
+    replies = accepted([agent_card(rank % 2, *masks[rank // 2]) for rank in range(4)])
+    assert [one["device"] for one in replies] == expected
+
+
+def test_two_agents_on_one_host_with_one_mask_of_two_gpus_are_refused() -> None:
+    assert "sees 2 GPUs for 4 ranks" in refused([agent_card(rank % 2, "a", "b") for rank in range(4)])
