@@ -5,7 +5,7 @@ laptop, two processes   torchrun --standalone --nproc-per-node 2 examples/05_sur
 torchrun, by itself     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/05_survive.py
 any MPI                 mpiexec -n 4 python examples/05_survive.py
 Slurm, as a job         sbatch -A ACCOUNT --requeue --signal=B:USR1@120 jobs/slurm_srun.sh examples/05_survive.py
-PBS, as a chain         scripts/submit.py --nodes 2 --time 1:00:00 --chain 5 examples/05_survive.py
+PBS, as a chain         scripts/submit.py run --nodes 2 --time 1:00:00 --chain 5 examples/05_survive.py
 
 What is new here: a sampler that resumes within an epoch, augmentation that follows the sample, a global batch that
 stays the same with any number of ranks, checkpoints in the background, and a stop in good time before the job is ended.

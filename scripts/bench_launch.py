@@ -55,8 +55,8 @@ def main() -> None:
     with_launch, alone = (statistics.median(seconds(side) for _ in range(REPEATS)) for side in asleep)
     own = with_launch - alone
     print(f"launch.py's own time: {own:.3f} s, {100 * own / took_directly:.1f} % of that; medians of {REPEATS}")
-    dry = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "derecho", "--account", "A", "--nodes", "4",
-           "--time", "1:00:00", "--dry-run", TRAIN[0]]
+    dry = [sys.executable, str(ROOT / "scripts" / "submit.py"), "run", "--site", "derecho", "--account", "A",
+           "--nodes", "4", "--time", "1:00:00", "--dry-run", TRAIN[0]]
     answered = statistics.median(seconds([dry]) for _ in range(REPEATS))
     print(f"submit.py --dry-run: {answered:.3f} s, median of {REPEATS}")
 

@@ -1,7 +1,4 @@
-"""Following submitted jobs: their states, places in the queue and output as they come, until they have ended.
-
-Not here: asking the scheduler (utils/schedulers), where the output is (records.py).
-"""
+"""Following submitted jobs: their states, places in the queue and output as they come, until they have ended."""
 from __future__ import annotations
 
 import sys
@@ -10,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from utils.launch.report import EXIT_REQUEUE
+from records import array_index
+
 from utils.schedulers import Scheduler, SchedulerError, Status
 
 SHORTEST, LONGEST = 1.0, 10.0  # seconds between two questions to the scheduler: short while something happens
@@ -19,29 +17,40 @@ LOG_SECONDS = 0.5  # between two looks at the output
 
 
 class Log:
-    """Prints what is added to the output files of a job. With several files each piece is preceded by its name."""
+    """Prints what is added to the output files of a job.
+
+    A heading names the element of an array before its lines, and the file where a job has several.
+    """
 
     def __init__(self, files: Callable[[], list[Path]], out: BinaryIO) -> None:
         self.files = files
         self.out = out
         self.read: dict[Path, int] = {}
         self.last: Path | None = None
+        self.at_line_start = True
 
-    def print_new(self) -> bool:
-        """Print what is new; True if there was something."""
+    def print_new(self, *, to_the_end: bool = True) -> bool:
+        """Print what is new; True if there was something. to_the_end: also the last line of an element that is not
+        complete yet, which else waits so that lines of two elements do not run into each other."""
         news = False
         for path in self.files():
+            index = array_index(path.name)
             try:
                 with path.open("rb") as file:
                     file.seek(self.read.get(path, 0))
                     piece = file.read()
             except OSError:
                 continue  # the file server shows it a little later
+            if index and not to_the_end:
+                piece = piece[:piece.rfind(b"\n") + 1]
             if piece:
-                if self.last is not None and path != self.last:
-                    self.out.write(f"==> {path.name}\n".encode(errors="surrogateescape"))
+                if path != self.last and (index or self.last is not None):
+                    name = f"array element {index}: {path.name}" if index else path.name
+                    start = "" if self.at_line_start else "\n"
+                    self.out.write(f"{start}==> {name}\n".encode(errors="surrogateescape"))
                 self.out.write(piece)
                 self.out.flush()
+                self.at_line_start = piece.endswith(b"\n")
                 self.read[path] = self.read.get(path, 0) + len(piece)
                 self.last = path
                 news = True
@@ -50,19 +59,20 @@ class Log:
 
 def describe(status: Status) -> str:
     """One line about a job, for people."""
-    words = [f"job {status.job_id}: {status.state.replace('_', ' ')}"]
+    state = "stopped after saving, to be continued" if status.state == "stopped" else status.state.replace("_", " ")
+    words = [f"job {status.job_id}: {state}"]
     if status.position is not None and status.state in ("queued", "held"):
         words.append(f"number {status.position} in the queue")
     if status.hosts and status.state == "running":
         words.append("on " + " ".join(status.hosts[:8]) + (" ..." if len(status.hosts) > 8 else ""))
     if status.ended and status.exit_code is not None:
         words.append(f"exit status {status.exit_code}")
-    plain = status.state in ("running", "ending", "completed")  # nothing to explain
+    plain = status.state in ("running", "ending", "completed", "stopped")  # nothing to explain
     return ", ".join(words) + (f" ({status.reason})" if status.reason and not plain else "")
 
 
 def exit_status(status: Status) -> int:
-    """What a job is worth to the shell: 0 for success alone, else the job's own code, or 1."""
+    """0 for success alone; EXIT_REQUEUE for a job that stopped after saving; else the job's own status, or 1."""
     if status.state == "completed":
         return 0
     return status.exit_code if status.exit_code and 0 < status.exit_code < 256 else 1
@@ -88,12 +98,11 @@ def follow(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_ids: Seq
 
 
 def spoils_the_chain(status: Status) -> bool:
-    """Whether the jobs after this one cannot make up for it: they go on where the time limit, or a stop, ended it.
-
-    One that nobody knows any more is no success either.
+    """Whether the jobs after this one must not run: they continue it only where it completed, stopped after saving, or
+    was ended by the time limit or by a preemption. A job that the scheduler no longer knows counts as failed.
     """
     return status.state == "unknown" or (
-        status.ended and status.state not in ("completed", "timeout") and status.exit_code != EXIT_REQUEUE)
+        status.ended and status.state not in ("completed", "stopped", "timeout") and status.native != "PREEMPTED")
 
 
 def _follow_one(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_id: str) -> Status:
@@ -124,7 +133,7 @@ def _follow_one(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_id:
         until = time.monotonic() + pause
         pause = min(pause * 1.5, LONGEST)
         while time.monotonic() < until:
-            if log.print_new():
+            if log.print_new(to_the_end=False):
                 pause = SHORTEST
             time.sleep(LOG_SECONDS)
 

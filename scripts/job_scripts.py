@@ -14,10 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
 from utils.schedulers import Job, get_scheduler
+from utils.schedulers.script import quote
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = ROOT / "jobs"
 TEMPLATES = JOBS / "templates"
+LAUNCH = '"$KIT/scripts/launch.py"'
 
 SUBMITTED = "# Written by scripts/submit.py. submission.json beside this file says from what.\n@directives@"
 
@@ -80,10 +82,19 @@ READY = {
 }
 
 
-def submitted_script(scheduler: str, job: Job) -> str:
-    """The script that submit.py submits for a job. JobError names a field that cannot be written into it."""
-    marks = {"usage": SUBMITTED, "own": "", "kit": f"KIT={shlex.quote(str(ROOT))}", "arguments": "", "split": ""}
-    return _render(scheduler, job, marks)
+def submitted_script(scheduler: str, job: Job, folder: Path | None = None, after: str = "") -> str:
+    """The script that submit.py submits for a job. JobError names a field that cannot be written into it.
+
+    folder: of the submission, where the job keeps its exit status (launch_recorded.py). after: the job of the chain
+    that it continues.
+    """
+    kit = f"KIT={shlex.quote(str(ROOT))}"
+    marks = {"usage": SUBMITTED, "own": "", "kit": kit, "arguments": "", "split": ""}
+    if folder is None:
+        return _render(scheduler, job, marks)
+    marks["kit"] += (f"\nSUBMISSION={quote(str(folder))} # where this job keeps its exit status\n"
+                     f"PREVIOUS={quote(after)} # the job of the chain that it continues")
+    return _render(scheduler, job, marks, '"$KIT/scripts/launch_recorded.py" "$SUBMISSION" "$PREVIOUS"')
 
 
 def ready_script(name: str) -> str:
@@ -96,8 +107,8 @@ def ready_script(name: str) -> str:
     return _render(ready.scheduler, ready.job, marks)
 
 
-def _render(scheduler: str, job: Job, marks: dict[str, str]) -> str:
-    template = (TEMPLATES / f"{scheduler}.sh").read_text()
+def _render(scheduler: str, job: Job, marks: dict[str, str], launch: str = LAUNCH) -> str:
+    template = (TEMPLATES / f"{scheduler}.sh").read_text().replace(LAUNCH, launch)
     for mark, value in marks.items():
         template = template.replace(f"@{mark}@\n", value.rstrip("\n") + "\n" if value else "")
     return get_scheduler(scheduler).render(job, template)

@@ -1,7 +1,4 @@
-"""The record of a submission: one folder with the script, the settings as JSON, and the job's output.
-
-Not here: submitting (submit.py), following the output (following.py).
-"""
+"""The record of a submission: one folder with the script, the settings as JSON, the job's output and exit status."""
 from __future__ import annotations
 
 import dataclasses
@@ -21,6 +18,7 @@ from utils.schedulers import Job
 FILE = "submission.json"
 SCRIPT = "job.sh"
 LOGS = ("*.out", "*.OU")  # of Slurm by our --output, of PBS in a folder
+TIME_LIMIT = "time limit"  # kept in place of an exit status
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,9 @@ class Record:
     scheduler: str
     job_ids: tuple[str, ...]  # several for a chain, in order
     submit_folder: str
+    name: str = ""  # of the job
+    site: str = ""
+    submitted: str = ""  # "2026-11-22T06:30:00+0000"
 
     def _place(self, job_id: str) -> int:
         return [bare_number(known) for known in self.job_ids].index(bare_number(job_id))
@@ -51,6 +52,41 @@ class Record:
             files = [path for path in files if bare_number(path.name) == number
                      and index in ("", array_index(path.name))]
         return sorted(files, key=lambda path: (path.stat().st_ctime, path.name))
+
+    def job(self) -> Job:
+        """The job that was submitted, without what a chain adds. ValueError or JobError when it cannot be read."""
+        known = {part.name for part in dataclasses.fields(Job)}
+        values = json.loads((self.folder / FILE).read_text(encoding="utf-8"))["job"]
+        return Job(**{name: tuple(value) if isinstance(value, list) else value
+                      for name, value in values.items() if name in known})
+
+
+def keep_status(folder: Path, job_id: str, status: int | str) -> None:
+    """Keep the exit status of a job, or TIME_LIMIT, for the next job of its chain and for `submit.py status`."""
+    path = _status_path(folder, job_id)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(f"{status}\n", encoding="ascii")
+    unfinished.replace(path)
+
+
+def forget_status(folder: Path, job_id: str) -> None:
+    """Remove what an earlier run of the same job has kept."""
+    _status_path(folder, job_id).unlink(missing_ok=True)
+
+
+def kept_status(folder: Path, job_id: str) -> int | str | None:
+    """The exit status that a job has kept, or TIME_LIMIT; None when it kept none."""
+    try:
+        text = _status_path(folder, job_id).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return int(text) if text.isdecimal() else TIME_LIMIT if text == TIME_LIMIT else None
+
+
+def _status_path(folder: Path, job_id: str) -> Path:
+    """FOLDER/79_2.status of "79[2].head" or "79_2"."""
+    index = array_index(job_id)
+    return folder / (bare_number(job_id) + (f"_{index}" if index else "") + ".status")
 
 
 def array_index(text: str) -> str:
@@ -84,7 +120,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 def write(folder: Path, job: Job, *, scheduler: str, site: str, job_ids: Sequence[str],
           dependencies: Sequence[str | None]) -> None:
-    """Write submission.json. dependencies: what each of job_ids was made to wait for."""
+    """Write submission.json, whole or not at all. dependencies: what each of job_ids was made to wait for."""
     record: dict[str, Any] = {
         "job_ids": list(job_ids),
         "scheduler": scheduler,
@@ -98,7 +134,9 @@ def write(folder: Path, job: Job, *, scheduler: str, site: str, job_ids: Sequenc
         "git": git_state(Path.cwd()),
     }
     text = json.dumps(record, indent=2, ensure_ascii=True)
-    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+    unfinished = folder / f"{FILE}.unfinished"
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(folder / FILE)
 
 
 def git_state(folder: Path) -> dict[str, object] | None:
@@ -118,17 +156,32 @@ def _git(folder: Path, *words: str) -> str | None:
 
 def find(parent: Path, job_id: str) -> Record | None:
     """The record of a job below a folder, the newest where ids were used again."""
+    return next((record for record in all_records(parent)
+                 if any(_same(job_id, known) for known in record.job_ids)), None)
+
+
+def all_records(parent: Path) -> list[Record]:
+    """The records below a folder, the newest first."""
     found = []
     for path in parent.glob(f"*/{FILE}"):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            record = Record(path.parent, str(data["scheduler"]), tuple(map(str, data["job_ids"])),
-                            str(data["submit_folder"]))
+            found.append((path.stat().st_mtime, _read(path)))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # somebody else's file, or half of one
-        if any(_same(job_id, known) for known in record.job_ids):
-            found.append(record)
-    return max(found, key=lambda record: (record.folder / FILE).stat().st_mtime, default=None)
+    return [record for _, record in sorted(found, key=lambda item: item[0], reverse=True)]
+
+
+def read(folder: Path) -> Record:
+    """The record in a folder. OSError, ValueError, KeyError or TypeError when it cannot be read."""
+    return _read(folder / FILE)
+
+
+def _read(path: Path) -> Record:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or not isinstance(job := data.get("job"), dict):
+        raise ValueError(f"{path} is not the record of a submission")
+    return Record(path.parent, str(data["scheduler"]), tuple(map(str, data["job_ids"])), str(data["submit_folder"]),
+                  str(job.get("name") or ""), str(data.get("site", "")), str(data.get("submitted", "")))
 
 
 def _same(asked: str, known: str) -> bool:

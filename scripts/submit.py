@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""Submit a training script as a Slurm or PBS job over many nodes, and watch it.
+"""Submit a training script as a Slurm or PBS job over many nodes, and query the jobs submitted.
 
-submit.py --site derecho --account UABC0001 --nodes 4 --time 2:00:00 train.py --epochs 3
-submit.py --nodes 2 --time 30:00 --follow train.py    the scheduler that is here; shows state and output until the end
-submit.py --site lumi --nodes 2 --dry-run train.py    prints the job script and submits nothing
-submit.py --nodes 2 --time 12:00:00 --chain 5 train.py     five jobs, each starts when the one before has ended
-submit.py status 1234 | logs 1234 | cancel 1234
+submit.py run --site derecho --account UABC0001 --nodes 4 --time 2h train.py --epochs 3
+submit.py run --nodes 2 --time 30m --follow train.py         print state and output until the job ends
+submit.py run --nodes 2 --time 30m -m package.train --lr 1   run a module, as python -m does
+submit.py run --site lumi --nodes 2 --dry-run train.py       print the job script; submit nothing
+submit.py run --nodes 2 --time 12h --chain 5 train.py        five jobs; each continues the one before
+submit.py list | status 1234 | logs 1234 | cancel 1234 | resubmit 1234
 
-Each submission has a folder of its own, jobs-out/NAME-DATE-TIME, with the script (job.sh), every setting, the git
-commit and the job id (submission.json), and the job's output. The exit status of --follow is the job's; that of
-`status` is 0 as long as the job has not ended badly.
-
-Options come before the script; what follows the script is its own. Not here: profiles (sites.py), the script's text
-(job_scripts.py), records (records.py), watching (following.py).
+Each submission has a folder, jobs-out/NAME-DATE-TIME, with the script, the settings, the job ids and the output.
+Exit status of `status` and --follow: 0 the job completed (status: or has not ended), 75 it stopped after saving and is
+to be continued, otherwise it failed (--follow: the job's own status).
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: 
 import following
 import job_scripts
 import records
+import submitted
 
 from utils.schedulers import Job, JobError, Scheduler, SchedulerError, format_walltime, get_scheduler, parse_walltime
 
@@ -44,8 +45,16 @@ except ModuleNotFoundError as missing:
     sys.exit("submit: error: PyYAML is not installed; site profiles are YAML files. Install it: "
              f"{Path(__file__).resolve().parents[0]}/setup_env.sh, or {sys.executable} -m pip install pyyaml")
 
-COMMANDS = ("status", "logs", "cancel")
+COMMANDS = {
+    "run": "submit a script, a module or a program as a job",
+    "status": "print how jobs are or how they ended",
+    "list": "list the latest submissions",
+    "logs": "print the output of jobs",
+    "cancel": "end jobs, and those that would continue them",
+    "resubmit": "submit recorded jobs again, with the same options and a new folder",
+}
 LONGEST_CHAIN = 100
+JOB_ID = re.compile(r"[0-9][A-Za-z0-9_.@\[\]+-]*")
 
 
 class UserError(Exception):
@@ -53,21 +62,42 @@ class UserError(Exception):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit status: 0 for success, 1 for what was refused or failed, 2 for wrong options."""
+    """The exit status: 0 for success, 1 for what was refused or failed, 2 for wrong options; see __doc__ for jobs."""
     words = sys.argv[1:] if words is None else list(words)
+    if not words or words[0] not in ("-h", "--help", *COMMANDS):
+        print(f"submit.py: error: {_no_command(words)}", file=sys.stderr)
+        return 2
+    args = parser().parse_args(words)
     try:
-        if words and words[0] in COMMANDS:
-            return about_jobs(words)
-        return submit(submit_parser().parse_args(words))
+        return int(args.function(args))
     except (UserError, SchedulerError, JobError, sites.SiteError) as error:
-        print(f"submit: error: {_told(error)}", file=sys.stderr)
-        return 1
+        return _fail(_told(error))
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:  # a full disk, a folder that may not be read
+        return _fail(f"{error.filename or 'writing the output'}: {error.strerror or error}. Nothing more was done. "
+                     "Check the free space and the permissions there.")
     except KeyboardInterrupt:
         print("\nsubmit: stopped watching; jobs that were submitted go on", file=sys.stderr)
         return 130
+
+
+def _fail(text: str) -> int:
+    with contextlib.suppress(OSError):  # of a full disk below standard error
+        print(f"submit: error: {text}", file=sys.stderr)
+    return 1
+
+
+def _no_command(words: Sequence[str]) -> str:
+    """What to say when the first word is no subcommand."""
+    found = f"{words[0]!r} is not a subcommand" if words else "a subcommand is missing"
+    near = difflib.get_close_matches(words[0].lower(), COMMANDS, 1, 0.5) if words else []
+    looks_like_run = words and (words[0].startswith("-") or "/" in words[0] or words[0].endswith(".py")
+                                or os.path.isfile(words[0]))
+    better = ["run", *words] if looks_like_run else [*near, *words[1:]] if near else []
+    return (f"{found}. Expected one of: {', '.join(COMMANDS)}. "
+            + (f"Did you mean: submit.py {shlex.join(better)}" if better else "See: submit.py --help"))
 
 
 def _told(error: Exception) -> str:
@@ -79,52 +109,85 @@ def _told(error: Exception) -> str:
 
 OPTION_OF_FIELD = {
     "nodes": "--nodes", "gpus_per_node": "--gpus-per-node", "ranks_per_node": "--ranks-per-node",
-    "cores_per_rank": "--cores-per-node", "memory": "--memory", "walltime": "--time", "queue": "--queue",
-    "account": "--account", "name": "--name", "array": "--array", "dependency": "--after", "setup": "--set-up",
-    "modules": "--module", "environment": "--env", "launcher": "--launcher", "output": "--folder",
-    "signal_seconds": "--signal", "directives": "--directive", "components": "--component",
+    "cores_per_rank": "--cores-per-node", "memory": "--mem", "walltime": "--time", "queue": "--queue",
+    "account": "--account", "name": "--job-name", "array": "--array", "dependency": "--dependency",
+    "setup": "--set-up", "modules": "--module", "environment": "--env", "launcher": "--launcher",
+    "output": "--folder", "signal_seconds": "--signal", "directives": "--directive", "components": "--component",
     "container": "--container",
 }
 
 
-def submit_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="submit.py", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--site", metavar="NAME|FILE", help="profile of the cluster, or a YAML file of your own; without it the "
-                                            f"scheduler that is here. Known: {', '.join(sites.names())}")
-    add("--nodes", type=int, default=1, metavar="N")
-    add("--time", metavar="H:M:S", help="limit of the run time; without it the scheduler's default")
-    add("--account", help="project that pays")
-    add("--queue", help="queue of PBS, partition (or QOS, where the site says so) of Slurm")
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="submit.py", description=__doc__, allow_abbrev=False,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(metavar="subcommand", required=True)
+    made = {name: commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".",
+                                      allow_abbrev=False) for name, text in COMMANDS.items()}
+    for name in made:
+        made[name].add_argument("--folder", type=Path, default=Path("jobs-out"),
+                                help="the folder with the folders of submissions (default: jobs-out)")
+    for name in ("status", "logs", "cancel", "resubmit"):
+        made[name].add_argument("job_ids", nargs="+", metavar="job-id")
+    for name in ("status", "logs", "cancel"):
+        made[name].add_argument("--site", metavar="NAME|FILE", help="for a job without a record in --folder")
+        made[name].set_defaults(function=lambda args, name=name: about_jobs(name, args))
+    made["logs"].add_argument("--follow", action="store_true", help="print more until the job has ended")
+    made["list"].add_argument("--all", action="store_true", help=f"not only the latest {submitted.LISTED}")
+    made["list"].set_defaults(function=lambda args: submitted.print_list(args.folder, get_scheduler, args.all))
+    made["resubmit"].add_argument("--follow", action="store_true", help="print state and output until the end")
+    made["resubmit"].add_argument("--no-check", action="store_true", help="submit in spite of what the checks find")
+    made["resubmit"].set_defaults(function=resubmit)
+    _add_run_options(made["run"])
+    made["run"].set_defaults(function=run)
+    return top
+
+
+def _add_run_options(run_parser: argparse.ArgumentParser) -> None:
+    run_parser.usage = ("submit.py run [options] script.py [arguments]\n"
+                        "       submit.py run [options] -m package.module [arguments]")
+    run_parser.epilog = "Options come before the script; what follows the script is passed to it."
+    add = run_parser.add_argument_group("resources").add_argument
+    add("-N", "--nodes", type=int, default=1, metavar="N", help="default: 1")
+    add("-t", "--time", metavar="TIME", help="run time limit: 2h, 1h30m, 30m, 2:00:00, 1-12:00:00; a plain number is "
+                                             "minutes, 30:00 is 30 minutes. Default: the scheduler's")
     add("--gpus-per-node", type=int, metavar="N", help="0 for none")
     add("--cores-per-node", type=int, metavar="N", help="shared equally by the ranks")
     add("--ranks-per-node", type=int, metavar="N", help="default: one for each GPU")
-    add("--memory", metavar="SIZE", help="per node, e.g. 64G")
-    add("--name", help="default: that of the script")
-    add("--launcher", help=f"{', '.join(sites.LAUNCHERS)}: what starts the ranks")
-    add("--array", metavar="0-9%2", help="job array: indices, and how many at once")
-    add("--after", metavar="afterok:ID", help="dependency, in the scheduler's words")
-    add("--chain", type=int, default=1, metavar="N", help="submit N jobs, each to start when the one before has ended")
-    add("--module", action="append", default=[], metavar="NAME", help="module to load, after those of the site")
-    add("--env", action="append", default=[], metavar="K=V", help="variable for the job")
-    add("--set-up", action="append", default=[], metavar="LINE", help="line of shell to run before, e.g. "
-                                                                      "'source venv/bin/activate'")
-    add("--container", metavar="IMAGE", help="run in this image, by apptainer or singularity, whichever the nodes have")
-    add("--directive", action="append", default=[], metavar="OPTION", help="further option of the scheduler, e.g. "
-                                                                           "--directive=--constraint=a100")
-    add("--component", action="append", default=[], metavar="OPTIONS",
-        help="heterogeneous job of Slurm: a further component, by the options in which it differs from the first, e.g. "
-             "--component='--nodes=1 --gpus-per-node=2'")
-    add("--signal", type=int, metavar="SECONDS", help="send USR1 to the ranks so long before the end")
+    add("-n", "--ntasks", type=int, metavar="N", help="ranks on all nodes together; a multiple of --nodes")
+    add("--mem", metavar="SIZE", help="per node, e.g. 64G")
+    add = run_parser.add_argument_group("where and when").add_argument
+    add("--site", metavar="NAME|FILE", help="cluster profile, or a YAML file of your own; default: the scheduler found "
+                                            f"here. Known: {', '.join(sites.names())}")
+    add("-A", "--account", help="project that pays")
+    add("-p", "--partition", "--queue", dest="queue", metavar="NAME",
+        help="partition (or QOS, where the site file says so) of Slurm, queue of PBS")
+    add("-J", "--job-name", metavar="NAME", help="default: the name of the script")
+    add("-a", "--array", metavar="0-9%2", help="job array: indices, and how many run at once")
+    add("-d", "--dependency", metavar="afterok:ID", help="in the scheduler's words")
+    add("--chain", type=int, default=1, metavar="N", help="submit N jobs. Each continues the one before when that has "
+        "completed, stopped after saving (exit status 75) or reached its time limit; a failure ends the chain")
     add("--requeue", action=argparse.BooleanOptionalAction, help="whether the job may be started again after a failure")
-    add("--folder", type=Path, default=Path("jobs-out"), help="where the folders of submissions are (jobs-out)")
-    add("--follow", action="store_true", help="show state, place in the queue and output until the end")
-    add("--no-check", action="store_true", help="submit in spite of what the checks find")
-    add("--dry-run", action="store_true", help="print the job script; asks the scheduler nothing. Exit status 1 where "
-                                              "the site would refuse the job")
+    add("--signal", type=int, metavar="SECONDS", help="send USR1 to the ranks this long before the time limit")
+    add("--directive", action="append", default=[], metavar="OPTION",
+        help="further option of the scheduler, e.g. --directive=--constraint=a100")
+    add("--component", action="append", default=[], metavar="OPTIONS",
+        help="further component of a heterogeneous Slurm job: the options in which it differs from the first, e.g. "
+             "--component='--nodes=1 --gpus-per-node=2'")
+    add = run_parser.add_argument_group("what runs").add_argument
+    add("--launcher", help=f"{', '.join(sites.LAUNCHERS)}: what starts the ranks")
+    add("--module", action="append", default=[], metavar="NAME", help="module to load, after those of the site")
+    add("--set-up", action="append", default=[], metavar="LINE", help="shell line to run before, e.g. "
+                                                                      "'source venv/bin/activate'")
+    add("--env", action="append", default=[], metavar="K=V", help="environment variable for the job")
+    add("--container", metavar="IMAGE", help="run in this image, by apptainer or singularity")
+    add("-m", dest="module_command", nargs=argparse.REMAINDER, metavar="MODULE",
+        help="run a module instead of a script; last option")
     add("command", nargs=argparse.REMAINDER, metavar="script [arguments]")
-    return parser
+    add = run_parser.add_argument_group("submission").add_argument
+    add("--follow", action="store_true", help="print state, place in the queue and output until the job has ended")
+    add("--no-check", action="store_true", help="submit in spite of what the checks find")
+    add("--dry-run", action="store_true", help="print the job script and submit nothing; exit status 1 where the site "
+                                               "would refuse the job")
 
 
 # --- from options and profile to a job
@@ -143,12 +206,11 @@ def choose_site(name: str | None) -> sites.Site:
 
 def build_job(args: argparse.Namespace, site: sites.Site) -> Job:
     """What the options say, and the site where they say nothing. JobError and UserError name what cannot be used."""
-    if not args.command:
-        raise UserError("There is no training script. A script and its arguments were expected after the options. Add "
-                        "them, for example: submit.py --nodes 2 train.py --epochs 3")
+    command = _command(args)
     gpus = site.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
     cores = site.cores_per_node if args.cores_per_node is None else args.cores_per_node
-    ranks = args.ranks_per_node or gpus or 1
+    own_ranks = _ranks_per_node(args)
+    ranks = own_ranks or gpus or 1
     if cores is not None and not 1 <= ranks <= cores:
         raise UserError(f"{ranks} ranks per node are more than its {cores} cores. Every rank needs one. Give fewer "
                         "--ranks-per-node or --gpus-per-node, or the right --cores-per-node.")
@@ -161,16 +223,53 @@ def build_job(args: argparse.Namespace, site: sites.Site) -> Job:
     directives = [words for words in directives if _option_name(words) not in own]  # --constraint replaces the site's
     ask_for_gpus = site.ask_for_gpus or args.gpus_per_node is not None
     return Job(
-        command=tuple(args.command), nodes=args.nodes, gpus_per_node=(gpus or 0) if ask_for_gpus else 0,
-        ranks_per_node=args.ranks_per_node if ask_for_gpus else ranks,
-        cores_per_rank=cores // ranks if cores else None, memory=args.memory or site.memory_per_node,
+        command=command, nodes=args.nodes, gpus_per_node=(gpus or 0) if ask_for_gpus else 0,
+        ranks_per_node=own_ranks if ask_for_gpus else ranks,
+        cores_per_rank=cores // ranks if cores else None, memory=args.mem or site.memory_per_node,
         walltime=parse_walltime(args.time) if args.time else None, queue=queue, account=args.account,
-        name=args.name or _name_of(args.command[0]), array=args.array, dependency=args.after,
+        name=args.job_name or _name_of(args.module_command[0] if args.module_command else command[0]),
+        array=args.array, dependency=args.dependency,
         setup=(*site.setup, *args.set_up), modules=(*site.modules, *args.module),
         environment=_environment(args, site), launcher=args.launcher or site.launcher, signal_seconds=args.signal,
         requeue=args.requeue, directives=(*directives, *args.directive), components=tuple(args.component),
         chunk=site.chunk, container=args.container,
         gpu_vendor=None if args.gpus_per_node == 0 else site.gpu_vendor)
+
+
+def _command(args: argparse.Namespace) -> tuple[str, ...]:
+    """The words to run on each rank. UserError for none, and for a subcommand that was mistaken for a script."""
+    if args.module_command is not None:
+        if not args.module_command or args.module_command[0].startswith("-"):
+            raise UserError("-m has no module. The name of a module was expected, such as: submit.py run -m "
+                            "package.train --epochs 3")
+        return ("python", "-m", *args.module_command)
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not words:
+        raise UserError("There is no training script. A script and its arguments were expected after the options. Add "
+                        "them, for example: submit.py run --nodes 2 train.py --epochs 3")
+    if words[0] in COMMANDS and not os.path.exists(words[0]):
+        raise UserError(f"{words[0]!r} is a subcommand of submit.py, and no file here. Leave `run` out: submit.py "
+                        f"{shlex.join(words)}")
+    return tuple(words)
+
+
+def _ranks_per_node(args: argparse.Namespace) -> int | None:
+    if args.ntasks is None:
+        return args.ranks_per_node  # type: ignore[no-any-return]
+    if args.ranks_per_node is not None:
+        raise UserError("--ntasks and --ranks-per-node say the same thing. Give one of them.")
+    if args.ntasks < 1 or args.nodes < 1 or args.ntasks % args.nodes:
+        raise UserError(f"--ntasks {args.ntasks} is not a multiple of --nodes {args.nodes}. Every node gets the same "
+                        "number of ranks. Give a multiple.")
+    return args.ntasks // args.nodes  # type: ignore[no-any-return]
+
+
+def misplaced_options(args: argparse.Namespace) -> list[str]:
+    """Options of submit.py among the arguments of the script, such as `train.py --nodes 4`."""
+    known = {"--nodes", "--ntasks", "--time", "--gpus-per-node", "--ranks-per-node", "--cores-per-node", "--partition",
+             "--account", "--follow", "--chain", "--dry-run", "--no-check"}
+    words = args.module_command or args.command
+    return [word for word in words[1:] if word.partition("=")[0] in known]
 
 
 def _option_name(directive: str) -> str:
@@ -216,7 +315,7 @@ def site_problems(site: sites.Site, job: Job, queue: str | None) -> list[str]:
 
 # --- submitting
 
-def submit(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     if not 1 <= args.chain <= LONGEST_CHAIN:
         raise UserError(f"--chain {args.chain} is not a number from 1 to {LONGEST_CHAIN}. Correct it.")
     if args.chain > 1 and args.array:
@@ -232,22 +331,69 @@ def submit(args: argparse.Namespace) -> int:
             what = "warning" if args.no_check else "would not be submitted"
             print(f"submit: {what}: {problem}", file=sys.stderr)
         return int(bool(problems) and not args.no_check)
-    scheduler = get_scheduler(site.scheduler)
-    problems += scheduler.check(job)
+    for word in misplaced_options(args):
+        print(f"submit: note: {word} comes after the script and is passed to it; options of submit.py come before",
+              file=sys.stderr)
+    return submit(get_scheduler(site.scheduler), site.name, job, args, problems, args.chain)
+
+
+def submit(scheduler: Scheduler, site: str, job: Job, args: argparse.Namespace, problems: Sequence[str],
+           count: int) -> int:
+    """Check the job, submit it `count` times as a chain, print the ids, and follow it where that was asked for."""
+    problems = [*problems, *scheduler.check(job)]
     for problem in problems:
         print(f"submit: {'warning' if args.no_check else 'error'}: {problem}", file=sys.stderr)
     if problems and not args.no_check:
         print("submit: nothing was submitted. --no-check submits in spite of this.", file=sys.stderr)
         return 1
-    record = submit_chain(scheduler, site, job, args.folder, args.chain)
+    record = submit_chain(scheduler, site, job, args.folder, count)
     for job_id in record.job_ids:
         print(job_id, flush=True)
-    print(f"submit: submitted; script, settings and output: {record.folder}", file=sys.stderr)
+    limit = f"time limit {format_walltime(job.walltime)}; " if job.walltime else ""
+    print(f"submit: submitted; {limit}script, settings and output: {record.folder}", file=sys.stderr)
     return following.follow(scheduler, record.logs, record.job_ids) if args.follow else 0
 
 
-def submit_chain(scheduler: Scheduler, site: sites.Site, job: Job, parent: Path, count: int) -> records.Record:
-    """Submit a job `count` times, each to start when the one before has ended. All of them, or none."""
+def resubmit(args: argparse.Namespace) -> int:
+    """Submit recorded jobs again from where they were submitted, whole chains as chains."""
+    _check_ids(args.job_ids)
+    return submitted.worst([_resubmit(job_id, args) for job_id in args.job_ids])
+
+
+def _resubmit(job_id: str, args: argparse.Namespace) -> int:
+    record = records.find(args.folder, job_id)
+    if record is None:
+        raise UserError(f"There is no record of job {job_id} in {args.folder}. Name the folder of its submission's "
+                        "folder by --folder, or submit it with `submit.py run`.")
+    scheduler = get_scheduler(record.scheduler)
+    try:
+        job = record.job()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{record.folder / records.FILE} holds no job that can be submitted: {error}. Submit it with "
+                        "`submit.py run`.") from None
+    if index := records.array_index(job_id):
+        if scheduler.name == "pbs":
+            raise UserError(f"{job_id} is one element, and PBS takes no array of one. Resubmit the whole array, "
+                            f"{record.job_ids[0]}.")
+        job = dataclasses.replace(job, array=index)
+    if job.dependency and submitted.dependency_is_over(scheduler, job.dependency):
+        print(f"submit: note: {job.dependency} is left out; those jobs have ended", file=sys.stderr)
+        job = dataclasses.replace(job, dependency=None)
+    args.folder = record.folder.parent.absolute()
+    try:
+        os.chdir(record.submit_folder)
+    except OSError as error:
+        raise UserError(f"The folder {record.submit_folder}, from which job {job_id} was submitted, cannot be entered: "
+                        f"{error.strerror}. Submit the job with `submit.py run` from another folder.") from None
+    return submit(scheduler, record.site, job, args, [], len(record.job_ids))
+
+
+def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count: int) -> records.Record:
+    """Submit a job `count` times, each to continue the one before. All of them, or none.
+
+    Each is queued with afterany, since no scheduler knows exit status 75; its script refuses to start when the one
+    before has failed (launch_recorded.py).
+    """
     try:
         folder = records.new_folder(parent.absolute(), job.name or "job")
     except OSError as error:
@@ -262,12 +408,13 @@ def submit_chain(scheduler: Scheduler, site: sites.Site, job: Job, parent: Path,
             after += [f"afterany:{job_ids[-1]}"] if job_ids else []
             one = dataclasses.replace(job, dependency=after[0] if after else None, output=output)
             script = folder / (records.SCRIPT if count == 1 else f"job-{number + 1}.sh")
-            script.write_text(job_scripts.submitted_script(scheduler.name, one), encoding="utf-8",
-                              errors="surrogateescape")
+            script.write_text(job_scripts.submitted_script(scheduler.name, one, folder,
+                                                           job_ids[-1] if job_ids else ""),
+                              encoding="utf-8", errors="surrogateescape")
             script.chmod(0o755)
             job_ids.append(scheduler.submit(script, options=_options(scheduler, one)))
             dependencies.append(one.dependency)
-            records.write(folder, job, scheduler=scheduler.name, site=site.name, job_ids=job_ids,
+            records.write(folder, job, scheduler=scheduler.name, site=site, job_ids=job_ids,
                           dependencies=dependencies)
     except BaseException as error:
         left = [job_id for job_id in reversed(job_ids) if not _cancelled(scheduler, job_id)]  # the last first: none
@@ -277,10 +424,13 @@ def submit_chain(scheduler: Scheduler, site: sites.Site, job: Job, parent: Path,
             what = (f"Still in the queue: {' '.join(left)}. Cancel with: submit.py cancel {' '.join(left)}" if left else
                     "The job may be in the queue all the same: look before submitting it again")
             raise UserError(f"{error} {what}. The scripts are kept in {folder}") from error
+        if isinstance(error, OSError):
+            error = UserError(f"{error.filename or folder}: {error.strerror or error}. Nothing is in the queue. Make "
+                              "room there, or give another folder by --folder.")
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             folder.parent.rmdir()  # unless it holds other submissions
-        raise
+        raise error from None
     return records.Record(folder, scheduler.name, tuple(job_ids), str(Path.cwd()))
 
 
@@ -308,77 +458,25 @@ def _options(scheduler: Scheduler, job: Job) -> list[str]:
 
 # --- jobs that were submitted before
 
-def about_jobs(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"submit.py {words[0]}", allow_abbrev=False)
-    parser.add_argument("job_ids", nargs="+", metavar="job-id")
-    parser.add_argument("--folder", type=Path, default=Path("jobs-out"), help="where the folders of submissions are")
-    parser.add_argument("--site", metavar="NAME|FILE", help="for a job that was not submitted from here")
-    if words[0] == "logs":
-        parser.add_argument("--follow", action="store_true", help="go on until the job has ended")
-    args = parser.parse_args(words[1:])
-    for job_id in args.job_ids:
-        if not re.fullmatch(r"[0-9][A-Za-z0-9_.@\[\]-]*", job_id):
+def _check_ids(job_ids: Sequence[str]) -> None:
+    for job_id in job_ids:
+        if not JOB_ID.fullmatch(job_id):
             raise UserError(f"{job_id!r} is no job id. One such as 1234 or 1234.server was expected.")
-    return max([_about(words[0], job_id, args) for job_id in args.job_ids])
+
+
+def about_jobs(what: str, args: argparse.Namespace) -> int:
+    _check_ids(args.job_ids)
+    return submitted.worst([_about(what, job_id, args) for job_id in args.job_ids])
 
 
 def _about(what: str, job_id: str, args: argparse.Namespace) -> int:
     record = records.find(args.folder, job_id)
     scheduler = get_scheduler(record.scheduler if record else choose_site(args.site).scheduler)
     if what == "status":
-        return _status(scheduler, record, job_id)
-    if what == "cancel":
-        status = scheduler.status(job_id)
-        if status.ended:
-            print(f"job {job_id} had ended already: {status.state.replace('_', ' ')}")
-            return 0
-        if status.state == "unknown":
-            raise UserError(f"There is no job {job_id}, or no longer. Nothing was cancelled. The ids are in "
-                            f"{args.folder}/*/{records.FILE}.")
-        scheduler.cancel(job_id)
-        print(f"job {job_id}: cancelled")
-        _tell_followers(record, job_id)
-        return 0
-    return _logs(scheduler, record, job_id, args.follow)
-
-
-def _status(scheduler: Scheduler, record: records.Record | None, job_id: str) -> int:
-    """Print how a job is, and those before it in its chain that did not end well: it is no success after them."""
-    status = scheduler.status(job_id)
-    print(following.describe(status))
-    spoilt = False
-    if record is not None:
-        for earlier in record.before(job_id):
-            before = scheduler.status(earlier)
-            if following.spoils_the_chain(before):
-                print(f"  earlier in its chain, {following.describe(before)}")
-                spoilt = True
-        print(f"  record: {record.folder}")
-    return int(spoilt or status.state == "unknown" or status.ended and status.state != "completed")
-
-
-def _tell_followers(record: records.Record | None, job_id: str) -> None:
-    later = record.after(job_id) if record is not None else ()
-    if later:
-        print(f"submit: the rest of the chain goes on. To end it too: submit.py cancel {' '.join(reversed(later))}",
-              file=sys.stderr)
-
-
-def _logs(scheduler: Scheduler, record: records.Record | None, job_id: str, follow: bool) -> int:
-    def files(job_id: str) -> list[Path]:
-        if record is not None:
-            return record.logs(job_id)
-        path = scheduler.status(job_id).output  # of a job that was not submitted from here
-        return [Path(path)] if path and Path(path).is_file() else []
-
-    if follow:
-        return following.follow(scheduler, files, [job_id])
-    found = files(job_id)
-    if not found:
-        raise UserError(f"No output was found of {following.describe(scheduler.status(job_id))}. Try again later, or "
-                        "wait with --follow; for a job of another folder run this there, or name it by --folder.")
-    following.Log(lambda: found, sys.stdout.buffer).print_new()
-    return 0
+        return submitted.print_status(scheduler, record, job_id)
+    if what == "logs":
+        return submitted.print_logs(scheduler, record, job_id, args.follow)
+    return submitted.cancel(scheduler, record, job_id)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ pytest_plugins = ["tests.cluster.pbs_fixture"]
 
 SCRIPTS = ["pbs_mpiexec.sh", "pbs_torchrun.sh"]
 FOLDER = f"{WORK}/a folder"
-SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "generic-pbs", "--no-check"]
+SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "run", "--site", "generic-pbs", "--no-check"]
 # Each rank tells what it got, and needs two seconds to save when it is asked to end.
 SLOW = f"""\
 import os, signal, sys, time
@@ -172,7 +172,7 @@ def test_a_chain_goes_on_after_a_stop_that_torchrun_takes_for_a_failure(pbs: Pbs
     done = submit(pbs, folder, "--nodes", "2", "--gpus-per-node", "0", "--launcher", "torchrun", "--chain", "2",
                   "--follow", "stops.py")
     assert done.status == 0, done.output
-    assert "failed, exit status 75" in done.output, done.output
+    assert "stopped after saving, to be continued, exit status 75" in done.output, done.output
     assert re.findall("^(?:saves|goes on)$", done.output, re.MULTILINE) == ["saves", "goes on"], done.output
 
 

@@ -18,7 +18,7 @@ from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 SCRIPTS = ["slurm_srun.sh", "slurm_torchrun.sh"]
-SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--site", "generic-slurm"]
+SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "run", "--site", "generic-slurm"]
 UNCHECKED = [*SUBMIT, "--no-check"]  # the nodes here share /tmp, which is an error elsewhere
 
 
@@ -40,6 +40,10 @@ def sbatch(slurm: SlurmCluster, folder: Path, *words: str) -> str:
 
 def submit(slurm: SlurmCluster, folder: Path, *words: str, seconds: float = 90) -> Result:
     return slurm.run([*UNCHECKED, *words], cwd=folder, seconds=seconds)
+
+
+def ids_of(submitted: Result) -> list[str]:
+    return re.findall(r"^(\d+)$", submitted.output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -117,15 +121,63 @@ def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(slurm: SlurmCl
     assert one_after_the_other(folder, 3)
 
 
-def test_a_chain_with_a_job_that_failed_is_no_success(slurm: SlurmCluster, folder: Path) -> None:
-    (folder / "once.py").write_text("import os, sys\n"
-                                    "if not os.path.exists('ran'):\n    open('ran', 'w')\n    sys.exit(3)\n")
-    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "2", "--follow", "once.py")
+def test_nothing_of_a_chain_runs_after_a_failure(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "once.py").write_text("import sys, time\nopen('runs', 'a').write('x')\ntime.sleep(2)\nsys.exit(3)\n")
+    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "once.py")
     assert done.status == 3, done.output
-    last = json.loads(next(folder.glob("jobs-out/*/submission.json")).read_text())["job_ids"][-1]
-    assert slurm.job(last)["JobState"] == "COMPLETED"
-    done = slurm.run([SUBMIT[0], SUBMIT[1], "status", last], cwd=folder)
+    assert "the rest of its chain was cancelled" in done.output, done.output
+    assert (folder / "runs").read_text() == "x"
+    ids = json.loads(next(folder.glob("jobs-out/*/submission.json")).read_text())["job_ids"]
+    assert [slurm.job(one)["JobState"] for one in ids] == ["FAILED", "CANCELLED", "CANCELLED"]
+    done = slurm.run([SUBMIT[0], SUBMIT[1], "status", ids[-1]], cwd=folder)
     assert done.status == 1 and "earlier in its chain" in done.output, done.output
+
+
+def test_a_job_of_a_chain_refuses_to_start_when_its_failed_predecessor_is_forgotten(slurm: SlurmCluster,
+                                                                                    folder: Path) -> None:
+    """Without accounting Slurm soon knows it no more: what the job itself has kept, or nothing, decides."""
+    (folder / "train.py").write_text("open('runs', 'a').write('x')\n")
+    ids = ids_of(submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "2", "train.py"))
+    slurm.wait(ids[1])
+    record = next(folder.glob("jobs-out/*"))
+    script = (record / "job-2.sh").read_text().replace(f"PREVIOUS={ids[0]}", "PREVIOUS=999999")
+    assert "PREVIOUS=999999" in script
+    (record / "job-2.sh").write_text(script)
+    for kept, starts in (("3", False), ("75", True), ("time limit", True), ("0", True), (None, False)):
+        (folder / "runs").unlink(missing_ok=True)
+        (record / "999999.status").unlink(missing_ok=True)
+        if kept is not None:
+            (record / "999999.status").write_text(kept)
+        job = slurm.wait(sbatch(slurm, folder, "--dependency=", str(record / "job-2.sh")))
+        assert (job["ExitCode"] == "0:0", (folder / "runs").exists()) == (starts, starts), kept
+
+
+def test_a_chain_goes_on_after_the_time_limit_and_after_a_stop(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "steps.py").write_text(
+        "import os, sys, time\nopen('runs', 'a').write('x')\nruns = len(open('runs').read())\n"
+        "print('run', runs, flush=True)\n"
+        "sys.exit(75) if runs == 1 else time.sleep(100) if runs == 2 else sys.exit(0)\n")
+    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--time", "1s", "--chain", "3", "--follow",
+                  "steps.py", seconds=240)
+    assert done.status == 0, done.output
+    assert "stopped after saving, to be continued" in done.output and "timeout" in done.output, done.output
+    assert (folder / "runs").read_text() == "xxx"
+    assert "time limit" in {file.read_text().strip() for file in folder.glob("jobs-out/*/*.status")}
+
+
+def test_cancelling_a_job_ends_its_chain(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "long.py").write_text("import time\ntime.sleep(100)\n")
+    ids = ids_of(submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "long.py"))
+    slurm.wait_for(ids[0], {"RUNNING"}, 30)
+    assert slurm.run([SUBMIT[0], SUBMIT[1], "cancel", ids[0]], cwd=folder).status == 0
+    assert [slurm.wait(one)["JobState"] for one in ids] == ["CANCELLED"] * 3
+
+
+def test_a_subcommand_that_is_mistyped_submits_nothing(slurm: SlurmCluster, folder: Path) -> None:
+    before = slurm.run(["squeue", "--all", "--noheader", "--states", "all"]).output
+    done = slurm.run([SUBMIT[0], SUBMIT[1], "cancle", "77"], cwd=folder)
+    assert done.status == 2 and "submit.py cancel 77" in done.output
+    assert slurm.run(["squeue", "--all", "--noheader", "--states", "all"]).output == before
 
 
 def test_a_job_goes_back_into_the_queue_after_a_stop_under_torchrun(slurm: SlurmCluster, folder: Path) -> None:
@@ -143,7 +195,7 @@ def test_a_job_goes_back_into_the_queue_after_a_stop_under_torchrun(slurm: Slurm
     (["--directive=--no-such-option=1"], "unrecognized option '--no-such-option=1'", "#SBATCH --no-such-option=1"),
     (["--array", "0-99999999"], "Invalid job array specification", "#SBATCH --array=0-99999999"),
     (["--directive=--gres=gpu:7"], "Requested node configuration is not available", "#SBATCH --gres=gpu:7"),
-    (["--memory", "9999G"], "Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
+    (["--mem", "9999G"], "Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
 ])
 def test_a_refusal_is_shown_with_the_line_that_caused_it(slurm: SlurmCluster, folder: Path, words: Sequence[str],
                                                          said: str, line: str) -> None:
@@ -164,7 +216,7 @@ def test_a_running_job_can_be_looked_at_and_cancelled(slurm: SlurmCluster, folde
     (folder / "long.py").write_text("import time\nprint('it runs', flush=True)\ntime.sleep(60)\n")
     done = submit(slurm, folder, "--nodes", "2", "--time", "5:00", "long.py")
     assert done.status == 0, done.output
-    job_id = re.findall(r"^(\d+)$", done.output, re.MULTILINE)[0]
+    [job_id] = ids_of(done)
     about = [SUBMIT[0], SUBMIT[1]]
     with killed_at_end(slurm.start([*about, "logs", "--follow", job_id], cwd=folder)) as process:
         slurm.wait_for(job_id, {"RUNNING"}, 30)

@@ -146,13 +146,17 @@ def test_what_is_put_into_a_template_is_not_searched_for_markers() -> None:
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("2:00:00", 7200), ("90", 5400), ("30:00", 1800), ("1-12", 129600),
-                                               ("1-12:30:15", 131415), ("120:00:00", 432000)])
+                                               ("1-12:30:15", 131415), ("120:00:00", 432000),
+                                               ("30m", 1800), ("1h30m", 5400), ("2h", 7200), ("1.5h", 5400),
+                                               ("1d 12h", 129600), ("90 min", 5400), ("45s", 45), ("2 Days", 172800),
+                                               ("1 hour 30 minutes", 5400)])
 def test_a_walltime_is_read_in_every_form(text: str, seconds: int) -> None:
     assert parse_walltime(text) == seconds
     assert parse_walltime(format_walltime(seconds)) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "00:00:00", "1h", "-5", "1:2:3:4", "1-", "\u0663", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "0", "00:00:00", "1x", "0h", "h", "1h1h", "-5", "1:2:3:4", "1-", "\u0663",
+                                  "9" * 5000])
 def test_what_is_no_walltime_is_refused(text: str) -> None:
     with pytest.raises(JobError, match="walltime"):
         parse_walltime(text)

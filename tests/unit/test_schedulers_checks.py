@@ -1,6 +1,7 @@
 """What is found out about a job before it is submitted."""
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,57 @@ def test_pbs_is_asked_for_its_queues_and_nodes(commands: Commands, monkeypatch: 
     found = Pbs().check(Job(("examples/01_ddp_minimal.py",), queue="small", walltime=601, gpus_per_node=5, nodes=4,
                             cores_per_rank=1))
     assert [problem.split(":")[0] for problem in found if "submit folder" not in problem] == [
-        "walltime", "nodes", "gpus_per_node", "cores_per_rank"]
+        "nodes", "gpus_per_node", "cores_per_rank", "ncpus", "walltime"]
     assert "nosuch" in Pbs().check(Job(("examples/01_ddp_minimal.py",), queue="nosuch"))[0]
+
+
+LIMITED = {
+    "enabled": "True", "resources_max": {"ncpus": 8, "ngpus": 4, "mem": "16gb", "mpiprocs": 6, "nodect": 3,
+                                         "walltime": "00:10:00", "fpgas": 2, "site": "north"},
+    "resources_min": {"ncpus": 2, "walltime": "00:01:00"}}
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"nodes": 2, "ranks_per_node": 3, "cores_per_rank": 1, "walltime": 600}, ""),
+    ({"nodes": 3, "cores_per_rank": 3}, "ncpus: 9 for the whole job is more than the 8 of queue small (resources_max)"),
+    ({"nodes": 2, "gpus_per_node": 3}, "ngpus: 6 for the whole job is more than the 4 of queue small"),
+    ({"nodes": 3, "memory": "6G"}, "mem: 18gb for the whole job is more than the 16gb of queue small"),
+    ({"nodes": 2, "ranks_per_node": 4}, "mpiprocs: 8 for the whole job is more than the 6"),
+    ({"nodes": 4}, "nodect: 4 for the whole job is more than the 3"),
+    ({"nodes": 2, "walltime": 601}, "walltime: 00:10:01 for the whole job is more than the 00:10:00 of queue small"),
+    ({"nodes": 2, "walltime": 59}, "walltime: 00:00:59 for the whole job is less than the 00:01:00 of queue small"),
+    ({"nodes": 1}, "ncpus: 1 for the whole job is less than the 2 of queue small (resources_min)"),
+    ({"nodes": 2, "chunk": ("fpgas=2",)}, "fpgas: 4 for the whole job is more than the 2"),
+    ({"nodes": 3, "chunk": ("nvme=1",)}, "nvme: 3 for the whole job is more than the 2 of the server"),
+    ({"directives": ("-l select=2:ncpus=2+1:ncpus=5",)}, "ncpus: 9 for the whole job is more than the 8"),
+    ({"directives": ("-l nodes=3:ppn=3",)}, "mpiprocs: 9 for the whole job is more than the 6"),
+    ({"directives": ("-l nodes=2:ppn=3",)}, ""),
+    ({"nodes": 2, "directives": ("-l walltime=1:00:00",)}, "walltime: 01:00:00 for the whole job is more"),
+    ({"nodes": 3, "cores_per_rank": 3, "queue": "big"}, ""),
+    ({"nodes": 3, "cores_per_rank": 3, "directives": ("-q big",)}, ""),
+    ({"nodes": 3, "cores_per_rank": 3, "queue": "route"}, ""),  # to big
+    ({"nodes": 3, "cores_per_rank": 3, "queue": "narrow"}, "ncpus: 9 for the whole job is more than the 8 of"),
+    ({"nodes": 60, "cores_per_rank": 10, "queue": "big"}, "ncpus: 600 for the whole job is more than the 500 of")])
+def test_every_limit_of_a_queue_of_pbs_and_of_its_server_counts(
+        commands: Commands, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str) -> None:
+    monkeypatch.chdir(ROOT)
+    queues = {"small": LIMITED, "big": {"enabled": "True"},
+              "route": {"queue_type": "Route", "enabled": "True", "route_destinations": "small,big"},
+              "narrow": {"queue_type": "Route", "enabled": "True", "route_destinations": "small"}}
+    server = {"default_queue": "small", "resources_max": {"nvme": 2, "ncpus": 500, "walltime": "99:00:00"}}
+    commands.add("qstat", json.dumps({"Queue": queues}), when="-Qf")
+    commands.add("qstat", json.dumps({"Server": {"head": server}}), when="-Bf")
+    found = [problem for problem in Pbs().check(Job(("examples/01_ddp_minimal.py",), **values))
+             if "submit folder" not in problem]
+    assert any(problem.startswith(said) for problem in found) if said else found == []
+
+
+def test_a_default_of_the_queue_counts_as_asked_for(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    queue = {"enabled": "True", "resources_default": {"walltime": "00:00:30"}, "default_chunk": {"ncpus": 4}, **LIMITED}
+    commands.add("qstat", json.dumps({"Queue": {"small": queue}}), when="-Qf")
+    found = Pbs().check(Job(("examples/01_ddp_minimal.py",), queue="small", directives=("-l select=3",)))
+    assert [problem.split(":")[0] for problem in found if "submit folder" not in problem] == ["ncpus", "walltime"]
 
 
 def test_an_account_is_missed_where_slurm_insists_on_one(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +151,9 @@ def test_files_that_nodes_cannot_see_are_problems(tmp_path: Path, monkeypatch: p
     assert "does not exist" in check_paths(Job(("python", "-u", "missing.py")), shared)[0]
     assert "does not exist" in check_paths(Job(("train.py", "/nowhere/at/all")), shared)[0]
     assert check_paths(Job(("python", "-m", "package.train")), shared) == []
+    assert "nor a program on PATH" in check_paths(Job(("cancle", "77")), shared)[0]
+    assert check_paths(Job(("bash", "-c", "true")), shared) == []
+    assert check_paths(Job(("trainer",), setup=("source tools",)), shared) == []  # may bring it
     assert "does not exist" in check_paths(Job(("train.py",), container="image.sif"), shared)[0]
     assert "mkdir -p" in check_paths(Job(("train.py",), output="logs/x.out"), shared)[0]
 

@@ -25,6 +25,7 @@ __all__ = ["commands"]  # the fixture
     ("job-cancelled", {}, "cancelled", 143),
     ("job-cancelled", {"CANCELLED Reason=None": "COMPLETED Reason=None", "=0:15": "=0:0"}, "completed", 0),
     ("job-cancelled", {"CANCELLED Reason=None": "FAILED Reason=NonZeroExitCode", "=0:15": "=3:0"}, "failed", 3),
+    ("job-cancelled", {"CANCELLED Reason=None": "FAILED Reason=NonZeroExitCode", "=0:15": "=75:0"}, "stopped", 75),
     ("job-cancelled", {"CANCELLED Reason=None": "TIMEOUT Reason=TimeLimit"}, "timeout", 143),
     ("job-cancelled", {"CANCELLED Reason=None": "NODE_FAIL Reason=NodeDown"}, "node_fail", 143),
     ("job-cancelled", {"CANCELLED Reason=None": "OUT_OF_MEMORY Reason=OutOfMemory", "=0:15": "=0:125"}, "failed", 253),
@@ -63,6 +64,17 @@ def test_an_array_is_as_far_as_its_elements(commands: Commands) -> None:
     commands.add("scontrol", slurm_answer("job-array").replace("=RUNNING", "=COMPLETED").replace("=PENDING", "=FAILED")
                  .replace("ExitCode=0:0", "ExitCode=2:0"))
     assert (Slurm().status("35").state, Slurm().status("35").exit_status) == ("failed", 2)
+
+
+def test_an_element_that_failed_is_not_hidden_by_one_that_stopped_after_saving(commands: Commands) -> None:
+    ended = slurm_answer("job-array").replace("=RUNNING", "=FAILED").replace("=PENDING", "=FAILED")
+    first, rest = ended[:ended.index("JobId=39 ")], ended[ended.index("JobId=39 "):]
+    stopped = rest.replace("ExitCode=0:0", "ExitCode=75:0")
+    commands.add("scontrol", first.replace("ExitCode=0:0", "ExitCode=3:0") + stopped)
+    status = Slurm().status("35")
+    assert (status.state, status.exit_status) == ("failed", 3) and "2 failed, 1 stopped" in status.reason
+    commands.add("scontrol", first.replace("=FAILED", "=COMPLETED") + stopped)
+    assert (Slurm().status("35").state, Slurm().status("35").exit_status) == ("stopped", 75)
 
 
 def test_a_job_that_the_controller_forgot_is_asked_of_the_accounting(commands: Commands) -> None:
@@ -127,6 +139,30 @@ def test_each_end_of_a_job_of_pbs_has_its_meaning(commands: Commands, name: str)
     status = Pbs().status("7.server")
     assert (status.state, status.exit_code) == FINALS[name]
     assert status.ended and (status.exit_status == 0) == (status.state == "completed")
+
+
+def test_a_job_of_pbs_that_stopped_after_saving_did_not_fail(commands: Commands) -> None:
+    record = pbs_recording("exitcodes/exit7.json")
+    record = record.get("final") or record
+    commands.add("qstat", pbs_job({**record, "Exit_status": 75}))
+    assert (Pbs().status("7.server").state, Pbs().status("7.server").exit_status) == ("stopped", 75)
+
+
+@pytest.mark.parametrize(("codes", "state", "code"), [
+    ((0, 2, 0), "failed", 2), ((75, 2, 0), "failed", 2), ((75, 0, 75), "stopped", 75)])
+def test_an_array_of_pbs_ended_as_its_elements_did(commands: Commands, codes: tuple[int, ...], state: str,
+                                                   code: int) -> None:
+    """PBS itself gives the whole array exit status 1."""
+    text = pbs_recording("array/array_qstat_xtf_json.json")["stdout"]
+    jobs = json.loads(text)["Jobs"]
+    for job, one in zip(list(jobs)[1:], codes, strict=True):
+        jobs[job] |= {"Exit_status": one, "substate": 93 if one else 92}
+    array = next(iter(jobs))
+    assert jobs[array]["Exit_status"] == 1
+    commands.add("qstat", pbs_job(jobs[array], array))
+    commands.add("qstat", json.dumps({"Jobs": jobs}), when="-t")
+    status = Pbs().status(array)
+    assert (status.state, status.exit_code, status.job_id) == (state, code, array)
 
 
 @pytest.mark.parametrize("name", ["depend/depend_on_unknown_job.json", "flow/depend_after_failure.json"])
@@ -225,7 +261,7 @@ def test_a_job_is_submitted_from_a_folder_and_its_id_returned(commands: Commands
 
 REFUSED = {  # recorded message of qsub: the line that caused it
     "err_bad_queue": "#PBS -q nosuch", "err_unknown_resource": "#PBS -l select=1:ncpus=1:nosuchres=4",
-    "err_walltime_over_queue_max": "#PBS -l walltime=01:00:00", "err_place_syntax": "#PBS -l place=scattered",
+    "err_place_syntax": "#PBS -l place=scattered",
     "err_walltime_syntax": "#PBS -l walltime=abc", "err_select_syntax2": "#PBS -l select=2:ncpus=abc",
     "err_bad_name_space": '#PBS -N "a b"'}
 
@@ -244,6 +280,32 @@ def test_what_qsub_refuses_is_shown_with_the_line_that_caused_it(commands: Comma
     assert refused.value.exit_code == recording["rc"]
 
 
+LIMITS = [  # recorded command line, refused with the same message: what the job is outside of
+    ("err_ncpus_over_queue_max", "-l select=3:ncpus=4 -l walltime=00:01:00", "ncpus: 12 for the whole job is more than "
+                                                                             "the 8 of queue small (resources_max)"),
+    ("err_walltime_over_queue_max", "-l walltime=01:00:00", "walltime: 01:00:00 for the whole job is more than the "
+                                                            "00:10:00 of queue small (resources_max)")]
+
+
+@pytest.mark.parametrize(("name", "asked", "outside"), LIMITS)
+def test_the_limit_that_qsub_does_not_name_is_found(commands: Commands, tmp_path: Path, name: str, asked: str,
+                                                    outside: str) -> None:
+    recording = pbs_recording(f"commands/{name}.json")
+    assert asked in recording["cmd"]
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n#PBS -q small\n#PBS {asked} # so much\n")
+    commands.add("qsub", error=recording["stderr"], status=recording["rc"])
+    with pytest.raises(SchedulerError) as refused:  # the server does not answer
+        Pbs().submit("job.sh", folder=tmp_path)
+    assert recording["stderr"].strip() in str(refused.value) and "does not say which limit" in str(refused.value)
+    assert "probably" not in str(refused.value) and asked in str(refused.value)
+    for words, answer in (("-Qf", "qstat_Qf_json"), ("-Bf", "qstat_Bf_json")):
+        commands.add("qstat", pbs_recording(f"commands/{answer}.json")["stdout"], when=words)
+    with pytest.raises(SchedulerError) as refused:
+        Pbs().submit("job.sh", folder=tmp_path)
+    assert recording["stderr"].strip() in str(refused.value)
+    assert str(refused.value).split("\n")[1:] == [f"{outside}. Ask for less, or take another queue."]
+
+
 @pytest.mark.parametrize(("message", "lines", "blamed"), [
     ("Invalid account or account/partition combination specified", ["--partition=gpu", "--account=other"], 1),
     ("Invalid account or account/partition combination specified", ["--ntasks-per-node=4"], None),  # has -p in it
@@ -258,6 +320,13 @@ def test_an_innocent_line_is_not_blamed(commands: Commands, tmp_path: Path, mess
         Slurm().submit(script)
     assert ("probably" in str(refused.value)) == (blamed is not None)
     assert blamed is None or str(refused.value).endswith(f"line {blamed + 1} of {script}: #SBATCH {lines[blamed]}")
+
+
+def test_where_sbatch_does_not_say_which_part_of_a_policy_all_are_named(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text("#SBATCH --nodes=2\n#SBATCH --time=1:00\n#SBATCH --mem=1G\n")
+    commands.add("sbatch", error="sbatch: error: Job violates accounting/QOS policy (job submit limit)\n", status=1)
+    with pytest.raises(SchedulerError, match="one of: .*--time=1:00; .*--nodes=2$"):
+        Slurm().submit("job.sh", folder=tmp_path)
 
 
 @pytest.mark.parametrize(("message", "line"), [

@@ -98,11 +98,11 @@ def programs(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> Pro
 
 
 def slurm(*words: str) -> int:
-    return submit.main(["--site", "generic-slurm", "--no-check", *words])
+    return submit.main(["run", "--site", "generic-slurm", "--no-check", *words])
 
 
 def pbs(*words: str) -> int:
-    return submit.main(["--site", "generic-pbs", "--no-check", *words])
+    return submit.main(["run", "--site", "generic-pbs", "--no-check", *words])
 
 
 def only_folder(work: Path) -> Path:
@@ -118,8 +118,8 @@ def test_a_dry_run_prints_the_script_and_asks_no_scheduler(programs: Programs, c
     programs.add("sbatch", f"#!/bin/bash\ntouch {programs.folder}/asked\n")
     for name in ("scontrol", "sinfo", "squeue"):
         shutil.copy(programs.folder / "sbatch", programs.folder / name)
-    assert submit.main(["--site", "lumi", "--account", "p", "--nodes", "2", "--dry-run", "train.py", "--epochs", "3",
-                        ]) == 0
+    assert submit.main(["run", "--site", "lumi", "--account", "p", "--nodes", "2", "--dry-run", "train.py",
+                        "--epochs", "3"]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n") and "#SBATCH --nodes=2\n" in script and "train.py --epochs 3" in script
     assert not (programs.folder / "asked").exists()
@@ -128,16 +128,16 @@ def test_a_dry_run_prints_the_script_and_asks_no_scheduler(programs: Programs, c
 
 def test_a_dry_run_of_what_would_be_refused_prints_the_script_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     too_long = ["--site", "derecho", "--account", "p", "--time", "13:00:00"]
-    assert submit.main([*too_long, "--dry-run", "train.py"]) == 1
+    assert submit.main(["run", *too_long, "--dry-run", "train.py"]) == 1
     said = capsys.readouterr()
     assert said.out.startswith("#!/bin/bash") and "would not be submitted: 13:00:00 is over the limit" in said.err
-    assert submit.main([*too_long, "--no-check", "--dry-run", "train.py"]) == 0
+    assert submit.main(["run", *too_long, "--no-check", "--dry-run", "train.py"]) == 0
     assert "warning: 13:00:00 is over the limit" in capsys.readouterr().err
 
 
 def test_submitting_loads_no_torch() -> None:
     code = ("import sys; sys.path.insert(0, 'scripts'); import submit\n"
-            "submit.main(['--site', 'derecho', '--nodes', '4', '--dry-run', 'train.py'])\n"
+            "submit.main(['run', '--site', 'derecho', '--nodes', '4', '--dry-run', 'train.py'])\n"
             "sys.exit('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -149,17 +149,17 @@ def test_submitting_loads_no_torch() -> None:
 def test_every_site_gives_a_script_that_bash_reads(site: str, launcher: str | None,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--launcher", launcher] if launcher else []
-    assert submit.main(["--site", site, "--account", "a", "--nodes", "2", "--time", "1:00:00", *words, "--dry-run",
-                        "train.py"]) == 0
+    assert submit.main(["run", "--site", site, "--account", "a", "--nodes", "2", "--time", "1:00:00", *words,
+                        "--dry-run", "train.py"]) == 0
     script = capsys.readouterr().out
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_settings_of_a_site_and_of_the_options_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
-    submit.main(["--site", "frontier", "--account", "ABC123", "--nodes", "2", "--module", "own/1.0", "--env", "A=b $c",
-                 "--set-up", "source my/activate", "--directive=--network=single_node_vni", "--signal", "120", "--time",
-                 "1:00:00", "--dry-run", "train.py"])
+    submit.main(["run", "--site", "frontier", "--account", "ABC123", "--nodes", "2", "--module", "own/1.0", "--env",
+                 "A=b $c", "--set-up", "source my/activate", "--directive=--network=single_node_vni", "--signal",
+                 "120", "--time", "1:00:00", "--dry-run", "train.py"])
     lines = capsys.readouterr().out.splitlines()
     for line in ("#SBATCH --account=ABC123", "#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=7",
                  "#SBATCH --gpu-bind=closest", "#SBATCH --signal=B:USR1@120", "module load rccl-net-plugin",
@@ -170,14 +170,14 @@ def test_settings_of_a_site_and_of_the_options_are_in_the_script(capsys: pytest.
 
 
 def test_a_queue_may_be_a_qos(capsys: pytest.CaptureFixture[str]) -> None:
-    submit.main(["--site", "perlmutter", "--account", "m1", "--queue", "debug", "--dry-run", "train.py"])
+    submit.main(["run", "--site", "perlmutter", "--account", "m1", "--queue", "debug", "--dry-run", "train.py"])
     lines = capsys.readouterr().out.splitlines()
     assert "#SBATCH --qos=debug" in lines
     assert not [line for line in lines if "partition" in line]
 
 
 def test_gpus_are_not_asked_for_where_the_scheduler_knows_none(capsys: pytest.CaptureFixture[str]) -> None:
-    submit.main(["--site", "aurora", "--account", "p", "--nodes", "2", "--dry-run", "train.py"])
+    submit.main(["run", "--site", "aurora", "--account", "p", "--nodes", "2", "--dry-run", "train.py"])
     script = capsys.readouterr().out
     assert "#PBS -l select=2:ncpus=204:mpiprocs=12:" in script
     assert "ngpus" not in script and "--ranks-per-node 12" in script
@@ -188,7 +188,7 @@ def test_gpus_are_not_asked_for_where_the_scheduler_knows_none(capsys: pytest.Ca
     ("lumi", ["--gpus-per-node", "0"], ""), ("generic-slurm", [], "")])
 def test_a_container_is_shown_the_gpus_of_the_site(site: str, options: list[str], vendor: str,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    submit.main(["--site", site, *options, "--container", "my image.sif", "--dry-run", "train.py"])
+    submit.main(["run", "--site", site, *options, "--container", "my image.sif", "--dry-run", "train.py"])
     assert f"--container 'my image.sif'{vendor} -- train.py" in capsys.readouterr().out
 
 
@@ -247,7 +247,7 @@ def test_the_job_name_comes_from_the_script_and_suits_every_scheduler(programs: 
 def test_each_job_of_a_chain_waits_for_the_end_of_the_one_before(programs: Programs, work: Path,
                                                                  capsys: pytest.CaptureFixture[str]) -> None:
     programs.slurm()
-    assert slurm("--chain", "3", "--after", "afterok:7", "train.py") == 0
+    assert slurm("--chain", "3", "--dependency", "afterok:7", "train.py") == 0
     assert capsys.readouterr().out == "101\n102\n103\n"
     folder = only_folder(work)
     waits = [[line for line in (folder / f"job-{number}.sh").read_text().splitlines() if "--dependency" in line]
@@ -294,7 +294,7 @@ def test_a_refusal_of_pbs_is_shown_with_the_line_that_caused_it(
 def test_what_the_checks_find_prevents_a_submission(programs: Programs, work: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     programs.slurm()
-    assert submit.main(["--site", "lumi", "--nodes", "2000", "--time", "72:00:00", "train.py"]) == 1
+    assert submit.main(["run", "--site", "lumi", "--nodes", "2000", "--time", "72:00:00", "train.py"]) == 1
     said = capsys.readouterr().err
     for words in ("account", "project_", "2000 nodes", "1024", "72:00:00", "48:00:00"):
         assert words in said
@@ -328,7 +328,7 @@ def test_without_a_site_the_scheduler_that_is_here_is_taken(here: str, programs:
     programs.slurm() if here == "slurm" else programs.pbs()
     of_name = submit.get_scheduler
     monkeypatch.setattr(submit, "get_scheduler", lambda name=None: of_name(name or here))
-    assert submit.main(["--no-check", "train.py"]) == 0
+    assert submit.main(["run", "--no-check", "train.py"]) == 0
     assert json.loads((only_folder(work) / "submission.json").read_text())["site"] == f"generic-{here}"
 
 
@@ -338,7 +338,7 @@ def test_both_schedulers_or_none_is_a_clear_error(reason: str, work: Path, monke
     def nothing_found(name: str | None = None) -> None:
         raise SchedulerError(reason)
     monkeypatch.setattr(submit, "get_scheduler", nothing_found)
-    assert submit.main(["train.py"]) == 1
+    assert submit.main(["run", "train.py"]) == 1
     said = capsys.readouterr().err
     assert reason in said and "--site NAME" in said and "derecho" in said
 
@@ -420,7 +420,7 @@ def test_following_shows_states_place_and_output(record: records.Record, capfd: 
     (Status("1", "completed", 0), 0), (Status("1", "failed", 42), 42), (Status("1", "failed", 0), 1),
     (Status("1", "failed", 137), 137), (Status("1", "cancelled"), 1), (Status("1", "timeout", 0), 1),
     (Status("1", "node_fail"), 1), (Status("1", "never_ran"), 1), (Status("1", "unknown"), 1),
-    (Status("1", "held", reason="waits for ever for 7"), 1),
+    (Status("1", "stopped", 75), 75), (Status("1", "held", reason="waits for ever for 7"), 1),
 ])
 def test_the_exit_status_of_following_is_the_jobs(status: Status, expected: int, record: records.Record) -> None:
     assert follow(Scripted(_1=[status]), record, "1") == expected
@@ -429,7 +429,8 @@ def test_the_exit_status_of_following_is_the_jobs(status: Status, expected: int,
 @pytest.mark.parametrize(("first", "expected"), [
     (Status("1", "completed", 0), 0), (Status("1", "timeout"), 0), (Status("1", "failed", 3), 3),
     (Status("1", "cancelled"), 1), (Status("1", "never_ran"), 1), (Status("1", "node_fail"), 1),
-    (Status("1", "unknown"), 1),
+    (Status("1", "unknown"), 1), (Status("1", "stopped", 75), 0),
+    (Status("1", "cancelled", native="PREEMPTED"), 0),
 ])
 def test_a_chain_is_a_success_when_its_jobs_end_well_or_by_the_time_limit(first: Status, expected: int,
                                                                           record: records.Record) -> None:
@@ -459,13 +460,14 @@ def about(scheduler: Scripted, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 @pytest.mark.parametrize(("status", "expected"), [
     (Status("1", "running"), 0), (Status("1", "queued"), 0), (Status("1", "completed", 0), 0),
-    (Status("1", "failed", 3), 1), (Status("1", "never_ran"), 1), (Status("1", "unknown"), 1)])
+    (Status("1", "failed", 3), 1), (Status("1", "never_ran"), 1), (Status("1", "unknown"), 1),
+    (Status("1", "stopped", 75), 75)])
 def test_status_prints_the_state_and_fails_for_a_job_that_ended_badly(
         status: Status, expected: int, record: records.Record, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     assert about(Scripted(_1=[status]), monkeypatch)("status", "1") == expected
     out = capsys.readouterr().out
-    assert f"job 1: {status.state.replace('_', ' ')}" in out and "train-1" in out
+    assert f"job 1: {following.describe(status)}"[7:] in out and "train-1" in out
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled", "never_ran", "unknown"])
@@ -477,12 +479,12 @@ def test_a_job_whose_predecessor_ended_badly_is_no_success(state: str, record: r
     assert "earlier in its chain, job 1:" in capsys.readouterr().out
 
 
-def test_cancelling_names_the_jobs_of_the_chain_that_go_on(record: records.Record, monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
-    scheduler = Scripted(_1=[Status("1", "running")])
-    assert about(scheduler, monkeypatch)("cancel", "1") == 0
-    assert scheduler.cancelled == ["1"]
-    assert "submit.py cancel 3 2" in capsys.readouterr().err
+def test_cancel_ends_the_later_jobs_of_the_chain_too(record: records.Record, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler = Scripted(_2=[Status("2", "running")])
+    assert about(scheduler, monkeypatch)("cancel", "2") == 0
+    assert scheduler.cancelled == ["3", "2"]  # the last first, so that none starts
+    assert "later jobs of its chain" in capsys.readouterr().out
 
 
 def test_a_job_that_is_not_known_is_not_cancelled(record: records.Record, monkeypatch: pytest.MonkeyPatch,
@@ -538,3 +540,209 @@ def test_every_script_that_a_person_runs_may_be_executed() -> None:
     for script in (ROOT / "scripts").iterdir():
         if script.is_file() and script.read_bytes().startswith(b"#!"):
             assert os.access(script, os.X_OK), script
+
+
+# --- subcommands
+
+def typos(word: str) -> set[str]:
+    """The words within distance 1 of a word: a letter left out, doubled, swapped or replaced."""
+    cut = [(word[:place], word[place:]) for place in range(len(word) + 1)]
+    return ({left + right[1:] for left, right in cut if right} | {left + right[:1] + right for left, right in cut}
+            | {left + right[1::-1] + right[2:] for left, right in cut if len(right) > 1}
+            | {left + letter + right[1:] for left, right in cut if right for letter in "aestx-"}) - {word, ""}
+
+
+@pytest.mark.parametrize("name", sorted(submit.COMMANDS))
+def test_a_mistyped_subcommand_is_never_submitted(name: str, programs: Programs, work: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    near = typos(name) - set(submit.COMMANDS)
+    for word in sorted(near | {typo for one in near for typo in typos(one)} - set(submit.COMMANDS)):
+        if word in ("-h", "--help"):
+            continue
+        assert submit.main([word, "77"]) == 2
+        said = capsys.readouterr()
+        assert f"{word!r} is not a subcommand" in said.err and "Expected one of: run, status" in said.err
+        assert said.out == ""
+    assert programs.submissions == 0 and not (work / "jobs-out").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["cancle", "77"], "Did you mean: submit.py cancel 77"), (["LIST"], "Did you mean: submit.py list"),
+    (["--nodes", "2", "train.py"], "Did you mean: submit.py run --nodes 2 train.py"),
+    (["my train.py"], "Did you mean: submit.py run 'my train.py'"), ([], "a subcommand is missing")])
+def test_what_is_no_subcommand_is_answered_with_the_right_one(words: list[str], said: str, work: Path,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["cancle", "77"], "command: cancle is neither a file here nor a program on PATH"),
+    (["./cancle"], "does not exist"), (["list"], "submit.py list"), (["tool"], "Write ./tool")])
+def test_a_command_that_does_not_exist_is_refused(words: list[str], said: str, programs: Programs, work: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    (work / "tool").touch(0o755)
+    assert submit.main(["run", "--site", "generic-slurm", *words]) == 1
+    assert said in capsys.readouterr().err
+    assert programs.submissions == 0 and not (work / "jobs-out").exists()
+
+
+def test_a_program_that_the_jobs_setup_brings_need_not_be_here(
+        programs: Programs, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert submit.main(["run", "--site", "generic-slurm", "--module", "tools", "trainer"]) == 1
+    assert "trainer" not in capsys.readouterr().err  # the folder is refused: it is in /tmp
+
+
+def test_a_module_is_run_as_python_m_does(programs: Programs, work: Path) -> None:
+    programs.slurm()
+    assert slurm("--nodes", "2", "-m", "package.module", "--lr", "0.1", "-m", "x") == 0
+    folder = only_folder(work)
+    assert folder.name.startswith("package")
+    record = json.loads((folder / "submission.json").read_text())
+    assert record["job"]["command"] == ["python", "-m", "package.module", "--lr", "0.1", "-m", "x"]
+
+
+def test_a_module_without_a_name_is_refused(work: Path, programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert slurm("-m") == 1 == slurm("-m", "--lr", "1")
+    assert "-m has no module" in capsys.readouterr().err and programs.submissions == 0
+
+
+def test_options_of_sbatch_are_understood(programs: Programs, work: Path) -> None:
+    programs.slurm()
+    assert slurm("-N", "2", "-n", "8", "-t", "1h30m", "-p", "gpu", "-A", "p1", "-J", "mine", "--mem", "4G",
+                 "train.py") == 0
+    lines = (only_folder(work) / "job.sh").read_text().splitlines()
+    for line in ("--nodes=2", "--ntasks-per-node=4", "--time=01:30:00", "--partition=gpu", "--account=p1",
+                 "--job-name=mine", "--mem=4G"):
+        assert f"#SBATCH {line}" in lines
+
+
+@pytest.mark.parametrize("words", [["-N", "2", "-n", "3"], ["-n", "2", "--ranks-per-node", "2"], ["-n", "0"]])
+def test_a_number_of_ranks_that_nodes_cannot_share_is_refused(words: list[str], programs: Programs, work: Path,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert slurm(*words, "train.py") == 1
+    assert "--ntasks" in capsys.readouterr().err and programs.submissions == 0
+
+
+def test_options_after_the_script_are_pointed_out(programs: Programs, work: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert slurm("train.py", "--nodes", "4", "--lr", "1") == 0
+    said = capsys.readouterr().err
+    assert "--nodes comes after the script" in said and "--lr" not in said
+
+
+@pytest.mark.parametrize("name", sorted(submit.COMMANDS))
+def test_the_help_of_each_subcommand_is_short(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        submit.main([name, "--help"])
+    assert left.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) < (20 if name != "run" else 90)
+
+
+# --- list, resubmit, what jobs keep
+
+def test_list_shows_the_latest_submissions_first(programs: Programs, work: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert slurm("--chain", "2", "train.py") == slurm("--job-name", "other", "train.py") == 0
+    for folder in (work / "jobs-out").iterdir():
+        if folder.name.startswith("train"):
+            os.utime(folder / "submission.json", (1, 1))
+            records.keep_status(folder, "101", 75)
+    programs.add("scontrol", "#!/bin/bash\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    capsys.readouterr()
+    assert submit.main(["list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["JOB", "103", "101", "102"]
+    assert lines[1][1] == "unknown" and lines[2][1:3] == ["stopped", "(75)"] and "other" in lines[1]
+
+
+def test_list_of_nothing_says_so(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["list"]) == 0
+    assert "no submissions in jobs-out" in capsys.readouterr().err
+
+
+def test_resubmit_submits_the_same_job_in_a_new_folder(programs: Programs, work: Path, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    programs.slurm()
+    assert slurm("--nodes", "3", "--chain", "2", "--env", "A=b \udcff", "--time", "1h", "train.py", "--lr", "é") == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert submit.main(["resubmit", "--no-check", "--folder", str(work / "jobs-out"), "102"]) == 0
+    first, second = sorted((work / "jobs-out").iterdir())
+    scripts = [[(folder / f"job-{number}.sh").read_bytes().replace(os.fsencode(folder), b"FOLDER")
+                for number in (1, 2)] for folder in (first, second)]
+    assert scripts[0][0] == scripts[1][0]
+    assert scripts[0][1].replace(b"101", b"103") == scripts[1][1]
+    assert json.loads((second / "submission.json").read_text())["submit_folder"] == str(work)
+
+
+def test_resubmit_without_a_record_is_an_error(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["resubmit", "7"]) == 1
+    assert "no record of job 7" in capsys.readouterr().err
+
+
+def test_what_a_job_has_kept_is_its_status_where_the_scheduler_has_forgotten_it(
+        record: records.Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = about(Scripted(_1=[Status("1", "unknown")]), monkeypatch)
+    for kept, expected, said in ((0, 0, "completed"), (75, 75, "stopped after saving"), (3, 1, "failed, exit status 3"),
+                                 (records.TIME_LIMIT, 1, "timeout")):
+        records.keep_status(record.folder, "1", kept)
+        assert run("status", "1") == expected
+        assert f"job 1: {said}" in capsys.readouterr().out
+
+
+def test_a_failed_job_is_not_hidden_by_one_that_stopped(record: records.Record,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"_1": [Status("1", "stopped", 75)], "_2": [Status("2", "failed", 1)]}
+    assert about(Scripted(**answers), monkeypatch)("status", "1", "2") == 1
+    assert about(Scripted(**answers), monkeypatch)("status", "2", "1") == 1
+
+
+def test_each_element_of_an_array_has_a_heading(record: records.Record, capfdbinary: pytest.CaptureFixture[bytes],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, text in enumerate(("a\nb\n", "c")):
+        (record.folder / f"1_{index}.out").write_text(text)
+    assert about(Scripted(_1=[Status("1", "completed", 0)]), monkeypatch)("logs", "1") == 0
+    assert capfdbinary.readouterr().out == (b"==> array element 0: 1_0.out\na\nb\n"
+                                            b"==> array element 1: 1_1.out\nc")
+
+
+def test_lines_of_two_elements_do_not_run_into_each_other(record: records.Record,
+                                                          capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    files = [record.folder / f"1_{index}.out" for index in (0, 1)]
+    for file in files:
+        file.write_text("half a")
+    log = following.Log(lambda: files, sys.stdout.buffer)
+    assert not log.print_new(to_the_end=False)
+    files[0].write_text("half a line\n")
+    assert log.print_new(to_the_end=False) and log.print_new()
+    assert capfdbinary.readouterr().out == (b"==> array element 0: 1_0.out\nhalf a line\n"
+                                            b"==> array element 1: 1_1.out\nhalf a")
+
+
+# --- faults of the file system
+
+@pytest.mark.parametrize("name", ["job.sh", "submission.json.unfinished"])
+def test_a_full_disk_is_told_and_nothing_stays_in_the_queue(name: str, programs: Programs, work: Path,
+                                                            monkeypatch: pytest.MonkeyPatch,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    write_text = Path.write_text
+
+    def full(path: Path, *args: object, **options: object) -> int:
+        if path.name == name:
+            raise OSError(28, "No space left on device", str(path))
+        return write_text(path, *args, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(Path, "write_text", full)
+    assert slurm("train.py") == 1
+    said = capsys.readouterr()
+    assert "No space left on device" in said.err and "Traceback" not in said.err and said.out == ""
+    assert programs.submissions == len(programs.cancelled)
+    assert not (work / "jobs-out").exists()

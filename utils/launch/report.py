@@ -14,7 +14,8 @@ import struct
 from collections.abc import Mapping
 from types import TracebackType
 
-EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again later
+from ..schedulers.exit_status import EXIT_REQUEUE as EXIT_REQUEUE
+
 VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>", where the launch listens
 _SECONDS = 5
 

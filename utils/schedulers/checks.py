@@ -102,6 +102,8 @@ def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
     script = _script(job)
     if script:
         found += _check_file("command", script, base, must_exist=True)
+    elif job.command and not (job.container or job.modules or job.setup):  # which may bring the program
+        found += _check_program(job.command[0], base)
     for word in job.command[1:] if not job.container else ():  # a container has folders of its own
         value = word.partition("=")[2] if word.startswith("-") else word
         if word != script and (value.startswith("/") or ("/" in value and (base / value).exists())):
@@ -122,6 +124,15 @@ def _script(job: Job) -> str | None:
         rest = [word for word in words[1:] if not word.startswith("-") or word in ("-m", "-c")]
         return rest[0] if rest and rest[0].endswith(".py") else None
     return words[0] if words and ("/" in words[0] or words[0].endswith((".py", ".sh"))) else None
+
+
+def _check_program(name: str, base: Path) -> list[str]:
+    if os.path.basename(name).startswith("python") or shutil.which(name):
+        return []
+    if (base / name).is_file():
+        return [f"command: {name} is a file in {base}, and without a folder a program of PATH is looked for. Write "
+                f"./{name}."]
+    return [f"command: {name} is neither a file here nor a program on PATH. Give the script or the program to run."]
 
 
 def _check_file(field: str, name: str, base: Path, *, must_exist: bool) -> list[str]:

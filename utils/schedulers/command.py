@@ -73,7 +73,7 @@ def submit(words: Sequence[str], folder: str | os.PathLike[str] | None, job_id: 
            cause: Callable[[str], str | None]) -> str:
     """Run sbatch --parsable ("12;cluster") or qsub ("12.server") and return the job id, of the form `job_id`.
 
-    cause: what it said -> the line of the job script, or the option, that this is probably about.
+    cause: what it said -> a sentence on what this is about.
     """
     try:
         answer = ask(words, folder=folder, seconds=SUBMIT_SECONDS).strip()
@@ -86,9 +86,7 @@ def submit(words: Sequence[str], folder: str | os.PathLike[str] | None, job_id: 
     return found[0]
 
 
-def _with_cause(error: SchedulerError, line: str | None) -> SchedulerError:
-    """The same error, with the line of the job script, or the option, that it is probably about."""
-    if line is None:
+def _with_cause(error: SchedulerError, sentence: str | None) -> SchedulerError:
+    if sentence is None:
         return error
-    return SchedulerError(f"{error}\nThis is probably about {line}", command=error.command, exit_code=error.exit_code,
-                          said=error.said)
+    return SchedulerError(f"{error}\n{sentence}", command=error.command, exit_code=error.exit_code, said=error.said)

@@ -23,6 +23,11 @@ _WALLTIME = re.compile(
     r"(?P<days>[0-9]{1,4})-(?P<hours>[0-9]{1,2})(?::(?P<minutes>[0-9]{1,2})(?::(?P<seconds>[0-9]{1,2}))?)?"
     r"|(?P<h>[0-9]{1,5}):(?P<m>[0-9]{1,2}):(?P<s>[0-9]{1,2})"
     r"|(?P<mm>[0-9]{1,6})(?::(?P<ss>[0-9]{1,2}))?")
+_NUMBER = r"([0-9]{1,8}(?:\.[0-9]{1,4})?)"
+_UNITS = re.compile(  # "1h30m", "1.5 hours", "2d 12h"
+    rf"(?:{_NUMBER} *d(?:ays?)?)? *(?:{_NUMBER} *h(?:(?:ou)?rs?)?)? *(?:{_NUMBER} *m(?:in(?:ute)?s?)?)? *"
+    rf"(?:{_NUMBER} *s(?:ec(?:ond)?s?)?)?", re.IGNORECASE)
+_UNIT_SECONDS = (86400, 3600, 60, 1)
 _READ_ONLY = frozenset(("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "BASH_ENV"))
 _LONGEST = 4000  # characters of one value in a directive; sbatch and qsub have buffers of a fixed size
 _MOST = 1 << 20  # nodes, cores, seconds times a hundred: what no scheduler takes
@@ -167,17 +172,22 @@ def _check_path(name: str, value: object) -> None:
 
 
 def parse_walltime(text: str) -> int:
-    """Seconds of "2:00:00", "90" (minutes, as in Slurm), "30:00" (minutes:seconds), "1-12:00:00" or "1-12".
+    """Seconds of "2:00:00", "30:00" (minutes:seconds), "1-12:00:00" or "1-12" (days-hours), and "90", which is minutes
+    as in Slurm (to qsub it is seconds); also with units: "1h30m", "90 min", "1.5h", "2 days".
 
     JobError (field walltime) when it is none of these, or zero.
     """
-    match = _WALLTIME.fullmatch(text.strip())
-    if match is None:
-        raise JobError("walltime", f"{text[:60]!r} is no time, expected hours:minutes:seconds such as 2:00:00, or "
-                                   "minutes such as 90. Correct it.")
-    part = {name: int(value or 0) for name, value in match.groupdict().items()}
-    total = (((part["days"] * 24 + part["hours"] + part["h"]) * 60 + part["minutes"] + part["m"] + part["mm"]) * 60
-             + part["seconds"] + part["s"] + part["ss"])
+    match, units = _WALLTIME.fullmatch(text.strip()), _UNITS.fullmatch(text.strip())
+    if match is not None:
+        part = {name: int(value or 0) for name, value in match.groupdict().items()}
+        total = (((part["days"] * 24 + part["hours"] + part["h"]) * 60 + part["minutes"] + part["m"] + part["mm"]) * 60
+                 + part["seconds"] + part["s"] + part["ss"])
+    elif units is not None and text.strip():
+        total = round(sum(float(number or 0) * unit for number, unit in zip(units.groups(), _UNIT_SECONDS,
+                                                                            strict=True)))
+    else:
+        raise JobError("walltime", f"{text[:60]!r} is no time. Expected: 2:00:00, 1-12:00:00, 1h30m, 30m, or minutes "
+                                   "such as 90. Correct it.")
     if total == 0:
         raise JobError("walltime", f"{text!r} is no time at all. Give a longer one.")
     return total

@@ -6,17 +6,29 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import command
 from .checks import Queue, check_dependency, check_paths, check_queue, parse_size
 from .job import Job, JobError, format_walltime, split_directive
 from .pbs import program, qstat_job
-from .pbs_answers import Record, number, objects, seconds_of, text
-from .scheduler import Status
-from .script import blamed_line, command_words, fill, option_of, setup_lines
+from .pbs_answers import Record, number, objects, text
+from .pbs_limits import outside_limits
+from .scheduler import Status, combined, failed_or_stopped
+from .script import (
+    blamed_lines,
+    command_words,
+    directive_texts,
+    fill,
+    option_of,
+    probably,
+    setup_lines,
+    split_options,
+    value,
+)
 
 # "12.pbs-head", "79[].pbs_2", "79[2]", "12.sched@sched-2": a number, the server that gave it, the one that has it now.
 _JOB_ID = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9_.-]+)?(?:@[A-Za-z0-9_.-]+)?")
@@ -30,7 +42,7 @@ _ENDS = {-29: ("timeout", "the walltime was over"), -20: ("node_fail", "the firs
 _STATES = {"Q": "queued", "W": "queued", "T": "queued", "M": "queued", "H": "held", "S": "held", "U": "held",
            "R": "running", "B": "running", "E": "ending"}
 # What qsub says, and the options that it may mean; "Resource_List.walltime" names itself.
-_BLAME = (("resource limits", ("walltime=", "select=", "-q")), ("queue", ("-q",)), ("Unauthorized", ("-q", "-A")),
+_BLAME = (("queue", ("-q",)), ("Unauthorized", ("-q", "-A")),
           ("ccount", ("-A",)), ("name", ("-N",)), ("select or place", ("select=", "place=")))
 
 
@@ -92,10 +104,14 @@ class Pbs:
 
     def check(self, job: Job) -> list[str]:
         """What would go wrong, each with its fix. What the scheduler cannot answer is no problem."""
-        asked = job
+        options, site = self.directives(job), _Site.ask()
+        named = next((value(words) for words in reversed(options) if option_of(words) == "-q"), "").partition("@")[0]
+        asked = replace(job, queue=named or None)
         if any("-l select" in _meanings(split_directive(entry)) for entry in job.directives):  # instead of these
-            asked = replace(job, nodes=1, gpus_per_node=0, cores_per_rank=None, memory=None)
-        return check_queue(asked, _queues(), "queue") + check_dependency(job, self.status) + check_paths(job)
+            asked = replace(asked, nodes=1, gpus_per_node=0, cores_per_rank=None, memory=None)
+        return (check_queue(asked, site.as_queues(), "queue")
+                + outside_limits(options, named or site.default_queue, site.queues, site.server)
+                + check_dependency(job, self.status) + check_paths(job))
 
     def submit(self, script: str | os.PathLike[str], *, options: Sequence[str] = (),
                folder: str | os.PathLike[str] | None = None) -> str:
@@ -118,6 +134,8 @@ class Pbs:
         status = _status(job_id, job)
         if status.native == "H" and text(job, "depend"):
             return replace(status, reason=_why_held(job) or status.reason)
+        if status.state == "failed" and text(job, "array") == "True":
+            return _of_elements(status)
         if status.native == "Q":
             return replace(status, position=_position(job_id, status.queue))
         return status
@@ -178,12 +196,28 @@ def _check_id(job_id: str) -> None:
 
 
 def _blame(script: Path, options: Sequence[str], said: str) -> str | None:
-    """The directive that qsub's message is about."""
+    """What qsub's message is about: a directive, or what the job asks for in all."""
+    if "resource limits" in said:
+        return _about_limits(script, options)
     named = re.findall(r"directive error: (.+)", said)
     named += re.findall(r"(?:Resource_List\.|Unknown resource: |resource is: |illegal )(-?[A-Za-z_]+)", said)
     named += re.findall(r"value (\w+)\.", said)
-    return blamed_line(script, "#PBS", options,
-                       named + [name for phrase, names in _BLAME if phrase in said for name in names])
+    return probably(blamed_lines(script, "#PBS", options,
+                                 named + [name for phrase, names in _BLAME if phrase in said for name in names])[:1])
+
+
+def _about_limits(script: Path, options: Sequence[str]) -> str:
+    """The limits that the job is outside of. qsub does not say which, so without an answer of the server all that it
+    asks for is shown."""
+    asked = [words for line in directive_texts(script, "#PBS", options) for words in split_options(line)]
+    site = _Site.ask()
+    queue = next((value(words) for words in reversed(asked) if option_of(words) == "-q"), site.default_queue)
+    outside = outside_limits(asked, queue.partition("@")[0], site.queues, site.server)
+    if outside:
+        return "\n".join(outside)
+    shown = dict.fromkeys(shlex.join(words) for words in asked if option_of(words) in ("-l", "-q"))
+    return (f"qsub does not say which limit. The job asks for: {' '.join(shown) or 'nothing but defaults'}. Compare "
+            f"with resources_max and resources_min in: qstat -Qf {queue}".rstrip() + ", and in: qstat -Bf")
 
 
 def _status(job_id: str, job: Record) -> Status:
@@ -205,6 +239,16 @@ def _status(job_id: str, job: Record) -> Status:
                   restart_count=None if runs is None else max(0, runs - 1))
 
 
+def _of_elements(status: Status) -> Status:
+    """The status of an array by its elements: PBS says 1 of the whole, whatever their exit statuses are."""
+    try:
+        jobs = objects(command.ask([program("qstat"), "-x", "-t", "-f", "-F", "json", status.job_id]), "Jobs")
+    except command.SchedulerError:
+        return status
+    parts = [_status(job_id, job) for job_id, job in jobs.items() if re.search(r"\[[0-9]+\]", job_id)]
+    return replace(combined(status.job_id, parts), output=status.output) if parts else status
+
+
 def _ended(job: Record, code: int | None, comment: str) -> tuple[str, str]:
     """How a finished job ended. Without Exit_status it never ran, whatever else the record says.
 
@@ -221,7 +265,7 @@ def _ended(job: Record, code: int | None, comment: str) -> tuple[str, str]:
         return _ENDS[code]
     if code < 0:
         return "failed", f"PBS ended it (Exit_status {code}). {comment}".strip()
-    return ("completed" if code == 0 and substate == 92 else "failed"), comment
+    return ("completed" if code == 0 and substate == 92 else failed_or_stopped(code)), comment
 
 
 def _log(job: Record, job_id: str) -> str | None:
@@ -262,29 +306,37 @@ def _position(job_id: str, queue: str) -> int | None:
     return waiting.index(ids[0]) + 1 if ids else None
 
 
-def _queues() -> list[Queue]:
-    """The queues that take jobs of users, with the largest node of all; none where the server does not answer."""
-    def answer(kind: str, name: str, *options: str) -> dict[str, Record]:
-        return objects(command.ask([program(name), *options, "-F", "json"], seconds=_PATIENCE), kind)
+@dataclass(frozen=True)
+class _Site:
+    """What the server says of its queues, itself and its nodes; empty where it does not answer."""
 
-    try:
+    queues: dict[str, Record]
+    server: Record
+    sizes: dict[str, list[int]]  # of each host: cores, GPUs, bytes of memory
+
+    @classmethod
+    def ask(cls) -> _Site:
+        def answer(kind: str, name: str, *options: str) -> dict[str, Record]:
+            try:
+                return objects(command.ask([program(name), *options, "-F", "json"], seconds=_PATIENCE), kind)
+            except command.SchedulerError:
+                return {}
         queues = answer("Queue", "qstat", "-Qf")
-    except command.SchedulerError:
-        return []
-    default, nodes = "", 0
-    sizes: dict[str, list[int]] = {}
-    try:
-        for server in answer("Server", "qstat", "-Bf").values():
-            default = text(server, "default_queue")
-        sizes = _sizes(answer("nodes", "pbsnodes", "-a"))
-        nodes = len(sizes)
-    except command.SchedulerError:
-        pass
-    largest = [max((size[place] for size in sizes.values()), default=0) or None for place in range(3)]
-    return [Queue(name, name == default, text(queue, "enabled") != "False" and
-                  text(queue, "from_route_only") != "True",
-                  seconds_of(text(queue, "resources_max", "walltime")), number(queue, "resources_max", "nodect") or
-                  nodes or None, *largest) for name, queue in queues.items()]
+        if not queues:
+            return cls({}, {}, {})
+        servers = answer("Server", "qstat", "-Bf")
+        return cls(queues, next(iter(servers.values()), {}), _sizes(answer("nodes", "pbsnodes", "-a")))
+
+    @property
+    def default_queue(self) -> str:
+        return text(self.server, "default_queue")
+
+    def as_queues(self) -> list[Queue]:
+        """The queues, with the nodes of all: PBS ties nodes to queues in too many ways. Limits: outside_limits()."""
+        largest = [max((size[place] for size in self.sizes.values()), default=0) or None for place in range(3)]
+        return [Queue(name, name == self.default_queue, text(queue, "enabled") != "False" and
+                      text(queue, "from_route_only") != "True", None, len(self.sizes) or None, *largest)
+                for name, queue in self.queues.items()]
 
 
 def _sizes(vnodes: dict[str, Record]) -> dict[str, list[int]]:

@@ -11,17 +11,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .command import SchedulerError
+from .exit_status import EXIT_REQUEUE
 from .job import Job
 
 _SLURM_FILES = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf",
                 "/var/spool/slurmd/conf-cache/slurm.conf")
 STATES = ("queued", "held", "running", "ending", "completed", "failed", "cancelled", "timeout", "node_fail",
-          "never_ran", "unknown")
+          "stopped", "never_ran", "unknown")
 
 
 @dataclass(frozen=True)
 class Status:
-    """A job at one moment. state: one of STATES; only "completed" is success."""
+    """A job at one moment. state: one of STATES; only "completed" is success.
+
+    "stopped": it ended with EXIT_REQUEUE, that is, after saving, and is to be continued by another job.
+    """
 
     job_id: str
     state: str
@@ -43,7 +47,27 @@ class Status:
     @property
     def ended(self) -> bool:
         """Nothing more will happen to the job."""
-        return self.state in ("completed", "failed", "cancelled", "timeout", "node_fail", "never_ran")
+        return self.state in ("completed", "failed", "stopped", "cancelled", "timeout", "node_fail", "never_ran")
+
+
+def failed_or_stopped(exit_code: int | None) -> str:
+    """The state of a job that did not end with 0."""
+    return "stopped" if exit_code == EXIT_REQUEUE else "failed"
+
+
+def combined(job_id: str, parts: Sequence[Status]) -> Status:
+    """One status of the elements of an array, or of the components of a heterogeneous job."""
+    order = ("running", "ending", "queued", "held", "failed", "node_fail", "timeout", "cancelled", "never_ran",
+             "unknown", "stopped", "completed")
+    first = min(parts, key=lambda part: order.index(part.state))
+    if len(parts) == 1:
+        return first
+    counts = {state: sum(part.state == state for part in parts) for state in order}
+    codes = [part.exit_code for part in parts if part.exit_code is not None and part.state == first.state]
+    return Status(job_id, first.state, max(codes) if codes and first.ended else None,
+                  ", ".join(f"{count} {state}" for state, count in counts.items() if count), first.native,
+                  hosts=tuple(dict.fromkeys(host for part in parts for host in part.hosts)), name=first.name,
+                  queue=first.queue, output=first.output, restart_count=first.restart_count)
 
 
 class Scheduler(Protocol):

@@ -101,16 +101,44 @@ def value(words: Sequence[str]) -> str:
     return joined[len(option_of(words)):].lstrip("= ")
 
 
-def blamed_line(script: Path, prefix: str, options: Sequence[str], words: Iterable[str]) -> str | None:
-    """Which option of the command line, or which line of the script that starts with prefix ("#SBATCH"), holds one of
-    the words; the words are tried in their order."""
+def blamed_lines(script: Path, prefix: str, options: Sequence[str], words: Iterable[str]) -> list[str]:
+    """The options of the command line, and the lines of the script that start with prefix ("#SBATCH"), that hold one of
+    the words; in the order of the words."""
+    texts = directive_texts(script, prefix, options)
+    found = [shown for word in words for text, shown in texts.items() if _holds(text, word)]
+    return list(dict.fromkeys(found))
+
+
+def directive_texts(script: Path, prefix: str, options: Sequence[str]) -> dict[str, str]:
+    """Option -> where it stands, of the command line and then of the script."""
+    texts = {option: f"the option {option}" for option in _joined(options)}
     with contextlib.suppress(OSError):
         lines = script.read_text(encoding="utf-8", errors="replace").split("\n")
-        said = [(f"line {number} of {script}: {line}", line[len(prefix):])
-                for number, line in enumerate(lines, 1) if line.startswith(prefix)]
-        said[:0] = [(f"the option {option}", option) for option in _joined(options)]
-        return next((shown for word in words for shown, text in said if _holds(text, word)), None)
-    return None
+        for number, line in enumerate(lines, 1):
+            if line.startswith(prefix):
+                texts.setdefault(line[len(prefix):], f"line {number} of {script}: {line}")
+    return texts
+
+
+def probably(lines: Sequence[str]) -> str | None:
+    """The sentence that names the cause of a refusal."""
+    if len(lines) > 1:
+        return "This is probably about one of: " + "; ".join(lines)
+    return f"This is probably about {lines[0]}" if lines else None
+
+
+def split_options(text: str) -> list[list[str]]:
+    """" -l select=1 -q x # so" -> [["-l", "select=1"], ["-q", "x"]]."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        words = text.split()
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("-") or not found:
+            found.append([])
+        found[-1].append(word)
+    return found
 
 
 def _holds(text: str, word: str) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from . import command
 from .checks import Queue, check_dependency, check_paths, check_queue
 from .job import Job, JobError, format_walltime, split_directive
-from .scheduler import Status
-from .script import blamed_line, command_words, fill, option_of, setup_lines, value
+from .scheduler import Status, combined, failed_or_stopped
+from .script import blamed_lines, command_words, fill, option_of, probably, setup_lines, value
 from .slurm import expand_hostlist
 from .slurm_answers import SEPARATOR, Record, gpu_count, parse_duration, records, table
 
@@ -192,12 +192,13 @@ def _check_id(job_id: str) -> None:
 
 
 def _blame(script: Path, options: Sequence[str], said: str) -> str | None:
-    """The directive that sbatch's message is about."""
+    """What sbatch's message is about."""
     lower = said.lower()
     named = re.findall(r"--[a-z][a-z-]+", said) + re.findall(r"specified: (\S+)", said)
     alone = [name for phrase, names in _BLAME_ALONE if phrase in lower for name in names]
     meant = alone or [name for phrase, names in _BLAME if phrase in lower for name in names]
-    return blamed_line(script, "#SBATCH", options, named + meant)
+    found = blamed_lines(script, "#SBATCH", options, named + meant)
+    return probably(found if "policy" in lower else found[:1])  # of a policy it does not say which part
 
 
 def _status(job_id: str, job: Record) -> Status:
@@ -211,7 +212,10 @@ def _status(job_id: str, job: Record) -> Status:
         state = "never_ran"
     if not reason and job.get("PreemptTime", "None") not in ("None", "Unknown"):
         reason = "Preempted"
-    return Status(job_id, state, _exit_code(state, job.get("ExitCode", "")), _reason(reason), native,
+    code = _exit_code(state, job.get("ExitCode", ""))
+    if state == "failed":
+        state = failed_or_stopped(code)
+    return Status(job_id, state, code, _reason(reason), native,
                   hosts=_hosts(job.get("NodeList", "")), name=job.get("JobName", ""),
                   queue=job.get("Partition", ""), output=job.get("StdOut") or None,
                   restart_count=int(job["Restarts"]) if job.get("Restarts", "").isdecimal() else None)
@@ -257,20 +261,9 @@ def _from_accounting(job_id: str, known: Collection[str]) -> list[Status]:
 
 
 def _combined(job_id: str, parts: Sequence[Status]) -> Status:
-    """One status of the elements of an array, or the components of a heterogeneous job."""
     if not parts:
         return Status(job_id, "unknown", reason="Slurm does not know this job, or no longer")
-    order = ("running", "ending", "queued", "held", "failed", "node_fail", "timeout", "cancelled", "never_ran",
-             "unknown", "completed")
-    first = min(parts, key=lambda part: order.index(part.state))
-    if len(parts) == 1:
-        return first
-    counts = {state: sum(part.state == state for part in parts) for state in order}
-    codes = [part.exit_code for part in parts if part.exit_code is not None]
-    return Status(job_id, first.state, max(codes) if codes and first.ended else None,
-                  ", ".join(f"{count} {state}" for state, count in counts.items() if count), first.native,
-                  hosts=tuple(dict.fromkeys(host for part in parts for host in part.hosts)), name=first.name,
-                  queue=first.queue, output=first.output, restart_count=first.restart_count)
+    return combined(job_id, parts)
 
 
 def _with_position(status: Status, jobs: Sequence[Record]) -> Status:

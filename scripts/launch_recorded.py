@@ -1,0 +1,129 @@
+"""launch.py for a job that submit.py has submitted; job.sh starts it.
+
+launch_recorded.py FOLDER PREVIOUS_JOB [options and command of launch.py]
+
+Keeps the exit status of the job in the folder of its submission. In a chain, starts nothing when the previous job has
+failed, and cancels the later jobs when this one fails.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
+import following
+import launch
+import records
+
+from utils.schedulers import AllocationError, Scheduler, SchedulerError, current_allocation, get_scheduler
+from utils.schedulers.exit_status import EXIT_REQUEUE
+from utils.schedulers.slurm import own_id
+
+
+def main() -> int:
+    folder, previous = Path(sys.argv[1]), sys.argv[2]
+    sys.argv[1:] = sys.argv[3:]
+    scheduler, job_id = _job(os.environ)
+    if previous and (why := refusal(scheduler, folder, previous)):
+        say(f"not started, since {why}. The jobs of a chain continue one that completed, stopped after saving (exit "
+            f"status {EXIT_REQUEUE}) or reached its time limit. To go on all the same: submit.py resubmit {job_id}")
+        return 1
+    with contextlib.suppress(OSError):
+        records.forget_status(folder, job_id)
+    limit = TimeLimit(folder, job_id)
+    limit.watch()
+    status = 1
+    try:
+        status = launch.main()
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    finally:
+        limit.done()
+        if status in (0, EXIT_REQUEUE) or not limit.reached:
+            _keep(folder, job_id, status)
+            if status not in (0, EXIT_REQUEUE):
+                cancel_later(scheduler, folder, job_id)
+    return status
+
+
+def _job(environ: Mapping[str, str]) -> tuple[Scheduler, str]:
+    if environ.get("SLURM_JOB_ID"):
+        return get_scheduler("slurm"), own_id(environ)
+    return get_scheduler("pbs"), environ["PBS_JOBID"]
+
+
+def refusal(scheduler: Scheduler, folder: Path, previous: str) -> str | None:
+    """Why the job must not continue the previous one; None when it may.
+
+    What that job has kept itself is there even where the scheduler has forgotten it.
+    """
+    kept = records.kept_status(folder, previous)
+    if kept in (0, EXIT_REQUEUE, records.TIME_LIMIT):
+        return None
+    try:
+        status = scheduler.status(previous)
+    except SchedulerError as error:
+        found = str(error)
+    else:
+        if not following.spoils_the_chain(status):
+            return None
+        found = following.describe(status)
+    return f"job {previous} ended with exit status {kept}" if kept is not None else f"of the job before: {found}"
+
+
+class TimeLimit:
+    """Keeps in the folder that the time limit was reached, from that moment on: nothing may be left to do it later."""
+
+    def __init__(self, folder: Path, job_id: str) -> None:
+        self.reached = False
+        self._folder, self._job_id = folder, job_id
+        self._done = threading.Event()
+
+    def watch(self) -> None:
+        try:
+            allocation = current_allocation(ask=False)
+            left = allocation.seconds_left() if allocation is not None else None
+        except AllocationError:  # launch.py says so
+            left = None
+        if left is not None:
+            threading.Thread(target=self._wait, args=(left,), daemon=True).start()
+
+    def done(self) -> None:
+        self._done.set()
+
+    def _wait(self, seconds: float) -> None:
+        if not self._done.wait(min(seconds, threading.TIMEOUT_MAX)):
+            self.reached = True
+            _keep(self._folder, self._job_id, records.TIME_LIMIT)
+
+
+def _keep(folder: Path, job_id: str, status: int | str) -> None:
+    try:
+        records.keep_status(folder, job_id, status)
+    except OSError as error:  # the scheduler knows it too, for a while
+        say(f"the exit status could not be kept in {folder}: {error.strerror}")
+
+
+def cancel_later(scheduler: Scheduler, folder: Path, job_id: str) -> None:
+    """Take the later jobs of the chain from the queue. Those that are missed refuse to start."""
+    try:
+        later = records.read(folder).after(job_id)
+        if not later or scheduler.status(job_id).state != "running":  # ended from outside: a preemption is no failure
+            return
+        for one in reversed(later):
+            scheduler.cancel(one)
+    except (OSError, ValueError, KeyError, TypeError, SchedulerError):
+        return
+    say(f"this job has failed, so the rest of its chain was cancelled: {' '.join(later)}")
+
+
+def say(text: str) -> None:
+    print(f"submit: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
