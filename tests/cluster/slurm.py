@@ -7,8 +7,9 @@ python tests/cluster/slurm.py run --host node2 bash    or on a node
 python tests/cluster/slurm.py status
 python tests/cluster/slurm.py down
 
-All its files are in one folder; nothing outside of it is written. Not here: the hosts (hosts.py), what runs on the
-cluster (tests/launch/test_slurm.py, tests/cluster/test_*.py).
+All its files are in one folder; nothing outside of it is written. It is the system's Slurm, or with --slurm-home
+FOLDER (pytest, up) or DDPKIT_SLURM_HOME another installation: the folder that holds bin/srun and sbin/slurmctld. Not
+here: the hosts (hosts.py), what runs on the cluster (tests/launch/test_slurm.py, tests/cluster/test_*.py).
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -36,7 +38,7 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 # Deviations from Slurm's defaults, and why:
 # config_overrides      nodes may have more CPUs than this machine
-# linuxproc, task/none  no cgroups are needed; every task may run on all cores
+# linuxproc             no cgroups are needed
 # sched/backfill        the only one that starts heterogeneous jobs; *_interval=1: it looks every second
 # cred_expire           this is also how long a requeued job stays pending; less than 5 counts as 120
 # TmpFS                 the nodes share /tmp, and PMIx makes one folder per step and node
@@ -46,7 +48,7 @@ SlurmctldHost={head}({head_address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
+AuthInfo=socket={folder}/munge/own/socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 TmpFS={folder}/spool/%n.tmp
@@ -55,9 +57,6 @@ SlurmdPidFile={folder}/run/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/log/jobs.txt
 SelectType=select/cons_tres
@@ -65,7 +64,6 @@ SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,bf_resolution=1
 SlurmdParameters=config_overrides
-SwitchType=switch/none
 MailProg=/bin/true
 KillWait={kill_wait}
 SlurmdTimeout={slurmd_timeout}
@@ -79,17 +77,34 @@ PartitionName=short Nodes=ALL MaxTime=10 State=UP
 """
 
 
+def search_path(path: str, home: Path | str | None = None) -> str:
+    """The search path for the programs of Slurm: those of the installation in `home` before those in `path`.
+
+    home: None: DDPKIT_SLURM_HOME, else the system's Slurm. ValueError where it holds no installation.
+    """
+    home = home or os.environ.get("DDPKIT_SLURM_HOME")
+    if not home:
+        return path
+    folder = Path(home).resolve()
+    missing = [name for name in ("bin/srun", "sbin/slurmctld", "sbin/slurmd") if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{home} has no {', '.join(missing)}. Expected the folder of an installation of Slurm, the "
+                         "--prefix of its build")
+    return f"{folder}/bin:{folder}/sbin:{path}"
+
+
 class SlurmCluster(Hosts):
     """`nodes` nodes called node1, node2, ... and the login host `head`, where the controller runs. A context manager.
 
     cpus, gpus: of each node; the GPUs are devices that nothing can compute on. kill_wait: seconds from SIGTERM to
     SIGKILL. slurmd_timeout: seconds after which a silent node is down. options: further lines of slurm.conf.
-    names, folder: see Hosts.
+    names, folder: see Hosts. home: the folder of an installation of Slurm; None: DDPKIT_SLURM_HOME, else the system's.
     """
 
     def __init__(self, nodes: int = 4, *, cpus: int = 4, gpus: int = 2, names: str = "right", kill_wait: int = 5,
                  slurmd_timeout: int = 30, options: Mapping[str, str] | None = None, subnet: str = "10.79.2",
-                 folder: Path | None = None) -> None:
+                 folder: Path | None = None, home: Path | None = None) -> None:
+        self.programs = search_path(CLEAN_ENV["PATH"], home)
         super().__init__(nodes, prefix="node", subnet=subnet, names=names, folder=folder)
         self.nodes = list(self.hosts)
         self.hosts.insert(0, HEAD)
@@ -98,7 +113,7 @@ class SlurmCluster(Hosts):
         self.settings = {"kill_wait": kill_wait, "slurmd_timeout": slurmd_timeout,
                          "extra": "\n".join(f"{name}={value}" for name, value in (options or {}).items())}
         self.work = self.folder / "work"  # where commands run and jobs write their output
-        self.environment = {"PATH": f"{self.folder}/bin:{CLEAN_ENV['PATH']}",
+        self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
                             "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
         self._scripts = itertools.count(1)
 
@@ -111,12 +126,8 @@ class SlurmCluster(Hosts):
     def _raise_hosts(self) -> None:
         super()._raise_hosts()
         self._write_files()
-        munge = self.folder / "munge"
-        started = self.run(["munged", "--force", "--num-threads=2", f"--key-file={munge}/key",
-                            f"--socket={munge}/socket", f"--pid-file={munge}/pid", f"--log-file={munge}/log",
-                            f"--seed-file={munge}/seed"], cwd="/")  # it returns when it is ready
-        if started.status != 0:
-            raise RuntimeError(f"munged did not start: {started.output}")
+        for host in self.hosts:
+            self._start_munged(host)
         self._daemon(HEAD, ["slurmctld", "-D"])
         log = self.folder / "log" / "slurmctld.log"
         try:
@@ -128,9 +139,22 @@ class SlurmCluster(Hosts):
             self._daemon(node, ["slurmd", "-D"])
         self.wait_for_nodes()
 
+    def _start_munged(self, host: str) -> None:
+        """Each host has one of its own at the same path: one for all takes a credential's second use for a replay."""
+        munge = self.folder / "munge"
+        own = munge / "own"
+        self._in(host, ["mount", "--bind", str(munge / host), str(own)])
+        started = self.run(["munged", "--force", "--num-threads=2", f"--key-file={munge}/key", f"--socket={own}/socket",
+                            f"--pid-file={own}/pid", f"--log-file={own}/log", f"--seed-file={own}/seed"], host,
+                           cwd="/")  # it returns when it is ready
+        if started.status != 0:
+            raise RuntimeError(f"munged did not start on {host}: {started.output}")
+
     def _write_files(self) -> None:
         for name in ("etc", "munge", "state", "spool", "run", "log", "dev", "bin", "work"):
             (self.folder / name).mkdir()
+        for host in (*self.hosts, "own"):
+            (self.folder / "munge" / host).mkdir()
         for node in self.nodes:
             (self.folder / "spool" / f"{node}.tmp").mkdir()
         self.folder.chmod(0o755)
@@ -144,7 +168,7 @@ class SlurmCluster(Hosts):
         etc = self.folder / "etc"
         (etc / "slurm.conf").write_text(CONFIG.format(folder=self.folder, head=HEAD, head_address=self.address[HEAD],
                                                       nodes=nodes, **self.settings))
-        (etc / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        (etc / "cgroup.conf").touch()
         for number in range(self.gpus):
             # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.
             os.mknod(self.folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
@@ -152,7 +176,7 @@ class SlurmCluster(Hosts):
                                        if self.gpus else "")
         # Without a data base sacct knows only jobs that ended, and only when it is told where to look.
         sacct = self.folder / "bin" / "sacct"
-        sacct.write_text('#!/bin/sh\nexec /usr/bin/sacct -c "$@"\n')
+        sacct.write_text(f'#!/bin/sh\nexec {self.program("sacct")} -c "$@"\n')
         sacct.chmod(0o755)
 
     def _daemon(self, host: str, command: Sequence[str]) -> None:
@@ -183,6 +207,14 @@ class SlurmCluster(Hosts):
         logs = sorted((self.folder / "log").glob("slurm*"))
         return "\n".join(f"{log.name}:\n  " + "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
                          for log in logs)
+
+    def program(self, name: str) -> str:
+        """The path of a program of this Slurm, past the wrappers in the cluster's own folder."""
+        found = shutil.which(name, path=self.programs)
+        if found is None:
+            raise RuntimeError(f"{name} was not found in {self.programs}. Expected an installation of Slurm: install "
+                               f"it, or set DDPKIT_SLURM_HOME to the folder that holds bin/{name}")
+        return found
 
     # Using -----------------------------------------------------------------------------------------------------------
 
@@ -254,6 +286,8 @@ def main() -> int:
     up.add_argument("--nodes", type=int, default=4)
     up.add_argument("--cpus", type=int, default=4, help="of each node")
     up.add_argument("--gpus", type=int, default=2, help="of each node")
+    up.add_argument("--slurm-home", type=Path, metavar="FOLDER", default=os.environ.get("DDPKIT_SLURM_HOME"),
+                    help="an installation of Slurm instead of the system's (also DDPKIT_SLURM_HOME)")
     run = actions.add_parser("run", help="run a command, or a shell, on a host of the cluster, in this directory")
     run.add_argument("--host", default=HEAD)
     run.add_argument("command", nargs=argparse.REMAINDER)
@@ -272,7 +306,8 @@ def main() -> int:
             print(f"{args.folder}: it is up already")
             return 0
         end_hosts(args.folder)
-        shape = {"nodes": args.nodes, "cpus": args.cpus, "gpus": args.gpus}
+        shape = {"nodes": args.nodes, "cpus": args.cpus, "gpus": args.gpus,
+                 "home": str(args.slurm_home.resolve()) if args.slurm_home else None}
         raised = SlurmCluster(**shape, folder=args.folder).__enter__()  # no `with`: it stays when this process ends
         settings.write_text(json.dumps(shape))
         raised.keep()

@@ -4,7 +4,6 @@ Not here: raising it (slurm.py).
 """
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def slurm(slurm_cluster: SlurmCluster) -> SlurmCluster:
 def slow_requeue(slurm: SlurmCluster) -> Iterator[None]:
     """`scontrol requeue` ends two seconds after it has done its work, when Slurm has long told the job to end."""
     wrapper = slurm.folder / "bin" / "scontrol"
-    wrapper.write_text(f'#!/bin/sh\n{shutil.which("scontrol")} "$@"\nstatus=$?\n'
+    wrapper.write_text(f'#!/bin/sh\n{slurm.program("scontrol")} "$@"\nstatus=$?\n'
                        '[ "$1" != requeue ] || sleep 2\nexit $status\n')
     wrapper.chmod(0o755)
     yield

@@ -118,3 +118,10 @@ def test_an_error_of_slurm_is_told_with_its_log(need: Callable[[str], Path]) -> 
     with pytest.raises(RuntimeError, match="none-such"), cluster:
         pass
     assert not cluster.folder.exists()
+
+
+def test_a_folder_without_an_installation_of_slurm_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").touch()
+    with pytest.raises(ValueError, match=r"has no sbin/slurmctld, sbin/slurmd\. Expected the folder of an install"):
+        SlurmCluster(1, home=tmp_path)
