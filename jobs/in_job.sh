@@ -1,37 +1,75 @@
-# What every job script needs once it has found the kit: the Python to use, and arguments out of one text.
-# Sourced by the job scripts in this folder. Not here: how ranks are started (scripts/launch.py).
+# What every job script needs once it has found the kit. Sourced by the job scripts.
 # shellcheck shell=bash
 
-python_at_start=$(type -P python3 || true)
+DDPKIT_PYTHON_AT_START=$(type -P python3 || true) # launch.py prefers another one that the set-up lines bring
+export DDPKIT_PYTHON_AT_START
 
-# The Python for the training: the one named by PYTHON, one that the job's set-up lines brought, that of an environment
-# that was active when the job was submitted, the kit's own (scripts/setup_env.sh makes it), or whatever is there.
+# Print a Python that can run launch.py. launch.py then chooses the one for the ranks, which needs torch.
 find_python() {
-    local here candidate
-    here=$(type -P python3 || true)
-    if [ -n "${PYTHON-}" ]; then
-        printf '%s\n' "$PYTHON"
-        return
-    fi
-    if [ "$here" != "$python_at_start" ]; then
-        printf '%s\n' "$here"
-        return
-    fi
-    # PBS passes PBS_O_PATH instead of PATH, and VIRTUAL_ENV only if it was told to.
-    candidate=$(PATH=${PBS_O_PATH-} type -P python3 || true)
-    if [ "${candidate%/*}" = /usr/bin ] || [ "$candidate" = "$here" ]; then candidate=; fi
-    for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" \
-        "$candidate" "$KIT/.venv/bin/python"; do
-        if [ -x "$candidate" ]; then
+    local candidate submitted=
+    if [ -n "${PBS_O_PATH-}" ]; then submitted=$(PATH=$PBS_O_PATH type -P python3 || true); fi
+    for candidate in "${PYTHON-}" python3 "$KIT/.venv/bin/python" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
+        "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" "$submitted"; do
+        candidate=$(type -P -- "$candidate") || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 6))' </dev/null >/dev/null 2>&1; then
             printf '%s\n' "$candidate"
             return
         fi
     done
-    printf '%s\n' "${here:-python3}"
+    printf 'job script: no Python was found on PATH, in %s/.venv or in an active environment. ' "$KIT" >&2
+    printf 'Run %s/scripts/setup_env.sh, or load the module of Python in the set-up lines.\n' "$KIT" >&2
+    return 1
 }
 
-# split TEXT: sets the array `words` to the words of the text, which may be quoted as for a shell; nothing is expanded.
+# Define the command `module` where the shell that submitted the job could not pass it, as csh cannot.
+find_modules() {
+    local file
+    for file in "${LMOD_PKG-}/init/bash" "${MODULESHOME-}/init/bash" /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do
+        if type module >/dev/null 2>&1; then return; fi
+        # shellcheck disable=SC1090 # a file of the site
+        if [ -r "$file" ]; then . "$file" || true; fi
+    done
+}
+
+# split PYTHON TEXT: set the array `words` to the words of TEXT, quoted as for a shell. Nothing in it is expanded or run.
 split() {
-    # shellcheck disable=SC2034 # the job scripts read it
-    mapfile -d '' -t words < <(xargs printf '%s\0' <<<"$1")
+    mapfile -d '' -t words < <("$1" -c '
+import os, shlex, sys
+try:
+    words = shlex.split(sys.argv[1])
+except ValueError as error:
+    sys.exit(f"job script: ARGS is {sys.argv[1]!r}: {error}. Expected words quoted as for a shell. Correct the quotes.")
+sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))' "$2")
+    wait "$!" || exit 2
+    if [ -z "${words[0]-}" ]; then
+        printf 'job script: there is nothing to run: ARGS is %s, and the script has no arguments. ' "${2:-empty or not set}" >&2
+        printf 'Submit it as: env ARGS="train.py --epochs 3" qsub -V ... (without -V the job does not get ARGS), or: ' >&2
+        printf 'qsub ... -- /path/to/the/script train.py --epochs 3\n' >&2
+        exit 2
+    fi
+}
+
+# PBS signals every process of a job's first session. A login shell that ends at USR1 or TERM ends the job at once, before
+# ranks can save. The line "#PBS -v BASH_ENV=..." prevents that, unless Lmod, "qsub -v" or BASH_ENV with "qsub -V" undo it.
+guard_login_shell() {
+    local session name mask arguments handled=0
+    case ${BASH_ENV-} in *.survive*) unset BASH_ENV ;; esac # it was for that shell
+    if [ "${PBS_ENVIRONMENT-}" != PBS_BATCH ] || [ ! -r "/proc/$PPID/status" ]; then return; fi
+    session=$(sed 's/.*) //' "/proc/$$/stat" | cut -d ' ' -f 4)
+    arguments=$(tr '\0' ' ' <"/proc/$PPID/cmdline")
+    # By "qsub --" there is no login shell.
+    if [ "$session" != "$PPID" ] || [ "${arguments#-}" = "$arguments" ]; then return; fi
+    while read -r name mask; do
+        case $name in SigIgn: | SigCgt:) handled=$((handled | 16#$mask)) ;; esac
+    done <"/proc/$PPID/status"
+    if [ $((handled & 0x4200)) -eq $((0x4200)) ]; then return; fi # 10 is USR1, 15 is TERM
+    # That shell reads the path of this script from a pipe: give it two more lines to read.
+    if [ -z "${DDPKIT_GUARDED-}" ] && [ "${arguments% }" = -bash ] && [ -p "/proc/$PPID/fd/0" ] &&
+        printf 'trap : USR1 TERM\nDDPKIT_GUARDED=yes %q\n' "$0" 2>/dev/null >"/proc/$PPID/fd/0"; then
+        exit 0
+    fi
+    printf 'job script: warning: the login shell of this job (%s) ends at USR1 and TERM (qsig, qdel, time limit), and ' \
+        "${arguments% }" >&2
+    printf 'the job with it: ranks cannot save then. A shell that ignores them was expected. Submit by: ' >&2
+    printf 'qsub OPTIONS -- /path/to/this/script ARGUMENTS, or add "trap : USR1 TERM" to ~/.bash_profile\n' >&2
 }

@@ -12,16 +12,14 @@
 #PBS -l walltime=01:00:00
 #PBS -j oe
 #PBS -k doe
-# The login shell that PBS puts around a job dies of USR1 and TERM, and the job with it, unless it has the next lines.
-# qsub -v NAME=... (not -V) replaces them, and a site whose profile sets BASH_ENV undoes them. What always helps is to
-# do without that shell, and without any of these lines: qsub OPTIONS -- "$PWD/jobs/pbs_mpiexec.sh" train.py
+# The login shell that PBS puts around a job ends at USR1 and TERM, and the job with it, unless it has the next lines.
+# Without that shell, and without any of these lines: qsub OPTIONS -- "$PWD/jobs/pbs_mpiexec.sh" train.py
 #PBS -S /bin/bash
 #PBS -v BASH_ENV='$(f=${TMPDIR:-/tmp}/.survive; echo trap : USR1 TERM >$f; echo $f)'
-ARGS=${ARGS-examples/01_ddp_minimal.py --epochs 3} # what to run, when nothing else says it
+ARGS=${ARGS-} # what to run where qsub says nothing else: ARGS=${ARGS-train.py --epochs 3}
 # <<<
 
 set -euo pipefail
-unset BASH_ENV # it was for the login shell that started this script
 if [ "${PBS_ENVIRONMENT-}" = PBS_BATCH ]; then cd "$PBS_O_WORKDIR"; fi # PBS starts in the home directory
 
 # This file runs as a copy in PBS's spool folder. The kit is where the file was when it was submitted: its path ends the
@@ -39,7 +37,7 @@ find_kit() {
     done
     printf 'job script: the kit (scripts/launch.py) was not found, neither in %s or above it nor by qsub %s. ' \
         "$PWD" "$asked" >&2
-    printf 'Name its folder: qsub -v DDPKIT_HOME=/path/to/the/kit ...\n' >&2
+    printf 'Name its folder: env DDPKIT_HOME=/path/to/the/kit qsub -V ...\n' >&2
     return 1
 }
 is_kit() {
@@ -49,16 +47,18 @@ KIT=$(find_kit)
 
 # shellcheck source=jobs/in_job.sh
 . "$KIT/jobs/in_job.sh"
+guard_login_shell
 
+set +u +o pipefail # modules and environments are seldom written for these
+find_modules
+# set-up lines of your own:
+
+set -u -o pipefail
+python=$(find_python)
 if [ $# -eq 0 ]; then
-    split "$ARGS"
+    split "$python" "$ARGS"
     set -- "${words[@]}"
 fi
 
-set +u # modules and environments are seldom written for it
-# set-up lines of your own:
-
-set -u
-
 # exec: each signal then reaches launch.py once and at once, and its exit status is the job's
-exec "$(find_python)" "$KIT/scripts/launch.py" -- "$@"
+exec "$python" "$KIT/scripts/launch.py" -- "$@"

@@ -41,10 +41,12 @@ KIT=$(find_kit "$@")
 # shellcheck source=jobs/in_job.sh
 . "$KIT/jobs/in_job.sh"
 
-set +u # modules and environments are seldom written for it
+set +u +o pipefail # modules and environments are seldom written for these
+find_modules
 # set-up lines of your own:
 
-set -u
+set -u -o pipefail
+python=$(find_python)
 
 # exec: signals to the script (--signal=B:USR1, the time limit) then reach launch.py, and its exit status is the job's
-exec "$(find_python)" "$KIT/scripts/launch.py" --by srun -- "$@"
+exec "$python" "$KIT/scripts/launch.py" --by srun -- "$@"

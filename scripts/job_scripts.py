@@ -44,18 +44,17 @@ PBS_LINES = """\
 ##PBS -A ACCOUNT
 ##PBS -q QUEUE
 @directives@
-# The login shell that PBS puts around a job dies of USR1 and TERM, and the job with it, unless it has the next lines.
-# qsub -v NAME=... (not -V) replaces them, and a site whose profile sets BASH_ENV undoes them. What always helps is to
-# do without that shell, and without any of these lines: qsub OPTIONS -- "$PWD/jobs/{name}" train.py
+# The login shell that PBS puts around a job ends at USR1 and TERM, and the job with it, unless it has the next lines.
+# Without that shell, and without any of these lines: qsub OPTIONS -- "$PWD/jobs/{name}" train.py
 #PBS -S /bin/bash
 #PBS -v {guard}"""
 GUARD = "BASH_ENV='$(f=${TMPDIR:-/tmp}/.survive; echo trap : USR1 TERM >$f; echo $f)'"
 PBS_ARGUMENTS = """\
-ARGS=${ARGS-examples/01_ddp_minimal.py --epochs 3} # what to run, when nothing else says it
+ARGS=${ARGS-} # what to run where qsub says nothing else: ARGS=${ARGS-train.py --epochs 3}
 # <<<"""
-SPLIT = """
+SPLIT = """\
 if [ $# -eq 0 ]; then
-    split "$ARGS"
+    split "$python" "$ARGS"
     set -- "${words[@]}"
 fi"""
 
@@ -89,7 +88,7 @@ def submitted_script(scheduler: str, job: Job, folder: Path | None = None, after
     that it continues.
     """
     kit = f"KIT={shlex.quote(str(ROOT))}"
-    marks = {"usage": SUBMITTED, "own": "", "kit": kit, "arguments": "", "split": ""}
+    marks = {"usage": SUBMITTED, "own": "", "kit": kit, "arguments": "", "guard": "", "split": ""}
     if folder is None:
         return _render(scheduler, job, marks)
     marks["kit"] += (f"\nSUBMISSION={quote(str(folder))} # where this job keeps its exit status\n"
@@ -103,7 +102,7 @@ def ready_script(name: str) -> str:
     lines = {"slurm": SLURM_LINES, "pbs": PBS_LINES}[ready.scheduler].format(name=name, guard=GUARD)
     marks = {"usage": f"# {ready.purpose}\n{lines}", "own": "# set-up lines of your own:",
              "kit": (TEMPLATES / f"find_kit_{ready.scheduler}.inc").read_text(), "arguments": PBS_ARGUMENTS,
-             "split": SPLIT}
+             "guard": "guard_login_shell", "split": SPLIT}
     return _render(ready.scheduler, ready.job, marks)
 
 

@@ -11,7 +11,10 @@ python scripts/launch.py --print train.py              print the exact command a
 
 A command whose first word does not end in .py is run as it is. The exit status is that of the rank that failed first.
 """
-from __future__ import annotations
+import interpreter
+
+if __name__ == "__main__":
+    interpreter.restart_if_too_old(__file__)
 
 import argparse
 import os
@@ -65,11 +68,16 @@ def check_started_once() -> None:
                           f"{placement.launcher}. It starts all ranks by itself: run it once, without a launcher")
 
 
-def python_for_ranks() -> str:
-    """PYTHON where it is set; this one where it is an environment's; else the kit's own, which setup_env.sh makes."""
-    own = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
-    in_environment = sys.prefix != sys.base_prefix or bool(os.environ.get("CONDA_PREFIX"))
-    return os.environ.get("PYTHON") or (str(own) if own.exists() and not in_environment else sys.executable)
+def python_for_ranks(args: argparse.Namespace) -> str:
+    """Choose the Python for the ranks. InterpreterError where they need torch and none has it."""
+    script = not args.container and args.command[0].endswith(".py")
+    torch = script or args.torchrun or args.restarts > 0  # an image brings its own Python, but no torchrun
+    chosen = interpreter.choose(os.environ, torch=torch)
+    for name in (interpreter.AT_START, interpreter.STARTED_BY):
+        os.environ.pop(name, None)  # for this start only
+    if torch:
+        say(str(chosen))
+    return chosen.path
 
 
 def main() -> int:
@@ -87,10 +95,10 @@ def main() -> int:
         options = Options("mpiexec" if path else args.by, args.torchrun, args.restarts, args.ranks_per_node,
                           args.hosts)
         allocation = current_allocation()
-        here = Here(socket.gethostname(), count_gpus(), python_for_ranks(), programs, os.geteuid() == 0)
+        here = Here(socket.gethostname(), count_gpus(), python_for_ranks(args), programs, os.geteuid() == 0)
         made = plan(command, options, allocation, here, os.environ)
         lines = list(printed(made, os.environ))
-    except (AllocationError, LaunchError, PlanError) as error:
+    except (AllocationError, LaunchError, PlanError, interpreter.InterpreterError) as error:
         say(str(error))
         return 2
     for line in describe(made):

@@ -5,7 +5,10 @@ launch_recorded.py FOLDER PREVIOUS_JOB [options and command of launch.py]
 Keeps the exit status of the job in the folder of its submission. In a chain, starts nothing when the previous job has
 failed, and cancels the later jobs when this one fails.
 """
-from __future__ import annotations
+import interpreter
+
+if __name__ == "__main__":
+    interpreter.restart_if_too_old(__file__)
 
 import contextlib
 import os
@@ -28,7 +31,8 @@ def main() -> int:
     folder, previous = Path(sys.argv[1]), sys.argv[2]
     sys.argv[1:] = sys.argv[3:]
     scheduler, job_id = _job(os.environ)
-    if previous and (why := refusal(scheduler, folder, previous)):
+    why = refusal(scheduler, folder, previous) if previous else None
+    if why is not None:
         say(f"not started, since {why}. The jobs of a chain continue one that completed, stopped after saving (exit "
             f"status {EXIT_REQUEUE}) or reached its time limit. To go on all the same: submit.py resubmit {job_id}")
         return 1

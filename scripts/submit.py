@@ -12,7 +12,10 @@ Each submission has a folder, jobs-out/NAME-DATE-TIME, with the script, the sett
 Exit status of `status` and --follow: 0 the job completed (status: or has not ended), 75 it stopped after saving and is
 to be continued, otherwise it failed (--follow: the job's own status).
 """
-from __future__ import annotations
+import interpreter
+
+if __name__ == "__main__":
+    interpreter.restart_if_too_old(__file__)
 
 import argparse
 import contextlib
@@ -39,9 +42,8 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "yaml":
         raise
-    own = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"  # made by setup_env.sh, and has it
-    if own.exists() and own.absolute() != Path(sys.executable).absolute():
-        os.execv(own, [str(own), *sys.argv])
+    if os.path.exists(interpreter.KIT_PYTHON) and sys.executable != interpreter.KIT_PYTHON:
+        interpreter.restart(interpreter.KIT_PYTHON, __file__)
     sys.exit("submit: error: PyYAML is not installed; site profiles are YAML files. Install it: "
              f"{Path(__file__).resolve().parents[0]}/setup_env.sh, or {sys.executable} -m pip install pyyaml")
 
@@ -284,15 +286,36 @@ def _name_of(script: str) -> str:
 
 def _environment(args: argparse.Namespace, site: sites.Site) -> dict[str, str]:
     environment = {name: variable.value for name, variable in site.environment.items()}
-    brought = args.set_up or args.module or site.setup or args.container
-    if sys.prefix != sys.base_prefix and not brought:
-        environment["PYTHON"] = sys.executable  # of the virtual environment that runs this
     for text in args.env:
         name, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"--env {text} has no value. NAME=VALUE was expected. Write --env {text}=VALUE.")
         environment[name] = value
     return environment
+
+
+def with_python(job: Job, args: argparse.Namespace, site: sites.Site) -> tuple[Job, list[str]]:
+    """Return the job with PYTHON set to the Python for its ranks, and what is wrong where none here can be it.
+
+    Where the image, modules or set-up lines of the job may bring another Python, launch.py chooses it in the job.
+    """
+    script = not job.container and job.command[0].endswith(".py")
+    if job.container or args.set_up or args.module or site.setup:
+        return job, []
+    named = {"PYTHON": job.environment["PYTHON"]} if job.environment.get("PYTHON") else {}
+    try:
+        chosen = interpreter.choose({**os.environ, **named}, torch=script or job.launcher == "torchrun")
+    except interpreter.InterpreterError as error:
+        if site.modules and not named:
+            print(f"submit: {error}. The modules of {site.title} may bring it: the job checks this before it starts "
+                  "ranks", file=sys.stderr)
+            return job, []
+        return job, [str(error)]
+    if site.modules and chosen.source not in ("PYTHON", *interpreter.ACTIVE):
+        return job, []
+    if script:
+        print(f"submit: {chosen}", file=sys.stderr)
+    return dataclasses.replace(job, environment={**job.environment, "PYTHON": chosen.path}), []
 
 
 def site_problems(site: sites.Site, job: Job, queue: str | None) -> list[str]:
@@ -322,9 +345,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--chain and --array together are not supported. Submit the array with --array ...%1, whose "
                         "elements run one after the other, or a chain without an array.")
     site = choose_site(args.site)
-    job = build_job(args, site)
+    job, problems = with_python(build_job(args, site), args, site)
     script = job_scripts.submitted_script(site.scheduler, job)
-    problems = site_problems(site, job, args.queue or site.queue)
+    problems += site_problems(site, job, args.queue or site.queue)
     if args.dry_run:
         print(script, end="")
         for problem in problems:

@@ -125,10 +125,32 @@ def test_a_stop_reaches_the_ranks_of_every_host_and_leaves_them_time(pbs: Pbs, f
     assert not alive(pbs, folder)
 
 
-def running(pbs: Pbs, folder: Path) -> str:
+@pytest.mark.parametrize(("words", "environment"), [
+    (["-V"], {"BASH_ENV": "/dev/null"}),  # as Lmod sets it where the job is submitted
+    (["-v", f"ARGS=slow.py,PYTHON={sys.executable}"], {})])
+def test_a_stop_leaves_time_where_the_guard_of_the_script_is_undone(pbs: Pbs, folder: Path, words: list[str],
+                                                                    environment: dict[str, str]) -> None:
+    job_id = running(pbs, folder, *words, environment=environment)
+    assert pbs.run(HEAD, ["qsig", "-s", "USR1", job_id]).status == 0
+    told(folder, "got", 4)
+    assert pbs.run(HEAD, ["qdel", job_id]).status == 0
+    assert pbs.wait(job_id)["Exit_status"] == 3
+    told(folder, "saved", 4)
+
+
+def test_without_v_a_ready_script_does_not_train_something_else(pbs: Pbs, folder: Path) -> None:
+    job_id = pbs.submit("-l", "select=1:ncpus=1", ready("pbs_mpiexec.sh"), cwd=f"{WORK}/{folder.name}",
+                        env={"PYTHON": sys.executable, "ARGS": TRAIN})
+    done = ended(pbs, job_id)
+    assert done.status == 2 and "there is nothing to run" in done.output, done.output
+
+
+def running(pbs: Pbs, folder: Path, *words: str, environment: dict[str, str] | None = None) -> str:
     """A job of four slow ranks on two hosts, once all of them run."""
     (folder / "slow.py").write_text(SLOW)
-    job_id = qsub(pbs, folder, "-l", "select=2:ncpus=2:mpiprocs=2", ready("pbs_mpiexec.sh"), arguments="slow.py")
+    job_id = pbs.submit(*(words or ["-V"]), "-l", "select=2:ncpus=2:mpiprocs=2", ready("pbs_mpiexec.sh"),
+                        cwd=f"{WORK}/{folder.name}",
+                        env={"PYTHON": sys.executable, "ARGS": "slow.py", **(environment or {})})
     told(folder, "runs", 4)
     return job_id
 

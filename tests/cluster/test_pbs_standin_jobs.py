@@ -148,13 +148,16 @@ sleep 1; echo saved; exit 42
 """
 
 
-@pytest.mark.parametrize(("variables", "status"), [((), 42), (("-v", "A=1"), 266)])
-def test_bash_env_keeps_the_login_shell_alive_unless_v_takes_its_place(
+@pytest.mark.parametrize(("variables", "status"), [((), 42), (("-V",), 42), (("-v", "A=1"), 266),
+                                                   (("-V", "BASH_ENV=/dev/null"), 266)])
+def test_bash_env_keeps_the_login_shell_alive_unless_another_takes_its_place(
         lab: Pbs, variables: tuple[str, ...], status: int) -> None:
     lab.write("guard.sh", GUARD)
     up = lab.local(f"{lab.home}/up")
     up.unlink(missing_ok=True)
-    job_id = lab.submit(*variables, script=GUARDED)
+    environment = dict(word.split("=", 1) for word in variables if word.startswith("BASH_ENV="))
+    job_id = lab.submit(*[word for word in variables if word.split("=")[0] not in environment], script=GUARDED,
+                        env=environment)
     wait_until(up.exists, "the script to run")
     lab.run(HEAD, ["qsig", "-s", "USR1", job_id])
     time.sleep(0.5)  # not to be noticed by the trap at once with the next one

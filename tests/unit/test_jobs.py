@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.pythons import make_environment
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # where the scripts import each other from
 import job_scripts
 
@@ -27,8 +29,10 @@ PBS = ["pbs_mpiexec.sh", "pbs_torchrun.sh"]
 PATH = "/usr/local/bin:/usr/bin:/bin"
 TELL = """\
 import json, os, pathlib, signal, sys, time
+import interpreter
 words = sys.argv[1:]
-told = {"words": words, "folder": os.getcwd(), "python": sys.executable, "kit": str(pathlib.Path(__file__).parents[1])}
+python = interpreter.choose(os.environ).path if "--choose" in words else sys.executable
+told = {"words": words, "folder": os.getcwd(), "python": python, "kit": str(pathlib.Path(__file__).parents[1])}
 print(json.dumps(told), flush=True)
 if "--wait" in words:
     signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"launch.py has USR1\\n"))
@@ -45,6 +49,7 @@ def kit(tmp_path: Path) -> Path:
     folder = tmp_path / "a kit with spaces"
     shutil.copytree(ROOT / "jobs", folder / "jobs")
     (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "interpreter.py", folder / "scripts")
     (folder / "scripts" / "launch.py").write_text(TELL)
     return folder
 
@@ -200,42 +205,93 @@ def test_words_of_the_command_line_go_before_args(kit: Path) -> None:
     assert told(run(kit / "jobs" / name, env, ["a b.py", "c"]))["words"] == ["--", "a b.py", "c"]
 
 
-def test_without_arguments_pbs_runs_what_the_marked_line_says(kit: Path) -> None:
-    name = "pbs_mpiexec.sh"
-    assert told(run(spooled(kit, name), environment(name, kit)))["words"] == [
-        "--", "examples/01_ddp_minimal.py", "--epochs", "3"]
+@pytest.mark.parametrize("name", PBS)
+@pytest.mark.parametrize("more", [{}, {"ARGS": ""}, {"ARGS": "  "}, {"ARGS": "'' --epochs 3"}])
+def test_pbs_script_without_anything_to_run_says_how_to_pass_it(name: str, more: dict[str, str], kit: Path) -> None:
+    done = run(spooled(kit, name), environment(name, kit, **more))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is nothing to run" in done.stderr and "qsub -V" in done.stderr
 
 
-def fake_python(folder: Path, name: str = "python3") -> Path:
-    folder.mkdir(parents=True)
-    (folder / name).symlink_to(sys.executable)
-    return folder / name
+@pytest.mark.parametrize("text", [
+    "train.py --note 'it is", 'train.py --note "it is --epochs 3', "train.py it's", "a \\"])
+def test_unbalanced_quote_in_args_is_refused(text: str, kit: Path) -> None:
+    done = run(spooled(kit, PBS[0]), environment(PBS[0], kit, ARGS=text))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Correct the quotes" in done.stderr
+
+
+def test_args_are_split_as_a_shell_splits_words(kit: Path) -> None:
+    text = r"""train.py --json "{\"a\": 1}" a\ b '' "c
+d" é"""
+    assert told(run(spooled(kit, PBS[0]), environment(PBS[0], kit, ARGS=text)))["words"] == [
+        "--", "train.py", "--json", '{"a": 1}', "a b", "", "c\nd", "é"]
+
+
+def chosen(name: str, kit: Path, **more: str) -> str:
+    """The Python for the ranks of a job."""
+    return str(told(run(spooled(kit, name), environment(name, kit, **more), ["t.py", "--choose"]))["python"])
 
 
 def test_the_python_is_the_one_that_is_named(kit: Path) -> None:
-    python = fake_python(kit.parent / "other")
-    env = environment("slurm_srun.sh", kit, PYTHON=str(python))
-    assert told(run(spooled(kit, "slurm_srun.sh"), env, ["t.py"]))["python"] == str(python)
-
-
-def test_the_python_is_that_of_an_active_environment_before_that_of_the_kit(kit: Path) -> None:
-    fake_python(kit / ".venv" / "bin", "python")
-    active = fake_python(kit.parent / "venv" / "bin", "python")
-    env = environment("slurm_srun.sh", kit, VIRTUAL_ENV=str(kit.parent / "venv"))
-    assert told(run(spooled(kit, "slurm_srun.sh"), env, ["t.py"]))["python"] == str(active)
-
-
-def test_pbs_takes_the_python_that_was_active_at_submission(kit: Path) -> None:
-    active = fake_python(kit.parent / "venv" / "bin")
-    env = environment("pbs_mpiexec.sh", kit, PBS_O_PATH=f"{active.parent}:{PATH}")
-    assert told(run(spooled(kit, "pbs_mpiexec.sh"), env, ["t.py"]))["python"] == str(active)
+    make_environment(kit / ".venv", torch=True)
+    python = make_environment(kit.parent / "other", torch=True)
+    assert chosen("slurm_srun.sh", kit, PYTHON=str(python)) == str(python)
 
 
 @pytest.mark.parametrize("name", SLURM + PBS)
-def test_the_python_is_that_of_the_kit_where_none_is_active(name: str, kit: Path) -> None:
-    own = fake_python(kit / ".venv" / "bin", "python")
-    env = environment(name, kit, PBS_O_PATH=PATH)
-    assert told(run(spooled(kit, name), env, ["t.py"]))["python"] == str(own)
+def test_the_python_is_that_of_an_active_environment_unless_it_has_no_torch(name: str, kit: Path) -> None:
+    own = make_environment(kit / ".venv", torch=True)
+    active = make_environment(kit.parent / "venv", torch=True)
+    base = make_environment(kit.parent / "base", torch=False)
+    for python, expected in ((active, active), (base, own)):
+        path = f"{python.parent}:{PATH}"
+        for more in ({"VIRTUAL_ENV": str(python.parents[1])}, {"CONDA_PREFIX": str(python.parents[1])},
+                     {"PBS_O_PATH": path} if name in PBS else {"PATH": path}):
+            assert Path(chosen(name, kit, **more)).parent == expected.parent, more
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_the_python_is_that_of_the_set_up_lines(name: str, kit: Path) -> None:
+    make_environment(kit / ".venv", torch=True)
+    brought = make_environment(kit.parent / "module", torch=True)
+    active = make_environment(kit.parent / "venv", torch=True)
+    script = spooled(kit, name)
+    script.write_text(script.read_text().replace("# set-up lines of your own:", f"PATH='{brought.parent}':$PATH"))
+    done = run(script, environment(name, kit, VIRTUAL_ENV=str(active.parents[1])), ["t.py", "--choose"])
+    assert told(done)["python"] == str(brought.parent / "python3")
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_any_python_that_starts_serves_for_launch_py(name: str, kit: Path) -> None:
+    own = make_environment(kit / ".venv", torch=True)
+    program(kit.parent / "programs", "python3", "echo pyenv: python3: command not found >&2; exit 127")
+    assert told(run(spooled(kit, name), environment(name, kit), ["t.py"]))["python"] == str(own)
+    shutil.rmtree(kit / ".venv")
+    done = run(spooled(kit, name), environment(name, kit, PATH=str(tools(kit))), ["t.py"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no Python was found" in done.stderr and "setup_env.sh" in done.stderr
+
+
+def tools(kit: Path) -> Path:
+    """A folder with what a job script itself needs, and no Python."""
+    folder = kit.parent / "tools"
+    folder.mkdir()
+    for name in ("bash", "sed", "dirname", "cut", "tr"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    return folder
+
+
+@pytest.mark.parametrize("name", SLURM + PBS)
+def test_set_up_lines_may_use_unset_variables_broken_pipes_and_modules(name: str, kit: Path) -> None:
+    """As the files of a site do; the command `module` is there although csh, say, could not pass it on."""
+    lmod = kit.parent / "lmod"
+    (lmod / "init").mkdir(parents=True)
+    (lmod / "init" / "bash").write_text('export LOADED=$NOT_SET\nmodule() { export LOADED="$*"; }\n')
+    script = spooled(kit, name)
+    lines = 'module load python; echo "$NOT_SET"; yes | head -n 1 >/dev/null; export EXIT=$((40 + ${#LOADED}))'
+    script.write_text(script.read_text().replace("# set-up lines of your own:", lines))
+    assert run(script, environment(name, kit, LMOD_PKG=str(lmod)), ["t.py"]).returncode == 40 + len("load python")
 
 
 @pytest.mark.parametrize("name", SLURM + PBS)
@@ -267,25 +323,74 @@ def test_a_signal_to_the_script_reaches_launch_at_once_and_once(name: str, kit: 
         assert process.wait(20) == 7
 
 
+PROFILES = {
+    "the guard of the script": "",
+    "another BASH_ENV, as by Lmod and qsub -V": "",
+    "a profile that sets BASH_ENV": "export BASH_ENV=/dev/null\n",
+    "no BASH_ENV, as by qsub -v A=1": "",
+    "a profile that prints and fails": "echo welcome; set -u; false\n"}
+
+
 @pytest.mark.parametrize("name", PBS)
-def test_the_login_shell_of_pbs_outlives_usr1(name: str, kit: Path) -> None:
-    """As PBS does it: bash -l reads the path of the script, everything is one session, signals go to all of it."""
+@pytest.mark.parametrize("case", PROFILES)
+def test_the_login_shell_of_pbs_outlives_usr1(name: str, case: str, kit: Path) -> None:
+    """As PBS does it: -bash reads the path of the script, everything is one session, signals go to all of it."""
     line = next(line for line in (kit / "jobs" / name).read_text().splitlines() if line.startswith("#PBS -v BASH_ENV="))
     guard = line.removeprefix("#PBS -v BASH_ENV=").strip("'")
-    home = kit.parent / "home"
-    home.mkdir()
     started = kit.parent / "started"
-    env = environment(name, kit, BASH_ENV=guard, TMPDIR=str(home), ARGS=f"--wait '{started}'")
-    env["HOME"] = str(home)
-    script = spooled(kit, name)
-    with subprocess.Popen(["bash", "-l"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          start_new_session=True) as shell:
-        assert shell.stdin is not None and shell.stdout is not None
-        shell.stdin.write(f"{script}\n")
-        shell.stdin.close()
+    with in_login_shell(name, case, kit, ARGS=f"--wait '{started}'",
+                        BASH_ENV={"an": "/dev/null", "no": ""}.get(case[:2], guard)) as shell:
+        assert shell.stdout is not None
         wait_for(started, shell)
-        shell.stdout.readline()
+        lines = iter(shell.stdout.readline, "")
+        assert any("launch.py" not in line and '"words"' in line for line in lines)
         os.killpg(shell.pid, signal.SIGUSR1)
-        assert shell.stdout.readline() == "launch.py has USR1\n"
+        assert next(lines) == "launch.py has USR1\n"
         os.killpg(shell.pid, signal.SIGTERM)
         assert shell.wait(20) == 7
+
+
+def in_login_shell(name: str, case: str, kit: Path, login_shell: str = "/bin/bash",
+                   **more: str) -> subprocess.Popen[str]:
+    home = kit.parent / "home"
+    home.mkdir()
+    (home / ".bash_profile").write_text(PROFILES.get(case, ""))
+    env = {**environment(name, kit, TMPDIR=str(home), **more), "HOME": str(home)}
+    shell = subprocess.Popen([f"-{Path(login_shell).name}"], executable=login_shell, env=env, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    assert shell.stdin is not None
+    shell.stdin.write(f"{spooled(kit, name)}\n")
+    shell.stdin.close()
+    return shell
+
+
+@pytest.mark.parametrize("name", PBS)
+def test_a_login_shell_that_cannot_outlive_usr1_is_reported(name: str, kit: Path) -> None:
+    with in_login_shell(name, "", kit, "/bin/sh", ARGS="train.py") as shell:
+        assert shell.stdout is not None
+        output = shell.stdout.read()
+        assert shell.wait(20) == 0
+    if os.path.basename(os.path.realpath("/bin/sh")) != "bash":
+        assert "warning: the login shell of this job (-sh) ends at USR1 and TERM" in output
+    assert '"train.py"' in output
+
+
+def test_a_script_of_ones_own_that_runs_a_ready_one_is_left_alone(kit: Path) -> None:
+    """Its shell reads the same pipe, but is no login shell: nothing is written into that."""
+    outer = kit.parent / "outer.sh"
+    outer.write_text(f"#!/bin/bash\n'{spooled(kit, PBS[0])}' train.py\necho after\n")
+    outer.chmod(0o755)
+    home = kit.parent / "home"
+    home.mkdir()
+    done = subprocess.run(["-bash"], executable="/bin/bash", input=f"{outer}\n", text=True, capture_output=True,
+                          env={**environment(PBS[0], kit), "HOME": str(home)}, start_new_session=True, timeout=30)
+    assert [line for line in done.stdout.splitlines() if "train.py" in line or line == "after"][1:] == ["after"]
+
+
+@pytest.mark.parametrize("name", PBS)
+def test_bash_env_of_the_user_is_kept(name: str, kit: Path) -> None:
+    own = kit.parent / "own"
+    own.write_text("")
+    (kit / "scripts" / "launch.py").write_text("import os; print(os.environ.get('BASH_ENV'))")
+    for value, expected in ((str(own), f"{own}\n"), ("/x/.survive", "None\n")):
+        assert run(spooled(kit, name), environment(name, kit, BASH_ENV=value), ["t.py"]).stdout == expected

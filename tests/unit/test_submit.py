@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.pythons import make_environment
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # where the scripts import each other from
 import following
+import interpreter
 import job_scripts
 import records
 import submit
@@ -746,3 +749,53 @@ def test_a_full_disk_is_told_and_nothing_stays_in_the_queue(name: str, programs:
     assert "No space left on device" in said.err and "Traceback" not in said.err and said.out == ""
     assert programs.submissions == len(programs.cancelled)
     assert not (work / "jobs-out").exists()
+
+
+# --- the Python for the ranks
+
+def test_job_gets_the_python_that_was_chosen_here(programs: Programs, work: Path) -> None:
+    programs.slurm()
+    assert slurm("train.py") == 0
+    assert f"export PYTHON={sys.executable}\n" in (only_folder(work) / "job.sh").read_text()
+
+
+@pytest.fixture()
+def without_torch(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A conda base without torch is active, and the kit has no .venv."""
+    python = make_environment(tmp_path / "base", torch=False)
+    monkeypatch.setenv("CONDA_PREFIX", str(python.parents[1]))
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.delenv("PYTHON", raising=False)
+    monkeypatch.setenv(interpreter.STARTED_BY, str(python))
+    monkeypatch.setattr(interpreter, "KIT_PYTHON", str(tmp_path / "none"))
+    programs.slurm()
+    return python
+
+
+def test_nothing_is_submitted_where_no_python_has_torch(programs: Programs, without_torch: Path, work: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    site = ["--site", "generic-slurm"]
+    assert submit.main([*site, "train.py"]) == 1
+    assert f"{without_torch} (runs this script) has no torch" in capsys.readouterr().err
+    assert submit.main([*site, "--env", f"PYTHON={without_torch}", "train.py"]) == 1
+    assert f"PYTHON is '{without_torch}', which has no torch" in capsys.readouterr().err
+    assert submit.main([*site, "--dry-run", "train.py"]) == 1
+    assert programs.submissions == 0
+
+
+@pytest.mark.parametrize("words", [
+    ["--module", "pytorch", "train.py"], ["--set-up", "source env.sh", "train.py"],
+    ["--container", "a.sif", "train.py"], ["hostname"], ["--no-check", "train.py"]])
+def test_python_without_torch_is_no_problem_where_another_may_come(without_torch: Path, words: list[str],
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["--site", "generic-slurm", "--dry-run", *words]) == 0
+    assert ("export PYTHON=" in capsys.readouterr().out) == (words == ["hostname"])
+
+
+def test_modules_of_a_site_may_bring_torch(without_torch: Path, work: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "site.yaml").write_text("title: Ours\nscheduler: slurm\nmodules: [pytorch]\n")
+    assert submit.main(["--site", "site.yaml", "--dry-run", "train.py"]) == 0
+    printed = capsys.readouterr()
+    assert "The modules of Ours may bring it" in printed.err
+    assert "export PYTHON=" not in printed.out

@@ -102,8 +102,8 @@ def variables(found: dict[str, str]) -> dict[str, str]:
         if not equals and name not in os.environ:
             raise Refused(1, "cannot send environment with the job")
         result[name] = value if equals else os.environ[name]
-    if "-V" in found:
-        result = {**result, **{name: value for name, value in os.environ.items() if name not in result}}
+    if "-V" in found:  # it comes after -v, whose values it replaces
+        result |= {name: value for name, value in os.environ.items() if not name.startswith("PBS_O_")}
     return result
 
 
