@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 OLDEST = (3, 10)
@@ -73,6 +73,11 @@ def choose(environ: "Mapping[str, str]", *, torch: bool = True, set_up: bool = F
     raise InterpreterError(f"no Python for the ranks: {found}. Expected {newest}{' with torch' * torch}. Run "
                            f"{KIT}/scripts/setup_env.sh, activate an environment{' with torch' * torch}, or set "
                            f"PYTHON=/path/to/python3")
+
+
+def is_python(command: "Sequence[str]") -> bool:
+    """Whether a command is a script or a module of Python (-m NAME), which the chosen Python runs."""
+    return command[0] == "-m" or command[0].endswith(".py")
 
 
 def _named(name: str, environ: "Mapping[str, str]", torch: bool) -> Interpreter:

@@ -70,7 +70,7 @@ def check_started_once() -> None:
 
 def python_for_ranks(args: argparse.Namespace) -> str:
     """Choose the Python for the ranks. InterpreterError where they need torch and none has it."""
-    script = not args.container and args.command[0].endswith(".py")
+    script = not args.container and interpreter.is_python(args.command)
     torch = script or args.torchrun or args.restarts > 0  # an image brings its own Python, but no torchrun
     chosen = interpreter.choose(os.environ, torch=torch)
     for name in (interpreter.AT_START, interpreter.STARTED_BY):

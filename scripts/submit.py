@@ -299,7 +299,7 @@ def with_python(job: Job, args: argparse.Namespace, site: sites.Site) -> tuple[J
 
     Where the image, modules or set-up lines of the job may bring another Python, launch.py chooses it in the job.
     """
-    script = not job.container and job.command[0].endswith(".py")
+    script = not job.container and interpreter.is_python(job.command)
     if job.container or args.set_up or args.module or site.setup:
         return job, []
     named = {"PYTHON": job.environment["PYTHON"]} if job.environment.get("PYTHON") else {}
