@@ -76,8 +76,8 @@ def choose(environ: "Mapping[str, str]", *, torch: bool = True, set_up: bool = F
 
 
 def is_python(command: "Sequence[str]") -> bool:
-    """Whether a command is a script or a module of Python (-m NAME), which the chosen Python runs."""
-    return command[0] == "-m" or command[0].endswith(".py")
+    """Whether a command is a script or a module of Python, which the chosen Python runs."""
+    return command[0] == "-m" or tuple(command[:2]) == ("python", "-m") or command[0].endswith(".py")
 
 
 def _named(name: str, environ: "Mapping[str, str]", torch: bool) -> Interpreter:

@@ -394,7 +394,8 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{record.folder / records.FILE} holds no job that can be submitted: {error}. Submit it with "
                         "`submit.py run`.") from None
-    if index := records.array_index(job_id):
+    index = records.array_index(job_id)
+    if index:
         if scheduler.name == "pbs":
             raise UserError(f"{job_id} is one element, and PBS takes no array of one. Resubmit the whole array, "
                             f"{record.job_ids[0]}.")

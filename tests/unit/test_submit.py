@@ -775,27 +775,27 @@ def without_torch(tmp_path: Path, programs: Programs, monkeypatch: pytest.Monkey
 def test_nothing_is_submitted_where_no_python_has_torch(programs: Programs, without_torch: Path, work: Path,
                                                         capsys: pytest.CaptureFixture[str]) -> None:
     site = ["--site", "generic-slurm"]
-    assert submit.main([*site, "train.py"]) == 1
+    assert submit.main(["run", *site, "train.py"]) == 1
     assert f"{without_torch} (runs this script) has no torch" in capsys.readouterr().err
-    assert submit.main([*site, "--env", f"PYTHON={without_torch}", "train.py"]) == 1
+    assert submit.main(["run", *site, "--env", f"PYTHON={without_torch}", "train.py"]) == 1
     assert f"PYTHON is '{without_torch}', which has no torch" in capsys.readouterr().err
-    assert submit.main([*site, "--dry-run", "train.py"]) == 1
+    assert submit.main(["run", *site, "--dry-run", "train.py"]) == 1
     assert programs.submissions == 0
 
 
 @pytest.mark.parametrize("words", [
     ["--module", "pytorch", "train.py"], ["--set-up", "source env.sh", "train.py"],
-    ["--container", "a.sif", "train.py"], ["hostname"], ["--no-check", "train.py"]])
+    ["--container", "a.sif", "train.py"], ["bash"], ["--no-check", "train.py"]])
 def test_python_without_torch_is_no_problem_where_another_may_come(without_torch: Path, words: list[str],
                                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit.main(["--site", "generic-slurm", "--dry-run", *words]) == 0
-    assert ("export PYTHON=" in capsys.readouterr().out) == (words == ["hostname"])
+    assert submit.main(["run", "--site", "generic-slurm", "--dry-run", *words]) == 0
+    assert ("export PYTHON=" in capsys.readouterr().out) == (words == ["bash"])
 
 
 def test_modules_of_a_site_may_bring_torch(without_torch: Path, work: Path,
                                            capsys: pytest.CaptureFixture[str]) -> None:
     (work / "site.yaml").write_text("title: Ours\nscheduler: slurm\nmodules: [pytorch]\n")
-    assert submit.main(["--site", "site.yaml", "--dry-run", "train.py"]) == 0
+    assert submit.main(["run", "--site", "site.yaml", "--dry-run", "train.py"]) == 0
     printed = capsys.readouterr()
     assert "The modules of Ours may bring it" in printed.err
     assert "export PYTHON=" not in printed.out
