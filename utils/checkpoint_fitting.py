@@ -125,7 +125,7 @@ class Fitting:
     def _fit_mapping(self, state: dict[Any, Any], tree: dict[str, Tree], path: Path, strict: bool) -> Any:
         if type(state) not in (dict, collections.defaultdict, *MAPPINGS.values()):
             return self._problem(path, f"is a {type(state).__name__}; expected a dict or another one of Python's own")
-        saved = dict(self._copies.pairs(tree, path))
+        saved = self._copies.mapping(tree, path)
         if strict:
             self._differences(path, state, {key: value for key, value in saved.items()
                                             if key in state or tag_of(value) != "per rank"})  # those may be left out
@@ -230,7 +230,7 @@ class Fitting:
             return {}
         keys = {plain_key(key): key for key in own}
         saved: Any = type(own)()
-        pairs = dict(self._copies.pairs(inner, path))
+        pairs = self._copies.mapping(inner, path)
         self._differences(path, keys, pairs)
         for plain, key in keys.items():
             if plain in pairs:

@@ -432,8 +432,14 @@ class Unpacker:
             raise Unfit(f"{show(path)} was saved as {kind_of(tree)}, but numpy cannot be imported here: {error}. "
                         "Install it") from error
         except Exception as error:
-            raise Unfit(f"{show(path)}: the checkpoint holds an invalid {kind_of(tree)}: {type(error).__name__}: "
-                        f"{str(error)[:200]}. Was the file changed?") from error
+            raise _invalid(tree, path, error) from error
+
+    def mapping(self, tree: dict[str, Tree], path: Path) -> dict[Any, Tree]:
+        """The trees of a mapping by their keys."""
+        try:
+            return dict(self._pairs(tree, path))
+        except (TypeError, ValueError, KeyError) as error:
+            raise error if isinstance(error, Unfit) else _invalid(tree, path, error) from error
 
     def _tagged(self, tree: dict[str, Tree], path: Path) -> Any:
         tag = tag_of(tree)
@@ -442,7 +448,7 @@ class Unpacker:
             return self._tensor(tree)
         if tag in MAPPINGS:
             mapping = MAPPINGS[tag]()
-            for key, value in self.pairs(tree, path):
+            for key, value in self._pairs(tree, path):
                 mapping[key] = self.value(value, (*path, key))
             if "metadata" in tree:
                 mapping._metadata = self.value(tree["metadata"], path)
@@ -453,9 +459,9 @@ class Unpacker:
                 raise Unfit(f"{show(path)} was saved as a defaultdict whose factory is {factory!r}, which a checkpoint "
                             "cannot hold. Put a defaultdict with that factory at this place of the state")
             return collections.defaultdict(None if factory is None else _FACTORIES[factory], [
-                (key, self.value(value, (*path, key))) for key, value in self.pairs(tree, path)])
+                (key, self.value(value, (*path, key))) for key, value in self._pairs(tree, path)])
         if tag in SEQUENCES:
-            items = self.items(tree, path)
+            items = self._items(tree, path)
             return collections.deque(items, tree["maxlen"]) if tag == "deque" else SEQUENCES[tag](items)
         if tag == "object":
             return self.value(tree["state"], path)
@@ -475,14 +481,14 @@ class Unpacker:
             return decode_value(tag, tree)
         raise Unfit(f"{show(path)}: the checkpoint holds {tag[:100]!r} where plain data was expected")
 
-    def pairs(self, tree: dict[str, Tree], path: Path) -> list[tuple[Any, Tree]]:
+    def _pairs(self, tree: dict[str, Tree], path: Path) -> list[tuple[Any, Tree]]:
         """Keys and trees of a mapping."""
         content = tree[tag_of(tree)]
         if type(content) is dict:
             return list(content.items())
         return [(self.value(key, (*path, "key")), value) for key, value in content]
 
-    def items(self, tree: dict[str, Tree], path: Path) -> list[Any]:
+    def _items(self, tree: dict[str, Tree], path: Path) -> list[Any]:
         content = tree[tag_of(tree)]
         if type(content) is not list:
             raise ValueError("its items are not a list")
@@ -542,6 +548,11 @@ class Unpacker:
                         f"saved with {', '.join(fields)[:200]}. Resume with the same fields")
         values = {name: self.value(value, (*path, name)) for name, value in fields.items()}
         return cls._make(values.values()) if tag == "namedtuple" else new_dataclass(cls, values)
+
+
+def _invalid(tree: Tree, path: Path, error: Exception) -> Unfit:
+    return Unfit(f"{show(path)}: the checkpoint holds an invalid {kind_of(tree)}: {type(error).__name__}: "
+                 f"{str(error)[:200]}. Was the file changed?")
 
 
 def new_dataclass(cls: type[Any], values: Mapping[str, Any]) -> Any:
