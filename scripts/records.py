@@ -155,15 +155,19 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def find(parent: Path, job_id: str) -> Record | None:
-    """The record of a job below a folder, the newest where ids were used again."""
-    return next((record for record in all_records(parent)
-                 if any(_same(job_id, known) for known in record.job_ids)), None)
+    """The record of a job below a folder, the newest where ids were used again. None where there is none to be read."""
+    try:
+        records = all_records(parent)
+    except OSError:
+        return None
+    return next((record for record in records if any(_same(job_id, known) for known in record.job_ids)), None)
 
 
 def all_records(parent: Path) -> list[Record]:
-    """The records below a folder, the newest first."""
+    """The records below a folder, the newest first. OSError when the folder cannot be listed."""
     found = []
-    for path in parent.glob(f"*/{FILE}"):
+    for name in os.listdir(parent) if parent.exists() else ():
+        path = parent / name / FILE
         try:
             found.append((path.stat().st_mtime, _read(path)))
         except (OSError, ValueError, KeyError, TypeError):

@@ -229,7 +229,7 @@ def build_job(args: argparse.Namespace, site: sites.Site) -> Job:
         ranks_per_node=own_ranks if ask_for_gpus else ranks,
         cores_per_rank=cores // ranks if cores else None, memory=args.mem or site.memory_per_node,
         walltime=parse_walltime(args.time) if args.time else None, queue=queue, account=args.account,
-        name=args.job_name or _name_of(args.module_command[0] if args.module_command else command[0]),
+        name=args.job_name or _name_of(command[1].rpartition(".")[2] if command[0] == "-m" else command[0]),
         array=args.array, dependency=args.dependency,
         setup=(*site.setup, *args.set_up), modules=(*site.modules, *args.module),
         environment=_environment(args, site), launcher=args.launcher or site.launcher, signal_seconds=args.signal,
@@ -244,7 +244,7 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
         if not args.module_command or args.module_command[0].startswith("-"):
             raise UserError("-m has no module. The name of a module was expected, such as: submit.py run -m "
                             "package.train --epochs 3")
-        return ("python", "-m", *args.module_command)
+        return ("-m", *args.module_command)
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise UserError("There is no training script. A script and its arguments were expected after the options. Add "
@@ -370,10 +370,10 @@ def submit(scheduler: Scheduler, site: str, job: Job, args: argparse.Namespace, 
         print("submit: nothing was submitted. --no-check submits in spite of this.", file=sys.stderr)
         return 1
     record = submit_chain(scheduler, site, job, args.folder, count)
-    for job_id in record.job_ids:
-        print(job_id, flush=True)
     limit = f"time limit {format_walltime(job.walltime)}; " if job.walltime else ""
     print(f"submit: submitted; {limit}script, settings and output: {record.folder}", file=sys.stderr)
+    for job_id in record.job_ids:
+        print(job_id, flush=True)
     return following.follow(scheduler, record.logs, record.job_ids) if args.follow else 0
 
 

@@ -22,12 +22,17 @@ def worst(statuses: Sequence[int]) -> int:
 
 
 def current_status(scheduler: Scheduler, record: records.Record | None, job_id: str) -> Status:
-    """The status of a job; what the job itself has kept, where the scheduler no longer knows it."""
-    status = scheduler.status(job_id)
+    """The status of a job; what the job itself has kept, where the scheduler does not tell it."""
     kept = records.kept_status(record.folder, job_id) if record is not None else None
+    try:
+        status = scheduler.status(job_id)
+    except SchedulerError:
+        if kept is None:
+            raise
+        status = Status(job_id, "unknown")
     if status.state != "unknown" or kept is None:
         return status
-    reason = "kept by the job; the scheduler no longer knows it"
+    reason = "kept by the job; the scheduler does not know it"
     if isinstance(kept, str):
         return Status(job_id, "timeout", reason=reason)
     return Status(job_id, failed_or_stopped(kept) if kept else "completed", kept, reason)

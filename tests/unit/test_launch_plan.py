@@ -54,6 +54,12 @@ def line(made: Plan) -> str:
     return shlex.join(native_command(made, made.program))
 
 
+def test_a_restart_and_what_the_allocation_notes_are_said_first() -> None:
+    allocation = job()._replace(restart_count=2, notes=("a note",))
+    assert make(allocation, {}).notes[:2] == ("restart 2 of Slurm job 7", "a note")
+    assert make(job()._replace(restart_count=0), {}).notes == ()
+
+
 # Which means ----------------------------------------------------------------------------------------------------------
 
 def test_without_an_allocation_every_gpu_of_this_host_gets_a_rank() -> None:

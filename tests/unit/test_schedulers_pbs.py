@@ -87,6 +87,16 @@ def test_hosts_and_ranks_are_those_of_the_node_file_and_exec_host(name: str, tmp
     assert sum(found.ranks_per_host) == len(lines)
 
 
+@pytest.mark.parametrize(("name", "note"), [
+    ("sel_2x_ncpus2", "all 2 chunks of select=2:ncpus=2 on one host, n1"), ("sel_2x_pack", ""), ("sel_2x_scatter", ""),
+    ("sel_uneven", "all 2 chunks"), ("sel_1x_ncpus2", ""), ("sel_nodes_ppn", ""), ("nodefile_interleaved", "")])
+def test_chunks_that_landed_on_one_host_are_pointed_out(name: str, note: str, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    found = current_allocation(in_job(recorded(f"select/{name}.json"), tmp_path, monkeypatch))
+    assert found is not None
+    assert note in found.notes[0] and "place=scatter" in found.notes[0] if note else found.notes == ()
+
+
 def test_without_qstat_the_node_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = in_job(recorded("select/sel_uneven_scatter.json"), tmp_path, monkeypatch, qstat=False)
     found = current_allocation(environ)

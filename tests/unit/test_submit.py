@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # wher
 import following
 import interpreter
 import job_scripts
+import launch_recorded
 import records
 import submit
 
@@ -603,9 +604,10 @@ def test_a_module_is_run_as_python_m_does(programs: Programs, work: Path) -> Non
     programs.slurm()
     assert slurm("--nodes", "2", "-m", "package.module", "--lr", "0.1", "-m", "x") == 0
     folder = only_folder(work)
-    assert folder.name.startswith("package")
+    assert folder.name.startswith("module-")
     record = json.loads((folder / "submission.json").read_text())
-    assert record["job"]["command"] == ["python", "-m", "package.module", "--lr", "0.1", "-m", "x"]
+    assert record["job"]["command"] == ["-m", "package.module", "--lr", "0.1", "-m", "x"]
+    assert " -- -m package.module --lr 0.1 -m x\n" in (folder / "job.sh").read_text()
 
 
 def test_a_module_without_a_name_is_refused(work: Path, programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -666,6 +668,16 @@ def test_list_shows_the_latest_submissions_first(programs: Programs, work: Path,
     assert lines[1][1] == "unknown" and lines[2][1:3] == ["stopped", "(75)"] and "other" in lines[1]
 
 
+def test_a_folder_that_may_not_be_listed_is_not_an_empty_one(record: records.Record, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert submit.main(["list"]) == 1
+    assert "jobs-out: Permission denied" in capsys.readouterr().err
+    assert about(Scripted(_1=[Status("1", "running")]), monkeypatch)("status", "1", "--site", "generic-slurm") == 0
+
+
 def test_list_of_nothing_says_so(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit.main(["list"]) == 0
     assert "no submissions in jobs-out" in capsys.readouterr().err
@@ -699,6 +711,14 @@ def test_what_a_job_has_kept_is_its_status_where_the_scheduler_has_forgotten_it(
         records.keep_status(record.folder, "1", kept)
         assert run("status", "1") == expected
         assert f"job 1: {said}" in capsys.readouterr().out
+
+
+def test_what_a_job_has_kept_is_its_status_where_the_scheduler_is_down(
+        record: records.Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = about(Scripted(_1=[SchedulerError("scontrol gave no answer")]), monkeypatch)
+    assert run("status", "1") == 1 and "no answer" in capsys.readouterr().err
+    records.keep_status(record.folder, "1", 0)
+    assert run("status", "1") == 0
 
 
 def test_a_failed_job_is_not_hidden_by_one_that_stopped(record: records.Record,
@@ -799,3 +819,81 @@ def test_modules_of_a_site_may_bring_torch(without_torch: Path, work: Path,
     printed = capsys.readouterr()
     assert "The modules of Ours may bring it" in printed.err
     assert "export PYTHON=" not in printed.out
+
+
+# --- within the job
+
+class Recorded:
+    """launch_recorded.py in a job of Slurm, with launch.py replaced by a status, and a scheduler that is scripted."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, left: float | None = None) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        self.started = 0
+        monkeypatch.setenv("SLURM_JOB_ID", "2")
+        monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+        monkeypatch.setattr(launch_recorded, "current_allocation", lambda ask: self)
+        self.seconds_left = lambda: left
+
+    def run(self, launch: Callable[[], int], previous: str = "", **answers: list[Status | Exception]) -> int:
+        def start() -> int:
+            self.started += 1
+            return launch()
+        self.scheduler = Scripted(**{"_2": [Status("2", "running")], **answers})
+        self.monkeypatch.setattr(launch_recorded, "get_scheduler", lambda name: self.scheduler)
+        self.monkeypatch.setattr("launch.main", start)
+        self.monkeypatch.setattr(sys, "argv", ["launch_recorded.py", str(self.folder), previous, "--", "train.py"])
+        return launch_recorded.main()
+
+
+@pytest.mark.parametrize(("kept", "answer", "starts"), [
+    (0, SchedulerError("down"), True), (75, SchedulerError("down"), True),
+    (records.TIME_LIMIT, SchedulerError("down"), True),
+    (3, SchedulerError("down"), False), (None, SchedulerError("down"), False), (None, Status("1", "unknown"), False),
+    (3, Status("1", "unknown"), False), (None, Status("1", "completed", 0), True), (None, Status("1", "timeout"), True),
+    (143, Status("1", "timeout"), True), (143, Status("1", "cancelled", native="PREEMPTED"), True),
+    (143, Status("1", "cancelled"), False), (None, Status("1", "failed", 1), False),
+    (None, Status("1", "node_fail"), False), (None, Status("1", "stopped", 75), True)])
+def test_a_job_of_a_chain_starts_only_when_it_can_continue_the_one_before(
+        kept: int | str | None, answer: Status | Exception, starts: bool, record: records.Record,
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if kept is not None:
+        records.keep_status(record.folder, "1", kept)
+    job = Recorded(record.folder, monkeypatch)
+    assert job.run(lambda: 0, "1", _1=[answer]) == (0 if starts else 1)
+    assert job.started == starts
+    assert (records.kept_status(record.folder, "2") == 0) is starts
+    assert ("not started" in capsys.readouterr().err) is not starts
+
+
+@pytest.mark.parametrize(("status", "state", "cancelled"), [
+    (0, "running", []), (75, "running", []), (3, "running", ["3"]), (143, "ending", [])])
+def test_a_failure_takes_the_rest_of_the_chain_from_the_queue(status: int, state: str, cancelled: list[str],
+                                                              record: records.Record,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded(record.folder, monkeypatch)
+    assert job.run(lambda: status, _2=[Status("2", state)]) == status
+    assert job.scheduler.cancelled == cancelled
+    assert records.kept_status(record.folder, "2") == status
+
+
+def test_a_job_that_outlives_its_time_limit_keeps_that(record: records.Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded(record.folder, monkeypatch, left=0.01)
+
+    def ended_by_the_limit() -> int:
+        while records.kept_status(record.folder, "2") is None:
+            pass
+        return 143
+    assert job.run(ended_by_the_limit) == 143
+    assert records.kept_status(record.folder, "2") == records.TIME_LIMIT and job.scheduler.cancelled == []
+    assert job.run(lambda: 75) == 75  # a later run of the same job
+    assert records.kept_status(record.folder, "2") == 75
+
+
+def test_a_launch_that_raises_has_failed(record: records.Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise RuntimeError("a defect")
+    job = Recorded(record.folder, monkeypatch)
+    with pytest.raises(RuntimeError):
+        job.run(fails)
+    assert records.kept_status(record.folder, "2") == 1 and job.scheduler.cancelled == ["3"]
+    assert job.run(lambda: sys.exit(2)) == 2

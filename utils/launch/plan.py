@@ -131,7 +131,7 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
     means, path, mpiexec = _means(options, allocation, here, chosen_hosts)
     base = Plan(means, path, chosen_hosts, chosen_ranks, tuple(command), here.python, {}, (), chosen_cores, here.host,
                 options, mpiexec, part=part is not None, root=here.root,
-                scheduler=allocation.scheduler if allocation else "", notes=tuple(notes))
+                scheduler=allocation.scheduler if allocation else "", notes=(*_about_job(allocation), *notes))
     environment = clean(environ)
     threads = tuple(_threads(environ, allocation, options, count, core)
                     for count, core in zip(chosen_ranks, chosen_cores, strict=True))
@@ -146,6 +146,14 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
         if means == "mpiexec" and mpiexec is not None and mpiexec.kind == "pals":
             environment["WORLD_SIZE"] = str(sum(chosen_ranks))  # PALS itself does not always tell it
     return base._replace(environ=environment, threads=threads)
+
+
+def _about_job(allocation: Allocation | None) -> Iterator[str]:
+    if allocation is None:
+        return
+    if allocation.restart_count:
+        yield f"restart {allocation.restart_count} of {_job(allocation)}"
+    yield from allocation.notes
 
 
 def _settled(options: Options) -> Options:

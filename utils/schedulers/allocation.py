@@ -28,6 +28,7 @@ class Allocation(NamedTuple):
     cores_per_host: tuple[int | None, ...]
     array_index: int | None = None
     restart_count: int | None = None  # 0 in the first run
+    notes: tuple[str, ...] = ()  # what a user should know of it
 
     def seconds_left(self) -> float | None:
         """Seconds until the time limit, asked of the scheduler now. None where there is no limit or no answer."""

@@ -102,8 +102,8 @@ def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
     script = _script(job)
     if script:
         found += _check_file("command", script, base, must_exist=True)
-    elif job.command and not (job.container or job.modules or job.setup):  # which may bring the program
-        found += _check_program(job.command[0], base)
+    elif job.command and job.command[0] != "-m" and not (job.container or job.modules or job.setup):
+        found += _check_program(job.command[0], base)  # none of these may bring it
     for word in job.command[1:] if not job.container else ():  # a container has folders of its own
         value = word.partition("=")[2] if word.startswith("-") else word
         if word != script and (value.startswith("/") or ("/" in value and (base / value).exists())):

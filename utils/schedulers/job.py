@@ -45,7 +45,7 @@ class JobError(ValueError):
 class Job:
     """What to submit. Every value is checked here; JobError names the one that cannot be used."""
 
-    command: tuple[str, ...] = ()  # script and its arguments; empty: the arguments of the job script ("$@")
+    command: tuple[str, ...] = ()  # script or "-m", module; its arguments. Empty: those of the job script ("$@")
     nodes: int = 1
     gpus_per_node: int = 0
     ranks_per_node: int | None = None  # None: one for each GPU, or one
@@ -107,7 +107,8 @@ class Job:
         return self.ranks_per_node or self.gpus_per_node or 1
 
     def _check_command(self) -> None:
-        if self.command and (not self.command[0] or self.command[0].startswith("-")):
+        is_module = self.command[:1] == ("-m",) and len(self.command) > 1
+        if self.command and not is_module and (not self.command[0] or self.command[0].startswith("-")):
             raise JobError("command", f"the first word is {self.command[0]!r}, expected a script or a program. "
                                       "Put the script before its arguments.")
         if self.container and not self.command:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from . import command
 from .allocation import Allocation, AllocationError
@@ -92,7 +92,14 @@ def allocation(environ: Mapping[str, str], *, ask: bool = True) -> Allocation:
     runs = number(job, "run_count")
     return Allocation("pbs", job_id, tuple(host.name for host in found), tuple(host.lines for host in found),
                       tuple(host.gpus for host in found), tuple(host.cores for host in found),
-                      int(index) if index.isdecimal() else None, None if runs is None else max(0, runs - 1))
+                      int(index) if index.isdecimal() else None, None if runs is None else max(0, runs - 1),
+                      tuple(_notes(job, len(chunks), found)))
+
+
+def _notes(job: Record, chunks: int, hosts: list[_Host]) -> Iterator[str]:
+    if chunks > len(hosts) == 1 and "pack" not in text(job, "Resource_List", "place"):
+        yield (f"PBS has placed all {chunks} chunks of select={text(job, 'Resource_List', 'select')} on one host, "
+               f"{hosts[0].name}. For {chunks} hosts ask for -l place=scatter")
 
 
 def _nodefile(environ: Mapping[str, str], job: Record) -> list[tuple[str, int]]:
