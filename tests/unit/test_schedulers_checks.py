@@ -46,6 +46,25 @@ def test_slurm_is_asked_for_its_partitions(commands: Commands, monkeypatch: pyte
         "walltime", "gpus_per_node"]
 
 
+@pytest.mark.parametrize(("values", "said"), [
+    ({"nodes": 2, "cores_per_rank": 2}, ""), ({"nodes": 4}, "nodes: 4 is more than the 3 nodes of partition main"),
+    ({"nodes": 1}, "nodes: 1 is less than the 2 that partition main takes"), ({"nodes": 4, "queue": "short"}, ""),
+    ({"nodes": 2, "cores_per_rank": 3}, "cores_per_rank: 3 is more than the 2"),
+    ({"nodes": 2, "memory": "2G"}, "memory: 2G is more than the 1G")])
+def test_the_limits_of_a_partition_of_slurm_count(commands: Commands, monkeypatch: pytest.MonkeyPatch,
+                                                  values: dict[str, Any], said: str) -> None:
+    monkeypatch.chdir(ROOT)
+    main, short = slurm_answer("partitions").split("\n\n", 1)
+    main = main.replace("MaxNodes=UNLIMITED", "MaxNodes=3").replace("MinNodes=0", "MinNodes=2")
+    main = main.replace("MaxCPUsPerNode=UNLIMITED", "MaxCPUsPerNode=2")
+    main = main.replace("MaxMemPerNode=UNLIMITED", "MaxMemPerNode=1024")
+    commands.add("sinfo", slurm_answer("sinfo"))
+    commands.add("scontrol", f"{main}\n\n{short}", when="partition")
+    found = [problem for problem in Slurm().check(Job(("examples/01_ddp_minimal.py",), **values))
+             if "submit folder" not in problem]
+    assert len(found) == bool(said) and (not said or found[0].startswith(said))
+
+
 @pytest.mark.parametrize(("values", "submitted", "problems"), [
     ({}, "", ["walltime"]), ({"queue": "main"}, "", []), ({"directives": ("-p main",)}, "", []), ({}, "main", []),
     ({"directives": ("--partition=main",), "components": ("-p short",)}, "", []), ({"directives": ("-q x",)}, "", [])])

@@ -33,6 +33,7 @@ class Queue:
     cores: int | None = None  # of its largest node, as the next two
     gpus: int | None = None
     memory: int | None = None  # bytes
+    least_nodes: int = 1  # that a job may have
 
 
 def check_queue(job: Job, queues: Sequence[Queue], word: str) -> list[str]:
@@ -55,6 +56,9 @@ def check_queue(job: Job, queues: Sequence[Queue], word: str) -> list[str]:
                    "continue from a checkpoint, or take another " + word)
     found += _over(job.nodes, [queue.nodes for queue in chosen], "nodes", lambda value: f"{value:g}",
                    f"nodes of {word} {chosen[0].name}", "Ask for fewer nodes")
+    if job.nodes < (least := min(queue.least_nodes for queue in chosen)):
+        found.append(f"nodes: {job.nodes} is less than the {least} that {word} {chosen[0].name} takes. Ask for more "
+                     f"nodes, or take another {word}.")
     found += _over(job.gpus_per_node, [queue.gpus for queue in chosen], "gpus_per_node", lambda value: f"{value:g}",
                    "GPUs that the largest node has", "Ask for fewer GPUs per node and more nodes")
     if job.cores_per_rank is not None:

@@ -333,9 +333,10 @@ class _Site:
 
     def as_queues(self) -> list[Queue]:
         """The queues, with the nodes of all: PBS ties nodes to queues in too many ways. Limits: outside_limits()."""
-        largest = [max((size[place] for size in self.sizes.values()), default=0) or None for place in range(3)]
+        cores, gpus, memory = (max((size[place] for size in self.sizes.values()), default=0) or None
+                               for place in range(3))
         return [Queue(name, name == self.default_queue, text(queue, "enabled") != "False" and
-                      text(queue, "from_route_only") != "True", None, len(self.sizes) or None, *largest)
+                      text(queue, "from_route_only") != "True", None, len(self.sizes) or None, cores, gpus, memory)
                 for name, queue in self.queues.items()]
 
 

@@ -292,10 +292,32 @@ def _partitions() -> list[Queue]:
     for row in table(answer, columns):
         groups.setdefault(row["partition"].rstrip("*") if len(row["partition"]) > 1 else row["partition"],
                           []).append(row)
-    return [Queue(name, any(row["partition"].endswith("*") for row in rows), any(row["open"] == "up" for row in rows),
-                  parse_duration(rows[0]["limit"]), sum(_leading(row["nodes"]) for row in rows),
-                  max(_leading(row["cores"]) for row in rows), max(gpu_count(row["gres"]) for row in rows),
-                  max(_leading(row["memory"]) for row in rows) << 20) for name, rows in groups.items()]
+    limits = _limits()
+    return [_limited(Queue(name, any(row["partition"].endswith("*") for row in rows), any(
+        row["open"] == "up" for row in rows), parse_duration(rows[0]["limit"]), sum(
+        _leading(row["nodes"]) for row in rows), max(_leading(row["cores"]) for row in rows), max(
+        gpu_count(row["gres"]) for row in rows), max(_leading(row["memory"]) for row in rows) << 20),
+                     limits.get(name, {})) for name, rows in groups.items()]
+
+
+def _limits() -> dict[str, Record]:
+    """Partition -> what scontrol says of it; empty where it does not answer."""
+    try:
+        shown = command.ask(["scontrol", "--all", "show", "partition"], seconds=_PATIENCE)
+    except command.SchedulerError:
+        return {}
+    return {record.get("PartitionName", ""): record for record in records(shown)}
+
+
+def _limited(queue: Queue, limits: Record) -> Queue:
+    """A partition with its limits: MaxNodes=4 MinNodes=2 MaxCPUsPerNode=UNLIMITED MaxMemPerNode=4000 (megabytes)."""
+    def least(known: int | None, name: str, unit: int = 1) -> int | None:
+        limit = _leading(limits.get(name, "")) * unit  # 0 for UNLIMITED
+        return min(known, limit) if known and limit else known
+
+    return replace(queue, nodes=least(queue.nodes, "MaxNodes"), cores=least(queue.cores, "MaxCPUsPerNode"),
+                   memory=least(queue.memory, "MaxMemPerNode", 1 << 20),
+                   least_nodes=_leading(limits.get("MinNodes", "")) or 1)
 
 
 def _leading(text: str) -> int:
