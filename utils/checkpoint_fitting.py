@@ -30,6 +30,7 @@ from .checkpoint_state import (
     parameter_names,
     plain_key,
     show,
+    state_of,
     tag_of,
     tags,
     unwrap,
@@ -213,7 +214,7 @@ class Fitting:
             saved = self._fit_module(state, tree, path)
         else:
             if not tags(tree).isdisjoint(CLASSES):
-                self._register_classes(state.state_dict())
+                self._register_classes(state_of(state, path))
             saved = self._copies.value(tree.get("state"), path)
         if isinstance(state, torch.optim.Optimizer):
             if self._fit_optimizer(state, tree, saved, path):
@@ -223,7 +224,7 @@ class Fitting:
 
     def _fit_module(self, module: torch.nn.Module, tree: dict[str, Tree], path: Path) -> Any:
         check_module(module, path)
-        own: dict[str, Any] = module.state_dict()
+        own: dict[str, Any] = state_of(module, path)
         inner: Tree = tree.get("state")
         if tag_of(inner) not in MAPPINGS:
             self._problem(path, f"is a {type(module).__name__}, but the checkpoint holds no entries for one")
@@ -254,11 +255,13 @@ class Fitting:
 
     def _fit_optimizer(self, state: torch.optim.Optimizer, tree: dict[str, Tree], saved: Any, path: Path) -> bool:
         try:
+            if type(saved) is not dict or type(saved["param_groups"]) is not list or type(saved["state"]) is not dict:
+                raise TypeError("its state or its groups are missing")
             counts = [len(group["params"]) for group in saved["param_groups"]]
             before = [[(name, list(shape)) for name, shape in group] for group in tree["parameters"]]
-            if not isinstance(saved["state"], dict) or counts != [len(group) for group in before]:
+            if counts != [len(group) for group in before]:
                 raise ValueError("its groups do not match its parameters")
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        except Exception as error:
             raise Unfit(f"{show(path)}: the checkpoint holds no state of an optimizer: {error}. Was the file "
                         "changed?") from error
         now = describe_parameters(state, self._names)

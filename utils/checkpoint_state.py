@@ -191,10 +191,7 @@ class _Packer:
         if isinstance(value, torch.nn.Module):
             check_module(value, path)
         check_optimizer(value, path)
-        try:
-            state = value.state_dict()
-        except Exception as error:
-            raise Unfit(f"{show(path)}: state_dict() of this {name} failed: {type(error).__name__}: {error}") from error
+        state = state_of(value, path)
         if isinstance(value, torch.optim.Optimizer):
             # Those of torch.distributed keep each rank's own state.
             if kind is self._packed.main and not type(value).__module__.startswith("torch.distributed") and all(
@@ -247,6 +244,15 @@ class _Packer:
 
 
 # --- what the entries of a state are
+
+def state_of(value: Any, path: Path) -> Any:
+    """What state_dict() of an object returns; its errors become Unfit."""
+    try:
+        return value.state_dict()
+    except Exception as error:
+        raise Unfit(f"{show(path)}: state_dict() of this {type(value).__name__} failed: {type(error).__name__}: "
+                    f"{error}") from error
+
 
 def check_tensor(value: Tensor, path: Path) -> None:
     """Raise Unfit for a tensor that cannot be saved or restored."""
