@@ -143,7 +143,7 @@ class PALS(Launcher):
                               "script by mpiexec, or unset PALS_APID too")
         if number(environ, "PMI_RANK") == rank and is_set(environ, "PMI_SIZE"):
             world_size = number(environ, "PMI_SIZE")
-        elif is_set(environ, "WORLD_SIZE") and not is_set(environ, "RANK"):  # with RANK it is of another launch
+        elif is_set(environ, "WORLD_SIZE") and self._is_ours(environ):
             world_size = number(environ, "WORLD_SIZE")
         else:
             hosts = len(set(_node_file(environ).split()))
@@ -155,6 +155,13 @@ class PALS(Launcher):
                      "where hosts have different numbers of ranks pass it: mpiexec --env WORLD_SIZE=...",)
         assert world_size is not None
         return Placement(self.name, rank, world_size, local_rank, local_world_size, notes)
+
+    @staticmethod
+    def _is_ours(environ: Mapping[str, str]) -> bool:
+        """Whether WORLD_SIZE is of this launch: it stands alone, or beside the RANK that launch.py has given."""
+        beside = {"RANK": "PALS_RANKID", "LOCAL_RANK": "PALS_LOCAL_RANKID", "LOCAL_WORLD_SIZE": "PALS_LOCAL_SIZE"}
+        return not is_set(environ, "RANK") or all(
+            number(environ, name) == number(environ, own) for name, own in beside.items())
 
 
 class MVAPICH(Launcher):

@@ -196,6 +196,34 @@ def test_a_script_that_is_not_there_is_named(job: Job) -> None:
     assert done.status == 2 and "there is no file missing.py in" in done.output
 
 
+@pytest.mark.parametrize("by", ["ssh", "torchrun", "mpich5", "openmpi4", "openmpi5", "intel"])
+@pytest.mark.parametrize(("lacks", "says"), [
+    ("folder", ""), ("script", "there is no readable script train.py in"),
+    ("same script", "the script train.py in .* is another one than on the host of launch.py")])
+def test_a_host_without_the_same_files_is_named_before_a_rank_starts(job: Job, by: str, lacks: str, says: str) -> None:
+    """h2 has another folder, or none, where h1 has the script."""
+    work, other = job.folder / "work", job.folder / "other"
+    for folder in (work, other):
+        folder.mkdir()
+    started = f"open({str(job.folder)!r} + '/started.' + os.environ['RANK'], 'w')"
+    (work / "train.py").write_text(f"import os; {started}\n")
+    if lacks == "same script":
+        (other / "train.py").write_text(f"import os; {started}  # an older version\n")
+    over = ["mount", "-t", "tmpfs", "none", str(job.folder)] if lacks == "folder" else [
+        "mount", "--bind", str(other), str(work)]
+    on_h2 = job.lab.hosts.enter("h2")
+    subprocess.run([*on_h2, *over], check=True)
+    try:
+        options = {"ssh": ["--by", "ssh"], "torchrun": ["--torchrun"]}.get(by) or [
+            "--by", str(job.lab.need(MPIS[by][0]))]
+        done = job.lab.run("h1", ["env", "-C", str(work), *LAUNCH, *options, "train.py"], env=job.env)
+    finally:
+        subprocess.run([*on_h2, "umount", "-l", over[-1]], check=True)
+    assert done.status != 0, done.output
+    assert not list(job.folder.glob("started.*"))
+    assert "h2" in done.output and re.search(says or re.escape(str(work)), done.output), done.output
+
+
 def test_a_program_that_is_not_there_is_told_by_every_host(job: Job) -> None:
     done = job.run("no-such-program")
     assert done.status == 127 and "no-such-program could not be started: No such file" in done.output

@@ -170,6 +170,46 @@ def test_a_job_without_any_slot_is_an_error() -> None:
         make(job("pbs", (0, 0)), PBS)
 
 
+@pytest.mark.parametrize(("environ", "allocation", "hosts", "ranks"), [
+    ({}, None, None, (6,)), (SLURM, job(ranks=(1, 1, 1)), None, (2, 2, 2)), (PBS, job("pbs", (4, 4, 4)), "2", (3, 3))])
+def test_a_number_of_ranks_is_shared_by_the_hosts(environ: Mapping[str, str], allocation: Allocation | None,
+                                                  hosts: str | None, ranks: tuple[int, ...]) -> None:
+    assert make(allocation, environ, Options(hosts=hosts, ranks=6)).ranks == ranks
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (Options(ranks=5), "-n is 5, but there are 2 hosts, .* Expected a multiple of 2"),
+    (Options(ranks=1), "-n is 1, but there are 2 hosts"), (Options(ranks=0), "-n is 0; expected 1 or more"),
+    (Options(ranks=4, ranks_per_node=2), "both -n and --ranks-per-node")])
+def test_a_number_of_ranks_that_the_hosts_cannot_share_is_said(options: Options, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        make(job(), SLURM, options)
+
+
+def test_ranks_that_share_cores_are_said() -> None:
+    made = make(job(ranks=(2, 2), cores=(2, 1)), SLURM)
+    assert "the 2 ranks on n2 share 1 core, all that the job has there" in " ".join(describe(made))
+    assert not any("share" in note for note in make(job(ranks=(2, 2), cores=(2, 2)), SLURM).notes)
+
+
+# What a rank runs -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("command", "program"), [
+    (("-m", "package.module", "-x"), (PYTHON, "-u", "-m", "package.module", "-x")),
+    (("python", "-m", "x"), (PYTHON, "-m", "x")), (("python3", "a.py"), (PYTHON, "a.py")), (("sh", "-c", "x"),) * 2])
+def test_modules_and_python_are_run_by_the_chosen_python(command: tuple[str, ...], program: tuple[str, ...]) -> None:
+    assert make(job(), SLURM, command=command).program == program
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    (("-m", "package.module", "-x"), ["-m", "package.module", "-x"]), (("train.py",), ["train.py"]),
+    (("python", "-m", "x"), ["--no-python", PYTHON, "-m", "x"])])
+def test_torchrun_runs_modules_and_programs(command: tuple[str, ...], words: list[str]) -> None:
+    made = make(job(), SLURM, Options(torchrun=True), command=command)
+    [(found, variables)] = host_words(made, 1, "10.0.0.1", "29500", "10.0.0.2")
+    assert found[-len(words):] == words and variables["NODE_RANK"] == "1"
+
+
 # srun -----------------------------------------------------------------------------------------------------------------
 
 def test_tasks_that_the_job_asked_for_are_left_to_slurm() -> None:

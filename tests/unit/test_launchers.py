@@ -370,6 +370,13 @@ def test_pals_without_pmi_does_not_take_the_world_size_beside_a_stale_rank(tmp_p
     assert detect({**PALS, **stale}).world_size == 16
 
 
+def test_pals_without_pmi_takes_the_world_size_beside_the_rank_that_launch_py_has_set(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\nb\nc\nd\n")  # of which launch.py --hosts 2 uses two
+    ours = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "PBS_NODEFILE": str(nodes)}
+    assert numbers(detect({**PALS, **ours})) == ("pals", 5, 8, 1, 4)
+
+
 def test_flux_tells_the_local_size_only_where_it_follows() -> None:
     assert numbers(detect(FLUX)) == ("flux", 5, 8, 1, None)
     assert detect({**FLUX, "FLUX_JOB_NNODES": "1"}).local_world_size == 8

@@ -15,6 +15,8 @@ from .plan import Plan, PlanError, clean
 
 HOST_FILE = "@hosts@"  # stands for the path of a file with host_file(); native.py makes it
 REMOTE_SHELL = "@remote-shell@"  # stands for the path of a script with remote_shell.script(); native.py makes it
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR",
+                  "MASTER_PORT")  # of each rank, as torchrun names them
 # True of one host only: mpiexec must not carry it to others.
 _OF_THIS_HOST = {"HOSTNAME", "HOST", "PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "DISPLAY", "XDG_RUNTIME_DIR"}
 _OF_THIS_HOST_PREFIXES = ("SSH_", "PBS_", "SLURM", "XDG_SESSION", "BASH_FUNC_", "OMPI_", "PMIX_", "PRTE_")
@@ -221,8 +223,8 @@ def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: 
     else:
         options += [f"--nnodes={len(plan.hosts)}", f"--node-rank={host}", f"--master-addr={address}",
                     f"--master-port={port}", f"--local-addr={own_address}"]
-    return [plan.python, "-m", "torch.distributed.run", *options, *([] if plan.is_script else ["--no-python"]),
-            *plan.command]
+    words = plan.command if plan.is_script else ("--no-python", *plan.program)
+    return [plan.python, "-m", "torch.distributed.run", *options, *words]
 
 
 def host_words(plan: Plan, host: int, address: str, port: str,

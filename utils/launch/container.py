@@ -22,5 +22,5 @@ def in_container(image: str, command: Sequence[str], vendor: str | None, program
     if path is None:
         raise PlanError(f"neither {' nor '.join(_PROGRAMS)} is on PATH, and one of them is needed to run {image}. Load "
                         "its module, or leave --container out")
-    interpreter = ["python", "-u"] if command[0].endswith(".py") else []
+    interpreter = ["python", "-u"] if command[0] == "-m" or command[0].endswith(".py") else []
     return [path, "exec", *_OPTIONS.get(vendor or "", []), image, *interpreter, *command]

@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import suppress
 
 from .. import network
+from ..schedulers.pbs import short
 from . import agent
 from .commands import host_words, native_command, starter
 from .files import checksum_of
@@ -53,6 +54,7 @@ class Head:
         cookie = os.environ.get("PBS_JOBCOOKIE") if plan.means in ("pbs_tmrsh", "pbsdsh") else None
         self._token = cookie or os.urandom(16).hex()
         self._wires: dict[int, Wire] = {}  # host -> connection of its agent
+        self._hosts: dict[int, str] = {}  # host -> what it calls itself
         self._strangers: list[Wire] = []  # connections that have not said who they are
         self._reached: Counter[str] = Counter()  # addresses of this host by which agents came
         self._checking = self._started = False
@@ -182,9 +184,11 @@ class Head:
             wire.closed = True
             return
         self._wires[index] = wire
+        self._hosts[index] = str(message["host"])
         self._reached[message["reached"]] += 1
         if len(self._wires) == len(self._plan.hosts) and not self._checking:
             self._checking = True
+            self._order_by_host()
             script = self._plan.script
             for each in self._wires:
                 self._tell(each, {"check": [os.getcwd(), script, checksum_of(script) if script else None]})
@@ -210,6 +214,20 @@ class Head:
             self._outcome.ended(who, status, now, others=self._running > 0)
         if "done" in message:
             self._done.add(index)
+
+    def _order_by_host(self) -> None:
+        """Put each agent that srun or an mpiexec has started at the place of its host in the plan, where the names of
+        hosts are the scheduler's; several on one host are an error."""
+        if self._plan.means not in ("srun", "mpiexec"):
+            return
+        found, planned = [short(self._hosts[index]) for index in self._wires], [*map(short, self._plan.hosts)]
+        if set(found) < set(planned):
+            twice = next(name for name in found if found.count(name) > 1)
+            self._outcome.fail(f"{self._plan.means} has started {found.count(twice)} agents on {twice}. Expected one "
+                               f"on each of {', '.join(self._plan.hosts[:8])}. Check what else tells it where to "
+                               "start processes", time.monotonic())
+        if sorted(found) == sorted(planned):
+            self._wires = {planned.index(name): wire for name, wire in zip(found, self._wires.values(), strict=True)}
 
     def _note_ready(self, index: int, report: Message, now: float) -> None:
         if report["problem"]:

@@ -41,6 +41,7 @@ class Options(NamedTuple):
     restarts: int = 0  # how often torchrun may start the ranks again
     ranks_per_node: int | None = None
     hosts: str | None = None  # "2": the first two of the job's hosts; or their names, "n3,n4" or "n[3-4]"
+    ranks: int | None = None  # in all, the same number on each host
 
 
 class Finder(Protocol):
@@ -104,6 +105,8 @@ class Plan(NamedTuple):
     @property
     def program(self) -> tuple[str, ...]:
         """What each rank runs."""
+        if self.command[0] in ("python", "python3"):  # which may be none, or another one, on PATH
+            return (self.python, *self.command[1:])
         return (self.python, "-u", *self.command) if self.is_script else self.command
 
     @property
@@ -116,6 +119,12 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
          environ: Mapping[str, str]) -> Plan:
     """How to run `command` as the ranks of one launch. PlanError says why it cannot be done and what would."""
     options = _settled(options)
+    if options.ranks is not None:
+        count = len(plan(command, options._replace(ranks=None), allocation, here, environ).hosts)
+        if options.ranks % count:
+            raise PlanError(f"-n is {options.ranks}, but there are {count} hosts, and each gets the same number of "
+                            f"ranks. Expected a multiple of {count}, or --hosts with a number of hosts")
+        options = options._replace(ranks=None, ranks_per_node=options.ranks // count)
     hosts, ranks, cores, notes = _places(options, allocation, here)
     wanted = [i for i, count in enumerate(ranks) if count > 0]
     if allocation is not None and not wanted:
@@ -127,7 +136,7 @@ def plan(command: Sequence[str], options: Options, allocation: Allocation | None
         environ = _for_part(environ, part, [part.gpus_per_host[i] for i in wanted])
     chosen_hosts, chosen_ranks = tuple(hosts[i] for i in wanted), tuple(ranks[i] for i in wanted)
     chosen_cores = tuple(cores[i] for i in wanted)
-    notes += _shared_gpus(allocation, here, environ)
+    notes += [*_shared_gpus(allocation, here, environ), *_shared_cores(chosen_hosts, chosen_ranks, chosen_cores)]
     means, path, mpiexec = _means(options, allocation, here, chosen_hosts)
     base = Plan(means, path, chosen_hosts, chosen_ranks, tuple(command), here.python, {}, (), chosen_cores, here.host,
                 options, mpiexec, part=part is not None, root=here.root,
@@ -159,7 +168,10 @@ def _about_job(allocation: Allocation | None) -> Iterator[str]:
 def _settled(options: Options) -> Options:
     if options.by not in ("auto", *MEANS):
         raise PlanError(f"--by is {options.by!r}; expected auto, {', '.join(MEANS)} or the path of an mpiexec")
-    for name, value, least in (("--ranks-per-node", options.ranks_per_node, 1), ("--restarts", options.restarts, 0)):
+    if options.ranks is not None and options.ranks_per_node is not None:
+        raise PlanError("both -n and --ranks-per-node are given. Expected one of them")
+    for name, value, least in (("-n", options.ranks, 1), ("--ranks-per-node", options.ranks_per_node, 1),
+                               ("--restarts", options.restarts, 0)):
         if value is not None and value < least:
             raise PlanError(f"{name} is {value}; expected {least} or more")
     return options._replace(torchrun=options.torchrun or options.restarts > 0)  # the elastic agent alone restarts ranks
@@ -248,6 +260,15 @@ def _shared_gpus(allocation: Allocation | None, here: Here, environ: Mapping[str
     return [f"{_job(allocation)} holds {asked} of the {here.gpus} GPUs of {here.host}, and PBS does not say which: "
             "another job may use the same ones. Ask for whole hosts (-l place=scatter:excl), or ask the site for the "
             "cgroups hook of PBS"]
+
+
+def _shared_cores(hosts: Sequence[str], ranks: Sequence[int], cores: Sequence[int | None]) -> Iterator[str]:
+    """A note on the first host that has more ranks than cores of the job."""
+    for host, count, core in zip(hosts, ranks, cores, strict=True):
+        if core is not None and core < count:
+            yield (f"the {count} ranks on {host} share {core} core{'s' * (core > 1)}, all that the job has there "
+                   "(--overcommit). For more, ask for --cpus-per-task or --ntasks-per-node")
+            return
 
 
 def _index_of(host: str, hosts: Sequence[str]) -> int | None:
