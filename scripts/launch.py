@@ -57,6 +57,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--container", metavar="IMAGE", help="run in this image, by apptainer or singularity")
     parser.add_argument("--gpu-vendor", choices=VENDORS, help="whose GPUs the container is to be shown; without it "
                                                               "those of this host")
+    parser.add_argument("--prefix-output", action="store_true", help="put the rank before each line of output")
+    parser.add_argument("--output-dir", metavar="FOLDER",
+                        help="write the output of each rank to FOLDER/rank-N.log instead of here")
     parser.add_argument("--print", action="store_true", dest="only_print",
                         help="print the exact command and start nothing")
     parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...",
@@ -130,7 +133,8 @@ def main() -> int:
             raise PlanError(f"there is no file {args.command[0]} in {os.getcwd()}. Expected the script to start: check "
                             "its path")
         options = Options("mpiexec" if path else args.by, args.torchrun, args.restarts, args.ranks_per_node,
-                          args.hosts, args.ranks)
+                          args.hosts, args.ranks, args.prefix_output,
+                          os.path.abspath(args.output_dir) if args.output_dir else "")
         allocation = current_allocation()
         here = Here(socket.gethostname(), count_gpus(), python_for_ranks(args), programs, os.geteuid() == 0)
         made = plan(command, options, allocation, here, os.environ)

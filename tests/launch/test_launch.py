@@ -182,6 +182,22 @@ def test_code_written_for_torchrun_is_one_training(job: Job, name: str, nodes: l
         f"node {int(nodes[rank] != nodes[0])}" for rank in range(len(nodes))]
 
 
+# Output ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("by", ["ssh", *MPIS])
+def test_each_rank_may_write_into_a_file_or_with_its_rank_before_each_line(job: Job, by: str) -> None:
+    options = ["--by", "ssh" if by == "ssh" else str(job.lab.need(MPIS[by][0]))]
+    said = ["sh", "-c", "echo output of $RANK"]
+    done = job.run(*options, "--output-dir", "logs", *said)
+    assert done.status == 0 and "output of 0\n" not in done.output, done.output
+    files = [(job.folder / f"logs/rank-{rank}.log").read_text() for rank in range(3)]
+    assert files == [f"output of {rank}\n" for rank in range(3)]
+    done = job.run(*options, "--prefix-output", *said)
+    assert done.status == 0, done.output
+    for rank in range(3):  # each mpiexec has a form of its own
+        assert re.search(rf"^\S.*\b{rank}\b.*output of {rank}$", done.output, re.MULTILINE), done.output
+
+
 # What cannot be started -----------------------------------------------------------------------------------------------
 
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_runs(job: Job) -> None:

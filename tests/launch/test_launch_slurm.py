@@ -133,11 +133,30 @@ def test_launch_py_under_srun_is_refused(launches: Launches) -> None:
 
 # Ends -----------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("fault", "code"), [(("exit", "2", "7"), "7:0"), (("kill", "1"), "137:0")])
-def test_the_job_ends_with_the_status_of_the_first_rank_that_failed(
-        launches: Launches, fault: tuple[str, ...], code: str) -> None:
+@pytest.mark.parametrize(("fault", "code", "says"), [
+    (("exit", "2", "7"), "7:0", "rank 2 on node2 ended with exit status 7"),
+    (("kill", "1"), "137:0", "rank 1 on node1 was ended by SIGKILL")])
+def test_the_job_ends_with_the_status_of_the_first_rank_that_failed_and_names_it(
+        launches: Launches, fault: tuple[str, ...], code: str, says: str) -> None:
     job = launches.submit("-N2 -n3", launches.words("", "wait", *fault))
     assert launches.slurm.wait(job, 30)["ExitCode"] == code, launches.slurm.output(job)
+    own = [line for line in launches.slurm.output(job).splitlines() if line.startswith("launch.py: ")]
+    assert says in own[-1] and not any("srun was" in line for line in own), own
+
+
+def test_tasks_that_are_not_those_of_the_plan_end_the_launch(launches: Launches) -> None:
+    """An option that only srun reads starts other ranks than launch.py has announced."""
+    srun = launches.folder / "srun"
+    srun.write_text('#!/bin/sh\nunset SLURM_NTASKS SLURM_TASKS_PER_NODE\nexec /usr/bin/srun -N2 -n2 '
+                    '--ntasks-per-node=1 "$@"\n')
+    srun.chmod(0o755)
+    command = f"env PATH={launches.folder}:$PATH {launches.words('')}"
+    job = launches.slurm.sbatch("-N2", "-n4", "--ntasks-per-node=2", script=f"#!/bin/bash\nexec {command}\n")
+    ended = launches.slurm.wait(job, 60)
+    output = launches.slurm.output(job)
+    assert ended["ExitCode"] == "1:0" and not list(launches.folder.glob("[0-9]")), output
+    assert "srun has started 2 ranks, one of them on node" in output, output
+    assert "Expected 4 ranks (2 on node1, 2 on node2)" in output, output
 
 
 @pytest.mark.parametrize("options", ["", "--torchrun"])
@@ -181,6 +200,8 @@ def test_a_run_that_has_saved_is_told_from_one_that_failed(launches: Launches, b
     command = f"{shlex.join(LAUNCH)} {options} {shlex.quote(str(script))}"
     saves, fails = (launches.submit("-N2 -n2", f"{command} {what}") for what in ("saves", "fails"))  # side by side
     assert launches.slurm.wait(saves)["ExitCode"] == "75:0", launches.slurm.output(saves)
+    said = [line for line in launches.slurm.output(saves).splitlines() if line.startswith("launch.py: ")]
+    assert "all ranks have saved" in said[-1] and not any("ended" in line for line in said), said
     assert launches.slurm.wait(fails)["ExitCode"] not in ("0:0", "75:0"), launches.slurm.output(fails)
     assert "all ranks have saved" not in launches.slurm.output(fails)
 

@@ -77,3 +77,18 @@ def test_launch_py_under_pbsdsh_is_refused(folder: Path) -> None:
     task = {"PBS_JOBID": "7.head", "PBS_TASKNUM": "20000001", "PBS_NODENUM": "1"}
     done = launch("package/module.py", folder=folder, environ=task)
     assert done.returncode == 2 and "launch.py itself was started by pbsdsh or pbs_tmrsh" in done.stderr
+
+
+def test_each_line_may_start_with_its_rank(folder: Path) -> None:
+    done = launch("-n", "2", "--prefix-output", "sh", "-c", "echo one; printf two; echo error >&2", folder=folder)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
+    assert {"[rank 0] error", "[rank 1] error"} < set(done.stderr.splitlines())
+
+
+def test_each_rank_may_write_into_a_file_of_its_own(folder: Path) -> None:
+    for _ in range(2):  # a run that goes on later goes on in the same files
+        done = launch("-n", "2", "--output-dir", "out/now", "sh", "-c", "echo rank $RANK; echo error >&2",
+                      folder=folder)
+        assert done.returncode == 0 and not done.stdout, done.stderr
+    for rank in range(2):
+        assert (folder / f"out/now/rank-{rank}.log").read_text() == f"rank {rank}\nerror\n" * 2

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO
 
 from .files import problem_with
 from .gpus import MASKS
+from .output import Output, open_file
 from .ports import ReservedPort
 from .processes import Processes, Signals
 from .wire import Message, Wire, connect
@@ -44,55 +44,13 @@ def rank_environment(sent: Mapping[str, str], own: Mapping[str, str], *, same_ho
     return environ
 
 
-class _Output:
-    """One stream of one rank, cut into whole lines so that ranks do not write into each other's."""
-
-    def __init__(self, pipe: IO[bytes], stream: int) -> None:
-        self._pipe, self.stream = pipe, stream
-        self._rest = b""
-        self._since = 0.0
-        os.set_blocking(pipe.fileno(), False)
-
-    def fileno(self) -> int:
-        return self._pipe.fileno()
-
-    def close(self) -> None:
-        self._pipe.close()
-
-    def read(self) -> bytes | None:
-        """The whole lines that can be passed on now; None at the end, after which rest() may still hold something."""
-        try:
-            chunk = os.read(self._pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return b""
-        if not chunk:
-            return None
-        if not self._rest:
-            self._since = time.monotonic()
-        lines, end, self._rest = (self._rest + chunk).rpartition(b"\n")
-        if len(self._rest) >= 1 << 16:  # so long a line is none
-            lines, end, self._rest = lines + end + self._rest, b"", b""
-        return lines + end
-
-    def rest(self, older_than: float = 0.0) -> bytes:
-        """The start of a line that has waited for its end for so many seconds."""
-        if self._rest and time.monotonic() - self._since >= older_than:
-            taken, self._rest = self._rest, b""
-            return taken
-        return b""
-
-    @property
-    def waits(self) -> bool:
-        return bool(self._rest)
-
-
 class Agent:
     """The ranks of this host, led by the head at the other end of the wire."""
 
     def __init__(self, wire: Wire, signals: Signals) -> None:
         self._wire, self._signals = wire, signals
         self._port: ReservedPort | None = None
-        self._outputs: list[_Output] = []
+        self._outputs: list[Output] = []
         self._caught: dict[int, float] = {}  # signals that came to this process itself, and when
         self._to_pass: list[tuple[float, int, bool]] = []  # when to pass on which signal, and whether to the workers
         self._shielded = False  # whether the ranks are out of reach of what signals this whole host
@@ -130,12 +88,16 @@ class Agent:
 
     def _start(self, processes: Processes, order: Message) -> None:
         environ = rank_environment(order["environ"], os.environ, same_host=order["host"] == socket.gethostname())
-        for words, variables in order["processes"]:
-            child = processes.start(words, {**environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        for index, (words, variables) in enumerate(order["processes"]):
+            file = open_file(order["output_dir"], variables["RANK"]) if order["output_dir"] else None
+            streams = subprocess.PIPE if file is None else file
+            child = processes.start(words, {**environ, **variables}, stdout=streams, stderr=streams,
                                     new_session=bool(order["shield"]))
+            if file is not None:
+                os.close(file)
             for stream, pipe in ((1, child.stdout), (2, child.stderr)) if child else ():
                 if pipe is not None:
-                    self._outputs.append(_Output(pipe, stream))
+                    self._outputs.append(Output(pipe, stream, index))
 
     def _step(self, processes: Processes) -> None:
         late = [processes.kill_late(time.monotonic()), *(at - time.monotonic() for at, _, _ in self._to_pass)]
@@ -179,12 +141,12 @@ class Agent:
             for key, events in selector.select(seconds):
                 if key.fileobj is self._wire and events & selectors.EVENT_WRITE:
                     self._wire.flush()
-                elif isinstance(key.fileobj, _Output):
+                elif isinstance(key.fileobj, Output):
                     self._pass_on(key.fileobj)
         for output in self._outputs:
             self._send(output, output.rest(_PARTIAL_LINE_SECONDS))
 
-    def _pass_on(self, output: _Output) -> bool:
+    def _pass_on(self, output: Output) -> bool:
         """Send what a rank has written; False at its end."""
         text = output.read()
         if text is None:
@@ -195,9 +157,9 @@ class Agent:
         self._send(output, text)
         return True
 
-    def _send(self, output: _Output, text: bytes) -> None:
+    def _send(self, output: Output, text: bytes) -> None:
         if text:
-            self._wire.send({"out": [output.stream, text.decode(errors="surrogateescape")]})
+            self._wire.send({"out": [output.stream, text.decode(errors="surrogateescape"), output.index]})
 
     def _drain(self, seconds: float) -> None:
         """Pass on what the ranks wrote last; what they left behind may hold their streams open."""

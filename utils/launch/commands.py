@@ -70,6 +70,8 @@ def _srun(plan: Plan, words: Sequence[str]) -> Iterator[str]:
 
 
 def _always(plan: Plan) -> Iterator[str]:
+    if _labels(plan):
+        yield "--label"
     yield "--kill-on-bad-exit=1"  # else the others go on, or wait, when one has failed
     if plan.environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
         yield "--export=ALL"
@@ -127,7 +129,7 @@ def _pals(plan: Plan) -> Iterator[str]:
         raise PlanError(f"the hosts have different numbers of ranks ({', '.join(map(str, counts(plan)))}), and PALS "
                         "starts the same number on every host. Give --ranks-per-node, or choose --by pbs_tmrsh or "
                         "--torchrun")
-    yield from ("-n", str(sum(counts(plan))), "--ppn", str(each.pop()))
+    yield from ("-n", str(sum(counts(plan))), "--ppn", str(each.pop()), *(["--label"] * _labels(plan)))
     if not plan.node_file:  # PALS reads the node file by itself
         yield from ("--hosts", ",".join(plan.hosts))
     cores = [count for count in plan.cores if count]
@@ -146,6 +148,8 @@ def _hydra(plan: Plan) -> Iterator[str]:
         yield from ("-launcher", "slurm")
     if _masks_are_of_each_host(plan) and not set(MASKS).isdisjoint(plan.environ):
         yield from ("-genvlist", ",".join(_passed_on(plan)))  # by itself it passes on all of this host's
+    if _labels(plan):
+        yield "-prepend-rank"
     if plan.options.torchrun and plan.mpiexec.kind == "intel-mpi":
         yield from ("-genv", "I_MPI_PIN", "off")
     # -f of Intel MPI lists hosts only, and MPICH has no -machinefile of its own
@@ -169,10 +173,17 @@ def _openmpi(plan: Plan) -> Iterator[str]:
         # Without the tree no other host needs it; PBS may end what has left the session that it has started.
         yield from (kind, "plm", name[4:], kind, f"{name}_agent", " ".join(agent), kind, f"{name}_no_tree_spawn", "1",
                     "--leave-session-attached")
+    if _labels(plan):
+        yield from ("--output", "tag") if new else ("--tag-output",)
     yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
     for name in _passed_on(plan):
         yield from ("-x", name)
     yield from ("-n", str(sum(counts(plan))))
+
+
+def _labels(plan: Plan) -> bool:
+    """Whether the native launcher is to put the rank before each line; agents do it by themselves."""
+    return plan.options.prefix_output and not plan.agents
 
 
 def _masks_are_of_each_host(plan: Plan) -> bool:
@@ -215,6 +226,10 @@ def rank_variables(plan: Plan, host: int, local_rank: int, address: str, port: s
 def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: str) -> list[str]:
     """The torchrun agent of a host."""
     options = [f"--nproc-per-node={plan.ranks[host]}", f"--max-restarts={plan.options.restarts}"]
+    if plan.options.output_dir:
+        options += [f"--log-dir={plan.options.output_dir}/{plan.hosts[host]}", "--redirects=3"]
+    elif plan.options.prefix_output:
+        options += ["--tee=3"]  # torchrun puts the local rank before each line: "[default0]:"
     if len(plan.hosts) == 1:
         options += ["--standalone"]
     elif plan.options.restarts:  # the ranks meet again after a failure, which needs a store that outlives them

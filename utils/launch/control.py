@@ -22,6 +22,7 @@ from .files import checksum_of
 from .gpus import MASKS
 from .native import Native
 from .outcome import Outcome, in_words
+from .output import prefixed
 from .plan import Plan
 from .processes import Processes, Signals
 from .wire import Message, Wire
@@ -197,10 +198,13 @@ class Head:
         if "ready" in message and not self._started and self._told_to_end_at is None:
             self._note_ready(index, message["ready"], now)
         if "out" in message:
-            stream, text = message["out"]
+            stream, text, local_rank = message["out"]
+            written = text.encode(errors="surrogateescape")
+            if self._plan.options.prefix_output and not self._plan.options.torchrun:
+                written = prefixed(written, sum(self._plan.ranks[:index]) + local_rank)
             with suppress(OSError):  # whoever read it is gone
                 target = (sys.stdout if stream == 1 else sys.stderr).buffer
-                target.write(text.encode(errors="surrogateescape"))
+                target.write(written)
                 target.flush()
         if "exit" in message:
             local_rank, status = message["exit"]
@@ -252,6 +256,7 @@ class Head:
         for index in self._wires:
             self._tell(index, {"start": {"environ": environ, "folder": os.getcwd(), "launch": f"{self._id}."
                                  f"{index}", "host": socket.gethostname(), "shield": self._plan.options.torchrun,
+                                 "output_dir": "" if self._plan.options.torchrun else self._plan.options.output_dir,
                                  "processes": host_words(self._plan, index, address, port, peers[index])}})
 
     # Ending -----------------------------------------------------------------------------------------------------------

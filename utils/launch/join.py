@@ -72,6 +72,13 @@ class JoinServer:
         shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         return f"{len(missing)} of {self._plan.world_size} ranks did not join: {shown}"
 
+    def hosts_without_ranks(self) -> list[str]:
+        """Hosts of the plan from which no rank has joined; none where hosts have other names than the scheduler's."""
+        found = {short(one.host[0]) for one in self._joined.values()}
+        if not found <= {short(host) for host in self._plan.hosts}:
+            return []
+        return [host for host in self._plan.hosts if short(host) not in found][:_SHOWN]
+
     def host_of(self, rank: int) -> str:
         """The name of the host of a rank that has joined; empty where it is not known."""
         return self._joined[rank].host[0] if rank in self._joined else ""

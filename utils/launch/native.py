@@ -195,14 +195,17 @@ class _NativeRun:
         else:
             say(f"{self._name} reports that a rank {in_words(status)}")
         if not self._ranks.complete:
-            say(f"{self._ranks.missing()}. See the messages of {self._name} above")
+            without = self._ranks.hosts_without_ranks()
+            where = f", and none on {', '.join(without)}" if without else ""
+            say(f"{self._ranks.missing()}{where}. See the messages of {self._name} above, and check that the folder "
+                f"{os.getcwd()} is there on every host")
         return status
 
 
 def rank_arguments(plan: Plan) -> list[str]:
     """What rank_start.main() is given."""
     checksum = checksum_of(plan.script) if plan.script else None
-    return [os.getcwd(), plan.script, "" if checksum is None else str(checksum), *plan.program]
+    return [os.getcwd(), plan.script, "" if checksum is None else str(checksum), plan.options.output_dir, *plan.program]
 
 
 def _allow_open_files(count: int) -> None:

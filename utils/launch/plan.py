@@ -42,6 +42,8 @@ class Options(NamedTuple):
     ranks_per_node: int | None = None
     hosts: str | None = None  # "2": the first two of the job's hosts; or their names, "n3,n4" or "n[3-4]"
     ranks: int | None = None  # in all, the same number on each host
+    prefix_output: bool = False  # each line of a rank starts with its rank
+    output_dir: str = ""  # absolute; each rank writes into a file there, instead of to our streams
 
 
 class Finder(Protocol):

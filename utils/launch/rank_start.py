@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from ..launchers import LaunchError, Placement, detect
 from .files import problem_with
+from .output import open_file
 from .ports import ReservedPort
 from .report import VARIABLE, parse
 from .wire import Wire, connect
@@ -24,10 +25,11 @@ _IGNORED_UNTIL_EXEC = (signal.SIGUSR1, signal.SIGUSR2)
 def main(arguments: Sequence[str]) -> int:
     """Join, then become the program; returns an exit status where that is not possible.
 
-    arguments: working folder, script to compare (or ""), its checksum (or ""), and the words of the program.
+    arguments: working folder, script to compare (or ""), its checksum (or ""), folder for the output (or ""), and the
+    words of the program.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED_UNTIL_EXEC}
-    folder, script, checksum, *program = arguments
+    folder, script, checksum, output_dir, *program = arguments
     reached = connect(*parse(os.environ.get(VARIABLE, ""))[:2])
     if reached is None:
         return _fail(f"launch.py cannot be reached at {os.environ.get(VARIABLE, '').rpartition('/')[0] or 'no address'}"
@@ -49,6 +51,11 @@ def main(arguments: Sequence[str]) -> int:
     if port is not None:
         port.keep_over_exec()
     os.environ.update(variables)
+    if output_dir:
+        file = open_file(output_dir, variables["RANK"])
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        os.close(file)
     for number, handler in before.items():
         signal.signal(number, handler)
     for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and not every program does

@@ -4,16 +4,22 @@ Not here: making the plan (plan.py).
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import subprocess
+import sys
 import time
 
 from .commands import host_words
 from .outcome import Outcome, say
+from .output import Output, open_file, prefixed
 from .plan import Plan
 from .ports import ReservedPort
 from .processes import Processes, Signals
 from .report import EXIT_REQUEUE, Report
+
+_DRAIN_SECONDS = 1.0
 
 
 def run(plan: Plan) -> int:
@@ -41,12 +47,20 @@ def run(plan: Plan) -> int:
 
 def _run_here(plan: Plan, launch_id: str, signals: Signals) -> int:
     outcome = Outcome()
+    outputs: list[Output] = []  # of the ranks, where each line is to start with the rank
     port = ReservedPort()  # for as long as this process lives
     workers = plan.options.torchrun
     with Processes(launch_id) as processes:
         for words, variables in host_words(plan, 0, "127.0.0.1", str(port.port), "127.0.0.1"):
+            file = open_file(plan.options.output_dir, variables["RANK"]) if (
+                plan.options.output_dir and not workers) else None
+            pipe = subprocess.PIPE if plan.options.prefix_output and file is None and not workers else file
             # A stop of PBS goes to the whole session, and torchrun would die of it.
-            processes.start(words, {**plan.environ, **variables}, new_session=workers)
+            child = processes.start(words, {**plan.environ, **variables}, new_session=workers, stdout=pipe, stderr=pipe)
+            if file is not None:
+                os.close(file)
+            outputs += [Output(stream, number, int(variables["RANK"])) for number, stream in (
+                (1, child.stdout), (2, child.stderr)) if stream is not None] if child else []
         while processes.running:
             now = time.monotonic()
             for index, status in processes.ended():
@@ -66,5 +80,28 @@ def _run_here(plan: Plan, launch_id: str, signals: Signals) -> int:
             if processes.running:
                 with selectors.DefaultSelector() as selector:
                     selector.register(signals, selectors.EVENT_READ)
-                    selector.select(due)
+                    for output in outputs:
+                        selector.register(output, selectors.EVENT_READ)
+                    for key, _ in selector.select(due):
+                        if isinstance(key.fileobj, Output):
+                            _pass_on(key.fileobj, outputs)
+        limit = time.monotonic() + _DRAIN_SECONDS
+        while outputs and time.monotonic() < limit:  # what the ranks left behind may hold their streams open
+            for output in list(outputs):
+                _pass_on(output, outputs)
+            time.sleep(0.01)
     return outcome.status
+
+
+def _pass_on(output: Output, outputs: list[Output]) -> None:
+    """Write the lines that a rank has written; take it off the list at its end."""
+    text = output.read()
+    if text is None:
+        outputs.remove(output)
+        text = output.rest()
+        output.close()
+    if text:
+        with contextlib.suppress(OSError):  # whoever read it is gone
+            target = (sys.stdout if output.stream == 1 else sys.stderr).buffer
+            target.write(prefixed(text, output.index))
+            target.flush()
