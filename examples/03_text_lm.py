@@ -279,8 +279,10 @@ def main() -> int:
             optimizer.zero_grad()
 
             stopping = stop is not None and stop.should_stop()  # on all ranks at the same step
-            if checkpoints and (stopping or (step + 1) % args.save_every == 0 or step + 1 == args.steps):
-                checkpoints.save(step + 1, state)
+            if checkpoints and (stopping or step + 1 == args.steps):
+                checkpoints.save_and_wait(step + 1, state)
+            elif checkpoints and (step + 1) % args.save_every == 0:
+                checkpoints.save(step + 1, state)  # if it fails, the training goes on and the next one is tried
             if stopping:
                 log.info(f"stopped after step {step + 1}: {stop.reason}")
                 break
@@ -298,7 +300,7 @@ def main() -> int:
                 last_step, last_time = step + 1, now
                 if mean_seconds >= args.max_seconds:
                     if checkpoints and (step + 1) % args.save_every and step + 1 < args.steps:
-                        checkpoints.save(step + 1, state)
+                        checkpoints.save_and_wait(step + 1, state)
                     log.info(f"stopped by --max-seconds {args.max_seconds:g}")
                     break
         if stop is None or not stop.stopped:

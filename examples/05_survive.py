@@ -152,10 +152,10 @@ def main() -> int:
                     log.info(f"step {step}/{total_steps}  loss {dist.all_reduce_mean(total).item():.4f}")
                 stopping = stop.should_stop()
                 if stopping or step % args.save_every == 0:
-                    checkpoints.save(step, {**state, "order": order})
+                    # The last one has to succeed; if another fails, the training goes on and the next one is tried.
+                    save = checkpoints.save_and_wait if stopping else checkpoints.save
+                    save(step, {**state, "order": order})
                     saved = step
-                    if stopping:
-                        checkpoints.wait()
                     # So long before the time limit the next stop has to come: until a save is on disk.
                     stop.save_seconds = max(stop.save_seconds, checkpoints.seconds or 0)
                 if stopping:
@@ -165,7 +165,7 @@ def main() -> int:
                 break
         else:
             if saved < step:
-                checkpoints.save(step, {**state, "order": order})
+                checkpoints.save_and_wait(step, {**state, "order": order})
             log.info(f"done after {step} steps; digest of model and optimizer "
                      f"{digest(model.state_dict(), optimizer.state_dict())}, of the sample order {order}")
     if stop.stopped and dist.is_main:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 Message = dict[str, Any]  # what json can write
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks into the store
 _FAREWELL_SECONDS = 20.0
+_EARLY = "the Checkpointer was made before torch.distributed was initialised"
 _made = 0  # all ranks make their checkpointers in the same order
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 class Silence(RuntimeError):
@@ -32,8 +38,11 @@ class Ranks:
         global _made
         _made += 1
         self.rank, self.world_size = 0, 1
+        if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ and not _initialized():
+            raise Silence(f"{_EARLY}, while WORLD_SIZE is {os.environ['WORLD_SIZE']}. Make it after "
+                          "setup_distributed(). A program that a rank starts uses load_part(), or unsets WORLD_SIZE")
         store: Store = HashStore()
-        if dist.is_available() and dist.is_initialized():
+        if _initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
                 store = dist.distributed_c10d._get_default_store()
@@ -42,6 +51,12 @@ class Ranks:
         self._store = PrefixStore(f"ddpkit/checkpoint/{_made}", store)
         self._timeout = timeout
         self.given_up = threading.Event()  # set: wait for nobody any more
+
+    def check(self) -> None:
+        """Raise Silence if torch.distributed was initialised only after this was made."""
+        if _initialized() and dist.get_world_size() != self.world_size:
+            raise Silence(f"{_EARLY}, and would take each of {dist.get_world_size()} ranks for a training of its own. "
+                          "Make it after setup_distributed()")
 
     @property
     def here(self) -> str:

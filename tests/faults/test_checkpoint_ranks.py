@@ -28,6 +28,7 @@ from utils.checkpoint import Checkpointer, CheckpointError, PerRank
 
 ROOT = Path(__file__).resolve().parents[2]
 Seen = dict[str, Any]
+EARLY: list[Checkpointer] = []
 
 
 class Model(nn.Module):
@@ -151,7 +152,7 @@ def one_disk_is_full(dist: Distributed, checkpoints: Checkpointer) -> Seen:
     state = state_of(dist.rank)[2]
     with changed_disk(**({"write": full} if dist.rank == 1 else {})):
         checkpoints.save(3, state)
-        error = raised(checkpoints.save, 4, state)
+        error = raised(checkpoints.wait)
     dist.barrier()
     names = sorted(os.listdir(checkpoints.folder))
     dist.barrier()
@@ -163,6 +164,24 @@ def one_disk_is_full(dist: Distributed, checkpoints: Checkpointer) -> Seen:
 def states_differ(dist: Distributed, checkpoints: Checkpointer) -> Seen:
     checkpoints.save(5, {"x": torch.zeros(2 + dist.rank)})
     return {"error": raised(checkpoints.wait)}
+
+
+def one_has_what_cannot_be_saved(dist: Distributed, checkpoints: Checkpointer) -> Seen:
+    with Checkpointer(f"{checkpoints.folder} refused", timeout=60.0) as apart:
+        error = ""
+        try:
+            apart.save(1, {"x": (lambda: 0) if dist.rank == 1 else 0})
+        except ValueError as problem:
+            error = str(problem)
+        apart.save(2, {"x": 2})
+        apart.wait()
+        found = apart.load_latest({"x": 0})
+        assert found is not None
+        return {"error": error, "step": found.step}
+
+
+def made_too_early(dist: Distributed, checkpoints: Checkpointer) -> Seen:
+    return {"error": raised(EARLY[0].load_latest, {})}
 
 
 def folders_differ(dist: Distributed, checkpoints: Checkpointer) -> Seen:
@@ -202,11 +221,14 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> Seen:
 
 
 SCENARIOS = [both_write_and_restore, only_rank_0_keeps_it_current, one_finds_damage, one_disk_is_full, states_differ,
-             folders_differ, one_is_slow, one_dies]
+             one_has_what_cannot_be_saved, made_too_early, folders_differ, one_is_slow, one_dies]
 
 
 def main(folder: str) -> None:
     checkpoint_snapshot._LEAST_SHARE = 1  # both ranks write parts of this small state
+    rank = os.environ.pop("RANK")  # as under a launcher that sets other variables
+    EARLY.append(Checkpointer(f"{folder} early"))
+    os.environ["RANK"] = rank
     with setup_distributed("gloo", timeout=60) as dist, Checkpointer(folder, timeout=60.0) as checkpoints:
         for scenario in SCENARIOS:
             print(json.dumps({"scenario": scenario.__name__, **scenario(dist, checkpoints)}), flush=True)
@@ -292,6 +314,18 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_both_and_the_next_save_is_
 def test_states_that_differ_between_ranks_are_refused_on_both(ran: Any) -> None:
     zero, one = of(ran, "states_differ")
     assert zero["error"] == one["error"] and "rank 1 saves another step than rank 0, or tensors" in zero["error"]
+
+
+def test_after_one_ranks_valueerror_all_ranks_stay_in_step(ran: Any) -> None:
+    zero, one = of(ran, "one_has_what_cannot_be_saved")
+    assert zero["error"] == "" and "function" in one["error"]
+    assert zero["step"] == one["step"] == 2
+    assert "cannot save step 1" in zero["stderr"] and "on rank 1 on" in zero["stderr"]
+
+
+def test_a_checkpointer_that_does_not_know_the_ranks_is_refused(ran: Any) -> None:
+    for seen in of(ran, "made_too_early"):
+        assert "Make it after setup_distributed()" in seen["error"]
 
 
 def test_ranks_that_name_different_folders_are_told_so(ran: Any) -> None:

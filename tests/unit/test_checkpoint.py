@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from utils import checkpoint_files
-from utils.checkpoint import Checkpointer, CheckpointError, PerRank
+from utils import checkpoint_files, checkpoint_format, checkpoint_owner
+from utils.checkpoint import Checkpointer, CheckpointError, PerRank, list_steps
 from utils.checkpoint_snapshot import Snapshot, share_out
 from utils.checkpoint_state import Packed
 
@@ -139,7 +139,11 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
 
 
 def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    for name in (".saving-0123", ".deleting-0123", ".mine", "step-1", "notes"):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead = checkpoint_owner.owner().replace(f".{os.getpid()}.", f".{ended.pid}.")
+    for name in (f".saving-{dead}.0123", f".saving-{checkpoint_owner.owner()}.0123", ".deleting-0123", ".mine",
+                 "step-1", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
     with Checkpointer(tmp_path) as checkpoints:
@@ -214,7 +218,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_not_called_damaged(tmp_pa
         checkpoints.wait()
         manifest = tmp_path / "step-000000001" / checkpoint_files.MANIFEST
         fields = json.loads(manifest.read_text())["manifest"]
-        manifest.write_bytes(checkpoint_files._render({**fields, "format": 2}))
+        manifest.write_bytes(checkpoint_format.render_manifest({**fields, "format": 2}))
         with pytest.raises(CheckpointError, match="format 2; expected 1"):
             checkpoints.load_latest({})
     assert os.listdir(tmp_path) == ["step-000000001"]
@@ -225,6 +229,38 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None
         with pytest.raises(ValueError, match="state/hook is of type builtins.function"):
             checkpoints.save(1, {"state": {"hook": lambda: 0}})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_checkpointer_made_before_torch_distributed_is_refused(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(CheckpointError, match=r"WORLD_SIZE is 2. Make it after setup_distributed\(\)"):
+        Checkpointer(tmp_path)
+
+
+def test_the_best_are_kept_as_well(tmp_path: Path) -> None:
+    losses = [5.0, 1.0, float("nan"), 4.0, 2.0, 3.0, 6.0]
+    for best, expected in (("min", [1, 4, 6]), ("max", [0, 6])):
+        folder = tmp_path / best
+        for half in (losses[:4], losses[4:]):  # a second process knows the metrics of the first
+            first = losses.index(half[0])
+            with Checkpointer(folder, keep=1, keep_best=2, best=best) as checkpoints:
+                for step, loss in enumerate(half, first):
+                    checkpoints.save(step, {}, metric=loss)
+        assert list_steps(folder) == expected
+    with pytest.raises(ValueError, match="best is 'low'"):
+        Checkpointer(tmp_path, best="low")
+
+
+def test_a_step_can_be_chosen(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, {"x": step})
+        found = checkpoints.load_step(20, {"x": 0})
+        assert (found.step, found.state) == (20, {"x": 20})
+        with pytest.raises(CheckpointError, match="no checkpoint of step 15 .*; expected one of: 10, 20, 30"):
+            checkpoints.load_step(15, {"x": 0})
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep_every": 0}, {"timeout": -1.0}])

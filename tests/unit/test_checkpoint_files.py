@@ -6,7 +6,11 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ import torch
 from utils import checkpoint_files, checkpoint_sums
 from utils.checkpoint import Checkpointer, CheckpointError
 from utils.checkpoint_sums import BLOCK, checksum
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -341,11 +347,183 @@ def test_a_disk_that_refuses_leaves_the_older_checkpoint_whole_and_the_error_nam
             refusing.setattr(checkpoint_files, "disk", Refusing(number, calls, int(room * size)))
             checkpoints.save(2, state(2.0))
             with pytest.raises(CheckpointError, match=words) as error:
-                checkpoints.save(3, state(3.0))
+                checkpoints.wait()
+            assert checkpoints.failure is error.value
+            checkpoints.save(3, state(3.0))  # fails too, and raises nothing
+            with pytest.raises(CheckpointError, match="cannot save step 4"):
+                checkpoints.save_and_wait(4, state(4.0), retry_seconds=0)
         assert "step 2" in str(error.value) and str(tmp_path) in str(error.value) and "rank 0 on" in str(error.value)
         assert os.listdir(tmp_path) == ["step-000000001"], "the temporary folder is gone"
-        checkpoints.save(4, state(4.0))  # the error was told; the run may go on, and this one is tried
-    assert load(tmp_path) == (4, 4.0)
+        checkpoints.save(5, state(5.0))
+        checkpoints.wait()
+        assert checkpoints.failure is None
+    assert load(tmp_path) == (5, 5.0)
+
+
+def test_a_failed_save_does_not_prevent_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state(1.0))
+        checkpoints.wait()
+        disk = Refusing(errno.ENOSPC, ("write",), 100)
+        monkeypatch.setattr(checkpoint_files, "disk", disk)
+        checkpoints.save(2, state(2.0))
+        while checkpoints.failure is None:
+            time.sleep(0.01)
+        disk.room = 1 << 30
+        checkpoints.save(3, state(3.0))
+    assert checkpoint_files.names(tmp_path) == ["step-000000001", "step-000000003"]
+
+
+def test_the_last_save_is_tried_again_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Refusing(errno.ENOSPC, ("write",), 100)
+    monkeypatch.setattr(checkpoint_files, "disk", disk)
+    with Checkpointer(tmp_path) as checkpoints:
+        threading.Timer(1.0, setattr, (disk, "room", 1 << 30)).start()
+        checkpoints.save_and_wait(1, state(1.0))
+        assert checkpoints.failure is None
+    assert load(tmp_path) == (1, 1.0)
+    assert os.listdir(tmp_path) == ["step-000000001"]
+
+
+def test_what_a_failed_removal_left_is_removed_before_the_next_save(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        with monkeypatch.context() as refusing:
+            refusing.setattr(checkpoint_files, "disk", Refusing(errno.EIO, ("fsync", "unlink", "rmdir")))
+            checkpoints.save(1, state(1.0))
+            with pytest.raises(CheckpointError):
+                checkpoints.wait()
+        assert len(os.listdir(tmp_path)) == 1
+        checkpoints.save(2, state(2.0))
+    assert os.listdir(tmp_path) == ["step-000000002"]
+
+
+def test_a_folder_removed_during_training_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "checkpoints"
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, state(1.0))
+        checkpoints.wait()
+        shutil.rmtree(folder)
+        checkpoints.save(2, state(2.0))
+    assert load(folder) == (2, 2.0)
+    assert "was removed during the training" in caplog.text
+
+
+# Links and folders in the folder -------------------------------------------------------------------------------------
+
+def test_retiring_a_link_leaves_its_target(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    with Checkpointer(archive) as checkpoints:
+        checkpoints.save(1, state(1.0))
+    folder.mkdir()
+    (folder / "step-000000001").symlink_to(archive / "step-000000001")
+    (folder / ".saving-0123").symlink_to(archive)
+    with Checkpointer(folder, keep=1) as checkpoints:
+        assert checkpoints.load_latest(state(0.0)) is not None, "a step may be a link"
+        checkpoints.save(2, state(2.0))
+    assert load(archive) == (1, 1.0) and load(folder) == (2, 2.0)
+    assert checkpoint_files.names(folder) == ["step-000000002"]
+
+
+def test_removing_a_checkpoint_follows_no_link_in_it_and_removes_its_folders(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    (target / "inner").mkdir(parents=True)
+    (target / "inner" / "file").write_text("x")
+    folder = tmp_path / "checkpoints"
+    with Checkpointer(folder, keep=1) as checkpoints:
+        checkpoints.save(1, state(1.0))
+        checkpoints.wait()
+        step = folder / "step-000000001"
+        (step / "link").symlink_to(target)
+        (step / "dangling").symlink_to(tmp_path / "nowhere")
+        (step / "notes" / "deep").mkdir(parents=True)
+        (step / "notes" / "deep" / "link").symlink_to(target / "inner")
+        (step / "notes" / "text").write_text("x")
+        checkpoints.save(2, state(2.0))
+    assert os.listdir(folder) == ["step-000000002"]
+    assert (target / "inner" / "file").read_text() == "x"
+
+
+def test_setting_a_damaged_link_aside_leaves_its_target(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    with Checkpointer(archive) as checkpoints:
+        checkpoints.save(2, state(2.0))
+    (archive / "step-000000002" / checkpoint_files.MANIFEST).write_text("")
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, state(1.0))
+    (folder / "step-000000002").symlink_to(archive / "step-000000002")
+    (folder / "step-000000002.damaged").symlink_to(tmp_path / "nowhere")
+    assert load(folder) == (1, 1.0)
+    assert os.listdir(archive) == ["step-000000002"] and (folder / "step-000000002.damaged").is_symlink()
+    assert (folder / "step-000000002.damaged-2").is_symlink()
+
+
+def test_what_a_kept_link_points_to_is_kept(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=1, keep_every=10) as checkpoints:
+        checkpoints.save(3, state(3.0))
+        checkpoints.wait()
+        (tmp_path / "step-000000010").symlink_to("step-000000003")
+        checkpoints.save(11, state(11.0))
+    assert checkpoint_files.names(tmp_path) == ["step-000000003", "step-000000010", "step-000000011"]
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "scratch")
+    with Checkpointer(tmp_path / "checkpoints", keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state(float(step)))
+    assert os.listdir(tmp_path / "scratch") == ["step-000000002"] and (tmp_path / "checkpoints").is_symlink()
+
+
+def test_a_link_or_a_pipe_in_place_of_a_file_is_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(float(step)))
+    part = tmp_path / "step-000000003" / checkpoint_files.part_name(0)
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    manifest = tmp_path / "step-000000002" / checkpoint_files.MANIFEST
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert load(tmp_path) == (1, 1.0)
+    assert "expected a file" in caplog.text
+
+
+# Other processes -----------------------------------------------------------------------------------------------------
+
+def test_a_reader_leaves_the_folder_of_a_running_save_alone(tmp_path: Path) -> None:
+    """The writer is another process, as an evaluation is beside a training."""
+    code = ("import sys; from pathlib import Path; from utils import checkpoint_files\n"
+            "print(checkpoint_files.begin(Path(sys.argv[1])), flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as writer:
+        assert writer.stdin and writer.stdout
+        temporary = Path(writer.stdout.readline().strip())
+        with Checkpointer(tmp_path) as checkpoints:
+            assert checkpoints.load_latest(state(0.0)) is None
+            checkpoints.save(1, state(1.0))
+            checkpoints.wait()
+            assert temporary.is_dir()
+            writer.stdin.close()
+            writer.wait(30)
+            checkpoints.save(2, state(2.0))
+            checkpoints.wait()
+            assert not temporary.exists()
+
+
+def test_what_another_host_writes_is_left_alone_until_it_is_old(tmp_path: Path) -> None:
+    others = [tmp_path / f".saving-elsewhere.12ab34cd.4026531836.7.99.{number:016x}" for number in range(2)]
+    for other in others:
+        other.mkdir()
+        (other / "rank-00000.safetensors").write_text("x")
+    for path in (others[0], others[0] / "rank-00000.safetensors"):
+        os.utime(path, (1, 1))
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.load_latest(state(0.0)) is None
+        assert len(os.listdir(tmp_path)) == 2
+        checkpoints.save(1, state(1.0))
+    assert sorted(os.listdir(tmp_path)) == [others[1].name, "step-000000001"]
 
 
 @pytest.fixture
