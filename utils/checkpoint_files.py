@@ -190,7 +190,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raw = opened.read(size + 1)
     finally:
         os.close(file)
-    return parse_manifest(raw)
+    fields = parse_manifest(raw)
+    if _NAME.fullmatch(folder.name) and fields["step"] != step_of(folder.name):
+        raise Unreadable(f"{MANIFEST}: step is {fields['step']}; expected {step_of(folder.name)}, as in the name of "
+                         "its folder. Give the folder its name again")
+    return fields
 
 
 def _open_file(path: Path) -> tuple[int, int]:
