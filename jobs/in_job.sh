@@ -50,8 +50,9 @@ sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))' 
 }
 
 # PBS signals every process of a job's first session. A login shell that ends at USR1 or TERM ends the job at once, before
-# ranks can save. The line "#PBS -v BASH_ENV=..." prevents that, unless Lmod, "qsub -v" or BASH_ENV with "qsub -V" undo it.
-guard_login_shell() {
+# ranks can save. The line "#PBS -v BASH_ENV=..." prevents that, unless "qsub -v", a profile, or "qsub -V" with BASH_ENV in
+# the environment (by Lmod) replace its value. This reports it; a script cannot change the shell around it.
+check_login_shell() {
     local session name mask arguments handled=0
     case ${BASH_ENV-} in *.survive*) unset BASH_ENV ;; esac # it was for that shell
     if [ "${PBS_ENVIRONMENT-}" != PBS_BATCH ] || [ ! -r "/proc/$PPID/status" ]; then return; fi
@@ -63,13 +64,11 @@ guard_login_shell() {
         case $name in SigIgn: | SigCgt:) handled=$((handled | 16#$mask)) ;; esac
     done <"/proc/$PPID/status"
     if [ $((handled & 0x4200)) -eq $((0x4200)) ]; then return; fi # 10 is USR1, 15 is TERM
-    # That shell reads the path of this script from a pipe: give it two more lines to read.
-    if [ -z "${DDPKIT_GUARDED-}" ] && [ "${arguments% }" = -bash ] && [ -p "/proc/$PPID/fd/0" ] &&
-        printf 'trap : USR1 TERM\nDDPKIT_GUARDED=yes %q\n' "$0" 2>/dev/null >"/proc/$PPID/fd/0"; then
-        exit 0
-    fi
     printf 'job script: warning: the login shell of this job (%s) ends at USR1 and TERM (qsig, qdel, time limit), and ' \
         "${arguments% }" >&2
-    printf 'the job with it: ranks cannot save then. A shell that ignores them was expected. Submit by: ' >&2
-    printf 'qsub OPTIONS -- /path/to/this/script ARGUMENTS, or add "trap : USR1 TERM" to ~/.bash_profile\n' >&2
+    printf 'the job with it: ranks cannot save then. A shell that ignores them was expected; BASH_ENV is %s. ' \
+        "${BASH_ENV:-not set}" >&2
+    printf 'Add "trap : USR1 TERM" to ~/.bash_profile, or submit by: qsub OPTIONS -- /path/to/this/script ARGUMENTS' >&2
+    if [ -n "${BASH_ENV-}" ]; then printf ', or by: env -u BASH_ENV qsub -V ...' >&2; fi
+    printf '\n' >&2
 }

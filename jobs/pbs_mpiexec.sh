@@ -13,7 +13,8 @@
 #PBS -j oe
 #PBS -k doe
 # The login shell that PBS puts around a job ends at USR1 and TERM, and the job with it, unless it has the next lines.
-# Without that shell, and without any of these lines: qsub OPTIONS -- "$PWD/jobs/pbs_mpiexec.sh" train.py
+# qsub -v NAME=... and a BASH_ENV of your own undo them; the job's output says so. Without that shell, and without any
+# of these lines: qsub OPTIONS -- "$PWD/jobs/pbs_mpiexec.sh" train.py
 #PBS -S /bin/bash
 #PBS -v BASH_ENV='$(f=${TMPDIR:-/tmp}/.survive; echo trap : USR1 TERM >$f; echo $f)'
 ARGS=${ARGS-} # what to run where qsub says nothing else: ARGS=${ARGS-train.py --epochs 3}
@@ -47,7 +48,7 @@ KIT=$(find_kit)
 
 # shellcheck source=jobs/in_job.sh
 . "$KIT/jobs/in_job.sh"
-guard_login_shell
+check_login_shell
 
 set +u +o pipefail # modules and environments are seldom written for these
 find_modules

@@ -45,7 +45,8 @@ PBS_LINES = """\
 ##PBS -q QUEUE
 @directives@
 # The login shell that PBS puts around a job ends at USR1 and TERM, and the job with it, unless it has the next lines.
-# Without that shell, and without any of these lines: qsub OPTIONS -- "$PWD/jobs/{name}" train.py
+# qsub -v NAME=... and a BASH_ENV of your own undo them; the job's output says so. Without that shell, and without any
+# of these lines: qsub OPTIONS -- "$PWD/jobs/{name}" train.py
 #PBS -S /bin/bash
 #PBS -v {guard}"""
 GUARD = "BASH_ENV='$(f=${TMPDIR:-/tmp}/.survive; echo trap : USR1 TERM >$f; echo $f)'"
@@ -102,7 +103,7 @@ def ready_script(name: str) -> str:
     lines = {"slurm": SLURM_LINES, "pbs": PBS_LINES}[ready.scheduler].format(name=name, guard=GUARD)
     marks = {"usage": f"# {ready.purpose}\n{lines}", "own": "# set-up lines of your own:",
              "kit": (TEMPLATES / f"find_kit_{ready.scheduler}.inc").read_text(), "arguments": PBS_ARGUMENTS,
-             "guard": "guard_login_shell", "split": SPLIT}
+             "guard": "check_login_shell", "split": SPLIT}
     return _render(ready.scheduler, ready.job, marks)
 
 

@@ -107,7 +107,8 @@ def python_for_ranks(args: argparse.Namespace) -> str:
     """Choose the Python for the ranks. InterpreterError where they need torch and none has it."""
     script = not args.container and interpreter.is_python(args.command)
     torch = script or args.torchrun or args.restarts > 0  # an image brings its own Python, but no torchrun
-    chosen = interpreter.choose(os.environ, torch=torch)
+    of_image = {"PYTHON"} if args.container and not torch else set()
+    chosen = interpreter.choose({name: os.environ[name] for name in os.environ if name not in of_image}, torch=torch)
     for name in (interpreter.AT_START, interpreter.STARTED_BY):
         os.environ.pop(name, None)  # for this start only
     if torch:

@@ -131,7 +131,10 @@ fi
 
 kept=$(tail -n +2 "$state" | grep -v '^torch' || true)
 : >"$state"
-if [ "${missing[0]}" = "$torch" ]; then prefer_cpu_torch; fi
+if [ "${missing[0]}" = "$torch" ]; then
+    if [ -z "${PIP_TORCH_SPEC-}" ]; then say "for another torch: PIP_TORCH_SPEC=torch==VERSION $0"; fi
+    prefer_cpu_torch
+fi
 say "installing ${missing[*]}"
 pip_install "$torch" "${missing[@]}"
 {

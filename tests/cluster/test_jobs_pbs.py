@@ -128,14 +128,13 @@ def test_a_stop_reaches_the_ranks_of_every_host_and_leaves_them_time(pbs: Pbs, f
 @pytest.mark.parametrize(("words", "environment"), [
     (["-V"], {"BASH_ENV": "/dev/null"}),  # as Lmod sets it where the job is submitted
     (["-v", f"ARGS=slow.py,PYTHON={sys.executable}"], {})])
-def test_a_stop_leaves_time_where_the_guard_of_the_script_is_undone(pbs: Pbs, folder: Path, words: list[str],
-                                                                    environment: dict[str, str]) -> None:
+def test_a_login_shell_that_would_end_the_job_is_reported_before_it_trains(
+        pbs: Pbs, folder: Path, words: list[str], environment: dict[str, str]) -> None:
     job_id = running(pbs, folder, *words, environment=environment)
-    assert pbs.run(HEAD, ["qsig", "-s", "USR1", job_id]).status == 0
-    told(folder, "got", 4)
-    assert pbs.run(HEAD, ["qdel", job_id]).status == 0
-    assert pbs.wait(job_id)["Exit_status"] == 3
-    told(folder, "saved", 4)
+    pbs.run(HEAD, ["qsig", "-s", "USR1", job_id])
+    done = ended(pbs, job_id)
+    assert done.status == 266, done.output  # it was right to warn
+    assert re.search("warning: the login shell of this job .* ends at USR1 and TERM", done.output), done.output
 
 
 def test_without_v_a_ready_script_does_not_train_something_else(pbs: Pbs, folder: Path) -> None:

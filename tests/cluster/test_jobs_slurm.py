@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from tests.cluster.hosts import killed_at_end
 from tests.cluster.job_ranks import RANK, STEP, STOPS_ONCE, TRAIN, one_after_the_other, ranks_on
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
+from tests.unit.pythons import make_environment
 
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
@@ -86,6 +88,20 @@ def test_both_scripts_train_to_the_same_loss(slurm: SlurmCluster, folder: Path) 
         assert job["JobState"] == "COMPLETED", output
         losses.append(Result(0, output).line("final loss:"))
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_conda_base_without_torch_does_not_hide_the_kits_python(slurm: SlurmCluster, folder: Path,
+                                                                  script: str) -> None:
+    base = make_environment(folder / "base", torch=False)
+    done = slurm.run(["sbatch", "--parsable", "-N2", str(ROOT / "jobs" / script), TRAIN], cwd=folder, env={
+        "PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": str(folder / "base"),
+        "PATH": f"{base.parent}:{os.environ['PATH']}"})
+    job_id = done.output.split()[-1]
+    slurm.wait(job_id)
+    output = slurm.output(job_id)
+    assert sorted(ranks_on(output).values()) == [2, 2], output
+    assert f"{ROOT}/.venv/bin/python (the kit's .venv). Passed over: {base} (CONDA_PREFIX) has no torch" in output
 
 
 def test_the_elements_of_an_array_run_side_by_side(slurm: SlurmCluster, folder: Path) -> None:

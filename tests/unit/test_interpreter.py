@@ -164,6 +164,18 @@ def test_launch_py_starts_no_rank_where_no_python_has_torch(kit: Path, pythons: 
     assert f"PYTHON is '{pythons['base']}', which has no torch" in done.stderr
 
 
+def test_image_needs_no_python_outside_that_has_torch(kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text("#!/bin/sh\necho in the image: $*\n")
+    apptainer.chmod(0o755)
+    environ = {"PYTHON": "/in/the/image/python", "PATH": f"{tmp_path}:{SYSTEM}"}
+    done = launch(pythons["base"], kit, "--container", "a.sif", "train.py", **environ)
+    assert done.returncode == 0, done.stderr
+    assert "in the image: exec a.sif python -u train.py" in done.stdout
+    done = launch(pythons["base"], kit, "--torchrun", "--container", "a.sif", "train.py", **environ)
+    assert done.returncode == 2 and "PYTHON is '/in/the/image/python'" in done.stderr
+
+
 def test_launch_py_under_an_old_python_alone_says_what_to_do(kit: Path, pythons: dict[str, Path],
                                                              tmp_path: Path) -> None:
     for name in ("scripts", "utils"):
