@@ -26,7 +26,8 @@ def answer(name: str) -> str:
 
 def environments(name: str) -> list[dict[str, str]]:
     """The environment of every process of a recorded job: the batch shell first."""
-    return [process["environ"] for process in json.loads((RECORDINGS / f"{name}.json").read_text())["processes"]]
+    path = RECORDINGS.parent / f"{name}.json" if "/" in name else RECORDINGS / f"{name}.json"
+    return [process["environ"] for process in json.loads(path.read_text())["processes"]]
 
 
 # What was allocated ---------------------------------------------------------------------------------------------------
@@ -42,6 +43,12 @@ ALLOCATED = {  # recorded job: hosts, ranks, GPUs and cores of each
     "srun_step_smaller_than_job": (["node1", "node2"], [2, 2], [None, None], [2, 2]),
     "mpich_wheel_mpiexec": (["node1", "node2"], [2, 2], [None, None], [2, 2]),
     "gres_gpu_1task_srun_gpus_per_task_gt": (["node1"], [1], [2], [1]),
+    "slurm-25.11/sbatch_2x2": (["node1", "node2"], [2, 2], [2, 2], [2, 2]),
+    "slurm-25.11/sbatch_exclusive": (["node1", "node2"], [1, 1], [None, None], [4, 4]),
+    "slurm-25.11/salloc_2x2": (["node1", "node2"], [2, 2], [2, 2], [2, 2]),
+    "slurm-25.11/sbatch_step_on_one_node": (["node1", "node2", "node3"], [2, 2, 2], [None] * 3, [2, 2, 2]),
+    "slurm-25.11/salloc_het": (["node1", "node2", "node3"], [1, 2, 2], [None] * 3, [1, 2, 2]),
+    "slurm-25.11/sbatch_het_gpus_per_task": (["node1", "node2", "node3"], [1, 2, 2], [None] * 3, [1, 2, 2]),
 }
 
 
