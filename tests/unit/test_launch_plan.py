@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shlex
 import sys
@@ -15,7 +16,7 @@ from utils.launch import remote_shell
 from utils.launch.commands import HOST_FILE, gpus_of_components, host_file, host_words, native_command, printed, starter
 from utils.launch.plan import MEANS, Here, Options, Plan, PlanError, clean, describe, plan
 from utils.launch.programs import Mpiexec
-from utils.schedulers.allocation import Allocation
+from utils.schedulers.allocation import Allocation, current_allocation
 
 PYTHON = "/env/bin/python"
 TOOLS = {name: f"/bin/{name}" for name in ("srun", "pbs_tmrsh", "pbsdsh", "ssh")}
@@ -296,6 +297,64 @@ def test_one_agent_for_each_host_of_every_component_of_a_heterogeneous_job() -> 
     assert [words.split(" --dist")[0] for words in shlex.join(native_command(made, ["agent"])).split(" : ")] == [
         "/bin/srun --het-group=0 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1",
         "--het-group=1 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1"]
+
+
+def recorded(name: str, options: Options = Options(), gpus: tuple[int, ...] = (),  # noqa: B008
+             programs: Programs | None = None) -> Plan:
+    """The plan in the batch shell of a job that was recorded on Slurm 25.11. gpus: of each host, as scontrol tells."""
+    text = (Path(__file__).resolve().parents[1] / "recordings" / "slurm-25.11" / f"{name}.json").read_text()
+    environ = json.loads(text)["processes"][0]["environ"]
+    allocation = current_allocation(environ, ask=False)
+    assert allocation is not None
+    if gpus:
+        allocation = allocation._replace(gpus_per_host=gpus)
+    return make(allocation, environ, options, programs=programs, host="node1")
+
+
+@pytest.mark.parametrize("name", ["sbatch_het", "sbatch_het_gpus_per_task"])
+def test_no_component_gets_the_number_of_tasks_of_the_first_one(name: str) -> None:
+    made = recorded(name)  # srun reads SLURM_NTASKS=1 for every component, then those of the component itself
+    assert made.ranks == (1, 2, 2) and "--het-group=0,1" in line(made)
+    assert not {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TRES_PER_TASK"} & set(made.environ)
+    assert made.environ["SLURM_NTASKS_HET_GROUP_0"] == "1"
+    assert made.environ["SLURM_NTASKS_PER_NODE_HET_GROUP_1"] == "2"
+
+
+def test_no_component_gets_the_cores_for_a_task_of_the_first_one() -> None:
+    made = recorded("sbatch_het_cpus_per_task")
+    assert not {"SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"} & set(made.environ)
+    assert made.environ["SLURM_CPUS_PER_TASK_HET_GROUP_0"] == "4"
+
+
+@pytest.mark.parametrize("options", [Options(torchrun=True), Options(by="mpiexec"), Options(ranks_per_node=2)])
+def test_requests_for_the_tasks_of_a_component_are_none_for_other_tasks(options: Options) -> None:
+    made = recorded("sbatch_het_gpus_per_task", options, (1, 2, 2), Programs(mpiexec=MPICH))
+    assert made.gpus_to_claim == (1, 2, 2)
+    names = {name for name in made.environ if name.startswith(("SLURM_TRES", "SLURM_NTASKS", "SLURM_NPROCS"))}
+    assert names == set()
+
+
+def test_the_gpus_of_a_component_are_asked_for_once() -> None:
+    made = recorded("sbatch_het_gpus_per_node", Options(torchrun=True), (1, 2, 2))
+    assert "--gres=gpu:1" in line(made) and "--gres=gpu:2" in line(made)
+    assert not {name for name in made.environ if name.startswith("SLURM_GPUS_PER_NODE")}
+
+
+@pytest.mark.parametrize("name", ["sbatch_2x2", "sbatch_het"])
+@pytest.mark.parametrize("mpiexec", [MPICH, OPENMPI4, OPENMPI5])
+def test_the_daemons_of_an_mpiexec_are_told_to_srun_as_slurm_wants_it(name: str, mpiexec: Mpiexec) -> None:
+    made = recorded(name, Options(by="mpiexec"), programs=Programs(mpiexec=mpiexec))
+    assert {made.environ.get(name) for name in (
+        "OMPI_MCA_plm_slurm_args", "PRTE_MCA_plm_slurm_args", "HYDRA_LAUNCHER_EXTRA_ARGS",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")} == {"--external-launcher"}
+    assert made.environ["HYDRA_BOOTSTRAP"] == made.environ["I_MPI_HYDRA_BOOTSTRAP"] == "slurm"
+
+
+def test_open_mpi_starts_its_daemons_by_the_srun_on_path() -> None:
+    other = Mpiexec("/usr/bin/mpiexec", "openmpi", 4, other_srun=True)  # /usr/bin/srun is of another Slurm
+    made = make(job(), SLURM, Options(by="mpiexec"), programs=Programs(mpiexec=other))
+    assert "/usr/bin/mpiexec --noprefix" in line(made) and made.environ["PATH"] == "/bin:/usr/bin"
+    assert "--noprefix" not in line(make(job(), SLURM, Options(by="mpiexec"), programs=Programs(mpiexec=OPENMPI4)))
 
 
 @pytest.mark.parametrize(("gpus", "claim"), [((2, 2, 2), "--gres=gpu:2 "), ((1, 2, 2), ""), ((0, 0, 0), "")])

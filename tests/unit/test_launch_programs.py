@@ -73,6 +73,18 @@ def test_the_newest_pals_is_taken_where_none_is_loaded(tmp_path: Path) -> None:
     assert Programs({"PATH": "/bin"}, pals_folder=tmp_path / "pals").pals == Mpiexec(str(newest), "pals")
 
 
+@pytest.mark.parametrize(("first", "other"), [("slurm", True), ("mpi", False)])
+def test_an_open_mpi_beside_a_srun_that_is_not_the_one_on_path_is_noted(tmp_path: Path, first: str,
+                                                                        other: bool) -> None:
+    for folder, name in (("mpi", "mpiexec"), ("mpi", "srun"), ("slurm", "srun")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+        (tmp_path / folder / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / first), str(tmp_path / "mpi"), str(tmp_path / "slurm")])
+    found = Programs({"PATH": path}).mpiexec
+    assert found == Mpiexec(str(tmp_path / "mpi" / "mpiexec"), "openmpi", 4, other_srun=other)
+
+
 def test_without_any_mpiexec_there_is_none(tmp_path: Path) -> None:
     assert Programs({"PATH": str(tmp_path)}, pals_folder=tmp_path).mpiexec is None
 

@@ -173,6 +173,8 @@ def _openmpi(plan: Plan) -> Iterator[str]:
         # Without the tree no other host needs it; PBS may end what has left the session that it has started.
         yield from (kind, "plm", name[4:], kind, f"{name}_agent", " ".join(agent), kind, f"{name}_no_tree_spawn", "1",
                     "--leave-session-attached")
+    elif plan.scheduler == "slurm" and plan.mpiexec.other_srun:
+        yield "--noprefix"  # else it puts its own folder before PATH and takes the srun there
     if _labels(plan):
         yield from ("--output", "tag") if new else ("--tag-output",)
     yield from ("--bind-to", "none", "--hostfile", HOST_FILE)

@@ -4,7 +4,9 @@ Not here: the words of each means (commands.py), looking for programs (programs.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ..launchers import LAUNCHERS
@@ -27,8 +29,11 @@ _OF_TASKS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "SLURM_
              "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
              "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
              "SLURM_NTASKS", "SLURM_NPROCS")
-# Of a job: srun reads them itself, but not with the number of a component behind.
 _GPU_REQUESTS = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET")
+_OTHER_REQUESTS = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU",
+                   "SLURM_MEM_PER_NODE")
+# SLURM_NTASKS_HET_GROUP_1, SLURM_NTASKS_PACK_GROUP_1: what component 1 of a heterogeneous job asked for.
+_COMPONENT = re.compile(r"_(?:HET|PACK)_GROUP_\d+$")
 
 
 class PlanError(RuntimeError):
@@ -331,12 +336,16 @@ def _in_slurm(base: Plan, allocation: Allocation, environ: Mapping[str, str], en
     same = base.ranks == allocation.ranks_per_host and base.options.ranks_per_node is None
     asked = environ.get("SLURM_NTASKS", "") == str(base.world_size) or bool(parts)
     as_asked = srun and same and asked and not inside_step and not base.options.torchrun
+    if parts:
+        environment = _without_first_component(environment)
     if not as_asked:
-        environment = {name: value for name, value in environment.items() if name not in _OF_TASKS}
+        environment = _without_requests(environment, _OF_TASKS)
     gpus = tuple(allocation.gpus_per_host[index] or 0 for index in wanted)
     if base.mpiexec is not None and base.mpiexec.kind == "openmpi" and any(gpus):
         environment.pop("SLURM_GPUS", None)  # its srun leaves out this host, whose daemon it is itself
     claim = gpus if parts or not _asks_for_gpus(environment) else ()
+    if parts and not as_asked and any(claim):  # else they would be asked for twice
+        environment = _without_requests(environment, _GPU_REQUESTS)
     base = base._replace(components=parts, as_asked=as_asked, inside_step=srun and inside_step, gpus_to_claim=claim)
     if srun:
         if not as_asked and not parts:  # where --nodes cannot be given, srun believes these
@@ -348,7 +357,26 @@ def _in_slurm(base: Plan, allocation: Allocation, environ: Mapping[str, str], en
         if base.mpiexec is not None and base.mpiexec.kind == "openmpi":  # it starts no more ranks than this says
             slots = dict(zip(base.hosts, (1,) * len(base.hosts) if base.options.torchrun else base.ranks, strict=True))
             environment["SLURM_TASKS_PER_NODE"] = ",".join(str(slots.get(host, 1)) for host in allocation.hosts)
+            folder = os.path.dirname(base.mpiexec.path)
+            if base.mpiexec.other_srun and folder not in environment.get("PATH", "").split(os.pathsep):
+                environment["PATH"] = os.pathsep.join([environment.get("PATH", os.defpath), folder])
     return base, environment
+
+
+def _without_requests(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """The environment without these requests to Slurm, those of components included."""
+    return {name: value for name, value in environ.items() if _COMPONENT.sub("", name) not in names}
+
+
+def _without_first_component(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the requests of the first component that are there once more, with its number behind.
+
+    The batch script of "-n1 : -N2 --ntasks-per-node=2" has SLURM_NTASKS=1, which srun takes for component 1 too: it
+    started 3 of 5 tasks. Seen with Slurm 25.11.
+    """
+    numbered = {_COMPONENT.sub("", name) for name in environ if _COMPONENT.search(name)}
+    drop = numbered.intersection((*_OF_TASKS, *_GPU_REQUESTS, *_OTHER_REQUESTS))
+    return {name: value for name, value in environ.items() if name not in drop}
 
 
 def _asks_for_gpus(environ: Mapping[str, str]) -> bool:

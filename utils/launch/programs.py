@@ -25,11 +25,15 @@ _SAYS = (("pals", r"\bPALS\b|\bpals\b"), ("openmpi", r"\((Open MPI|OpenRTE|PRRTE
 
 
 class Mpiexec(NamedTuple):
-    """An mpiexec that was told apart: kind is a key of KINDS, major its main version (0 where it does not matter)."""
+    """An mpiexec that was told apart: kind is a key of KINDS, major its main version (0 where it does not matter).
+
+    other_srun: whether its folder has a srun that is not the one on PATH, as where two versions of Slurm are installed.
+    """
 
     path: str
     kind: str
     major: int = 0
+    other_srun: bool = False
 
 
 class Programs:
@@ -54,9 +58,9 @@ class Programs:
     @functools.cached_property
     def mpiexec(self) -> Mpiexec | None:
         """The mpiexec that belongs here: the one asked for; PALS where it is installed; else the first real one."""
-        if self._asked_for:
-            return identify(self._asked_for)
-        return next((found for path in self._candidates() if (found := identify(path)) is not None), None)
+        candidates = [self._asked_for] if self._asked_for else self._candidates()
+        found = next((found for path in candidates if (found := identify(path)) is not None), None)
+        return found._replace(other_srun=self._is_other_srun(os.path.dirname(found.path))) if found else None
 
     @functools.cached_property
     def pals(self) -> Mpiexec | None:
@@ -64,6 +68,10 @@ class Programs:
         for path in pals_candidates(self._pals_folder, self._path):
             return Mpiexec(path, "pals")
         return None
+
+    def _is_other_srun(self, folder: str) -> bool:
+        beside, ours = shutil.which("srun", path=folder), self.find("srun")
+        return bool(beside and ours) and os.path.realpath(beside or "") != os.path.realpath(ours or "")
 
     def _candidates(self) -> Iterator[str]:
         yield from pals_candidates(self._pals_folder, self._path)  # a conda or pip MPI may hide it on PATH
