@@ -88,23 +88,6 @@ def test_components_of_a_heterogeneous_job_are_one_launch(launches: Launches) ->
     assert done.status == 0 and len(ranks(done.output)) == 3, done.output
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpich5", "openmpi4"])
-def test_all_ranks_of_a_heterogeneous_batch_job_start_each_on_a_gpu_of_its_own(
-        launches: Launches, launcher: str, need: Callable[[str], Path]) -> None:
-    options = {"srun": ["--by", "srun"], "torchrun": ["--torchrun"]}.get(launcher)
-    options = options or ["--by", str(need(MPIS[launcher][0]))]
-    command = [*LAUNCH, *options, "sh", "-c", "echo at $(hostname) $LOCAL_RANK of $WORLD_SIZE on $CUDA_VISIBLE_DEVICES"]
-    job = launches.submit("-N1 -n1 --gpus-per-task=1 : -N2 --ntasks-per-node=2 --gpus-per-task=1", shlex.join(command))
-    ended = launches.slurm.wait(job)
-    output = launches.slurm.output(job)
-    assert ended["ExitCode"] == "0:0", output
-    gpus = []
-    for host, local_rank, mask in re.findall(r"^at (\w+) (\d) of 5 on ([\d,]+)$", output, re.MULTILINE):
-        seen = mask.split(",")
-        gpus.append((host, seen[int(local_rank)] if len(seen) > 1 else seen[0]))
-    assert sorted(gpus) == [("node1", "0"), ("node2", "0"), ("node2", "1"), ("node3", "0"), ("node3", "1")], output
-
-
 def test_uneven_gpus_give_uneven_ranks(launches: Launches) -> None:
     command = launches.words("--by srun")
     done = launches.slurm.run(["salloc", "-w", "node1,node2", "-N2", "-n3", "--gres=gpu:2", "sh", "-c",
