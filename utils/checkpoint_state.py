@@ -1,7 +1,16 @@
 """The state of a training as plain data and named tensors, and back.
 
-Nothing is pickled, and reading never imports or calls what a file names: classes of the user are taken from the state
-that is restored.
+Nothing is pickled, and reading never imports or calls what a file names. What a state may hold, and how it comes back:
+
+- In place, into the object at the same place of the state: objects with state_dict() and load_state_dict(), tensors,
+  random number generators (torch, random.Random, numpy), dataclasses that are not frozen, and all that these hold.
+- As a new value: None, numbers, strings, bytes, numpy arrays (masked ones too), paths, dates, Decimal, Fraction,
+  torch.dtype, torch.device; dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset, deque of these.
+- As a new value of a class of which the state holds an instance, anywhere: namedtuple, Enum, frozen dataclass. A
+  defaultdict whose factory is not a type of Python takes it from the defaultdict at the same place.
+
+All else is refused with its place: tensors that are sparse, quantised, on the meta device or sharded over the ranks,
+lazy modules that have not run, numpy arrays of Python objects, more than 100 levels of nesting.
 """
 from __future__ import annotations
 
