@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from records import array_index
 
-from utils.schedulers import Scheduler, SchedulerError, Status
+from utils.schedulers import SchedulerError, Status
 
 SHORTEST, LONGEST = 1.0, 10.0  # seconds between two questions to the scheduler: short while something happens
 PATIENCE = 10  # failed questions in a row; a scheduler that restarts is away for a minute or so
@@ -78,15 +78,15 @@ def exit_status(status: Status) -> int:
     return status.exit_code if status.exit_code and 0 < status.exit_code < 256 else 1
 
 
-def follow(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_ids: Sequence[str]) -> int:
+def follow(status_of: Callable[[str], Status], logs: Callable[[str], list[Path]], job_ids: Sequence[str]) -> int:
     """Print states and output of the jobs, one after the other, until all have ended; the exit status for the shell.
 
-    logs: gives the output files of a job that are there. Of a chain, each job has to end well or by its time limit, and
-    the last one well.
+    status_of: the status of a job now. logs: the output files of a job that are there. Of a chain, each job has to end
+    in a way that the next one can continue, and the last one well.
     """
     result = 0
     for job_id in job_ids:
-        status = _follow_one(scheduler, logs, job_id)
+        status = _follow_one(status_of, logs, job_id)
         code = exit_status(status)
         if job_id != job_ids[-1]:
             code = code if spoils_the_chain(status) else 0
@@ -105,14 +105,14 @@ def spoils_the_chain(status: Status) -> bool:
         status.ended and status.state not in ("completed", "stopped", "timeout") and status.native != "PREEMPTED")
 
 
-def _follow_one(scheduler: Scheduler, logs: Callable[[str], list[Path]], job_id: str) -> Status:
+def _follow_one(status_of: Callable[[str], Status], logs: Callable[[str], list[Path]], job_id: str) -> Status:
     log = Log(lambda: logs(job_id), sys.stdout.buffer)
     shown = ""
     failures = 0
     pause = SHORTEST
     while True:
         try:
-            status = scheduler.status(job_id)
+            status = status_of(job_id)
             failures = 0
         except SchedulerError as error:
             failures += 1

@@ -27,6 +27,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: `utils` is found from any directory
@@ -374,7 +375,9 @@ def submit(scheduler: Scheduler, site: str, job: Job, args: argparse.Namespace, 
     print(f"submit: submitted; {limit}script, settings and output: {record.folder}", file=sys.stderr)
     for job_id in record.job_ids:
         print(job_id, flush=True)
-    return following.follow(scheduler, record.logs, record.job_ids) if args.follow else 0
+    if not args.follow:
+        return 0
+    return following.follow(partial(submitted.known_status, scheduler, record), record.logs, record.job_ids)
 
 
 def resubmit(args: argparse.Namespace) -> int:

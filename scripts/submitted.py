@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import following
@@ -21,18 +22,27 @@ def worst(statuses: Sequence[int]) -> int:
     return next((status for status in statuses if status not in (0, EXIT_REQUEUE)), max(statuses, default=0))
 
 
+def known_status(scheduler: Scheduler, record: records.Record | None, job_id: str) -> Status:
+    """The status of a job; what the job itself has kept, where the scheduler no longer knows it."""
+    status = scheduler.status(job_id)
+    return (status.state == "unknown" and _kept_status(record, job_id)) or status
+
+
 def current_status(scheduler: Scheduler, record: records.Record | None, job_id: str) -> Status:
-    """The status of a job; what the job itself has kept, where the scheduler does not tell it."""
-    kept = records.kept_status(record.folder, job_id) if record is not None else None
+    """The same; also where the scheduler does not answer."""
     try:
-        status = scheduler.status(job_id)
+        return known_status(scheduler, record, job_id)
     except SchedulerError:
-        if kept is None:
-            raise
-        status = Status(job_id, "unknown")
-    if status.state != "unknown" or kept is None:
-        return status
+        if kept := _kept_status(record, job_id):
+            return kept
+        raise
+
+
+def _kept_status(record: records.Record | None, job_id: str) -> Status | None:
+    kept = records.kept_status(record.folder, job_id) if record is not None else None
     reason = "kept by the job; the scheduler does not know it"
+    if kept is None:
+        return None
     if isinstance(kept, str):
         return Status(job_id, "timeout", reason=reason)
     return Status(job_id, failed_or_stopped(kept) if kept else "completed", kept, reason)
@@ -115,7 +125,7 @@ def print_logs(scheduler: Scheduler, record: records.Record | None, job_id: str,
         return _output_elsewhere(scheduler.status(job_id))
 
     if follow:
-        return following.follow(scheduler, files, [job_id])
+        return following.follow(partial(known_status, scheduler, record), files, [job_id])
     found = files(job_id)
     if not found:
         print(f"submit: error: No output was found of {following.describe(scheduler.status(job_id))}. Try again later, "

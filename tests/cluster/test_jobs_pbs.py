@@ -188,6 +188,28 @@ def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(pbs: Pbs, fold
     assert one_after_the_other(folder, 3)
 
 
+def test_nothing_of_a_chain_runs_after_a_failure(pbs: Pbs, folder: Path) -> None:
+    (folder / "fails.py").write_text("import sys, time\nopen('ran', 'a').write('x')\ntime.sleep(3)\nsys.exit(3)\n")
+    done = submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "fails.py")
+    assert done.status == 3, done.output
+    assert (folder / "ran").read_text() == "x", done.output
+
+
+def test_a_job_of_a_chain_refuses_to_start_after_one_that_failed(pbs: Pbs, folder: Path) -> None:
+    """Its predecessor could not take it from the queue."""
+    (folder / "train.py").write_text("open('ran', 'a').write('x')\n")
+    assert submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "train.py").status == 0
+    [script] = folder.glob("jobs-out/*/job.sh")
+    for previous, starts in (("3", False), ("75", True), ("time limit", True)):
+        (folder / "ran").unlink(missing_ok=True)
+        (script.parent / "999999.status").write_text(previous)
+        script.write_text(re.sub("PREVIOUS=\\S+", "PREVIOUS=999999.pbs", script.read_text()))
+        options = ["-l", "select=1:ncpus=1", "-j", "oe", "--", "/bin/bash", "-l", f"{WORK}/{folder.name}/"
+                   + str(script.relative_to(folder))]
+        job = pbs.wait(pbs.submit(*options, cwd=f"{WORK}/{folder.name}"))
+        assert (job["Exit_status"] == 0, (folder / "ran").exists()) == (starts, starts), (previous, pbs.output(job))
+
+
 def test_a_chain_goes_on_after_a_stop_that_torchrun_takes_for_a_failure(pbs: Pbs, folder: Path) -> None:
     (folder / "stops.py").write_text(STOPS_ONCE)
     done = submit(pbs, folder, "--nodes", "2", "--gpus-per-node", "0", "--launcher", "torchrun", "--chain", "2",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import killed_at_end
+from tests.cluster.hosts import killed_at_end, wait_until
 from tests.cluster.job_ranks import RANK, STEP, STOPS_ONCE, TRAIN, one_after_the_other, ranks_on
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
@@ -121,6 +121,47 @@ def test_following_shows_output_and_ends_with_the_jobs_status(slurm: SlurmCluste
     done = submit(slurm, folder, "--nodes", "2", "--time", "5:00", "--follow", "fails.py")
     assert done.status == 5, done.output
     assert "failed, exit status 5" in done.output
+
+
+def test_a_module_is_run_on_every_rank(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "module.py").write_text(RANK + "print(sys.argv[1:])\n")
+    done = submit(slurm, folder, "-N", "2", "-n", "4", "--time", "5m", "--follow", "-m", "package.module", "--lr", "1")
+    assert done.status == 0, done.output
+    assert sorted(ranks_on(done.output).values()) == [2, 2]
+    assert done.output.count("['--lr', '1']") == 4
+
+
+def test_following_an_array_names_each_element(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "index.py").write_text("import os, sys\nprint('this is', os.environ['SLURM_ARRAY_TASK_ID'])\n"
+                                     "sys.exit(75 if os.environ['SLURM_ARRAY_TASK_ID'] == '1' else 0)\n")
+    done = submit(slurm, folder, "-N", "1", "--ranks-per-node", "1", "--array", "0-2", "--time", "5", "--follow",
+                  "index.py")
+    assert done.status == 75 and "stopped after saving, to be continued" in done.output, done.output
+    for index in range(3):
+        piece = done.output.split(f"==> array element {index}: ")[1].split("==> ")[0]
+        assert f"this is {index}\n" in piece, done.output
+
+
+def test_a_restart_is_told_in_the_output(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "twice.py").write_text("import os, time\nif not os.environ.get('SLURM_RESTART_COUNT'):\n"
+                                     "    open('runs', 'w').close()\n    time.sleep(100)\nprint('done')\n")
+    [job_id] = ids_of(submit(slurm, folder, "-N", "1", "--ranks-per-node", "1", "--time", "5", "--requeue", "twice.py"))
+    wait_until((folder / "runs").exists, "the first run", seconds=60)
+    assert slurm.run(["scontrol", "requeue", job_id]).status == 0
+    done = slurm.run([SUBMIT[0], SUBMIT[1], "logs", "--follow", job_id], cwd=folder, seconds=120)
+    assert done.status == 0, done.output
+    assert done.output.count("restart ") == 1 and f"restart 1 of Slurm job {job_id}" in done.output, done.output
+
+
+def test_a_job_is_listed_and_submitted_again(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "runs.py").write_text("open('runs', 'a').write('x')\n")
+    [job_id] = ids_of(submit(slurm, folder, "-N", "1", "--ranks-per-node", "1", "--time", "5", "--follow", "runs.py"))
+    done = slurm.run([SUBMIT[0], SUBMIT[1], "resubmit", "--no-check", "--follow", job_id], cwd=folder, seconds=90)
+    assert done.status == 0 and (folder / "runs").read_text() == "xx", done.output
+    listed = slurm.run([SUBMIT[0], SUBMIT[1], "list"], cwd=folder).output.splitlines()
+    assert [line.split()[:2] for line in listed] == [["JOB", "STATE"], [*ids_of(done), "completed"],
+                                                     [job_id, "completed"]]
 
 
 def test_a_heterogeneous_job_is_one_launch(slurm: SlurmCluster, folder: Path) -> None:

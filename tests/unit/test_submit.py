@@ -394,7 +394,7 @@ def record(work: Path) -> records.Record:
 
 
 def follow(scheduler: Scripted, record: records.Record, *job_ids: str) -> int:
-    return following.follow(scheduler, record.logs, job_ids)  # type: ignore[arg-type]
+    return following.follow(scheduler.status, record.logs, job_ids)
 
 
 def test_following_shows_states_place_and_output(record: records.Record, capfd: pytest.CaptureFixture[str]) -> None:
@@ -719,6 +719,28 @@ def test_what_a_job_has_kept_is_its_status_where_the_scheduler_is_down(
     assert run("status", "1") == 1 and "no answer" in capsys.readouterr().err
     records.keep_status(record.folder, "1", 0)
     assert run("status", "1") == 0
+
+
+@pytest.mark.parametrize(("kept", "expected"), [("0", 0), ("75", 75), ("4", 4), ("time limit", 1)])
+def test_following_ends_well_where_the_server_has_no_history(
+        kept: str, expected: int, record: records.Record, monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str]) -> None:
+    """PBS forgets a job at its end then."""
+    (record.folder / "3.status").write_text(kept + "\n")
+    (record.folder / "3.out").write_text("loss 0.5\n")
+    run = about(Scripted(_3=[Status("3", "running"), Status("3", "unknown")]), monkeypatch)
+    assert run("logs", "--follow", "3") == expected
+    assert capfd.readouterr().out == "loss 0.5\n"
+
+
+def test_output_of_a_forgotten_job_without_a_record_is_found_by_its_usual_name(
+        work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, job_id in (("slurm-9.out", "9"), ("slurm-9_2.out", "9_2"), ("train.o11", "11.head"),
+                         ("train.o12.3", "12[3].head"), ("13.head.OU", "13.head")):
+        (work / name).write_text(name)
+        run = about(Scripted(**{f"_{job_id}": [Status(job_id, "unknown")]}), monkeypatch)
+        assert run("logs", job_id, "--site", "generic-slurm") == 0
+        assert capfd.readouterr().out.endswith(name)
 
 
 def test_a_failed_job_is_not_hidden_by_one_that_stopped(record: records.Record,
