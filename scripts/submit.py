@@ -406,13 +406,16 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
     if job.dependency and submitted.dependency_is_over(scheduler, job.dependency):
         print(f"submit: note: {job.dependency} is left out; those jobs have ended", file=sys.stderr)
         job = dataclasses.replace(job, dependency=None)
+    problems = [] if args.no_check else [
+        f"job {one} of the same submission is {scheduler.status(one).state}, and both would train at once. Cancel it "
+        "first, or wait until it has ended." for one in record.job_ids if not submitted.is_over(scheduler.status(one))]
     args.folder = record.folder.parent.absolute()
     try:
         os.chdir(record.submit_folder)
     except OSError as error:
         raise UserError(f"The folder {record.submit_folder}, from which job {job_id} was submitted, cannot be entered: "
                         f"{error.strerror}. Submit the job with `submit.py run` from another folder.") from None
-    return submit(scheduler, record.site, job, args, [], len(record.job_ids))
+    return submit(scheduler, record.site, job, args, problems, len(record.job_ids))
 
 
 def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count: int) -> records.Record:

@@ -110,11 +110,15 @@ def cancel(scheduler: Scheduler, record: records.Record | None, job_id: str) -> 
     return 0
 
 
+def is_over(status: Status) -> bool:
+    return status.ended or status.state == "unknown"
+
+
 def dependency_is_over(scheduler: Scheduler, dependency: str) -> bool:
     """Whether all jobs that a dependency names have ended or are no longer known."""
-    states = [scheduler.status(job_id) for part in re.split("[,?]", dependency) for job_id in part.split(":")[1:]
+    statuses = [scheduler.status(job_id) for part in re.split("[,?]", dependency) for job_id in part.split(":")[1:]
               if not job_id.startswith("+")]
-    return all(status.ended or status.state == "unknown" for status in states)
+    return all(map(is_over, statuses))
 
 
 def print_logs(scheduler: Scheduler, record: records.Record | None, job_id: str, follow: bool) -> int:

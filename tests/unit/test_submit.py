@@ -698,6 +698,19 @@ def test_resubmit_submits_the_same_job_in_a_new_folder(programs: Programs, work:
     assert json.loads((second / "submission.json").read_text())["submit_folder"] == str(work)
 
 
+@pytest.mark.parametrize(("state", "submissions"), [("RUNNING", 1), ("PENDING", 1), ("FAILED", 2)])
+def test_a_job_that_has_not_ended_is_not_submitted_again(state: str, submissions: int, programs: Programs, work: Path,
+                                                         monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    monkeypatch.setattr("utils.schedulers.checks.NODE_LOCAL", ())
+    assert slurm("train.py") == 0
+    programs.add("scontrol", f"#!/bin/bash\necho 'JobId=101 JobName=train'\necho '   JobState={state} Reason=None'\n")
+    assert submit.main(["resubmit", "101"]) == (state != "FAILED")
+    assert ("both would train at once" in capsys.readouterr().err) == (state != "FAILED")
+    assert programs.submissions == submissions
+
+
 def test_resubmit_without_a_record_is_an_error(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit.main(["resubmit", "7"]) == 1
     assert "no record of job 7" in capsys.readouterr().err
