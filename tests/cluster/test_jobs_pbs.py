@@ -198,7 +198,7 @@ def test_nothing_of_a_chain_runs_after_a_failure(pbs: Pbs, folder: Path) -> None
 def test_a_job_of_a_chain_refuses_to_start_after_one_that_failed(pbs: Pbs, folder: Path) -> None:
     """Its predecessor could not take it from the queue."""
     (folder / "train.py").write_text("open('ran', 'a').write('x')\n")
-    assert submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "train.py").status == 0
+    assert submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "--follow", "train.py").status == 0
     [script] = folder.glob("jobs-out/*/job.sh")
     for previous, starts in (("3", False), ("75", True), ("time limit", True)):
         (folder / "ran").unlink(missing_ok=True)
