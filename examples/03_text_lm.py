@@ -36,7 +36,7 @@ from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer
 from utils.logging import get_logger
 from utils.preemption import StopSignal, requeue
-from utils.training import settle
+from utils.training import prime_ddp_buckets
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
@@ -246,8 +246,8 @@ def main() -> int:
         stop = checkpoints = found = None
         if args.checkpoints:
             with autocast:
-                settle(ddp, lambda: ddp(torch.zeros(args.batch_size, args.context, dtype=torch.long,
-                                                    device=dist.device)).float().sum())
+                prime_ddp_buckets(ddp, lambda: ddp(torch.zeros(
+                    args.batch_size, args.context, dtype=torch.long, device=dist.device)).float().sum())
             stop = at_end.enter_context(StopSignal(dist))
             checkpoints = at_end.enter_context(Checkpointer(args.checkpoints))
             found = checkpoints.load_latest(state)

@@ -32,7 +32,7 @@ from utils.checkpoint import Checkpointer
 from utils.data import ResumableDistributedSampler, sample_seed
 from utils.logging import get_logger
 from utils.preemption import StopSignal, requeue, shield_worker
-from utils.training import accumulate, grouped, settle, split_batch, warm_up
+from utils.training import accumulate, grouped, prime_ddp_buckets, split_batch, warm_up
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
@@ -64,14 +64,15 @@ class Images(Dataset[tuple[Tensor, Tensor, Tensor]]):
         generator = torch.Generator().manual_seed(seed)
         self.patterns = torch.randn(4, 8, 8, generator=generator)
         self.classes = torch.randint(4, (samples,), generator=generator)
-        self.seed, self.epoch = seed, 0
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.classes)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        epoch, index = key  # with_epoch=True below: an attribute set in the loop may not reach the workers
         # By the sample's own generator: a worker's would depend on what that worker did before.
-        generator = torch.Generator().manual_seed(sample_seed(self.seed, self.epoch, index))
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch, index))
         shift = int(torch.randint(8, (), generator=generator))
         image = self.patterns[self.classes[index]].roll(shift, dims=1)
         return image + 1.5 * torch.randn(8, 8, generator=generator), self.classes[index], torch.tensor(index)
@@ -108,7 +109,8 @@ def main() -> int:
         data = Images(args.seed)
         steps_per_epoch = len(data) // args.global_batch
         total_steps = args.epochs * steps_per_epoch
-        sampler = ResumableDistributedSampler(data, dist.world_size, dist.rank, seed=args.seed, drop_last=True)
+        sampler = ResumableDistributedSampler(data, dist.world_size, dist.rank, seed=args.seed, drop_last=True,
+                                              with_epoch=True)
         # Its own generator: making an iterator draws from it, which would change the dropout of a run that resumed.
         loader = DataLoader(data, split.micro_batch, sampler=sampler, num_workers=args.workers, drop_last=True,
                             generator=torch.Generator(), worker_init_fn=shield_worker)
@@ -116,7 +118,7 @@ def main() -> int:
         torch.manual_seed(args.seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 4))
         ddp = DDP(model.to(dist.device), device_ids=dist.device_ids)
-        settle(ddp, lambda: ddp(torch.zeros(1, 8, 8, device=dist.device)).sum())
+        prime_ddp_buckets(ddp, lambda: ddp(torch.zeros(1, 8, 8, device=dist.device)).sum())
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up(step, 20) * (
             0.5 + 0.5 * math.cos(math.pi * min(1, step / total_steps))))
@@ -133,7 +135,6 @@ def main() -> int:
 
         for epoch in range(sampler.epoch, args.epochs):
             sampler.set_epoch(epoch)
-            data.epoch = epoch  # before the workers are started, which copy it
             for micro_batches in grouped(loader, split.accumulation):
                 if len(micro_batches) < split.accumulation:
                     break  # the rest of the epoch is no global batch

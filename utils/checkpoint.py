@@ -386,7 +386,7 @@ class Checkpointer:
         Making the iterator of a DataLoader draws from torch's generator, once more when an epoch is resumed in its
         middle: give the DataLoader a generator of its own, so that all other random numbers stay as they were.
 
-        On three or more ranks DistributedDataParallel goes on with the same bits only after training.settle().
+        On three or more ranks the bits are the same only after training.prime_ddp_buckets(), called before this.
 
         A damaged checkpoint is named with the reason, kept with .damaged at its name, and the one before is taken. So
         do all ranks when one of them finds damage. Needs memory for the whole checkpoint on every rank.

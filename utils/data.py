@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterator, Sized
-from itertools import chain
+from itertools import chain, repeat
 from types import FrameType
 from typing import Any
 
@@ -31,9 +31,11 @@ class Permutation:
     """A pseudo-random order of 0 .. length-1 that is computed index by index: constant memory, any length at once.
 
     A Feistel network on pairs of numbers (Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002,
-    section 4): position = left * 2^h + right, left below a = ceil(length / 2^h). Each round changes one half by a keyed
-    hash of the other, which can be undone, so that the whole is a bijection of a * 2^h numbers, for all intents as many
-    as asked for; a result beyond the length is put in again (cycle walking, section 3). The keys come from the seed.
+    section 4): position = left * 2^h + right, left below a, with a * 2^h at least the length. Each round changes one
+    half by a keyed hash of the other, which can be undone, so that the whole is a bijection of a * 2^h numbers; a
+    result beyond the length is put in again (cycle walking, section 3). The keys come from the seed.
+
+    a is even: rotating an odd number of values is an even permutation, and so would be the whole for every key.
     """
 
     def __init__(self, length: int, *key: int) -> None:
@@ -41,7 +43,7 @@ class Permutation:
             raise ValueError(f"length is {length}; expected 1 to {_MOST}")
         self.length = length
         self._h = max(1, (length - 1).bit_length() // 2)
-        self._a = -(-length // (1 << self._h))
+        self._a = 2 * -(-length // (2 << self._h))
         rng = random.Random(hashlib.sha256(repr(key).encode()).digest())
         self._keys = [tuple(_signed(rng.getrandbits(32) | odd) for odd in (1, 0, 1))
                       for _ in range(_ROUNDS_SMALL if length < _SMALL else _ROUNDS)]
@@ -107,7 +109,7 @@ def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return num_replicas, rank
 
 
-class ResumableDistributedSampler(Sampler[int]):
+class ResumableDistributedSampler(Sampler[Any]):
     """torch's DistributedSampler, with a state that resumes in the middle of an epoch, and without its permutation.
 
     Arguments and meaning are those of torch.utils.data.DistributedSampler; the order is another one (see Permutation).
@@ -116,15 +118,22 @@ class ResumableDistributedSampler(Sampler[int]):
 
     The state counts what the training loop got, not what workers of a DataLoader fetched ahead: when a DataLoader draws
     from this sampler, its own count of batches is read. Save it on any rank, at the same step on all; load it on all.
+
+    with_epoch: give (epoch, index) instead of index, for a data set whose samples depend on the epoch, such as by
+    sample_seed(). The epoch then reaches each worker with the sample, at any num_workers and with persistent_workers.
+    An attribute that the script sets on the data set reaches only the workers that start afterwards, so persistent
+    workers never see it: with them, a data set that has an attribute `epoch` is refused without with_epoch.
+    A DataLoader with in_order=False is refused: how many batches were given does not tell which ones they were.
     """
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None, shuffle: bool = True,
-                 seed: int = 0, drop_last: bool = False) -> None:
+                 seed: int = 0, drop_last: bool = False, *, with_epoch: bool = False) -> None:
         num_replicas, rank = replica(num_replicas, rank)
         if len(dataset) < 1:
             raise ValueError("the data set is empty; expected at least one sample")
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
         self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
+        self.with_epoch = with_epoch
         self.num_samples = self._samples_from(0)  # of this rank in a whole epoch
         self.total_size = self.num_samples * num_replicas
         self._start = 0  # position in the global order from which the next pass over this epoch goes on
@@ -134,7 +143,8 @@ class ResumableDistributedSampler(Sampler[int]):
         """Samples of this rank in a whole epoch, also when it goes on in the middle of one."""
         return self.num_samples
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
+        """Indices, or pairs (epoch, index). RuntimeError for a DataLoader with which a resumed run would go wrong."""
         if any(one.epoch == self.epoch and one.read for one in self._passes):
             self._start = 0  # what was loaded is where one pass went on; the next is a whole one
         begun = _Pass(self, self._start)
@@ -195,20 +205,21 @@ class _Pass:
         self.samples = sampler._samples_from(start)
         self._length, self._step, self._offset = len(sampler.dataset), sampler.num_replicas, sampler.rank
         self._order = Permutation(self._length, sampler.seed, sampler.epoch) if sampler.shuffle else None
-        self._drawn, self._chunk = 0, iter(())
+        self._with_epoch, self._drawn, self._chunk = sampler.with_epoch, 0, iter(())
         # A DataLoader's iterator, and its attributes, which outlive it: after a break out of the loop they still tell.
         self._reader: weakref.ref[Any] | None = None
         self._loader: dict[str, Any] = {}
 
-    def indices(self) -> Iterator[int]:
-        """The indices, at the speed of list iterators: no Python runs for each of them."""
+    def indices(self) -> Iterator[Any]:
+        """What the sampler gives, at the speed of list iterators: no Python runs for each index."""
         chunks = self._chunks()
         self._find_loader()
+        self._check_loader()
         if self._reader is None:
             self._reader = weakref.ref(chunks)
         return chain.from_iterable(chunks)
 
-    def _chunks(self) -> Iterator[Iterator[int]]:
+    def _chunks(self) -> Iterator[Iterator[Any]]:
         size = _FIRST_CHUNK
         while self._drawn < self.samples:
             count = min(size, self.samples - self._drawn)
@@ -218,7 +229,7 @@ class _Pass:
                 positions %= self._length  # padding: from the start of the order, as torch does
             self._drawn += count
             self._chunk = iter((positions if self._order is None else self._order(positions)).tolist())
-            yield self._chunk
+            yield zip(repeat(self.epoch), self._chunk) if self._with_epoch else self._chunk  # noqa: B905
             size = _CHUNK
 
     def _find_loader(self) -> None:
@@ -232,6 +243,22 @@ class _Pass:
                 self._reader, self._loader = weakref.ref(reader), vars(reader)
                 return
             frame = frame.f_back
+
+    def _check_loader(self) -> None:
+        """RuntimeError for options of the DataLoader with which a resumed run would get other samples."""
+        if not self._loader.get("_in_order", True):
+            raise RuntimeError("the DataLoader has in_order=False, so that the number of batches it gave does not tell "
+                               "which samples they held. A resumed run would lose and repeat samples. Expected "
+                               "in_order=True, the default: leave the option out")
+        dataset: Any = self._loader.get("_dataset")
+        while type(getattr(dataset, "epoch", None)) is not int and hasattr(dataset, "dataset"):
+            dataset = dataset.dataset  # torch's Subset and its like
+        if (self._loader.get("_persistent_workers") and not self._with_epoch
+                and type(vars(dataset).get("epoch") if hasattr(dataset, "__dict__") else None) is int):
+            raise RuntimeError("the DataLoader has persistent_workers=True, and its data set an attribute `epoch`, "
+                               "which these workers copy only once. A resumed run would get other samples than one "
+                               "without interruption. Make the sampler with with_epoch=True and take the epoch in "
+                               "__getitem__((epoch, index)) instead, or leave persistent_workers out")
 
     @property
     def reader(self) -> object:

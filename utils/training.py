@@ -2,7 +2,7 @@
 
 Not here: the loop, which stays the user's; which sample goes where (data.py).
 
-    settle(ddp, lambda: ddp(some_inputs).mean())                      # a resumed run then has the same bits
+    prime_ddp_buckets(ddp, lambda: cross_entropy(ddp(inputs), targets))  # a resumed run then has the same bits
     split = split_batch(global_batch=1024, world_size=dist.world_size, max_micro_batch=64)
     lr = scale_lr(3e-4, split.global_batch / 256, "sqrt")              # 3e-4 was found with a global batch of 256
     loader = DataLoader(data, batch_size=split.micro_batch, sampler=sampler)
@@ -16,13 +16,18 @@ Not here: the loop, which stays the user's; which sample goes where (data.py).
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from .checkpoint_random import random_states, restore_random_states
 
 _Batch = TypeVar("_Batch")
 RULES = ("linear", "sqrt", "none")
@@ -164,25 +169,60 @@ def accumulate(model: torch.nn.Module, micro_batches: Sequence[_Batch], *, sampl
             yield batch, own / whole
 
 
-def settle(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> None:
-    """Let DistributedDataParallel find its order of summation before training, by a pass from which nothing is learned.
+def prime_ddp_buckets(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> None:
+    """Let DistributedDataParallel fix its gradient buckets before training; a resumed run then has the same bits.
 
-    In the first backward pass of a process it sees when each gradient is ready, and orders its buckets anew for all
-    that follow. Where a gradient lies in a bucket decides in which order three or more ranks add it up, and so its last
-    bits: without this the first step after a resume is not that of the run without interruption. Once, on all ranks,
-    before a checkpoint is loaded.
+    In the first backward pass of a process (the second with static_graph=True) DDP records when each gradient is ready
+    and reorders its buckets for all later passes. The bucket of a gradient decides in which order three or more ranks
+    add it up, and so its last bits. Call this once on all ranks, before a checkpoint is loaded.
 
-    loss: a forward pass of the model on inputs of any values, to a number. It is made in evaluation mode, so that
-    neither random numbers nor running statistics change.
+    loss: one forward pass of the model as in training, with inputs of the training's shapes and any values, and a loss
+    that uses every output that the training's loss uses. It is called once, or twice with static_graph=True.
+
+    The model runs in its present mode, as layers and outputs may be used in training alone. Buffers (the statistics of
+    BatchNorm), gradients, random number generators and the state of a communication hook are afterwards as before.
+    A model that updates parameters in the backward pass, or counts passes in plain attributes, keeps those changes.
+
+    Raises RuntimeError inside of no_sync(), where DDP records nothing.
     """
+    ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+    if ddp is not None and not ddp.require_backward_grad_sync:
+        raise RuntimeError("prime_ddp_buckets() was called inside of no_sync(). Expected a pass that exchanges "
+                           "gradients. Call it outside")
+    buffers = [(module, name, buffer, buffer.detach().clone()) for module in model.modules()
+               for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)]
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    hooks = _hook_states(ddp)
+    generators = random_states()
     try:
-        torch.autograd.backward(loss())
+        for _ in range(2 if ddp is not None and ddp.static_graph else 1):
+            for parameter, _ in gradients:
+                parameter.grad = None
+            with torch.enable_grad():
+                torch.autograd.backward(loss())
     finally:
+        restore_random_states(generators)
+        for state, attributes in hooks:
+            vars(state).clear()
+            vars(state).update(attributes)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         for module, training in modes:
             module.training = training
-        model.zero_grad()
+        with torch.no_grad():
+            for module, name, buffer, values in buffers:
+                buffer.copy_(values)
+                setattr(module, name, buffer)
+
+
+def _hook_states(ddp: DistributedDataParallel | None) -> list[tuple[object, dict[str, Any]]]:
+    """The state objects of communication hooks, such as PowerSGDState, each with a copy of its attributes."""
+    # Private: torch gives no other way to the state of a hook.
+    states = [state for _, state in getattr(ddp, "_comm_hooks", ()) if hasattr(state, "__dict__")]
+    states = [state for state in states if not isinstance(state, ProcessGroup)]
+    return [(state, copy.deepcopy(vars(state), {id(value): value for value in vars(state).values()
+                                                if isinstance(value, ProcessGroup)})) for state in states]
 
 
 def _length(batch: object) -> int:

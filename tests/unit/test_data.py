@@ -4,10 +4,11 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, Subset
 
 from utils.data import Permutation, ResumableDistributedSampler, sample_seed
 
@@ -51,7 +52,7 @@ def test_huge_orders_stay_in_range_and_collide_nowhere(length: int) -> None:
 
 def test_the_order_is_that_of_the_seed_and_the_epoch() -> None:
     """Written down, so that no release changes the order of a run that is to be resumed."""
-    assert Permutation(10, 0, 0)(torch.arange(10)).tolist() == [3, 4, 6, 2, 0, 1, 9, 5, 8, 7]
+    assert Permutation(10, 0, 0)(torch.arange(10)).tolist() == [0, 1, 3, 2, 7, 4, 6, 5, 9, 8]
     assert Permutation(10**10, 0, 1)(torch.arange(3)).tolist() == [9893941043, 1475216443, 625146259]
     assert Permutation(1000, 0, 1)(torch.arange(9)).tolist() != Permutation(1000, 1, 0)(torch.arange(9)).tolist()
 
@@ -105,6 +106,29 @@ def test_the_order_is_as_random_as_randperm(statistic, length: int, count: int) 
     values = statistic(orders).double()
     assert abs(float(values.mean())) * math.sqrt(len(values)) < 4.5
     assert abs(float(values.var()) - 1) < 4.5 * math.sqrt(3 / len(values))
+
+
+def is_odd(order: list[int]) -> bool:
+    """Whether the permutation is a product of an odd number of transpositions."""
+    cycles, seen = 0, set[int]()
+    for first in order:
+        cycles += first not in seen
+        while first not in seen:
+            seen.add(first)
+            first = order[first]
+    return (len(order) - cycles) % 2 == 1
+
+
+@pytest.mark.parametrize("length", [*range(2, 33), 40, 56, 64, 144])
+def test_half_of_the_orders_are_odd_and_every_place_is_as_likely(length: int) -> None:
+    orders = torch.stack([Permutation(length, seed, length)(torch.arange(length)) for seed in range(400)])
+    odd = sum(map(is_odd, orders.tolist()))
+    assert abs(odd - 200) < 4.5 * 10
+    times = torch.zeros(length, length).index_put_(
+        (torch.arange(length).expand_as(orders), orders), torch.tensor(1.0), accumulate=True)
+    chi_square = ((times - 400 / length) ** 2 / (400 / length)).sum()
+    freedom = (length - 1) ** 2
+    assert abs(chi_square - freedom) < 4.5 * math.sqrt(2 * freedom) + 4
 
 
 def test_every_order_of_a_tiny_data_set_occurs() -> None:
@@ -297,6 +321,79 @@ def test_single_samples_are_counted_where_the_loader_makes_no_batches() -> None:
     reader = iter(DataLoader(Numbers(30), batch_size=None, sampler=one))
     next(reader), next(reader)
     assert one.state_dict()["position"] == 2
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Samples that depend on the epoch, which comes with the index."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
+        epoch, index = key
+        return torch.tensor([epoch, index, sample_seed(0, epoch, index)])
+
+
+WORKERS: list[dict[str, Any]] = [
+    {}, {"num_workers": 1}, {"num_workers": 2, "prefetch_factor": 4},
+    {"num_workers": 1, "pin_memory": True}, {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"}]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_the_epoch_reaches_every_worker_and_a_resumed_run_gets_the_same_samples(options: dict[str, Any]) -> None:
+    def epochs(one: ResumableDistributedSampler, batches: int = 1000) -> list[list[int]]:
+        loader, got = DataLoader(Augmented(), 4, sampler=one, **options), list[list[int]]()
+        for epoch in range(one.epoch, 3):
+            one.set_epoch(epoch)
+            for batch in loader:
+                got += batch.tolist()
+                batches -= 1
+                if not batches:
+                    return got
+        return got
+
+    whole = epochs(sampler(60, with_epoch=True))
+    assert [row[0] for row in whole] == 60 * [0] + 60 * [1] + 60 * [2]
+    assert all(sample_seed(0, epoch, index) == seed for epoch, index, seed in whole)
+    first = sampler(60, with_epoch=True)
+    got = epochs(first, 20)  # into the second epoch
+    second = sampler(60, with_epoch=True)
+    second.load_state_dict(first.state_dict())
+    assert got + epochs(second) == whole
+
+
+def test_epochs_come_with_indices_without_a_loader_too() -> None:
+    one = sampler(1500, with_epoch=True)
+    one.set_epoch(3)
+    reader = iter(one)
+    got = [next(reader) for _ in range(700)]
+    assert one.state_dict()["position"] == 700
+    assert [epoch for epoch, _ in got] == [3] * 700
+    assert [index for _, index in got] == Permutation(1500, 0, 3)(torch.arange(700)).tolist()
+
+
+class WithEpoch(Numbers):
+    epoch: int
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epoch = 0
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(40))])
+def test_an_epoch_that_persistent_workers_would_not_see_is_refused(wrap: Any) -> None:
+    data = wrap(WithEpoch(40))
+    one = sampler(40)
+    with pytest.raises(RuntimeError, match="with_epoch=True"):
+        iter(DataLoader(data, 4, sampler=one, num_workers=1, persistent_workers=True))
+    assert len(samples(DataLoader(data, 4, sampler=one, num_workers=1))) == 40
+
+
+def test_batches_in_any_order_are_refused_as_they_cannot_be_counted() -> None:
+    with pytest.raises(RuntimeError, match="in_order=True"):
+        iter(DataLoader(Numbers(40), 4, sampler=sampler(40), num_workers=2, in_order=False))
+    assert len(samples(DataLoader(Numbers(40), 4, sampler=sampler(40), in_order=False))) == 40  # no workers
 
 
 @pytest.mark.parametrize("name, value", [("length", 11), ("seed", 1), ("shuffle", False), ("drop_last", True)])

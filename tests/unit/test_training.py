@@ -1,17 +1,33 @@
 """utils/training.py: every split is exact, or refused with the nearest ones; accumulated gradients are the whole's."""
 from __future__ import annotations
 
+import os
+import random
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from utils.training import BatchSplit, accumulate, grouped, scale_adam, scale_lr, settle, split_batch, warm_up
+from utils.training import (
+    BatchSplit,
+    accumulate,
+    grouped,
+    prime_ddp_buckets,
+    scale_adam,
+    scale_lr,
+    split_batch,
+    warm_up,
+)
 
 
 @pytest.mark.parametrize(("global_batch", "world_size", "most", "expected"), [
@@ -188,13 +204,113 @@ def test_grouping_takes_nothing_ahead() -> None:
     assert list(groups) == [[2, 3], [4]]
 
 
-def test_settling_leaves_no_trace_in_the_model(alone: None) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.BatchNorm1d(4).eval())
-    ddp = DDP(model)
-    before = [tensor.clone() for tensor in model.state_dict().values()]
-    generator, modes = torch.get_rng_state(), [module.training for module in ddp.modules()]
-    settle(ddp, lambda: ddp(torch.rand(2, 3, generator=torch.Generator())).sum())
-    assert all(map(torch.equal, before, model.state_dict().values()))
-    assert torch.equal(generator, torch.get_rng_state())
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True},
+                                     {"find_unused_parameters": True}])
+def test_priming_leaves_no_trace_in_the_model(options: dict[str, bool], alone: None) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4).requires_grad_(False),
+                          nn.BatchNorm1d(4).eval())
+    ddp = DDP(model, **options)
+    hook_state = PowerSGDState(None, start_powerSGD_iter=2)
+    ddp.register_comm_hook(hook_state, powerSGD_hook)
+    kept = torch.full((4,), 3.0)
+    model[1].weight.grad = kept
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    generators, modes = (torch.get_rng_state(), random.getstate()), [module.training for module in ddp.modules()]
+    drawn, passes = [], []
+
+    def loss() -> torch.Tensor:
+        passes.append(ddp.training)
+        drawn.append(random.random())
+        return ddp(torch.rand(5, 3)).sum()
+
+    prime_ddp_buckets(ddp, loss)
+    assert passes == [True] * (2 if options.get("static_graph") else 1)
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor and torch.equal(tensor, value) for name, (tensor, value) in before.items())
+    assert torch.equal(generators[0], torch.get_rng_state()) and generators[1] == random.getstate()
     assert modes == [module.training for module in ddp.modules()] and modes[-1] is False
-    assert all(parameter.grad is None for parameter in ddp.parameters())
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["1.weight"]
+    assert model[1].weight.grad is kept and torch.equal(kept, torch.full((4,), 3.0))
+    assert hook_state.iter == 0 and not hook_state.error_dict
+
+
+def test_priming_inside_of_no_sync_is_refused(alone: None) -> None:
+    ddp = DDP(model())
+    with ddp.no_sync(), pytest.raises(RuntimeError, match="no_sync"):
+        prime_ddp_buckets(ddp, lambda: ddp(torch.ones(1, 5).double()).sum())
+
+
+# A run of 6 steps, and one that resumes in a new DistributedDataParallel after 3 of them. The layers are not used in
+# the order of their definition, so that DDP reorders its buckets.
+RESUME = """
+import copy, hashlib, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from utils.training import accumulate, prime_ddp_buckets
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last, self.auxiliary = nn.Linear(24, 5), nn.Linear(24, 5)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Dropout(0.2))
+                                    for _ in range(6))
+    def forward(self, x):
+        for number in (3, 0, 5, 2, 4, 1):
+            x = x + self.layers[number](x).tanh()
+            middle = x if number == 5 else None if number == 3 else middle
+        return (self.last(x), self.auxiliary(middle)) if self.training else self.last(x)
+
+def loss(ddp, x):
+    main, auxiliary = ddp(x)
+    return main.square().mean() + 0.3 * auxiliary.square().mean()
+
+def run(options, first, saved=None):
+    torch.manual_seed(dist.get_rank())
+    net = Net()
+    ddp = DDP(net, bucket_cap_mb=0.004, **options)
+    prime_ddp_buckets(ddp, lambda: loss(ddp, torch.randn(4, 24)))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    if saved:
+        net.load_state_dict(saved[0]); optimizer.load_state_dict(saved[1]); torch.set_rng_state(saved[2])
+    digests = []
+    for step in range(first, 6):
+        if step == 3:
+            saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        batches = torch.randn(2, 4, 24, generator=generator).unbind() if step % 2 else [
+            torch.randn(4, 24, generator=generator)]
+        if options.get("static_graph"):
+            batches = batches[:1]  # which allows no other number of passes
+        for batch, weight in accumulate(ddp, batches):
+            (weight * loss(ddp, batch)).backward()
+        optimizer.step(); optimizer.zero_grad()
+        parts = [tensor.numpy().tobytes() for tensor in net.state_dict().values()]
+        digests.append(hashlib.sha256(b"".join(parts)).hexdigest())
+    return digests, saved
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True},
+                {"static_graph": True, "gradient_as_bucket_view": True}):
+    whole, saved = run(options, 0)
+    again, _ = run(options, 3, saved)
+    print("same" if whole[3:] == again else "other", options)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_resumed_run_has_the_same_bits_on_every_rank(ranks: int) -> None:
+    """With auxiliary heads, BatchNorm, dropout and accumulation."""
+    root = Path(__file__).resolve().parents[2]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [subprocess.Popen([sys.executable, "-c", RESUME], cwd=root, env={**common, "RANK": str(rank)},
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(ranks)]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (output, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+        assert output.count("same") == 5 and "other" not in output, output
