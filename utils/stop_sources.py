@@ -4,6 +4,7 @@ Not here: signals, and how all ranks agree to stop (preemption.py).
 """
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import threading
@@ -20,43 +21,68 @@ _COMMAND_SECONDS = 30.0
 
 
 class Sources:
-    """A thread that calls request(reason) once, when one of the sources says so. Each may hang without harm.
+    """Threads, one for each source, that call request(reason) when the source asks for a stop.
 
-    reserve: how many seconds before the time limit it has to be said. The other arguments are those of StopSignal.
-    Without a source there is no thread.
+    A source that hangs or fails does not affect the others. An exception is logged once and the source is tried again.
+
+    reserve: how many seconds before the time limit a stop has to be asked for. The other arguments are those of
+    StopSignal. Without a source there is no thread.
     """
 
     def __init__(self, request: Callable[[str], None], reserve: Callable[[], float],
                  time_left: Callable[[], float | None] | None, file: Path | None, command: Sequence[str],
                  poll_seconds: float) -> None:
-        self.ended = threading.Event()  # set it to end the thread
+        self.ended = threading.Event()  # set it to end the threads
         self._request, self._reserve = request, reserve
         self._time_left = time_left or _scheduler_clock()
-        self._file, self._command, self._poll_seconds = file, list(command), poll_seconds
+        self._file, self._command = file, list(command)
         self._deadline: float | None = None  # of time.monotonic()
-        self._asked = self._looked = -_ASK_SECONDS - poll_seconds
+        self._next_query = time.monotonic()
         self._told = False
-        self._state = self._state_of_file()
-        if self._state:
-            _log.warning("%s is there already: it stops this run when it is touched again", file)
-        if self._time_left or self._file or self._command:
-            threading.Thread(target=self._watch, name="stop sources", daemon=True).start()
+        self._state: tuple[int, int] | None = None
+        self._state_known = False  # whether the file has been looked at
+        if self._file:
+            try:
+                self._file_changed()
+            except OSError:
+                pass  # the thread tries again and reports it
+            if self._state:
+                _log.warning("%s is there already: it stops this run when it is touched again", file)
+        pause = min(1.0, poll_seconds)
+        for wanted, name, check, seconds in (
+                (self._time_left, "time limit", self._time_is_up, pause),
+                (self._file, f"file {file}", self._file_changed, poll_seconds),
+                (self._command, "command", self._run_command, poll_seconds)):
+            if wanted:
+                threading.Thread(target=self._watch, args=(name, check, seconds), name=f"stop source: {name}",
+                                 daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch(self, name: str, check: Callable[[], str | None], seconds: float) -> None:
+        reported = False
         while not self.ended.is_set():
-            reason = self._time_is_up() or self._look()
+            try:
+                reason = check()
+            except BaseException as error:  # SystemExit too: it would end this thread without a word
+                reason = None
+                if not reported:
+                    _log.warning("the source of stop requests %r failed with %s: %s. It is tried again, and the other "
+                                 "sources are watched as before; later failures of it are not reported", name,
+                                 type(error).__name__, error)
+                reported = True
             if reason is not None:
                 return self._request(reason)
-            self.ended.wait(min(1.0, self._poll_seconds))
+            self.ended.wait(seconds)
 
     def _time_is_up(self) -> str | None:
-        if self._time_left is None:
-            return None
+        assert self._time_left is not None
         now, reserve = time.monotonic(), self._reserve()
         near = self._deadline is not None and now >= self._deadline - reserve
-        if now - self._asked >= (_FRESH_SECONDS if near else _ASK_SECONDS):
-            self._asked = now
+        if now >= self._next_query or near and now >= self._next_query - _ASK_SECONDS + _FRESH_SECONDS:
+            self._next_query = now + _FRESH_SECONDS  # unless it succeeds
             left = self._time_left()
+            if left is not None and math.isnan(left):
+                raise ValueError("the time left is nan; expected a number of seconds, or None")
+            self._next_query = now + _ASK_SECONDS
             if left is not None:
                 self._deadline = now + left  # as of the question, since the answer may come late
             elif self._deadline is None and not self._told:
@@ -68,34 +94,24 @@ class Sources:
         return (f"time limit in {max(0.0, self._deadline - time.monotonic()):.0f} s, of which {reserve:.0f} s are kept "
                 "for the save")
 
-    def _look(self) -> str | None:
-        """At the file and the command, every poll_seconds."""
-        if time.monotonic() - self._looked < self._poll_seconds:
-            return None
-        state = self._state_of_file()
-        if state and state != self._state:
-            return f"file {self._file}"
-        self._state = state
-        reason = self._run_command() if self._command else None
-        self._looked = time.monotonic()
-        return reason
-
-    def _state_of_file(self) -> tuple[int, int] | None:
-        """What changes when the file is made or touched; None when it is not there."""
-        if self._file is None:
-            return None
+    def _file_changed(self) -> str | None:
+        """Whether the file was made or touched since the last look. OSError when that cannot be told."""
+        assert self._file is not None
         try:
-            state = os.stat(self._file)
-        except OSError:
-            return None
-        return state.st_ino, state.st_mtime_ns
+            found = os.stat(self._file)
+            state = found.st_ino, found.st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            state = None
+        changed = self._state_known and state is not None and state != self._state
+        self._state, self._state_known = state, True
+        return f"file {self._file}" if changed else None
 
     def _run_command(self) -> str | None:
+        if not self._command:
+            return None
         try:
             done = subprocess.run(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                   stderr=subprocess.DEVNULL, timeout=_COMMAND_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
         except OSError as error:
             _log.warning("the command that may ask for a stop cannot be run and is not tried again: %s", error)
             self._command = []

@@ -204,8 +204,8 @@ def prime_ddp_buckets(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) 
     finally:
         restore_random_states(generators)
         for state, attributes in hooks:
-            vars(state).clear()
-            vars(state).update(attributes)
+            for name, value in attributes.items():
+                setattr(state, name, value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, training in modes:
@@ -219,10 +219,15 @@ def prime_ddp_buckets(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) 
 def _hook_states(ddp: DistributedDataParallel | None) -> list[tuple[object, dict[str, Any]]]:
     """The state objects of communication hooks, such as PowerSGDState, each with a copy of its attributes."""
     # Private: torch gives no other way to the state of a hook.
-    states = [state for _, state in getattr(ddp, "_comm_hooks", ()) if hasattr(state, "__dict__")]
-    states = [state for state in states if not isinstance(state, ProcessGroup)]
-    return [(state, copy.deepcopy(vars(state), {id(value): value for value in vars(state).values()
-                                                if isinstance(value, ProcessGroup)})) for state in states]
+    states = [state for _, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, ProcessGroup)]
+    found = []
+    for state in states:
+        names = [*getattr(state, "__dict__", ()),
+                 *(name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ()))]
+        attributes = {name: getattr(state, name) for name in names if hasattr(state, name)}
+        groups = {id(value): value for value in attributes.values() if isinstance(value, ProcessGroup)}
+        found.append((state, copy.deepcopy(attributes, groups)))  # process groups are not copied
+    return found
 
 
 def _length(batch: object) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -307,6 +308,73 @@ def test_a_command_that_does_not_exist_is_told_once(caplog: pytest.LogCaptureFix
         assert until(lambda: "not tried again" in caplog.text)
         assert not until(stop.should_stop, 0.2)
         assert caplog.text.count("not tried again") == 1
+
+
+def fails() -> float:
+    raise ZeroDivisionError("user's mistake")
+
+
+def exits() -> float:
+    sys.exit("user's mistake")
+
+
+def hangs() -> float:
+    threading.Event().wait()
+    return 0.0
+
+
+@pytest.mark.parametrize("time_left", [fails, exits, hangs, lambda: float("nan"), lambda: "12:00"])
+def test_a_time_left_that_fails_or_hangs_keeps_nothing_from_being_watched(
+        time_left: Callable[[], float], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with StopSignal(time_left=time_left, file=tmp_path / "stop", poll_seconds=0.05) as stop:
+        if time_left is not hangs:
+            assert until(lambda: "'time limit' failed with" in caplog.text)
+        assert not until(stop.should_stop, 0.2)
+        (tmp_path / "stop").touch()
+        assert until(stop.should_stop)
+    assert caplog.text.count("failed with") == (time_left is not hangs)
+
+
+def test_a_time_left_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_sources, "_FRESH_SECONDS", 0.1)
+    answers: list[Callable[[], float]] = [fails, fails, lambda: 10.0]
+    with StopSignal(time_left=lambda: answers.pop(0)(), save_seconds=60, poll_seconds=0.05) as stop:
+        assert until(stop.should_stop)
+        assert "time limit in 10 s" in stop.reason
+
+
+def test_a_file_system_that_fails_for_a_while_stops_nothing_and_is_reported(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stop"
+    path.touch()
+    failing = threading.Event()
+    failing.set()
+
+    stat_before = os.stat
+
+    def stat_of(name: Any, **options: Any) -> os.stat_result:
+        if name == path and failing.is_set():
+            raise OSError(116, "Stale file handle")
+        return stat_before(name, **options)
+
+    monkeypatch.setattr(stop_sources.os, "stat", stat_of)
+    with StopSignal(file=path, poll_seconds=0.02) as stop:
+        assert until(lambda: "Stale file handle" in caplog.text)
+        failing.clear()  # the file is there already, and was not touched
+        assert not until(stop.should_stop, 0.3)
+        failing.set()
+        assert not until(stop.should_stop, 0.2)
+        failing.clear()
+        assert not until(stop.should_stop, 0.2)
+        os.utime(path, (1, 1))
+        assert until(stop.should_stop)
+
+
+def test_a_command_that_hangs_delays_no_other_source(tmp_path: Path) -> None:
+    with StopSignal(command=["sleep", "20"], file=tmp_path / "stop", poll_seconds=0.05) as stop:
+        assert not until(stop.should_stop, 0.3)
+        (tmp_path / "stop").touch()
+        assert until(stop.should_stop)
 
 
 def test_any_thread_may_ask_for_a_stop(stop: StopSignal) -> None:
