@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 COLUMNS = """\
 lines, each a median over the runs, of the slowest rank:
   should_stop()   time of one call at a step boundary, the loop around it taken off
+  after a step    the same call after a copy of 32 MiB, which displaces its data from the caches as a step does
   idle thread     CPU time that an open StopSignal takes while nothing happens, per second
-  both            the two as a part of a step of --step-ms
+  both            call after a step and idle thread as a part of a step of --step-ms
   loop ratio      CPU time of a loop of such steps with StopSignal / without, all ranks together, taking turns: of
                   the lower quartiles of the turns, since a shared machine is slow at times; what is left of the
                   noise is how far from 1 the same ratio is of two loops without
@@ -55,12 +56,13 @@ def main() -> None:
         return measure(args.step_ms / 1e3, args.runs)
     results = launch(args.ranks)
     step = args.step_ms / 1e3
-    call, idle = max(r["call"] for r in results), max(r["idle"] for r in results)
+    call, cold, idle = (max(r[name] for r in results) for name in ("call", "cold", "idle"))
     stops = sorted(max(waits) for waits in zip(*(r["stops"] for r in results), strict=True))
     print(f"{args.ranks} ranks, steps of {args.step_ms:g} ms, {args.runs} runs")
     print(f"should_stop()  {call * 1e9:8.0f} ns     {call / step:.3%} of a step")
+    print(f"after a step   {cold * 1e9:8.0f} ns     {cold / step:.3%} of a step")
     print(f"idle thread    {idle * 1e6:8.0f} us/s   {idle:.3%} of a core")
-    print(f"both                          {call / step + idle:.3%} of a step")
+    print(f"both                          {cold / step + idle:.3%} of a step")
     fast = {side: statistics.quantiles(map(sum, zip(*(r[side] for r in results), strict=True)), method="inclusive")[0]
             for side in SIDES}
     print(f"loop ratio     {fast['with'] / fast['without']:8.4f}     of two loops without "
@@ -92,6 +94,7 @@ def measure(step: float, runs: int) -> None:
         work = calibrated(step)
         with StopSignal(dist) as stop:
             calls = [one_call(stop) for _ in range(runs)]
+            cold = statistics.median(call_after_a_step(stop) for _ in range(20 * runs))
             idle = idle_thread(stop._listener, 3.0)
         times: dict[str, list[float]] = {side: [] for side in SIDES}
         for run in range(8 * runs):
@@ -100,7 +103,7 @@ def measure(step: float, runs: int) -> None:
                     dist.barrier()
                     times[side].append(steps(work, maybe))
         stops = [one_stop(dist, step) for _ in range(runs)]
-    print(json.dumps({"call": statistics.median(calls), "idle": idle, "stops": stops, **times}))
+    print(json.dumps({"call": statistics.median(calls), "cold": cold, "idle": idle, "stops": stops, **times}))
 
 
 def products(count: int) -> None:
@@ -141,6 +144,15 @@ def one_call(stop: StopSignal) -> float:
     for _ in range(CALLS):
         pass
     return (2 * middle - start - time.perf_counter()) / CALLS
+
+
+def call_after_a_step(stop: StopSignal) -> float:
+    import torch
+
+    torch.ones(1 << 22, dtype=torch.int64).clone()
+    start = time.perf_counter()
+    stop.should_stop()
+    return time.perf_counter() - start
 
 
 def idle_thread(thread: threading.Thread, seconds: float) -> float:

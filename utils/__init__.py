@@ -1,11 +1,18 @@
 """What a training script imports. The heart is one call: `from utils import setup_distributed`.
 
 Names are loaded on first use, so that `utils.launchers` does not import torch.
+
+The import installs handlers for SIGUSR1 and SIGUSR2 where none are: they would end a rank that still imports torch. The
+handlers hold them for its StopSignal. Import this package before torch.
 """
 from __future__ import annotations
 
+from .held_signals import hold as _hold_signals
+
 __version__ = "0.1.0"
 __all__ = ["Distributed", "LaunchError", "setup_distributed"]
+
+_hold_signals()
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from . import held_signals
 from .launch import report
 from .launch.report import EXIT_REQUEUE as EXIT_REQUEUE
 from .logging import get_logger
@@ -57,6 +58,9 @@ _shielded = 0  # the process that shield_worker() was called in
 
 class StopSignal:
     """Says "stop now?" at a step boundary, with the same answer on every rank at the same boundary.
+
+    SIGUSR1 and SIGUSR2 that came since the package was imported count as well. After close() they are remembered for
+    the next StopSignal.
 
     A stop is asked for by SIGUSR1, SIGUSR2 or SIGTERM on any rank, by request() on any rank, and on rank 0 by the time
     limit, a file or a command. Then the ranks agree, in about 0.3 s, on the next boundary that none of them has passed.
@@ -125,7 +129,9 @@ class StopSignal:
     def should_stop(self) -> bool:
         """Whether to save and stop now: the same answer on every rank at its n-th call, and True ever after.
 
-        About a microsecond. It waits only after a stop was asked for, some milliseconds until the ranks have agreed.
+        About a microsecond in a tight loop, and some 10 after a real step, whose data have displaced its own from the
+        caches of the core (scripts/bench_stop.py measures both). It waits only after a stop was asked for, some
+        milliseconds until the ranks have agreed.
         RuntimeError when they cannot: a rank hangs or has ended.
         """
         now = time.monotonic()
@@ -203,11 +209,13 @@ class StopSignal:
         # The interpreter writes into it at once, while the handler waits until the main thread runs Python again.
         self._wakeup_before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         _open = self
+        for number in held_signals.take():  # while torch was imported, or between two StopSignals
+            self.request(number.name)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
         before = self._before.get(signal.Signals(number))
-        if callable(before):
+        if callable(before) and before is not held_signals.remember:
             before(number, frame)
 
     def _wake(self) -> None:
@@ -303,7 +311,7 @@ class StopSignal:
     def close(self) -> None:
         """Give the signals back to the handlers that were there before. A second call does nothing.
 
-        A signal that comes later ends the process as it would have without StopSignal: first end what saves.
+        A SIGTERM that comes later ends the process as it would have without StopSignal: first end what saves.
         """
         self._close(orderly=True)
 

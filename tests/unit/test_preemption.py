@@ -503,3 +503,71 @@ def test_outside_of_slurm_the_chain_goes_on_by_itself(environ: dict[str, str], s
     log = scontrol("exit 0")
     assert not requeue(environ)
     assert not log.exists()
+
+
+# Signals that come early ---------------------------------------------------------------------------------------------
+
+EARLY = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import utils
+os.kill(os.getpid(), signal.SIGUSR1)  # while torch is imported
+from utils.preemption import StopSignal
+stop = StopSignal()
+sys.exit(stop.exit_status if stop.should_stop() else 1)
+"""
+
+
+def test_a_signal_that_comes_while_torch_is_imported_stops_the_run_at_its_first_boundary() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", EARLY, str(root)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
+@pytest.mark.parametrize(("handler", "expected"), [
+    ("signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))", 3),
+    ("import faulthandler; faulthandler.register(signal.SIGUSR1, chain=True)", -signal.SIGUSR1)])
+def test_the_import_leaves_handlers_of_others_alone(handler: str, expected: int) -> None:
+    root = Path(__file__).resolve().parents[2]
+    program = (f"import os, signal, sys\n{handler}\nsys.path.insert(0, sys.argv[1])\nimport utils\n"
+               "os.kill(os.getpid(), signal.SIGUSR1)")
+    done = subprocess.run([sys.executable, "-c", program, str(root)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == expected, done.stderr
+
+
+def test_a_program_that_a_rank_starts_gets_the_signals_as_ever() -> None:
+    program = "import subprocess, sys, utils; print(subprocess.run(['sh', '-c', 'kill -USR1 $$']).returncode)"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{-signal.SIGUSR1}\n", done.stderr
+
+
+def test_a_signal_between_two_stop_signals_is_for_the_second(stop: StopSignal) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.should_stop()
+    stop.close()
+    with StopSignal() as second:
+        assert not second.should_stop()  # the first one's signal was taken by it
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with StopSignal() as third:
+        assert third.should_stop()
+
+
+BLOCKED = """
+import os, signal, sys
+from utils import held_signals
+held_signals.block()
+if held_signals.handles_stops(["python", sys.argv[1]]):
+    os.environ[held_signals.VARIABLE] = "1"
+os.kill(os.getpid(), signal.SIGUSR1)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_a_signal_blocked_by_the_starter_is_pending_until_the_program_takes_it(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = tmp_path / "train.py"
+    script.write_text(EARLY.replace("os.kill(os.getpid(), signal.SIGUSR1)", ""))
+    done = subprocess.run([sys.executable, "-c", BLOCKED, str(script), str(root)], cwd=root, capture_output=True,
+                          text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "")

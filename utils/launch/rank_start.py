@@ -11,15 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from .. import held_signals
 from ..launchers import LaunchError, Placement, detect
 from .files import problem_with
 from .output import open_file
 from .ports import ReservedPort
 from .report import VARIABLE, parse
 from .wire import Wire, connect
-
-# Until the program handles them itself, they would end it before it has begun.
-_IGNORED_UNTIL_EXEC = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     arguments: working folder, script to compare (or ""), its checksum (or ""), folder for the output (or ""), and the
     words of the program.
     """
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED_UNTIL_EXEC}
     folder, script, checksum, output_dir, *program = arguments
     reached = connect(*parse(os.environ.get(VARIABLE, ""))[:2])
     if reached is None:
@@ -56,8 +53,11 @@ def main(arguments: Sequence[str]) -> int:
         for stream in (1, 2):
             os.dup2(file, stream)
         os.close(file)
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    if held_signals.handles_stops(program):
+        held_signals.block()
+        os.environ[held_signals.VARIABLE] = "1"
+        for number in held_signals.take():  # caught since the import of this package
+            os.kill(os.getpid(), number)  # blocked, it stays pending for the program
     for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and not every program does
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:

@@ -1,0 +1,70 @@
+"""Hold SIGUSR1 and SIGUSR2 from the start of a rank until its StopSignal exists; they would kill it meanwhile.
+
+Importing the package installs a handler that only remembers them. Before that, from exec() on, the starter of a rank
+has them blocked, so that they stay pending. No torch is imported here.
+"""
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+HELD = (signal.SIGUSR1, signal.SIGUSR2)
+VARIABLE = "DDPKIT_SIGNALS_BLOCKED"  # tells the rank that its starter blocked them, and nobody else
+
+_received: list[signal.Signals] = []
+
+
+def remember(number: int, frame: FrameType | None) -> None:
+    """The handler: note the signal for the next StopSignal of this process."""
+    if signal.Signals(number) not in _received:
+        _received.append(signal.Signals(number))
+
+
+def take() -> list[signal.Signals]:
+    """The signals held so far, each returned once."""
+    taken, _received[:] = _received[:], []
+    return taken
+
+
+def hold() -> None:
+    """Remember HELD from now on, and let pending ones in. Handlers of others are left as they are."""
+    if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+        return
+    for number in HELD:
+        if signal.getsignal(number) == signal.SIG_DFL and not _caught(number):
+            signal.signal(number, remember)
+    if os.environ.pop(VARIABLE, None):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+
+
+def _caught(number: int) -> bool:
+    """Whether a handler is installed that Python does not know of, such as that of faulthandler.register()."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            masks = dict(line.split(":\t", 1) for line in status if line.startswith("SigCgt"))
+    except OSError:
+        return False
+    return bool(int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+def handles_stops(words: Sequence[str]) -> bool:
+    """Whether the program is a script that makes a StopSignal, as far as its text tells.
+
+    Other programs get the signals as ever: blocked for good, their own handlers would never run.
+    """
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is None:
+        return False
+    try:
+        with open(script, "rb") as file:
+            return b"StopSignal" in file.read(1 << 20)
+    except OSError:
+        return False
+
+
+def block() -> None:
+    """In the starter, right before exec(): the blocked signals stay pending until hold() lets them in."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
