@@ -571,3 +571,24 @@ def test_a_signal_blocked_by_the_starter_is_pending_until_the_program_takes_it(t
     done = subprocess.run([sys.executable, "-c", BLOCKED, str(script), str(root)], cwd=root, capture_output=True,
                           text=True, timeout=60)
     assert (done.returncode, done.stderr) == (75, "")
+
+
+@pytest.mark.parametrize("options", [[], ["--torchrun"]])
+def test_a_signal_that_comes_before_the_package_is_imported_is_honoured_under_launch_py(
+        options: list[str], tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)  # while torch is imported\n" + EARLY)
+    done = subprocess.run([sys.executable, "scripts/launch.py", *options, "-n", "1", str(script), str(root)], cwd=root,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+
+
+def test_a_program_without_a_stop_signal_gets_the_signals_as_ever_under_launch_py(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
+                      "os.kill(os.getpid(), signal.SIGUSR1)\n")
+    done = subprocess.run([sys.executable, "scripts/launch.py", "-n", "1", str(script)], cwd=root, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 7, done.stderr

@@ -91,7 +91,7 @@ class Agent:
         for index, (words, variables) in enumerate(order["processes"]):
             file = open_file(order["output_dir"], variables["RANK"]) if order["output_dir"] else None
             streams = subprocess.PIPE if file is None else file
-            child = processes.start(words, {**environ, **variables}, stdout=streams, stderr=streams,
+            child = processes.start(words, {**environ, **variables}, stdout=streams, stderr=streams, hold_signals=True,
                                     new_session=bool(order["shield"]))
             if file is not None:
                 os.close(file)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import IO
 
+from .. import held_signals
 from .outcome import say
 
 MARK = "DDPKIT_LAUNCH"  # in the environment of every process of a launch: the ids of the launches around it
@@ -88,20 +89,33 @@ class Processes:
 
     def start(self, words: Sequence[str], environ: Mapping[str, str], *, stdout: int | IO[bytes] | None = None,
               stderr: int | IO[bytes] | None = None, new_session: bool = False,
-              pass_fds: Sequence[int] = (), stdin: bytes = b"") -> subprocess.Popen[bytes] | None:
+              pass_fds: Sequence[int] = (), stdin: bytes = b"",
+              hold_signals: bool = False) -> subprocess.Popen[bytes] | None:
         """Start a process, the next by index, in a process group of its own. None where it could not be started.
 
+        hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a StopSignal takes
+        them.
         new_session: away from the signals that PBS and terminals send to a whole session. stdin: a short text that
         it can read; it cannot read ours.
         """
         index = len(self._children) + len(self._unstarted)
         marked = {**environ, MARK: "/".join(filter(None, [environ.get(MARK), self._id]))}
+        hold_signals = hold_signals and held_signals.handles_stops(words)
+        if hold_signals:
+            marked[held_signals.VARIABLE] = "1"
+
+        def prepare() -> None:
+            if not new_session:
+                os.setpgrp()
+            if hold_signals:
+                held_signals.block()
+
         source = _readable(stdin)
         try:
             # The group has to be there before anything is signalled, hence in the child before it becomes the program.
             child = subprocess.Popen(words, stdin=source, stdout=stdout, stderr=stderr, env=marked,
                                      start_new_session=new_session, pass_fds=pass_fds,
-                                     preexec_fn=None if new_session else os.setpgrp)
+                                     preexec_fn=None if new_session and not hold_signals else prepare)
         except OSError as error:
             say(f"{words[0]} could not be started: {error.strerror}. Expected a program, or a script whose name ends "
                 "in .py")

@@ -56,7 +56,8 @@ def _run_here(plan: Plan, launch_id: str, signals: Signals) -> int:
                 plan.options.output_dir and not workers) else None
             pipe = subprocess.PIPE if plan.options.prefix_output and file is None and not workers else file
             # A stop of PBS goes to the whole session, and torchrun would die of it.
-            child = processes.start(words, {**plan.environ, **variables}, new_session=workers, stdout=pipe, stderr=pipe)
+            child = processes.start(words, {**plan.environ, **variables}, new_session=workers, stdout=pipe, stderr=pipe,
+                                    hold_signals=True)
             if file is not None:
                 os.close(file)
             outputs += [Output(stream, number, int(variables["RANK"])) for number, stream in (
