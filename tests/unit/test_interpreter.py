@@ -34,10 +34,10 @@ def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def chosen(pythons: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Call choose() for an environment, as started by the system's Python, with a kit whose .venv has torch or none."""
+    """Call choose() for an environment without any other Python, with a kit whose .venv is one of these or missing."""
     def call(kit: str | None, torch: bool = True, **environ: str) -> str:
         monkeypatch.setattr(interpreter, "KIT_PYTHON", str(pythons[kit]) if kit else str(tmp_path / "none"))
-        return str(choose({"PATH": SYSTEM, interpreter.STARTED_BY: "/usr/bin/python3", **environ}, torch=torch))
+        return str(choose({"PATH": "/nowhere", interpreter.STARTED_BY: "/nowhere/python3", **environ}, torch=torch))
     return call
 
 
@@ -57,16 +57,19 @@ def test_active_environment_with_torch_comes_before_the_kits(chosen: Callable[..
 
 def test_active_environments_without_torch_are_passed_over_and_named(chosen: Callable[..., str],
                                                                      pythons: dict[str, Path]) -> None:
-    text = chosen("torch", CONDA_PREFIX=prefix(pythons["base"]), PATH=f"{folder(pythons['pyenv'])}:{SYSTEM}")
+    text = chosen("torch", CONDA_PREFIX=prefix(pythons["base"]), PATH=f"{folder(pythons['pyenv'])}:/bin")
     assert text == (
         f"Python for the ranks: {pythons['torch']} (the kit's .venv). Passed over: {pythons['base']} (CONDA_PREFIX) "
         f"has no torch; {folder(pythons['pyenv'])}/python3 (PATH) has no torch")
 
 
-def test_python_of_path_comes_before_the_kits_unless_the_system_brought_it(chosen: Callable[..., str],
-                                                                          pythons: dict[str, Path]) -> None:
-    assert f"{folder(pythons['torch'])}/python3 (PATH)" in chosen("torch 2", PATH=f"{folder(pythons['torch'])}:/bin")
-    assert "(the kit's .venv)" in chosen("torch 2", PATH=SYSTEM)
+def test_python_of_path_comes_before_the_kits_unless_the_system_brought_it(
+        chosen: Callable[..., str], pythons: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder(pythons["torch"])
+    assert f"{path}/python3 (PATH)" in chosen("torch 2", PATH=path)
+    monkeypatch.setattr(interpreter, "SYSTEM_FOLDERS", (path,))
+    assert "(the kit's .venv)" in chosen("torch 2", PATH=path)
+    assert f"{path}/python3 (PATH)" in chosen("base", PATH=path)
 
 
 def test_set_up_lines_come_before_active_environments(chosen: Callable[..., str], pythons: dict[str, Path]) -> None:
@@ -89,7 +92,7 @@ def test_no_python_with_torch_is_an_error_that_names_each(chosen: Callable[..., 
     text = str(raised.value)
     assert f"{pythons['base']} (CONDA_PREFIX) has no torch" in text
     assert f"{pythons['old']} (VIRTUAL_ENV) is Python 3.9, older than 3.10" in text
-    assert "/usr/bin/python3 (PATH) has no torch" in text and "setup_env.sh" in text
+    assert "Expected Python 3.10 or newer with torch" in text and "setup_env.sh" in text
 
 
 @pytest.mark.parametrize(("value", "found"), [

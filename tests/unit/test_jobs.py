@@ -187,6 +187,7 @@ def test_a_kit_that_is_not_found_is_a_clear_error(name: str, kit: Path) -> None:
     assert done.returncode == 1
     assert "was not found" in done.stderr and str(elsewhere) in done.stderr
     assert "DDPKIT_HOME=/path/to/the/kit" in done.stderr
+    assert "qsub -v" not in done.stderr  # it would replace the line that guards the login shell
 
 
 # --- arguments, Python, exit status
