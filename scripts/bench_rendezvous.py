@@ -135,8 +135,8 @@ def rank_zero(pipe: Connection, ranks: int, job: str, open_files: int | None) ->
     pipe.send({"end": time.monotonic(), "cpu": time.process_time() - cpu, "judge": judging, "before": before,
                "after": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "notes": met.notes})
     pipe.recv()
-    if met.watch is not None:
-        met.watch.started()
+    if met.monitor is not None:
+        met.monitor.started()
 
 
 def other_ranks(pipe: Connection, ranks: int, job: str, numbers: range) -> None:
@@ -176,8 +176,8 @@ def other_ranks(pipe: Connection, ranks: int, job: str, numbers: range) -> None:
               else max(end for end, _ in met))
     pipe.recv()
     for _, found in met:
-        if found.watch is not None:
-            found.watch.started()
+        if found.monitor is not None:
+            found.monitor.started()
 
 
 def introduce(rank: int, ranks: int) -> tuple[Placement, rollcall.Card]:

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from . import __version__, device, network, rollcall
 from .launchers import LaunchError, Placement, detect
 from .logging import get_logger, setup_logging
+from .monitor import Monitor
 from .rendezvous import Rendezvous, agree
 from .telephone import poll
 
@@ -56,6 +57,7 @@ class Distributed:
     master_addr: str
     master_port: int
     _store: Store = field(repr=False)
+    _monitor: Monitor | None = field(default=None, repr=False)
     _closed: bool = field(default=False, repr=False)
 
     @property
@@ -94,6 +96,7 @@ class Distributed:
         if self._closed:
             return
         self._closed = True
+        self._leave(self._left("left normally"))
         if orderly and self.backend != "gloo" and self.world_size > 1:
             self._wait_for_all()
         self._store = HashStore()  # rank 0's store, and its port, end with the last reference to it
@@ -121,7 +124,7 @@ class Distributed:
         self._close(orderly=error is None or isinstance(error, SystemExit) and error.code in _ORDERLY)
 
     def _report(self, error: BaseException) -> None:
-        """Say on this rank why it stops: the first to fail shows its traceback, the others name the first.
+        """Report on this rank why it stops: the first to fail shows its traceback, the others name the first.
 
         The connections are still open here, so that no other rank has noticed yet and this traceback comes first.
         """
@@ -131,35 +134,46 @@ class Distributed:
             setattr(error, _REPORTED, True)
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         me = f"rank {self.rank} on {socket.gethostname()}"
-        # torch's own complaint that another rank is gone: that one knows the cause. A data loader's is an OSError.
-        lost = isinstance(error, RuntimeError) and re.search(_LOST, str(error)) is not None
-        first = ""
+        # torch's own complaint about another rank, which knows the cause. A data loader's is an OSError.
+        kind = next((kind for kind, pattern in _VICTIM.items()
+                     if isinstance(error, RuntimeError) and re.search(pattern, str(error))), "")
+        failure = f"{me} failed: {what}"
+        first = failure
+        if self._monitor is not None:
+            first = self._monitor.query(kind) if kind else self._monitor.report(failure)
         with contextlib.suppress(RuntimeError):  # the store ends with rank 0
             self._store.set_timeout(datetime.timedelta(seconds=3))
-            if lost:
-                first = poll(self._first_failure, 0.5) or ""
-            else:
-                first = self._store.compare_set(_FAILED, "", f"{me} failed: {what}").decode()
-        if first and not first.startswith(f"{me} "):
+            self._store.set(_FAILED, "")  # ranks that close wait for no other any more
+        if first != failure and first:
             sys.stderr.write(f"{me} stops, because {first}\n")
+        elif kind:
+            sys.stderr.write(f"{me} stops: {what}. No rank reported a cause: look for the first message of the "
+                             "others\n")
         else:
-            hint = ". Another rank died without a message: was it killed by the system?" if lost else ""
             meant = isinstance(error, SystemExit | KeyboardInterrupt)  # its place in the code tells nothing
             lines = [] if meant else traceback.format_exception(error)
-            sys.stderr.write(f"{''.join(lines)}{me} failed: {what}{hint}\n")
+            sys.stderr.write(f"{''.join(lines)}{failure}\n")
         sys.stderr.flush()
-        if self.is_main and self.world_size > 1:
-            time.sleep(1)  # the store is in this process: let the others read who failed first
+        self._leave("" if first != failure else failure)
 
+    def _leave(self, cause: str) -> None:
+        if self._monitor is not None:
+            self._monitor.leave(cause)
 
-    def _first_failure(self) -> str | None:
-        return self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+    def _left(self, how: str) -> str:
+        """What the other ranks report if they still need this one, which has not failed."""
+        entered = _entered_collectives()
+        after = "" if entered is None else f" after {entered} collectives"
+        return (f"rank {self.rank} on {socket.gethostname()} {how}{after}, and other ranks need it for more. The ranks "
+                "have uneven work: give each the same number of steps (DistributedSampler, drop_last=True), or train "
+                "under DistributedDataParallel.join()")
 
 
 _ORDERLY = (None, 0, 75)  # 75 is EXIT_REQUEUE of preemption.py: saved, to go on later
 _REPORTED, _FAILED, _CLOSING = "_ddpkit_reported", "ddpkit/failed", "ddpkit/closing"
-# What gloo and NCCL say when a peer is gone.
-_LOST = r"(closed|reset) by peer|Broken pipe|Connection closed|remote process exited|ncclRemoteError"
+# What gloo and NCCL say when a peer is gone, and when it does not come.
+_VICTIM = {"lost": r"(closed|reset) by peer|Broken pipe|Connection closed|remote process exited|ncclRemoteError",
+           "timeout": r"[Tt]imed out|[Tt]imeout"}
 
 
 def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_SECONDS, launcher: str | None = None,
@@ -209,14 +223,15 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
     except (RuntimeError, ValueError) as error:
         if placement.world_size == 1:
             raise LaunchError(f"{backend} cannot start on {own}: {error}") from error
-        cause = met.watch.cause(2) if met.watch else ""
+        cause = met.monitor.cause(2) if met.monitor else ""
         raise LaunchError(cause or
             f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}: all ranks met, but "
             f"{backend} could not connect them: {' '.join(str(error).split())[:600]}. Another rank may have died since "
             f"(look for its message); else check GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')!r} "
             f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', '')!r} and firewalls between hosts") from error
-    if met.watch:
-        met.watch.started()
+    if met.monitor:
+        met.monitor.position = _entered_collectives
+        met.monitor.started()
     if placement.rank == 0:
         ranks, hosts = placement.world_size, reply["num_nodes"]
         _log.info("%d rank%s on %d host%s by %s, backend %s%s\n%s", ranks, "s" * (ranks > 1), hosts, "s" * (hosts > 1),
@@ -227,7 +242,7 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
             _log.warning("%s", note)
     return Distributed(placement.rank, placement.world_size, reply["local_rank"], reply["local_world_size"],
                        reply["node_rank"], reply["num_nodes"], placement.launcher, backend, own,
-                       met.master_addr, met.master_port, PrefixStore("job", store))
+                       met.master_addr, met.master_port, PrefixStore("job", store), met.monitor)
 
 
 def _introduce(placement: Placement, backend: str | None) -> rollcall.Card:
@@ -395,6 +410,17 @@ def _gloo_threads() -> list[str]:
     return states
 
 
+def _entered_collectives() -> int | None:
+    """How many collectives of the default group this rank has entered; None where torch does not count them.
+
+    Not public, but the only count that the backends keep themselves, also of what DistributedDataParallel reduces.
+    """
+    try:
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
 def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -403,11 +429,8 @@ def _exit_now() -> None:
 
 def _close_at_exit(job: Distributed) -> None:
     """Without a with statement sys.exit() ends this rank unseen: leave word for those who still wait for it."""
-    if not job._closed and job.world_size > 1:
-        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
-            job._store.set_timeout(datetime.timedelta(seconds=3))
-            job._store.compare_set(_FAILED, "", f"rank {job.rank} on {socket.gethostname()} ended its program, by "
-                                   "sys.exit() or at its last line, without closing the process group")
+    if not job._closed:
+        job._leave(job._left("ended its program (its last line, or sys.exit())"))
     if job.backend == "gloo":
         job._close(orderly=False)  # NCCL's end might wait for ranks that are still at work; the process's own does not
 

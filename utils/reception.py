@@ -11,21 +11,19 @@ import json
 import os
 import selectors
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import network
 from .launchers import LaunchError, Placement
+from .monitor import PROTOCOL, Monitor, decode, encode
 from .rollcall import Card, ranges
 
 Reply = dict[str, Any]
 Judge = Callable[[list[Card]], tuple[str | None, list[Reply]]]  # cards by rank -> what is wrong, and a reply for each
 
 SILENT = "it accepted the connection and said nothing; another program listens there"
-_PROTOCOL = "ddpkit-1"
 _LONGEST_LINE = 1 << 20
 _LINGER = 15.0  # seconds that rank 0 stays to tell late ranks why the start failed
 
@@ -76,9 +74,10 @@ class Reception:
             raise LaunchError(self._failure)
         return replies[0]
 
-    def watch(self) -> Watch:
-        """Watch over the ranks that were met, until all of them have started."""
-        return Watch({line: (rank, _where(self._cards[rank])) for line, rank in self._rank_of.items()}, leads=True)
+    def monitor(self) -> Monitor:
+        """Watch over the ranks that joined, until they leave."""
+        return Monitor({line: (rank, _where(self._cards[rank])) for line, rank in self._rank_of.items()}, rank=0,
+                       host=_where(self._cards[0]))
 
     def _serve(self, deadline: float) -> None:
         """Deal with what comes next, or return at the deadline."""
@@ -133,8 +132,8 @@ class Reception:
         """Deal with one line of a rank; False for a stranger."""
         try:
             said = json.loads(text)
-            if said["kit"] != _PROTOCOL or said["token"] != self._token:
-                line.sendall(_line(kit=_PROTOCOL, token=self._token))  # so that the stranger knows whom it met
+            if said["kit"] != PROTOCOL or said["token"] != self._token:
+                line.sendall(encode(token=self._token))  # so that the stranger knows whom it met
                 return False
             rank, size, card = int(said["rank"]), int(said["world_size"]), said.get("card", {})
         except (ValueError, KeyError, TypeError, OSError, RecursionError):
@@ -162,7 +161,7 @@ class Reception:
         if self.address == "127.0.0.1" and not network.is_loopback(own) and (peer != own or len(self._cards) == 2):
             self.address = own
         with contextlib.suppress(OSError):
-            line.sendall(_line(kit=_PROTOCOL, token=self._token, welcome=True))
+            line.sendall(encode(token=self._token, welcome=True))
         return True
 
     def _missing(self) -> str:
@@ -184,7 +183,8 @@ class Reception:
     def _answer_one(self, line: socket.socket, verdict: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a rank that is gone needs no answer
             line.settimeout(10)
-            line.sendall(_line(kit=_PROTOCOL, token=self._token, master_addr=self.address, **verdict))
+            line.sendall(encode(token=self._token, master_addr=self.address,
+                                host=_where(self._cards[0]), **verdict))
             line.setblocking(False)
 
 
@@ -204,9 +204,9 @@ def call(address: str, port: int, hello: dict[str, Any], deadline: float,
         try:
             if line.getsockname() == line.getpeername():
                 return "Connection refused"  # the kernel joined a connection to itself: nobody listens
-            line.sendall(_line(kit=_PROTOCOL, **hello))
+            line.sendall(encode(**hello))
             line.settimeout(max(0.1, min(patience, left)))
-            verdict = _said(_read_line(line))
+            verdict = decode(_read_line(line))
             if verdict.get("token") != hello["token"]:
                 return "another launch of this kit listens there" if verdict.get("kit") else "not this kit answered"
             if not _is_verdict(verdict):
@@ -228,12 +228,12 @@ def call(address: str, port: int, hello: dict[str, Any], deadline: float,
 def _wait(line: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
     """The verdict; when it does not come in time, ask rank 0 to name who is missing."""
     try:
-        return _said(_read_line(line))
+        return decode(_read_line(line))
     except TimeoutError:
         line.settimeout(5)
         with contextlib.suppress(OSError):
-            line.sendall(_line(kit=_PROTOCOL, **{k: v for k, v in hello.items() if k != "card"}, giving_up=True))
-            return _said(_read_line(line))
+            line.sendall(encode(**{k: v for k, v in hello.items() if k != "card"}, giving_up=True))
+            return decode(_read_line(line))
     return {}
 
 
@@ -249,94 +249,8 @@ def _read_line(line: socket.socket) -> bytes:
     return read
 
 
-class Watch:
-    """Between the roll call and the end of torch's own start: a rank that dies then would leave the others waiting.
-
-    Rank 0 sees its connection end and tells the others. Everything happens in a thread, because the main thread waits
-    in native code; when it does not come back by itself, the thread ends the process.
-    """
-
-    def __init__(self, lines: dict[socket.socket, tuple[int, str]], *, leads: bool) -> None:
-        self._lines, self._leads = lines, leads
-        self._over = threading.Event()
-        self._found = threading.Event()
-        self._cause = ""
-        self._leader_started = False
-        threading.Thread(target=self._run, daemon=True, name="start-up watch").start()
-
-    def cause(self, seconds: float) -> str:
-        """Who died, if it becomes known within `seconds`; the caller deals with it from now on."""
-        self._over.set()
-        self._found.wait(seconds)
-        return self._cause
-
-    def started(self) -> None:
-        """This rank has started: it may end from now on without being missed."""
-        self._over.set()
-        for line in list(self._lines):
-            with contextlib.suppress(OSError):
-                line.sendall(_line(kit=_PROTOCOL, started=True))
-                if not self._leads:
-                    line.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for line in self._lines:
-                line.setblocking(False)
-                selector.register(line, selectors.EVENT_READ, line)
-            while selector.get_map() and not self._cause:
-                for key, _ in selector.select():
-                    said = self._hear(key.data)
-                    if said is not None:
-                        selector.unregister(key.data)
-                        self._cause = self._cause or said
-        for line in self._lines:
-            if self._leads and self._cause:
-                with contextlib.suppress(OSError):
-                    line.sendall(_line(kit=_PROTOCOL, error=self._cause))
-            line.close()
-        self._found.set()
-        if self._cause and not self._over.wait(2):
-            sys.stderr.write(f"{self._cause}\n")
-            sys.stderr.flush()
-            os._exit(1)
-
-    def _hear(self, line: socket.socket) -> str | None:
-        """Why the start failed; empty when this line has done its work; None when there is more to wait for."""
-        try:
-            received = line.recv(1 << 16)
-        except BlockingIOError:
-            return None
-        except OSError:
-            received = b""
-        for said in [_said(text) for text in received.split(b"\n") if text]:
-            if said.get("error"):
-                return str(said["error"])
-            if said.get("started"):
-                self._leader_started = not self._leads
-                return "" if self._leads else None
-        if received:
-            return None
-        if not self._leads and (self._leader_started or self._over.is_set()):
-            return ""
-        rank, where = self._lines[line]
-        return f"rank {rank} on {where} died while torch was connecting the ranks. Its own message tells why"
-
-
 def _is_verdict(said: dict[str, Any]) -> bool:
     return "error" in said or "reply" in said
-
-
-def _line(**words: Any) -> bytes:
-    return json.dumps(words, separators=(",", ":")).encode() + b"\n"
-
-
-def _said(text: bytes) -> dict[str, Any]:
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return said if isinstance(said, dict) and said.get("kit") == _PROTOCOL else {}
 
 
 def plain_address(address: str) -> str:

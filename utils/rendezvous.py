@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from . import network
 from .launchers import LaunchError, Placement, hand_set_is_stale
+from .monitor import Monitor
 from .parents import parent_pids
-from .reception import SILENT, Judge, Reception, Reply, Watch, call, plain_address
+from .reception import SILENT, Judge, Reception, Reply, call, plain_address
 from .rollcall import Card
 from .schedulers.slurm import expand_hostlist
 from .telephone import Mpi4py, NoTelephone, Pmi1, Telephone, mpi_is_running, pmix
@@ -39,7 +40,7 @@ class Rendezvous:
     reach_addr: str  # the address of rank 0 that worked from here
     own_addr: str  # this host's address on the way to rank 0
     listener: socket.socket | None = None  # on rank 0: bound to master_port, for the store to listen on
-    watch: Watch | None = None  # to be told when this rank has started; None for a single rank
+    monitor: Monitor | None = None  # of the ranks' connections to rank 0; None for a single rank
     notes: tuple[str, ...] = ()
     token: str = ""  # the same on every rank; another one after a restart where rank 0 chose it (see _host)
 
@@ -241,7 +242,7 @@ def _host(placement: Placement, plan: _Plan, card: Card, judge: Judge, deadline:
         listener.close()
         raise
     own = reception.address
-    return Rendezvous(own, port, reply, "127.0.0.1", own, listener, reception.watch(), tuple(notes), plan.token)
+    return Rendezvous(own, port, reply, "127.0.0.1", own, listener, reception.monitor(), tuple(notes), plan.token)
 
 
 def _doubts(plan: _Plan) -> Iterator[str]:
@@ -314,7 +315,7 @@ def _join(placement: Placement, plan: _Plan, card: Card, deadline: float, timeou
                 verdict, line = outcome
                 return Rendezvous(verdict["master_addr"], port, verdict["reply"], address,
                                   plain_address(line.getsockname()[0]), None,
-                                  Watch({line: (0, f"{host} port {port}")}, leads=False), tuple(plan.notes),
+                                  Monitor({line: (0, verdict["host"])}, rank=placement.rank), tuple(plan.notes),
                                   plan.token)
             met.pop(host, None)
             met[host] = f"{host}{'' if host == address else f' ({address})'} port {port}: {outcome}"

@@ -36,16 +36,41 @@ if what == "versions" and faulty:
 
 start = time.monotonic()
 try:
-    dist = setup_distributed("nccl" if what == "nccl" else None, timeout=timeout)
+    dist = setup_distributed("nccl" if what == "nccl" else None, timeout=timeout,
+                             collective_timeout=4 if what == "hang" else None)
 except BaseException as error:
     print(f"rank {me.rank} gave up after {time.monotonic() - start:.1f} s: {error}", flush=True)
     raise
-with dist:
+
+
+def train() -> None:
     model = DDP(torch.nn.Linear(4, 4))
-    for step in range(2000):
-        if what == "raise" and faulty and step == 20:
-            raise ValueError("the loss is not a number")
-        if what == "kill-training" and faulty and step == 20:
-            os.kill(os.getpid(), signal.SIGKILL)
+    for step in range(60 if what in LEAVING else 2000):
+        if faulty and step == 20:
+            go_wrong()
+            if what == "return":
+                return
         model(torch.ones(1, 4)).sum().backward()
         time.sleep(0.01)
+
+
+def go_wrong() -> None:
+    if what == "raise":
+        raise ValueError("the loss is not a number")
+    if what == "kill-training":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        sys.exit(0)
+    if what == "close":
+        dist.close()
+        sys.exit(0)
+    if what == "hang":
+        time.sleep(600)
+
+
+LEAVING = ("return", "exit", "close")
+if os.environ.get("FAULT_WITHOUT_WITH"):
+    train()
+else:
+    with dist:
+        train()

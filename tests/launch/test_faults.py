@@ -190,12 +190,49 @@ def test_an_exception_ends_torchrun_with_its_traceback_first(rank: int) -> None:
 def test_a_killed_rank_ends_the_others() -> None:
     dead, *others = sorted(by_hand(3, "kill-training:1", timeout=20), key=lambda result: result.status)
     assert dead.status == -9
-    all_say(others, "by peer", "Another rank died without a message")
+    all_say(others, f"rank 1 on {socket.gethostname()} (pid ", "died without a message")
 
 
 def test_the_survivors_name_the_rank_that_failed() -> None:
     results = by_hand(3, "raise:1", timeout=20)
     all_say(results, "rank 1 on", "ValueError: the loss is not a number")
+
+
+# Causes on two hosts: a rank that leaves early, and one that hangs ----------------------------------------------------
+
+def launch_two_hosts(lab: Lab, launcher: str, fault: str, env: dict[str, str]) -> str:
+    """Run faulty.py as 2 x 2 ranks on h1 and h2; returns what all ranks printed. The launch must not end with 0."""
+    env = {"FAULT": fault, "FAULT_TIMEOUT": "60", **env}
+    if launcher != "torchrun":
+        done = lab.mpi(launcher, "2x2", FAULTY, env=env, seconds=150)
+        assert done.status != 0, done.output
+        return done.output
+    agents = [lab.hosts.popen(host, lab.torchrun(
+        host, FAULTY, "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", "--master-addr=h1",
+        "--master-port=29511"), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for node, host in enumerate(("h1", "h2"))]
+    results = [lab.wait(agent, 150) for agent in agents]
+    assert any(result.status for result in results)
+    return "".join(result.output for result in results)
+
+
+@pytest.mark.parametrize(("launcher", "leaving", "without"), [
+    ("mpich5", "return:3", ""), ("mpich5", "close:0", "1"), ("openmpi5", "exit:1", "1"), ("openmpi5", "return:0", ""),
+    ("torchrun", "return:1", "1"), ("torchrun", "exit:0", "")])
+def test_a_rank_that_leaves_early_is_named_with_its_host(lab: Lab, launcher: str, leaving: str, without: str) -> None:
+    rank = int(leaving[-1])
+    output = launch_two_hosts(lab, launcher, leaving, {"FAULT_WITHOUT_WITH": without} if without else {})
+    assert re.search(rf"stops, because rank {rank} on h{1 + rank // 2} (left normally|ended its program .*) after \d+ "
+                     "collectives, and other ranks need it for more. The ranks have uneven work", output), output
+    assert "without a message" not in output and "Traceback" not in output.split("elastic", 1)[0], output
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("mpich5", 0), ("openmpi5", 3), ("torchrun", 1), ("torchrun", 2)])
+def test_a_rank_that_hangs_is_named_with_its_host_and_place(lab: Lab, launcher: str, rank: int) -> None:
+    output = launch_two_hosts(lab, launcher, f"hang:{rank}", {})
+    assert re.search(rf"stops, because rank {rank} on h{1 + rank // 2} \(pid \d+\) did not enter collective \d+, in "
+                     r"which the other ranks wait. It is at \S+faulty.py, line \d+, in go_wrong", output), output
+    assert not re.search(r"rank \d on h\d failed", output), output
 
 
 def test_five_pairs_of_launches_at_the_same_moment_on_one_host(lab: Lab) -> None:

@@ -247,7 +247,7 @@ def test_srun_pty_of_python_is_a_launch(slurm: SlurmCluster, shell: list[str]) -
 
 @pytest.mark.parametrize("fault, statuses, cause", [
     ("raise:1", {1}, "ValueError: the loss is not a number"),
-    ("kill-training:1", {1, 137}, "Another rank died without a message"),
+    ("kill-training:1", {1, 137}, "died without a message"),
 ])
 def test_a_rank_that_fails_ends_the_step_with_the_cause(slurm: SlurmCluster, fault: str, statuses: set[int],
                                                         cause: str) -> None:

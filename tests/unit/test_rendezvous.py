@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from utils import network, reception, rendezvous
+from utils import network, rendezvous
 from utils.launchers import LaunchError, Placement, detect
+from utils.monitor import encode
 from utils.rendezvous import Rendezvous, agree
 from utils.rollcall import Card
 from utils.telephone import NoTelephone
@@ -76,8 +77,9 @@ class Rank:
         try:
             self.met = agree(self.placement, self.card, self.judge, timeout=self.timeout, environ=self.environ,
                              telephone=self.telephone)
-            if self.met.watch is not None:
-                self.met.watch.started()
+            if self.met.monitor is not None:
+                self.met.monitor.started()
+                self.met.monitor.leave("")
             if self.met.listener is not None and not self.keep:
                 self.met.listener.close()
         except BaseException as error:  # noqa: B036 - the test looks at it
@@ -135,7 +137,7 @@ def connect(port: int) -> socket.socket:
 def hello(rank: int, size: int, port: int) -> bytes:
     """What a rank says first."""
     token = rendezvous._plan(placed(rank, size), by_hand(port), None).token
-    return reception._line(kit=reception._PROTOCOL, token=token, rank=rank, world_size=size,
+    return encode(token=token, rank=rank, world_size=size,
                             card={"host": "there", "pid": 77, "name": f"card {rank}"})
 
 
@@ -271,7 +273,7 @@ def test_a_rank_0_that_ends_while_the_others_wait_is_named_by_them() -> None:
         line, _ = listener.accept()
         with line:
             token = json.loads(line.recv(1 << 16))["token"]
-            line.sendall(reception._line(kit=reception._PROTOCOL, token=token, welcome=True))
+            line.sendall(encode(token=token, welcome=True))
         assert f"rank 0 at 127.0.0.1 port {port} ended while the ranks were starting (seen by rank 1" in one.why
 
 
@@ -574,27 +576,6 @@ def test_too_low_a_hard_limit_of_open_files_is_an_error_that_names_both_numbers(
 def test_too_low_a_soft_limit_of_open_files_is_raised() -> None:
     done = in_process("(64, 1000)", 100)
     assert "99 of 100 ranks did not come" in done.stdout and "(456, 1000)" in done.stdout, done.stderr
-
-
-def watches() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "start-up watch"}
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_the_watch_of_a_rank_ends_quietly_when_the_rank_has_started(
-        at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", lambda what: broken.append(what.exc_value))
-    before = watches()
-    for _ in range(20):
-        mine, other = socket.socketpair()
-        with other:
-            watch = reception.Watch({mine: (0, "n1")}, leads=False)
-            if not at_once:
-                eventually(lambda mine=mine: not mine.getblocking())  # type: ignore[misc]
-            watch.started()
-    eventually(lambda: watches() <= before, 3)
-    assert broken == []
 
 
 def test_a_launch_leaves_no_connection_open() -> None:
