@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import datetime
 import glob
+import json
 import os
 import re
 import socket
@@ -28,6 +29,7 @@ from . import __version__, device, network, rollcall
 from .launchers import LaunchError, Placement, detect
 from .logging import get_logger, setup_logging
 from .monitor import Monitor
+from .rank_variables import set_variables, without_inherited
 from .rendezvous import Rendezvous, agree
 from .telephone import poll
 
@@ -138,23 +140,20 @@ class Distributed:
         kind = next((kind for kind, pattern in _VICTIM.items()
                      if isinstance(error, RuntimeError) and re.search(pattern, str(error))), "")
         failure = f"{me} failed: {what}"
-        first = failure
+        first = "" if kind else failure
         if self._monitor is not None:
             first = self._monitor.query(kind) if kind else self._monitor.report(failure)
         with contextlib.suppress(RuntimeError):  # the store ends with rank 0
             self._store.set_timeout(datetime.timedelta(seconds=3))
             self._store.set(_FAILED, "")  # ranks that close wait for no other any more
-        if first != failure and first:
-            sys.stderr.write(f"{me} stops, because {first}\n")
-        elif kind:
-            sys.stderr.write(f"{me} stops: {what}. No rank reported a cause: look for the first message of the "
-                             "others\n")
-        else:
-            meant = isinstance(error, SystemExit | KeyboardInterrupt)  # its place in the code tells nothing
-            lines = [] if meant else traceback.format_exception(error)
-            sys.stderr.write(f"{''.join(lines)}{failure}\n")
+        stops = f"{me} stops, because {first}" if first else (
+            f"{me} stops: {what}. No rank reported a cause: look for the first message of the others")
+        meant = isinstance(error, SystemExit | KeyboardInterrupt)  # its place in the code tells nothing
+        trace = "" if meant or first != failure else "".join(traceback.format_exception(error))
+        sys.stderr.write(f"{trace}{failure if first == failure else stops}\n")
         sys.stderr.flush()
-        self._leave("" if first != failure else failure)
+        _write_error_file(failure if first == failure else stops, root=first == failure)
+        self._leave(failure if first == failure else "")
 
     def _leave(self, cause: str) -> None:
         if self._monitor is not None:
@@ -182,7 +181,11 @@ def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_S
 
     backend: nccl, xccl or gloo; None takes the one of the accelerator that torch sees, gloo on CPU (gloo trains on the
     CPU also where there are GPUs). timeout: seconds that starting may take. launcher: a name to believe instead of
-    finding out (see utils/launchers.py). collective_timeout: seconds for a collective, None for torch's default.
+    finding out (see utils/launchers.py). collective_timeout: seconds for a collective, None for torch's default:
+    30 minutes with gloo, 10 with NCCL. A rank that does not enter it by then is named on the others.
+
+    With more than one rank it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR
+    and MASTER_PORT in this process, for libraries that read them. A program that this rank starts is no rank by them.
 
     Raises LaunchError when the ranks cannot start together: on every rank, with the cause. ValueError for a bad
     argument, RuntimeError when torch.distributed is initialised already.
@@ -196,10 +199,16 @@ def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_S
         raise RuntimeError("torch.distributed is initialised already: call setup_distributed() once, and not after "
                            "init_process_group()")
     deadline = time.monotonic() + timeout
-    placement = detect(launcher=launcher)
-    setup_logging(placement.rank, placement.world_size)
-    with _watchdog(placement, timeout):
-        job = _start(placement, backend, deadline, collective_timeout)
+    try:
+        placement = detect(launcher=launcher)
+        setup_logging(placement.rank, placement.world_size)
+        with _watchdog(placement, timeout):
+            job = _start(placement, backend, deadline, collective_timeout)
+    except LaunchError as error:
+        _print_without_traceback(error)
+        raise
+    if job.world_size > 1:
+        _set_variables(job)
     atexit.register(_close_at_exit, job)
     _report_uncaught(job)
     return job
@@ -218,8 +227,10 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
         _choose_gloo_interface(reply["num_nodes"], met)
     timeout = None if collective_timeout is None else datetime.timedelta(seconds=collective_timeout)
     try:
-        dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size,
-                                timeout=timeout, device_id=None if own.type == "cpu" else own)
+        # The prefix keeps the keys apart from those of a library that calls init_process_group() by env:// later.
+        dist.init_process_group(backend, store=PrefixStore("ddpkit/group", store), rank=placement.rank,
+                                world_size=placement.world_size, timeout=timeout,
+                                device_id=None if own.type == "cpu" else own)
     except (RuntimeError, ValueError) as error:
         if placement.world_size == 1:
             raise LaunchError(f"{backend} cannot start on {own}: {error}") from error
@@ -243,6 +254,15 @@ def _start(placement: Placement, backend: str | None, deadline: float, collectiv
     return Distributed(placement.rank, placement.world_size, reply["local_rank"], reply["local_world_size"],
                        reply["node_rank"], reply["num_nodes"], placement.launcher, backend, own,
                        met.master_addr, met.master_port, PrefixStore("job", store), met.monitor)
+
+
+def _set_variables(job: Distributed) -> None:
+    """Set the variables of torchrun's workers for the libraries that read them; torchrun's own stay as they are."""
+    values = {"RANK": job.rank, "WORLD_SIZE": job.world_size, "LOCAL_RANK": job.local_rank,
+              "LOCAL_WORLD_SIZE": job.local_world_size, "NODE_RANK": job.node_rank, "GROUP_RANK": job.node_rank,
+              "MASTER_ADDR": job.master_addr, "MASTER_PORT": job.master_port}
+    set_variables({name: os.environ[name] if job.launcher == "torchrun" and os.environ.get(name) else str(value)
+                   for name, value in values.items()})
 
 
 def _introduce(placement: Placement, backend: str | None) -> rollcall.Card:
@@ -275,16 +295,18 @@ def _meet(placement: Placement, card: rollcall.Card, deadline: float) -> tuple[R
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and placement.launcher == "torchrun":
         agent = _agent_store(left)
         met = agree(placement, card, rollcall.judge, timeout=deadline - time.monotonic(),
-                    telephone=_AgentStore(agent, placement.world_size))
+                    telephone=_AgentStore(agent, placement.world_size),
+                    environ=without_inherited(os.environ))
         if met.listener is not None:
             met.listener.close()
         place = replace(met, master_addr=os.environ["MASTER_ADDR"], master_port=int(os.environ["MASTER_PORT"]))
         return place, PrefixStore(f"ddpkit/{met.token}", agent)
-    met = agree(placement, card, rollcall.judge, timeout=left)
+    met = agree(placement, card, rollcall.judge, timeout=left, environ=without_inherited(os.environ))
     limit = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
+        # multi_tenant: init_process_group() by env:// in this process shares rank 0's store instead of EADDRINUSE.
         store = TCPStore(met.reach_addr, met.master_port, placement.world_size, is_master=placement.rank == 0,
-                              timeout=limit, wait_for_workers=False,
+                              timeout=limit, wait_for_workers=False, multi_tenant=True,
                               master_listen_fd=None if met.listener is None else met.listener.detach())
     except RuntimeError as error:
         raise LaunchError(f"rank {placement.rank} on {socket.gethostname()}: the key-value store of rank 0 at "
@@ -408,6 +430,37 @@ def _gloo_threads() -> list[str]:
             if name.endswith("gloo_runloop"):
                 states.append(rest.split()[0])
     return states
+
+
+def _print_without_traceback(failure: LaunchError) -> None:
+    """If nobody catches this error, its message alone is printed, and on one rank only where all ranks have it."""
+    message = f"LaunchError: {failure}"
+    if failure.reported_by_rank_0:
+        message = f"{socket.gethostname()} (pid {os.getpid()}): this rank does not start. Rank 0 reports the cause"
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is failure:
+            _write_error_file(str(failure), root=not failure.reported_by_rank_0)
+            sys.stderr.write(f"{message}\n")
+        else:
+            usual(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _write_error_file(cause: str, *, root: bool) -> None:
+    """Give torchrun's agent the cause: it takes the earliest of its workers for the root cause.
+
+    A worker that was killed has no file, and the time at which the agent saw it: a victim's time is later than that.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = {"message": cause, "extraInfo": {"py_callstack": cause,
+                                               "timestamp": str(int(time.time()) + (0 if root else 60))}}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)
 
 
 def _entered_collectives() -> int | None:

@@ -17,6 +17,7 @@ from .parents import parent_commands
 from .placement import LaunchError as LaunchError
 from .placement import Placement as Placement
 from .placement import is_set, number, shown
+from .rank_variables import Inherited, inherited
 
 
 class Launcher:
@@ -328,15 +329,46 @@ def detect(environ: Mapping[str, str] = os.environ, *, ancestors: Iterable[str] 
 def _decide(environ: Mapping[str, str], ancestors: Iterable[str] | None,
             forced: str | None) -> tuple[Placement, Launcher, str]:
     """The placement, the launcher that it is from, and why that one."""
+    above = inherited(environ)
+    if ancestors is None:
+        below = None if above is None or above.own else above.parents_below()
+        ancestors = parent_commands(below) if environ is os.environ else ()
+    if above is not None:
+        environ = above.environ
     if forced is not None:
         return _by_name(environ, forced)
+    if above is not None and not above.own:
+        return _below_a_rank(environ, above, ancestors)
     candidates = [one for one in LAUNCHERS if one.present(environ)]
-    if ancestors is None:
-        ancestors = parent_commands() if environ is os.environ else ()
     chosen, why = _innermost(environ, candidates, ancestors)
     placement = chosen.read(environ)
     notes = placement.notes + tuple(_notes(environ, chosen, candidates, placement))
     return placement.replace(notes=notes), chosen, why
+
+
+def _below_a_rank(environ: Mapping[str, str], above: Inherited,
+                  ancestors: Iterable[str]) -> tuple[Placement, Launcher, str]:
+    """The placement of a process that a rank has started, with the variables of that rank's launcher.
+
+    It is a rank where a launcher is among its parents below that rank, or where RANK and its like were set anew.
+    """
+    # A worker of the same torchrun has the same error file: what has new variables then was started by hand.
+    candidates = [one for one in LAUNCHERS if one.present(environ)
+                  and (above.new_agent or not isinstance(one, Torchrun))]
+    for command in ancestors:
+        if any(one.started(command) or isinstance(one, Torchrun) and re.match(_PYTHON, command)
+               for one in candidates):
+            chosen, why = _innermost(environ, candidates, [command])
+            placement = chosen.read(environ)
+            notes = placement.notes + tuple(_notes(environ, chosen, [chosen], placement))
+            return placement.replace(notes=notes), chosen, why
+    chosen, why = Single(), f"{above.process} started this process, and no launcher is between"
+    if above.changed and is_set(environ, "RANK"):
+        chosen, why = ByHand(), f"{above.process} started this process, with other variables than its own"
+        return chosen.read(environ), chosen, why
+    note = (f"this process was started by {above.process} and by no launcher: it runs alone, as rank 0 of 1. To start "
+            "ranks from a rank, use a launcher")
+    return chosen.read(environ).replace(notes=(note,)), chosen, why
 
 
 def _by_name(environ: Mapping[str, str], name: str) -> tuple[Placement, Launcher, str]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 class LaunchError(RuntimeError):
     """The process cannot start as part of this launch; the message says what was found and what to do."""
 
+    reported_by_rank_0 = False  # whether rank 0 has the same message, so that this rank need not print it
+
 
 class Placement:
     """This process among the processes of its launch. All of it comes from one launcher.

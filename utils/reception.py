@@ -220,7 +220,9 @@ def call(address: str, port: int, hello: dict[str, Any], deadline: float,
             raise LaunchError(f"rank 0 at {address} port {port} ended while the ranks were starting (seen by rank "
                               f"{hello['rank']} on {socket.gethostname()}). Its own message tells why")
         if verdict.get("error"):
-            raise LaunchError(verdict["error"])
+            failure = LaunchError(verdict["error"])
+            failure.reported_by_rank_0 = True
+            raise failure
         on_failure.pop_all()
     return verdict, line
 

@@ -129,6 +129,7 @@ def test_nothing_is_said_when_nothing_is_known(ranks: Make) -> None:
 
 def test_a_rank_that_ends_during_the_start_is_named_on_the_others(ranks: Callable[..., list[Monitor]]) -> None:
     zero, one, two = ranks(3, start=False)
+    one.cause(0)  # else its monitor would end this process, as it does a rank's
     waiting = threading.Thread(target=lambda: [two.cause(10), zero.cause(10)])
     waiting.start()
     end(one)
