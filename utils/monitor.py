@@ -23,6 +23,7 @@ from typing import Any
 PROTOCOL = "ddpkit-1"
 _ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
 _DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it answers a query
+_END_SECONDS = 10.0  # that a rank for which the others have waited in vain has to notice that they have stopped
 Position = tuple[int, str]  # number of collectives that a rank has entered, and where its main thread is
 
 
@@ -62,6 +63,7 @@ class Monitor:
         self._queries: dict[socket.socket | None, tuple[str, float]] = {}  # who waits for the cause: kind, since when
         self._positions: dict[int, Position] = {}
         self._asked_positions = False
+        self._behind_ranks: set[int] = set()  # that hang, as far as rank 0 knows
         self._answer = threading.Event()
         self._acknowledged: set[int] = set()
         self._all_acknowledged = threading.Event()
@@ -97,6 +99,7 @@ class Monitor:
             if self._closing:
                 return
             self._closing = True
+            self._end_ranks_behind(set())
             # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
             self._send_all(left=cause, first=self._first or self._known() if self._rank == 0 else "")
         self._notify()
@@ -148,6 +151,7 @@ class Monitor:
                         key.fileobj.close()  # type: ignore[union-attr]
                 with self._lock:
                     self._decide()
+                    self._end_ranks_behind(set(self._where) - set(self._departed))
                     if self._closing and self._acknowledged.issuperset(self._others):
                         self._all_acknowledged.set()
         self._found.set()
@@ -199,6 +203,8 @@ class Monitor:
         if "cause" in message:
             self._first = self._first or str(message["cause"])
             self._answer.set()
+        if message.get("end"):
+            self._end_later(str(message["end"]))
         if message.get("where"):
             self._send(connection, entered=self.position(), at=_main_thread())
         if "entered" in message and message["entered"] is not None:
@@ -261,6 +267,7 @@ class Monitor:
             return ""
         last = max((entered for entered, _ in self._positions.values()), default=0)
         missing = [rank for rank in running if rank in self._positions and self._positions[rank][0] < last]
+        self._behind_ranks = {*missing, *silent}
         named = [f"rank {rank} on {self._where[rank]} did not enter collective {last}, in which the other ranks wait. "
                  f"It is at {self._positions[rank][1]}" for rank in missing]
         named += [f"rank {rank} on {self._where[rank]} does not answer: it is stopped, or busy in native code"
@@ -269,6 +276,28 @@ class Monitor:
             named[8:] = [f"... and {len(named) - 8} more ranks"]
         return "; ".join(named) or (f"a collective timed out although all ranks have entered collective {last} by now: "
                                     "one was late, or a connection between the hosts is interrupted")
+
+    def _end_ranks_behind(self, running: set[int]) -> None:
+        """On rank 0: when no others are running, end the ranks that they have waited for, which may never notice."""
+        if self._behind_ranks.issuperset(running):
+            for connection, (rank, _) in self.connections.items():
+                if rank in self._behind_ranks:
+                    self._send(connection, end=self._first)
+            if 0 in self._behind_ranks:
+                self._end_later(self._first)
+            self._behind_ranks = set()
+
+    def _end_later(self, cause: str) -> None:
+        def end() -> None:
+            if not self._closing:
+                sys.stderr.write(f"rank {self._rank} on {socket.gethostname()} is ended, because all other ranks have "
+                                 f"stopped: {cause}\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+        timer = threading.Timer(_END_SECONDS, end)
+        timer.daemon = True
+        timer.start()
 
     def _send(self, connection: socket.socket, **words: Any) -> None:
         with contextlib.suppress(OSError, ValueError):  # the other side has gone

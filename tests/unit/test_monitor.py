@@ -2,14 +2,18 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from utils.monitor import Monitor
 
+ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[[int], list[Monitor]]
 
 
@@ -146,3 +150,29 @@ def test_leaving_ends_the_thread(ranks: Make) -> None:
     while {thread for thread in threading.enumerate() if thread.name == "rank monitor"} - before:
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+PROGRAM = """
+import socket, sys, time
+from utils import monitor
+monitor._END_SECONDS = 0.2
+ours, theirs = socket.socketpair()
+zero = monitor.Monitor({ours: (1, "h1")}, rank=0, host="h0")
+one = monitor.Monitor({theirs: (0, "h0")}, rank=1)
+zero.started(), one.started()
+zero.position, one.position = (lambda: 3, lambda: 4) if sys.argv[1] == "0" else (lambda: 4, lambda: 3)
+waiting = one if sys.argv[1] == "0" else zero
+print(waiting.query("timeout"), flush=True)
+waiting.leave("")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_rank_that_hangs_is_ended_after_all_others(behind: int) -> None:
+    """Launchers that end no rank by themselves would wait for it for ever."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(behind)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=50)
+    assert done.returncode == 1
+    assert f"rank {behind} on h{behind} did not enter collective 4" in done.stdout
+    assert f"rank {behind} on " in done.stderr and "is ended, because all other ranks have stopped" in done.stderr
