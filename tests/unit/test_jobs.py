@@ -337,7 +337,8 @@ def in_login_shell(script: Path, env: Mapping[str, str], profile: str = "",
     (home / ".bash_profile").write_text(profile)
     shell = subprocess.Popen([f"-{Path(login_shell).name}"], executable=login_shell, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                             env={**env, "HOME": str(home), "TMPDIR": str(home)})
+                             env={"MODULEPATH_ROOT": "/none",  # keeps a profile of Lmod from setting BASH_ENV
+                                  **env, "HOME": str(home), "TMPDIR": str(home)})
     assert shell.stdin is not None
     shell.stdin.write(f"{script}\n")
     shell.stdin.close()
