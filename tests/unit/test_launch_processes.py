@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from utils.launch.agent import rank_environment
-from utils.launch.native import Failure, SrunErrors, step_of
+from utils.launch.native import Failure, SrunErrors, srun_ports, step_of
 from utils.launch.outcome import LINGER, LINGER_AFTER_STOP, Outcome, in_words
 from utils.launch.ports import ReservedPort
 from utils.launch.processes import MARK, Processes, survivors
@@ -219,6 +219,16 @@ def test_the_step_of_an_srun_is_found_by_its_process(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert step_of("7", 10) == "7.1"
     assert step_of("7", 11) == "7"
+
+
+@pytest.mark.parametrize(("said", "ports"), [("60001-60010", range(60001, 60011)), ("0-0", range(0))])
+def test_ports_that_compute_nodes_reach_are_those_of_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str,
+                                                          ports: range) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho 'SlurmctldPort = 6817'\necho 'SrunPortRange           = {said}'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert srun_ports() == ports
 
 
 # The wire -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.launch.report import VARIABLE, Report, tell_saved
+from utils.launch.report import VARIABLE, Report, parse, tell_saved
 from utils.preemption import EXIT_REQUEUE, StopSignal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,3 +77,9 @@ def test_the_launch_that_is_gone_leaves_the_status_to_tell(report: Report) -> No
     stop = stopped()
     stop.close()
     assert stop.exit_status == EXIT_REQUEUE and os.environ[VARIABLE]
+
+
+def test_ranks_are_told_one_of_the_ports_that_they_can_reach() -> None:
+    with Report(ports=range(31500, 31600)) as one, Report(ports=range(31500, 31600)) as other:
+        ports = [parse(each.variables[VARIABLE])[1] for each in (one, other)]
+    assert ports[0] != ports[1] and all(port in range(31500, 31600) for port in ports)

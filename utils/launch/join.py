@@ -18,7 +18,7 @@ from .plan import Plan
 from .report import Report
 from .wire import Message, Wire
 
-START_SECONDS = 120.0  # until all ranks have joined
+START_SECONDS = 120.0  # from one rank to the next, until all have joined
 _SHOWN = 8  # ranks or hosts in a message
 
 
@@ -57,8 +57,7 @@ class JoinServer:
 
     def wait_longer(self, now: float) -> None:
         """Start the time limit anew: the launcher has said that it is waiting for resources."""
-        if not self._joined:
-            self._limit = now + START_SECONDS
+        self._limit = now + START_SECONDS
 
     def check_time(self, now: float) -> None:
         if not self.complete and not self.problem and now >= self._limit:
@@ -144,8 +143,7 @@ class JoinServer:
         self._wires[rank] = wire
         self._joined[rank] = Joined(rank, report.get("local_rank"), host, str(wire.socket.getpeername()[0]),
                                     str(report["reached"]), int(report.get("port", 0)))
-        if len(self._joined) == 1:
-            self._limit = time.monotonic() + START_SECONDS
+        self._limit = time.monotonic() + START_SECONDS
         if len(self._joined) == self._plan.world_size:
             self._start()
 

@@ -99,6 +99,16 @@ def step_of(job_id: str, pid: int) -> str:
     return job_id
 
 
+def srun_ports() -> range:
+    """The ports of a login host that compute nodes can reach, where the site has set SrunPortRange; else none."""
+    with suppress(SchedulerError):
+        found = re.search(r"^SrunPortRange\s*=\s*(\d+)-(\d+)", ask(["scontrol", "show", "config"],
+                                                                   seconds=_ANSWER_SECONDS), re.MULTILINE)
+        if found and int(found[1]):
+            return range(int(found[1]), int(found[2]) + 1)
+    return range(0)
+
+
 def run_native(plan: Plan, launch_id: str, signals: Signals, report: Report) -> int:
     """Run the native command that starts the ranks themselves; returns the exit status of the launch."""
     with Processes(launch_id) as processes, Native(plan, processes) as native:

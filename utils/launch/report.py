@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from ..schedulers.exit_status import EXIT_REQUEUE as EXIT_REQUEUE
@@ -23,16 +23,16 @@ _SECONDS = 5
 class Report:
     """Where ranks report to their launch. A context manager. It listens all the time, and reads when it is asked.
 
-    backlog: how many ranks may connect at once.
+    backlog: how many ranks may connect at once. ports: those that ranks can reach; any where there are none.
     """
 
-    def __init__(self, backlog: int = 16) -> None:
-        self._backlog = backlog
+    def __init__(self, backlog: int = 16, ports: Sequence[int] = ()) -> None:
+        self._backlog, self._ports = backlog, ports
         self._saved = False
 
     def __enter__(self) -> Report:
         from .. import network  # ranks and submit.py need the rest of this file only, and quickly
-        self.listener = socket.create_server(("", 0), backlog=self._backlog)
+        self.listener = self._listen()
         self._secret = os.urandom(16).hex()
         addresses = ",".join(network.own_addresses() or ["127.0.0.1"])
         self.variables = {VARIABLE: f"{addresses}/{self.listener.getsockname()[1]}/{self._secret}"}
@@ -41,6 +41,12 @@ class Report:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.listener.close()
+
+    def _listen(self) -> socket.socket:
+        for port in self._ports:
+            with contextlib.suppress(OSError):  # another program's
+                return socket.create_server(("", port), backlog=self._backlog)
+        return socket.create_server(("", 0), backlog=self._backlog)
 
     def is_known(self, message: object) -> bool:
         """Whether a message carries the secret of this launch. One that says that all have saved is noted."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+from ..schedulers.pbs import short
 from .commands import host_words
 from .outcome import Outcome, say
 from .output import Output, open_file, prefixed
@@ -29,7 +30,11 @@ def run(plan: Plan) -> int:
     """
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     native = plan.means != "local" and not plan.agents
-    with Report(backlog=plan.world_size + 16 if native else 16) as report, Signals() as signals:
+    ports = range(0)
+    if native and plan.means == "srun" and short(plan.host) not in map(short, plan.hosts):  # a login host, perhaps behind a firewall
+        from .native import srun_ports
+        ports = srun_ports()
+    with Report(plan.world_size + 16 if native else 16, ports) as report, Signals() as signals:
         plan = plan._replace(environ={**plan.environ, **report.variables})
         if plan.means == "local":
             status = _run_here(plan, launch_id, signals)
