@@ -31,7 +31,8 @@ def run(plan: Plan) -> int:
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     native = plan.means != "local" and not plan.agents
     ports = range(0)
-    if native and plan.means == "srun" and short(plan.host) not in map(short, plan.hosts):  # a login host, perhaps behind a firewall
+    if native and plan.means == "srun" and short(plan.host) not in map(short, plan.hosts):
+        # a login host, perhaps behind a firewall
         from .native import srun_ports
         ports = srun_ports()
     with Report(plan.world_size + 16 if native else 16, ports) as report, Signals() as signals:
