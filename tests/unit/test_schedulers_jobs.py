@@ -283,7 +283,7 @@ def test_what_qsub_refuses_is_shown_with_the_line_that_caused_it(commands: Comma
 LIMITS = [  # recorded command line, refused with the same message: what the job is outside of
     ("err_ncpus_over_queue_max", "-l select=3:ncpus=4 -l walltime=00:01:00", "ncpus: 12 for the whole job is more than "
                                                                              "the 8 of queue small (resources_max)"),
-    ("err_walltime_over_queue_max", "-l walltime=01:00:00", "walltime: 01:00:00 for the whole job is more than the "
+    ("err_walltime_over_queue_max", "-l walltime=01:00:00", "walltime: 01:00:00 is more than the "
                                                             "00:10:00 of queue small (resources_max)")]
 
 

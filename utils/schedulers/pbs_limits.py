@@ -98,7 +98,8 @@ def _outside(options: Sequence[Sequence[str]], name: str, queue: Record, server:
         for resource, (given, owner) in table(attribute).items():
             limit = amount(given)
             if limit is not None and resource in asked and beyond(float(asked[resource]), float(limit)):
-                found.append(f"{resource}: {_shown(asked[resource], given)} for the whole job is {word} than the "
+                whole = "" if ":" in given else " for the whole job"
+                found.append(f"{resource}: {_shown(asked[resource], given)}{whole} is {word} than the "
                              f"{_shown(limit, given)} of {owner} ({attribute}). Ask for {fix}, or take another queue.")
     return found
 
