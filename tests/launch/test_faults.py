@@ -125,6 +125,9 @@ def test_a_port_of_a_stranger_that_answers_is_named() -> None:
 def test_a_wrong_gloo_interface_is_named_on_all_ranks() -> None:
     results = by_hand(3, "none", per_rank={1: {"GLOO_SOCKET_IFNAME": "ib7"}})
     all_say(results, "rank 1", "GLOO_SOCKET_IFNAME=ib7", "has no interface ib7")
+    assert not any("Traceback" in result.output for result in results)
+    assert [result.output.count("LaunchError:") for result in results] == [1, 0, 0]  # in order of the ranks
+    assert all("this rank does not start. Rank 0 reports the cause" in result.output for result in results[1:])
 
 
 def test_the_loopback_interface_for_gloo_is_refused_on_two_hosts(lab: Lab) -> None:
@@ -185,6 +188,8 @@ def test_an_exception_ends_torchrun_with_its_traceback_first(rank: int) -> None:
     assert done.returncode != 0
     first = done.stderr.index("Traceback (most recent call last)")
     assert "ValueError: the loss is not a number" in done.stderr[first:].split("Traceback", 2)[1], done.stderr
+    root_cause = done.stderr.partition("Root Cause (first observed failure)")[2]
+    assert re.search(rf"traceback : rank {rank} on \S+ failed: ValueError: the loss is not a number", root_cause)
 
 
 def test_a_killed_rank_ends_the_others() -> None:
