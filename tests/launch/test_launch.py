@@ -182,6 +182,16 @@ def test_code_written_for_torchrun_is_one_training(job: Job, name: str, nodes: l
         f"node {int(nodes[rank] != nodes[0])}" for rank in range(len(nodes))]
 
 
+@pytest.mark.parametrize("name", list(MPIS))
+def test_mpi4py_in_a_rank_belongs_to_its_mpiexec(job: Job, name: str) -> None:
+    environ = {**job.env, **job.lab.mpi4py(name)}
+    show = [str(ROOT / "tests/launch/show.py"), "--mpi4py", "before"]
+    done = job.lab.run("h1", [*LAUNCH, "--by", str(job.lab.need(MPIS[name][0])), *show], env=environ)
+    assert done.status == 0, done.output
+    for rank in range(3):
+        assert f"rank {rank} of 3, MPI says rank {rank} of 3, sum 3" in done.output, done.output
+
+
 # Output ---------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("by", ["ssh", *MPIS])
@@ -241,8 +251,9 @@ def test_a_host_without_the_same_files_is_named_before_a_rank_starts(job: Job, b
 
 
 def test_a_program_that_is_not_there_is_told_by_every_host(job: Job) -> None:
-    done = job.run("no-such-program")
-    assert done.status == 127 and "no-such-program could not be started: No such file" in done.output
+    for by in ("ssh", str(job.lab.need("mpich"))):
+        done = job.run("--by", by, "no-such-program")
+        assert done.status == 127 and "no-such-program could not be started: No such file" in done.output
 
 
 def test_launch_py_as_the_program_of_a_launcher_is_refused(job: Job) -> None:

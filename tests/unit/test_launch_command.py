@@ -92,3 +92,8 @@ def test_each_rank_may_write_into_a_file_of_its_own(folder: Path) -> None:
         assert done.returncode == 0 and not done.stdout, done.stderr
     for rank in range(2):
         assert (folder / f"out/now/rank-{rank}.log").read_text() == f"rank {rank}\nerror\n" * 2
+
+
+def test_a_shell_can_handle_a_stop(folder: Path) -> None:  # it could not, were it started to ignore the signal
+    done = launch("sh", "-c", "trap 'echo stopped' USR1; kill -USR1 $$; :", folder=folder)
+    assert done.stdout == "stopped\n"
