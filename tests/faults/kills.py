@@ -1,6 +1,6 @@
 """Runs a training script as ranks that are killed at random moments and started again, until it has been done often.
 
-python tests/faults/kills.py [--kills 50] [--ranks 2] [--seed 0] script.py [arguments of the script]
+python tests/faults/kills.py [--kills 50] [--ranks 2] [--seed 0] [--after-save] script.py [arguments of the script]
 
 The script is given `--folder FOLDER` for its checkpoints, and ends with a line that starts with "done". This process
 imports torch once and forks the ranks from there, which makes a start cost a tenth of a second. All processes of a run,
@@ -86,9 +86,9 @@ def run(ranks: int, script: str, arguments: Sequence[str], output: Path, killer:
 class Killer:
     """Chooses the moment: at the start, or some time after the run has saved once more, so that it gets on."""
 
-    def __init__(self, folder: Path, moments: random.Random) -> None:
+    def __init__(self, folder: Path, moments: random.Random, after_save: bool) -> None:
         self._folder, self._moments = folder, moments
-        self._saved = None if moments.random() < 0.3 else self._checkpoints()
+        self._saved = None if moments.random() < 0.3 and not after_save else self._checkpoints()
         self._at = time.monotonic() + moments.uniform(0, 2) if self._saved is None else None
 
     def _checkpoints(self) -> set[str]:
@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--after-save", action="store_true", help="kill no run before it has saved at least once")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -126,7 +127,7 @@ def main() -> int:
             output.unlink()
             here = 0
             while not run(args.ranks, args.script, [*args.arguments, "--folder", str(folder)], output,
-                          Killer(folder, moments)):
+                          Killer(folder, moments, args.after_save)):
                 kills, here = kills + 1, here + 1
             found = last_line(output)
             same = same and found == expected

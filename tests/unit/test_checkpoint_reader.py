@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from utils import checkpoint_files, checkpoint_format
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank, export_safetensors, list_steps, load_part
 from utils.checkpoint_sums import checksums
 
-MUTATIONS = int(os.environ.get("DDPKIT_FUZZ", "1000"))
+MUTATIONS = int(os.environ.get("DDPKIT_FUZZ", "500"))
 PART = checkpoint_files.part_name(0)
 
 
@@ -268,7 +269,7 @@ def mutate(tree: Any, rng: random.Random) -> Any:
     elif kind == 4 and type(owner[key]) is int:
         owner[key] += rng.choice([-1, 1, 8, 1 << 32])
     else:
-        owner[key] = rng.choice(EVIL)
+        owner[key] = copy.deepcopy(rng.choice(EVIL))
     return tree
 
 
