@@ -260,6 +260,17 @@ def test_a_rank_that_fails_ends_the_step_with_the_cause(slurm: SlurmCluster, fau
     assert cause in done.output, done.output
 
 
+@pytest.mark.parametrize("fault, cause", [
+    ("return:2", r"stops, because rank 2 on node2 left normally after \d+ collectives, and other ranks need it"),
+    ("hang:2", r"stops, because rank 2 on node2 \(pid \d+\) did not enter collective \d+, in which .* go_wrong"),
+])
+def test_a_rank_of_srun_that_leaves_early_or_hangs_is_named(slurm: SlurmCluster, fault: str, cause: str) -> None:
+    done = slurm.run(["srun", "-N2", "--ntasks-per-node=2", *FAULTY], env={"FAULT": fault, "FAULT_TIMEOUT": "60"})
+    assert done.status != 0
+    assert re.search(cause, done.output), done.output
+    assert "without a message" not in done.output
+
+
 # When host names lie -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("names", ["debian", "none"])
