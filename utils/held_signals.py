@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
@@ -51,18 +51,29 @@ def _caught(number: int) -> bool:
 
 
 def handles_stops(words: Sequence[str]) -> bool:
-    """Whether the program is a script that makes a StopSignal, as far as its text tells.
+    """Whether the program is a Python script or module (-m) that uses this package, as far as its text tells.
 
     Other programs get the signals as ever: blocked for good, their own handlers would never run.
     """
-    script = next((word for word in words if word.endswith(".py")), None)
-    if script is None:
-        return False
-    try:
-        with open(script, "rb") as file:
-            return b"StopSignal" in file.read(1 << 20)
-    except OSError:
-        return False
+    for path in _sources(words):
+        try:
+            with open(path, "rb") as file:
+                text = file.read(1 << 20)
+        except OSError:
+            continue
+        return b"StopSignal" in text or b"setup_distributed" in text
+    return False
+
+
+def _sources(words: Sequence[str]) -> Iterator[str]:
+    """Files that may be the program: "train.py"; for `-m pkg.train` pkg/train.py and pkg/train/__main__.py."""
+    yield from [word for word in words if word.endswith(".py")][:1]
+    folders = [".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    for option, name in zip(words, words[1:], strict=False):
+        if option == "-m":
+            for folder in folders:
+                path = os.path.join(folder, *name.split("."))
+                yield from (f"{path}.py", os.path.join(path, "__main__.py"))
 
 
 def block() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from torch.utils.data import DataLoader
 
-from utils import stop_sources
+from utils import held_signals, stop_sources
 from utils.preemption import EXIT_REQUEUE, SIGNALS, StopSignal, requeue, shield_worker
 
 
@@ -582,6 +582,21 @@ def test_a_signal_that_comes_before_the_package_is_imported_is_honoured_under_la
     done = subprocess.run([sys.executable, "scripts/launch.py", *options, "-n", "1", str(script), str(root)], cwd=root,
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
+
+
+def test_modules_and_scripts_that_import_the_package_are_recognised(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text("from utils import setup_distributed\n")
+    (tmp_path / "mine" / "__main__.py").write_text("from utils.preemption import StopSignal\n")
+    (tmp_path / "other.py").write_text("import signal\n")
+    monkeypatch.chdir(tmp_path)
+    torchrun = ["python", "-m", "torch.distributed.run", "--nnodes=2"]
+    for words in (["python", "-u", "mine/train.py"], ["python", "-m", "mine.train"], ["python", "-m", "mine"],
+                  [*torchrun, "mine/train.py"], [*torchrun, "-m", "mine.train"]):
+        assert held_signals.handles_stops(words), words
+    for words in (["python", "other.py"], ["python", "-m", "other"], torchrun, ["sh", "-c", "true"]):
+        assert not held_signals.handles_stops(words), words
 
 
 def test_a_program_without_a_stop_signal_gets_the_signals_as_ever_under_launch_py(tmp_path: Path) -> None:
