@@ -12,7 +12,7 @@ import torch
 
 from .checkpoint_sums import BLOCK
 
-FORMAT = 1
+FORMAT = 2  # raise it whenever an older version would misread a new checkpoint, or this one an older checkpoint
 MANIFEST = "manifest.json"
 _LARGEST = 1 << 62  # of any number of bytes or elements
 _MOST_DIMENSIONS = 64
@@ -66,7 +66,9 @@ def parse_manifest(raw: bytes) -> dict[str, Any]:
     number = fields.get("format")
     _expect(_is_count(number), "format", number, "a number")
     if number != FORMAT:
-        raise Unreadable(f"it has format {number}; expected {FORMAT}. Use the version of the kit that wrote it")
+        writer = "an earlier" if number < FORMAT else "a later"
+        raise Unreadable(f"it has format {number}, of {writer} version of the kit; expected format {FORMAT}. Continue "
+                         "with the version that wrote it, or start in another folder")
     _expect(_is_count(fields.get("step")), "step", fields.get("step"), "a number, 0 or more")
     metric = fields.get("metric")
     _expect(metric is None or type(metric) is float and math.isfinite(metric), "metric", metric, "a finite number")

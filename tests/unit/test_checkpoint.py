@@ -212,14 +212,16 @@ def test_a_state_that_does_not_fit_is_refused_and_the_checkpoint_stays(tmp_path:
     assert os.listdir(tmp_path) == ["step-000000001"]
 
 
-def test_a_checkpoint_of_a_later_format_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "writer"), [(checkpoint_format.FORMAT + 1, "a later"), (1, "an earlier")])
+def test_a_checkpoint_of_another_format_is_refused_and_not_called_damaged(tmp_path: Path, number: int,
+                                                                          writer: str) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {})
         checkpoints.wait()
         manifest = tmp_path / "step-000000001" / checkpoint_files.MANIFEST
         fields = json.loads(manifest.read_text())["manifest"]
-        manifest.write_bytes(checkpoint_format.render_manifest({**fields, "format": 2}))
-        with pytest.raises(CheckpointError, match="format 2; expected 1"):
+        manifest.write_bytes(checkpoint_format.render_manifest({**fields, "format": number}))
+        with pytest.raises(CheckpointError, match=f"format {number}, of {writer} version of the kit; expected"):
             checkpoints.load_latest({})
     assert os.listdir(tmp_path) == ["step-000000001"]
 
