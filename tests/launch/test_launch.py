@@ -168,12 +168,12 @@ def test_print_starts_nothing(job: Job) -> None:
 PUBLIC = str(ROOT / "tests/launch/public_code.py")
 
 
-@pytest.mark.parametrize("name", [*MPIS, "ssh", "torchrun"])
+@pytest.mark.parametrize("name", [*MPIS, "ssh", "torchrun", "torchrun with restarts"])
 @pytest.mark.parametrize("nodes", [["h1", "h1", "h2", "h2"], ["h2", "h2", "h3"]], ids=["2+2", "2+1 elsewhere"])
 def test_code_written_for_torchrun_is_one_training(job: Job, name: str, nodes: list[str]) -> None:
     job.nodes = nodes
-    options = ["--torchrun"] if name == "torchrun" else ["--by", "ssh" if name == "ssh" else
-                                                         str(job.lab.need(MPIS[name][0]))]
+    options = {"torchrun": ["--torchrun"], "torchrun with restarts": ["--restarts", "1"], "ssh": ["--by", "ssh"]}.get(
+        name) or ["--by", str(job.lab.need(MPIS[name][0]))]
     done = job.run(*options, PUBLIC)
     assert done.status == 0, done.output
     local = {rank: [other for other in range(len(nodes)) if nodes[other] == nodes[rank]] for rank in range(len(nodes))}

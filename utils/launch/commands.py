@@ -15,6 +15,9 @@ from .plan import Plan, PlanError, clean
 
 HOST_FILE = "@hosts@"  # stands for the path of a file with host_file(); native.py makes it
 REMOTE_SHELL = "@remote-shell@"  # stands for the path of a script with remote_shell.script(); native.py makes it
+# Run by each worker of a torchrun that may restart: the number of its host is known there only.
+_SET_NODE_RANK = ("import os, sys; os.environ['NODE_RANK'] = os.environ['GROUP_RANK']; "
+                  "os.execvp(sys.argv[1], sys.argv[1:])")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR",
                   "MASTER_PORT")  # of each rank, as torchrun names them
 # True of one host only: mpiexec must not carry it to others.
@@ -241,6 +244,8 @@ def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: 
         options += [f"--nnodes={len(plan.hosts)}", f"--node-rank={host}", f"--master-addr={address}",
                     f"--master-port={port}", f"--local-addr={own_address}"]
     words = plan.command if plan.is_script else ("--no-python", *plan.program)
+    if plan.options.restarts:
+        words = ("--no-python", plan.python, "-c", _SET_NODE_RANK, *plan.program)
     return [plan.python, "-m", "torch.distributed.run", *options, *words]
 
 
@@ -250,7 +255,7 @@ def host_words(plan: Plan, host: int, address: str, port: str,
     count = plan.threads[host]
     threads = {} if count is None else {"OMP_NUM_THREADS": str(count)}
     if plan.options.torchrun:
-        # torchrun tells GROUP_RANK only, and numbers the hosts itself where it may start the ranks again.
+        # torchrun sets GROUP_RANK only; where it may restart the ranks it numbers the hosts itself (_SET_NODE_RANK).
         node_rank = {} if plan.options.restarts else {"NODE_RANK": str(host)}
         return [(torchrun_words(plan, host, address, port, own_address), {**node_rank, **threads})]
     return [(list(plan.program), {**rank_variables(plan, host, local, address, port), **threads})
