@@ -170,7 +170,7 @@ class Reception:
         for card in self._cards.values():
             known[str(card.get("host"))] = known.get(str(card.get("host")), 0) + 1
         hosts = ", ".join(f"{host} ({count})" for host, count in list(known.items())[:16])
-        return (f"{len(missing)} of {self._placement.world_size} ranks did not come: rank {ranges(missing)}. "
+        return (f"{len(missing)} of {self._placement.world_size} ranks did not join: rank {ranges(missing)}. "
                 f"Those that came run on {hosts}{' ...' if len(known) > 16 else ''}. Look for messages of the missing "
                 f"ranks; if there are none, they hang before setup_distributed() or cannot reach rank 0, which listens "
                 f"on {socket.gethostname()} port {self._listener.getsockname()[1]}"

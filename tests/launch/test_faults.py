@@ -57,7 +57,7 @@ def all_say(results: list[Result], *words: str) -> None:
 
 def test_a_rank_that_never_starts_is_named_on_all_others() -> None:
     results = by_hand(4, "none", absent=2)
-    all_say(results, "1 of 4 ranks did not come: rank 2")
+    all_say(results, "1 of 4 ranks did not join: rank 2")
     assert all(seconds_to_give_up(result) <= TIMEOUT + 1 for result in results)
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_dies_after_the_roll_call_ends_the_others() -> None:
 def test_an_unresolvable_master_addr_is_named() -> None:
     results = by_hand(2, "none", env={"MASTER_ADDR": "no-such-host.invalid"}, timeout=4)
     all_say(results[1:], "no-such-host.invalid: the name does not resolve")
-    all_say(results[:1], "1 of 2 ranks did not come: rank 1")
+    all_say(results[:1], "1 of 2 ranks did not join: rank 1")
 
 
 def test_an_unreachable_master_addr_is_named(lab: Lab) -> None:
@@ -164,7 +164,7 @@ def test_a_lost_rank_ends_the_start_under_every_mpiexec(lab: Lab, mpi: str, faul
     gave_up = [float(text) for text in re.findall(r"gave up after ([0-9.]+) s", done.output)]
     assert all(seconds <= 8 * 1.1 + 1 for seconds in gave_up), done.output
     # Some launchers kill the other ranks of a killed one before these can say anything, and report it themselves.
-    cause = {"late": "1 of 4 ranks did not come: rank 2", "exit-before": "this rank ends before it starts",
+    cause = {"late": "1 of 4 ranks did not join: rank 2", "exit-before": "this rank ends before it starts",
              "kill-during": r"rank 1 on h1|signal:? 9|exit code: 9|killed"}[fault.split(":")[0]]
     assert re.search(cause, done.output, re.IGNORECASE) or done.status == 128 + 9, done.output
 

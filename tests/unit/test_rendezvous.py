@@ -236,7 +236,7 @@ def test_large_cards_and_replies_arrive_whole() -> None:
 
 def test_a_rank_that_never_comes_is_named_by_all_others_in_time() -> None:
     for one in start(0, 1, 2, 4, size=6, port=free_port(), timeout=0.7):
-        assert "2 of 6 ranks did not come: rank 3,5" in one.why
+        assert "2 of 6 ranks did not join: rank 3,5" in one.why
         assert one.seconds < 3
 
 
@@ -244,7 +244,7 @@ def test_the_shortest_time_out_ends_the_wait_of_all() -> None:
     port = free_port()
     launch = start(0, 1, size=4, port=port, timeout=3) + start(2, size=4, port=port, timeout=0.5)
     for one in launch:
-        assert "1 of 4 ranks did not come: rank 3" in one.why
+        assert "1 of 4 ranks did not join: rank 3" in one.why
     assert launch[1].seconds < 2 and launch[2].seconds < 2
 
 
@@ -437,7 +437,7 @@ def test_on_one_host_rank_0_listens_where_master_addr_says() -> None:
 
 def test_rank_0_says_that_master_addr_is_none_of_its_own_when_nobody_comes() -> None:
     one = Rank(placed(0, 2), by_hand(free_port(), "192.0.2.1"), timeout=0.5).start()
-    assert "1 of 2 ranks did not come" in one.why and "MASTER_ADDR=192.0.2.1 is no address of rank 0's host" in one.why
+    assert "1 of 2 ranks did not join" in one.why and "MASTER_ADDR=192.0.2.1 is no address of rank 0's host" in one.why
 
 
 def test_a_silent_stranger_on_the_likeliest_port_costs_seconds_only() -> None:
@@ -575,7 +575,7 @@ def test_too_low_a_hard_limit_of_open_files_is_an_error_that_names_both_numbers(
 
 def test_too_low_a_soft_limit_of_open_files_is_raised() -> None:
     done = in_process("(64, 1000)", 100)
-    assert "99 of 100 ranks did not come" in done.stdout and "(456, 1000)" in done.stdout, done.stderr
+    assert "99 of 100 ranks did not join" in done.stdout and "(456, 1000)" in done.stdout, done.stderr
 
 
 def test_a_launch_leaves_no_connection_open() -> None:
