@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
@@ -96,7 +95,7 @@ def test_a_conda_base_without_torch_does_not_hide_the_kits_python(slurm: SlurmCl
     base = make_environment(folder / "base", torch=False)
     done = slurm.run(["sbatch", "--parsable", "-N2", str(ROOT / "jobs" / script), TRAIN], cwd=folder, env={
         "PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": str(folder / "base"),
-        "PATH": f"{base.parent}:{os.environ['PATH']}"})
+        "PATH": f"{base.parent}:{slurm.environment['PATH']}"})
     job_id = done.output.split()[-1]
     slurm.wait(job_id)
     output = slurm.output(job_id)

@@ -147,8 +147,8 @@ def test_the_job_ends_with_the_status_of_the_first_rank_that_failed_and_names_it
 def test_tasks_that_are_not_those_of_the_plan_end_the_launch(launches: Launches) -> None:
     """An option that only srun reads starts other ranks than launch.py has announced."""
     srun = launches.folder / "srun"
-    srun.write_text('#!/bin/sh\nunset SLURM_NTASKS SLURM_TASKS_PER_NODE\nexec /usr/bin/srun -N2 -n2 '
-                    '--ntasks-per-node=1 "$@"\n')
+    srun.write_text('#!/bin/sh\nunset SLURM_NTASKS SLURM_TASKS_PER_NODE\n'
+                    f'exec {launches.slurm.program("srun")} -N2 -n2 --ntasks-per-node=1 "$@"\n')
     srun.chmod(0o755)
     command = f"env PATH={launches.folder}:$PATH {launches.words('')}"
     job = launches.slurm.sbatch("-N2", "-n4", "--ntasks-per-node=2", script=f"#!/bin/bash\nexec {command}\n")
