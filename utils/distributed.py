@@ -137,8 +137,8 @@ class Distributed:
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         me = f"rank {self.rank} on {socket.gethostname()}"
         # torch's own complaint about another rank, which knows the cause. A data loader's is an OSError.
-        kind = next((kind for kind, pattern in _VICTIM.items()
-                     if isinstance(error, RuntimeError) and re.search(pattern, str(error))), "")
+        kind = next((kind for kind, pattern in _VICTIM.items() if self.world_size > 1
+                     and isinstance(error, RuntimeError) and re.search(pattern, str(error))), "")
         failure = f"{me} failed: {what}"
         first = "" if kind else failure
         if self._monitor is not None:
@@ -149,7 +149,7 @@ class Distributed:
         stops = f"{me} stops, because {first}" if first else (
             f"{me} stops: {what}. No rank reported a cause: look for the first message of the others")
         meant = isinstance(error, SystemExit | KeyboardInterrupt)  # its place in the code tells nothing
-        trace = "" if meant or first != failure else "".join(traceback.format_exception(error))
+        trace = "" if meant or first not in ("", failure) else "".join(traceback.format_exception(error))
         sys.stderr.write(f"{trace}{failure if first == failure else stops}\n")
         sys.stderr.flush()
         _write_error_file(failure if first == failure else stops, root=first == failure)
@@ -172,7 +172,7 @@ _ORDERLY = (None, 0, 75)  # 75 is EXIT_REQUEUE of preemption.py: saved, to go on
 _REPORTED, _FAILED, _CLOSING = "_ddpkit_reported", "ddpkit/failed", "ddpkit/closing"
 # What gloo and NCCL say when a peer is gone, and when it does not come.
 _VICTIM = {"lost": r"(closed|reset) by peer|Broken pipe|Connection closed|remote process exited|ncclRemoteError",
-           "timeout": r"[Tt]imed out|[Tt]imeout"}
+           "timeout": r"\A(?!DataLoader timed out)[\s\S]*[Tt]ime(d )?out"}
 
 
 def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_SECONDS, launcher: str | None = None,

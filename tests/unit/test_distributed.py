@@ -1,8 +1,13 @@
 """How a rank leaves utils/distributed.py, without a launch: what the end of NCCL asks for, which no CPU has."""
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,3 +69,15 @@ def test_a_tensor_of_the_cpu_is_reduced_on_the_device(ranks: Callable[[str], lis
     monkeypatch.setattr(distributed.dist, "all_reduce", all_reduce)
     with pytest.raises(Reached, match="^meta$"):
         job.all_reduce_mean(torch.ones(2))
+
+
+@pytest.mark.parametrize("message", ["DataLoader timed out after 5 seconds", "the licence server: timeout"])
+def test_a_timeout_of_a_lone_process_keeps_its_traceback(message: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    program = f"from utils import setup_distributed\nwith setup_distributed():\n    raise RuntimeError({message!r})"
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environ, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert f"rank 0 on {socket.gethostname()} failed: RuntimeError: {message}" in done.stderr

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -97,3 +98,15 @@ def test_each_rank_may_write_into_a_file_of_its_own(folder: Path) -> None:
 def test_a_shell_can_handle_a_stop(folder: Path) -> None:  # it could not, were it started to ignore the signal
     done = launch("sh", "-c", "trap 'echo stopped' USR1; kill -USR1 $$; :", folder=folder)
     assert done.stdout == "stopped\n"
+
+
+def test_an_mpiexec_that_starts_no_rank_and_ends_with_0_is_a_failure(folder: Path) -> None:
+    mpiexec = folder / "mpiexec"
+    mpiexec.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo "HYDRA build details"; fi\n')
+    mpiexec.chmod(0o755)
+    (folder / "nodes").write_text(f"{socket.gethostname()}\n" * 2)
+    done = launch("--by", str(mpiexec), "-n", "2", "package/module.py", folder=folder,
+                  environ={"PBS_JOBID": "1.server", "PBS_NODEFILE": str(folder / "nodes")})
+    assert done.returncode == 1, done.stderr
+    assert "mpiexec ended with exit status 0 before all ranks had joined" in done.stderr
+    assert "2 of 2 ranks did not join: 0, 1" in done.stderr

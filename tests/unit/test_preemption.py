@@ -599,11 +599,27 @@ def test_modules_and_scripts_that_import_the_package_are_recognised(tmp_path: Pa
         assert not held_signals.handles_stops(words), words
 
 
+def test_the_package_is_recognised_by_its_files_and_not_by_names_in_a_script(tmp_path: Path) -> None:
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "held_signals.py").touch()
+    script = tmp_path / "train.py"
+    for line, expected in (("from kit import setup_distributed", True), ("import kit.preemption", True),
+                           ("from .kit import setup_distributed", True), ("def setup_distributed(): ...", False),
+                           ("from lib.utils import setup_distributed", False), ("# like StopSignal", False),
+                           ("from 'here' on", False)):
+        script.write_text(f"import os\n{line}\n")
+        assert held_signals.handles_stops(["python", str(script)]) is expected, line
+    script.write_text("from utils import setup_distributed\n")
+    assert held_signals.handles_stops(["python", str(script)])
+    (tmp_path / "utils.py").touch()
+    assert not held_signals.handles_stops(["python", str(script)])
+
+
 def test_a_program_without_a_stop_signal_gets_the_signals_as_ever_under_launch_py(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     script = tmp_path / "train.py"
-    script.write_text("import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
-                      "os.kill(os.getpid(), signal.SIGUSR1)\n")
+    script.write_text("import os, signal\ndef setup_distributed(): ...  # its own\n"
+                      "signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\nos.kill(os.getpid(), signal.SIGUSR1)\n")
     done = subprocess.run([sys.executable, "scripts/launch.py", "-n", "1", str(script)], cwd=root, capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 7, done.stderr

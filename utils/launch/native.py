@@ -194,9 +194,12 @@ class _NativeRun:
     def _status_of_ranks(self, status: int, by_signal: bool) -> int:
         """The status of the launch out of that of the native command, and what ended in words."""
         first = self._errors.first if self._errors is not None else None
-        if not status or self._report.saved():
+        if self._report.saved() or not status and self._ranks.complete:
             return status
-        if first is not None:
+        if not status:  # a site's own wrapper around it, for example, that loses the status
+            status = 1
+            say(f"{self._name} ended with exit status 0 before all ranks had joined")
+        elif first is not None:
             status = first.status
             where = f" on {first.host}" if first.host else ""
             say(f"rank {first.ranks}{where} {in_words(status)}")
