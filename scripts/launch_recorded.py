@@ -26,6 +26,7 @@ from utils.schedulers import AllocationError, Scheduler, SchedulerError, current
 from utils.schedulers.exit_status import EXIT_REQUEUE
 from utils.schedulers.slurm import own_id
 
+_EXTENSION_SECONDS = 60.0  # less is the time that a scheduler takes to end a job at its limit
 
 def main() -> int:
     folder, previous = Path(sys.argv[1]), sys.argv[2]
@@ -86,23 +87,40 @@ class TimeLimit:
         self.reached = False
         self._folder, self._job_id = folder, job_id
         self._done = threading.Event()
+        self._lock = threading.Lock()  # what is kept after done() is the exit status
 
     def watch(self) -> None:
-        try:
-            allocation = current_allocation(ask=False)
-            left = allocation.seconds_left() if allocation is not None else None
-        except AllocationError:  # launch.py says so
-            left = None
+        left = _seconds_left()
         if left is not None:
             threading.Thread(target=self._wait, args=(left,), daemon=True).start()
 
     def done(self) -> None:
-        self._done.set()
+        with self._lock:
+            self._done.set()
 
     def _wait(self, seconds: float) -> None:
-        if not self._done.wait(min(seconds, threading.TIMEOUT_MAX)):
-            self.reached = True
-            _keep(self._folder, self._job_id, records.TIME_LIMIT)
+        while not self._done.wait(min(seconds, threading.TIMEOUT_MAX)):
+            with self._lock:
+                if self._done.is_set():
+                    return
+                self.reached = True
+                _keep(self._folder, self._job_id, records.TIME_LIMIT)
+            seconds = _seconds_left() or 0.0
+            if seconds < _EXTENSION_SECONDS:
+                return
+            with self._lock:  # the limit was extended meanwhile: a later failure is one again
+                if not self._done.is_set():
+                    self.reached = False
+                    with contextlib.suppress(OSError):
+                        records.forget_status(self._folder, self._job_id)
+
+
+def _seconds_left() -> float | None:
+    try:
+        allocation = current_allocation(ask=False)
+        return allocation.seconds_left() if allocation is not None else None
+    except AllocationError:  # launch.py says so
+        return None
 
 
 def _keep(folder: Path, job_id: str, status: int | str) -> None:

@@ -21,7 +21,7 @@ def is_running(name: str) -> bool | None:
     """Whether the process whose owner() begins `name` still runs; None if that cannot be known from here."""
     match = _OWNER.match(name)
     host, boot, namespace = _here()
-    if not match or match["host"] != host:
+    if not match or match["host"] != host or not boot:  # without /proc (macOS) no process can be told from a later one
         return None
     if match["boot"] != boot:
         return False  # this host was started again since

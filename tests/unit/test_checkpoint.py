@@ -151,6 +151,17 @@ def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == [".mine", "notes", "step-1"]
 
 
+def test_without_proc_a_save_of_another_process_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> str:
+        raise FileNotFoundError("/proc")
+    monkeypatch.setattr(Path, "read_text", missing)
+    other = checkpoint_owner.owner().replace(f".{os.getpid()}.", f".{os.getppid()}.")
+    (tmp_path / f".saving-{other}.0123").mkdir()
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.load_latest({}) is None
+    assert os.listdir(tmp_path) == [f".saving-{other}.0123"]
+
+
 def test_close_raises_the_error_of_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Waiting()
     monkeypatch.setattr(checkpoint_files, "disk", disk)

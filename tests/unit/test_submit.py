@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -922,6 +923,28 @@ def test_a_job_that_outlives_its_time_limit_keeps_that(record: records.Record, m
     assert records.kept_status(record.folder, "2") == records.TIME_LIMIT and job.scheduler.cancelled == []
     assert job.run(lambda: 75) == 75  # a later run of the same job
     assert records.kept_status(record.folder, "2") == 75
+
+
+def test_a_failure_after_the_time_limit_was_extended_is_a_failure(record: records.Record,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded(record.folder, monkeypatch)
+    left = iter([0.01, 1000.0])
+    asked = threading.Event()
+
+    def seconds_left() -> float:
+        seconds = next(left)
+        if seconds > 1:
+            asked.set()
+        return seconds
+
+    def fails() -> int:
+        assert asked.wait(10)
+        while records.kept_status(record.folder, "2") is not None:
+            pass
+        return 3
+    job.seconds_left = seconds_left
+    assert job.run(fails, _2=[Status("2", "running")]) == 3
+    assert records.kept_status(record.folder, "2") == 3 and job.scheduler.cancelled == ["3"]
 
 
 def test_a_launch_that_raises_has_failed(record: records.Record, monkeypatch: pytest.MonkeyPatch) -> None:
