@@ -16,7 +16,7 @@
 # qsub -v NAME=... and a BASH_ENV of your own undo them; the job's output says so. Without that shell, and without any
 # of these lines: qsub OPTIONS -- "$PWD/jobs/pbs_torchrun.sh" train.py
 #PBS -S /bin/bash
-#PBS -v BASH_ENV='$(f=${TMPDIR:-/tmp}/.survive; echo trap : USR1 TERM >$f; echo $f)'
+#PBS -v BASH_ENV='$(f=$(mktemp -t .survive.XXXXXX); echo trap : USR1 TERM >$f; echo $f)'
 ARGS=${ARGS-} # what to run where qsub says nothing else: ARGS=${ARGS-train.py --epochs 3}
 # <<<
 

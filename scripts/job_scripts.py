@@ -49,7 +49,7 @@ PBS_LINES = """\
 # of these lines: qsub OPTIONS -- "$PWD/jobs/{name}" train.py
 #PBS -S /bin/bash
 #PBS -v {guard}"""
-GUARD = "BASH_ENV='$(f=${TMPDIR:-/tmp}/.survive; echo trap : USR1 TERM >$f; echo $f)'"
+GUARD = "BASH_ENV='$(f=$(mktemp -t .survive.XXXXXX); echo trap : USR1 TERM >$f; echo $f)'"
 PBS_ARGUMENTS = """\
 ARGS=${ARGS-} # what to run where qsub says nothing else: ARGS=${ARGS-train.py --epochs 3}
 # <<<"""

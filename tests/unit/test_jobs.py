@@ -333,7 +333,7 @@ def in_login_shell(script: Path, env: Mapping[str, str], profile: str = "",
                    login_shell: str = "/bin/bash") -> subprocess.Popen[str]:
     """As PBS does it: -bash reads the path of the script, everything is one session, signals go to all of it."""
     home = script.parent / "home"
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     (home / ".bash_profile").write_text(profile)
     shell = subprocess.Popen([f"-{Path(login_shell).name}"], executable=login_shell, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -360,6 +360,20 @@ def test_the_login_shell_of_pbs_outlives_usr1(name: str, profile: str, kit: Path
         assert next(lines) == "launch.py has USR1\n"
         os.killpg(shell.pid, signal.SIGTERM)
         assert shell.wait(20) == 7
+
+
+@pytest.mark.parametrize("name", PBS)
+def test_the_guard_of_the_login_shell_follows_no_link_in_a_shared_folder(name: str, kit: Path) -> None:
+    env = environment(name, kit, BASH_ENV=guard(name, kit), ARGS="train.py")
+    script = spooled(kit, name)
+    (script.parent / "home").mkdir()
+    target = kit.parent / "target"
+    target.write_text("precious")
+    (script.parent / "home" / ".survive").symlink_to(target)  # by another user, in /tmp
+    with in_login_shell(script, env) as shell:
+        assert shell.stdout is not None
+        assert "warning" not in shell.stdout.read()
+    assert target.read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", PBS)
@@ -394,5 +408,5 @@ def test_bash_env_of_the_user_is_kept(name: str, kit: Path) -> None:
     own = kit.parent / "own"
     own.write_text("")
     (kit / "scripts" / "launch.py").write_text("import os; print(os.environ.get('BASH_ENV'))")
-    for value, expected in ((str(own), f"{own}\n"), ("/x/.survive", "None\n")):
+    for value, expected in ((str(own), f"{own}\n"), ("/x/.survive.a1b2c3", "None\n")):
         assert run(spooled(kit, name), environment(name, kit, BASH_ENV=value), ["t.py"]).stdout == expected
