@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import selectors
 import socket
 from collections.abc import Sequence
@@ -170,6 +172,26 @@ def test_ranks_that_do_not_join_in_time_are_named() -> None:
         rank.close()
         server.close()
     assert server.problem.startswith("2 of 3 ranks did not join: 0, 2 within 120 s. Expected 3 ranks on n1, n2.")
+
+
+def test_a_limit_of_open_files_is_named() -> None:
+    with Report() as report, selectors.DefaultSelector() as selector:
+        server = JoinServer(planned(), report, selector)
+        ranks = [Rank(report, rank) for rank in range(2)]
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            for _ in range(3):
+                for key, events in selector.select(0.3):
+                    server.handle(key.fileobj, events)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        server.close()
+        for rank in ranks:
+            rank.close()
+    assert "3 of 3 ranks did not join: 0, 1, 2, because launch.py may open no more files" in server.problem
 
 
 def test_an_unknown_client_is_no_rank() -> None:

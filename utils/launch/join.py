@@ -4,12 +4,12 @@ The other end of each connection is rank_start.py.
 """
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from .. import network
@@ -85,10 +85,15 @@ class JoinServer:
     def handle(self, source: object, events: int) -> bool:
         """Look at what the selector has found; False where it is none of the ranks'."""
         if source is self._report.listener:
-            with suppress(OSError):
+            try:
                 wire = Wire(self._report.listener.accept()[0])
-                self._unknown.append(wire)
-                self._selector.register(wire, wire.events)
+            except OSError as error:  # mostly: the client has gone already
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._fail(f"{self.missing()}, because launch.py may open no more files ({error.strerror}). "
+                               f"Expected one connection for each rank. Raise `ulimit -n` on {socket.gethostname()}")
+                return True
+            self._unknown.append(wire)
+            self._selector.register(wire, wire.events)
             return True
         if not isinstance(source, Wire):
             return False
