@@ -136,9 +136,7 @@ class Distributed:
             setattr(error, _REPORTED, True)
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         me = f"rank {self.rank} on {socket.gethostname()}"
-        # torch's own complaint about another rank, which knows the cause. A data loader's is an OSError.
-        kind = next((kind for kind, pattern in _VICTIM.items() if self.world_size > 1
-                     and isinstance(error, RuntimeError) and re.search(pattern, str(error))), "")
+        kind = _peer_failure(error) if self.world_size > 1 else ""
         failure = f"{me} failed: {what}"
         first = "" if kind else failure
         if self._monitor is not None:
@@ -149,7 +147,8 @@ class Distributed:
         stops = f"{me} stops, because {first}" if first else (
             f"{me} stops: {what}. No rank reported a cause: look for the first message of the others")
         meant = isinstance(error, SystemExit | KeyboardInterrupt)  # its place in the code tells nothing
-        trace = "" if meant or first not in ("", failure) else "".join(traceback.format_exception(error))
+        known = what in first if not kind else first and _raised_by_torch(error)  # another rank shows the cause
+        trace = "" if meant or first != failure and known else "".join(traceback.format_exception(error))
         sys.stderr.write(f"{trace}{failure if first == failure else stops}\n")
         sys.stderr.flush()
         _write_error_file(failure if first == failure else stops, root=first == failure)
@@ -170,9 +169,29 @@ class Distributed:
 
 _ORDERLY = (None, 0, 75)  # 75 is EXIT_REQUEUE of preemption.py: saved, to go on later
 _REPORTED, _FAILED, _CLOSING = "_ddpkit_reported", "ddpkit/failed", "ddpkit/closing"
-# What gloo and NCCL say when a peer is gone, and when it does not come.
-_VICTIM = {"lost": r"(closed|reset) by peer|Broken pipe|Connection closed|remote process exited|ncclRemoteError",
-           "timeout": r"\A(?!DataLoader timed out)[\s\S]*[Tt]ime(d )?out"}
+# The messages of torch 2.13. gloo raises a plain RuntimeError: "[.../gloo/transport/tcp/pair.cc:553] Connection closed by
+# peer [10.0.0.2]:57993". NCCL and the store raise DistError: "... Watchdog caught collective operation timeout: ...".
+_OF_TORCH = (r"gloo/[\w./-]+:\d+\] |\AOperation timed out!\Z|monitoredBarrier (after|in) \d+ ?ms"
+             r"|lost the connection to rank 0's store|the store that rank 0 or torchrun serves is gone")
+_PEER_FAILURES = {
+    "lost": r"(closed|reset) by (remote )?peer|Broken pipe|Connection (was likely )?closed|remote process exited"
+            r"|ncclRemoteError|lost the connection|store that rank 0 or torchrun serves is gone",
+    "timeout": r"[Tt]im(e|ed|ing) ?out|monitoredBarrier"}
+_TORCH_AND_KIT = tuple(os.path.join(os.path.dirname(os.path.abspath(path)), "") for path in (torch.__file__, __file__))
+
+
+def _peer_failure(error: BaseException) -> str:
+    """Return "lost" or "timeout" for an error that torch raises because of another rank, "" for any other error."""
+    text = str(error)
+    if not (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(_OF_TORCH, text)):
+        return ""
+    return next((kind for kind, pattern in _PEER_FAILURES.items() if re.search(pattern, text)), "")
+
+
+def _raised_by_torch(error: BaseException) -> bool:
+    """Whether the innermost frame is in torch or in this package, as for a collective."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_TORCH_AND_KIT)
 
 
 def setup_distributed(backend: str | None = None, *, timeout: float = START_UP_SECONDS, launcher: str | None = None,

@@ -81,3 +81,33 @@ def test_a_timeout_of_a_lone_process_keeps_its_traceback(message: str) -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert f"rank 0 on {socket.gethostname()} failed: RuntimeError: {message}" in done.stderr
+
+
+_TWO_RANKS = """
+import sys, torch.distributed as dist
+from utils import setup_distributed
+with setup_distributed("gloo", timeout=60, collective_timeout=20) as job:
+    dist.barrier()
+    if job.rank == 1:
+        raise RuntimeError(sys.argv[1])
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("message", ["connection timeout to database", "the proxy: Connection closed"])
+def test_an_own_error_about_a_connection_is_no_failed_collective(message: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    started = []
+    for rank in "01":
+        environ = {**os.environ, "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen([sys.executable, "-c", _TWO_RANKS, message], cwd=root, env=environ,
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    zero, one = [process.communicate(timeout=100)[1] for process in started]
+    failure = f"rank 1 on {socket.gethostname()} failed: RuntimeError: {message}"
+    assert "Traceback" in one
+    assert one.rstrip().endswith(failure)
+    assert f"stops, because {failure}" in zero
+    assert "Traceback" not in zero
