@@ -10,7 +10,7 @@ import operator
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from itertools import chain, repeat
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ _SMALL = 1 << 17
 _CHUNK = 1 << 15  # indices computed at once: their tensors and list stay in a core's cache
 _FIRST_CHUNK = 1 << 9  # of an iterator, so that the first index comes at once
 _MOST = 1 << 60
+_ORDER_VERSION = 2  # raise it with every change of the order that Permutation gives for a seed
 
 
 class Permutation:
@@ -85,6 +86,20 @@ class Permutation:
 def _signed(word: int) -> int:
     """The 32 bits as torch's int32 has them."""
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def order_version() -> dict[str, int | bool]:
+    """Return the entry of a sampler's state that names the order of this version of the package."""
+    return {"order_version": _ORDER_VERSION}
+
+
+def check_order_version(state: Mapping[str, Any]) -> None:
+    """Raise ValueError where a state was saved by a version of this package that shuffles in another order."""
+    saved = state.get("order_version")
+    if saved != _ORDER_VERSION:
+        raise ValueError(f"the state has order_version={saved!r}: another version of this package saved it. Expected "
+                         f"order_version={_ORDER_VERSION}, as each version shuffles in its own order. Resume with the "
+                         "version that saved the state, or start the epoch again without it")
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
@@ -176,10 +191,11 @@ class ResumableDistributedSampler(Sampler[Any]):
                 raise ValueError(f"consumed is {used}; expected 0 to {one.samples}, this rank's samples of the pass")
             epoch, position = one.epoch, one.start + self.num_replicas * used
         return {"epoch": epoch, "position": position, "length": len(self.dataset), "seed": self.seed,
-                "shuffle": self.shuffle, "drop_last": self.drop_last}
+                "shuffle": self.shuffle, "drop_last": self.drop_last, **order_version()}
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
         """Go on where state_dict() was taken. ValueError when it is of other data or another order."""
+        check_order_version(state)
         own = {"length": len(self.dataset), "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
         for name, value in own.items():
             if state.get(name) != value:

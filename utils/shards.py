@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate, default_convert, get_worker_info
 
-from .data import Permutation, replica
+from .data import Permutation, check_order_version, order_version, replica
 
 Shard = TypeVar("Shard")
 _Mark = tuple[int, int, int]  # stream of the rank, shards that it is through with, samples read of the one after
@@ -113,6 +113,7 @@ class ResumableShardLoader(Generic[Shard]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where state_dict() was taken. ValueError when it is of other shards or another order, or damaged."""
+        check_order_version(state)
         for name, value in self._order().items():
             if state.get(name) != value:
                 raise ValueError(f"the state of the loader is of {name}={state.get(name)!r}, but this one has "
@@ -140,7 +141,7 @@ class ResumableShardLoader(Generic[Shard]):
             one.given_up = True
 
     def _order(self) -> dict[str, int | bool]:
-        return {"shards": len(self.shards), "seed": self.seed, "shuffle": self.shuffle}
+        return {"shards": len(self.shards), "seed": self.seed, "shuffle": self.shuffle, **order_version()}
 
     def _make_loader(self) -> DataLoader[Any]:
         """A new one for each pass, unless its workers persist: they copy the data set when they start."""

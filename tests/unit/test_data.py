@@ -403,6 +403,22 @@ def test_a_state_of_another_order_is_refused(name: str, value: int) -> None:
         sampler(10).load_state_dict(state)
 
 
+@pytest.mark.parametrize("version", [None, 1])
+def test_a_state_of_a_version_with_another_order_is_refused(version: int | None) -> None:
+    state = {name: value for name, value in sampler(10).state_dict().items() if name != "order_version"}
+    if version is not None:
+        state["order_version"] = version
+    with pytest.raises(ValueError, match=f"order_version={version}.*version that saved"):
+        sampler(10).load_state_dict(state)
+
+
+def test_the_order_of_this_version_is_kept() -> None:
+    """Another order needs another order version: a state would go on with other samples."""
+    assert sampler(10).state_dict()["order_version"] == 2
+    assert list(sampler(10)) == [0, 1, 3, 2, 7, 4, 6, 5, 9, 8]
+    assert Permutation(1 << 20, 0, 0)(torch.arange(4)).tolist() == [726526, 270253, 342699, 564302]
+
+
 @pytest.mark.parametrize("broken", [{"epoch": None}, {"position": -1}, {"position": "4"}])
 def test_a_broken_state_is_refused(broken: dict[str, object]) -> None:
     state = {**sampler(10).state_dict(), **broken}

@@ -268,6 +268,15 @@ def test_the_state_is_small_also_with_a_hundred_thousand_shards() -> None:
     assert len(json.dumps(state)) < 1000
 
 
+@pytest.mark.parametrize("version", [None, 1])
+def test_a_state_of_a_version_with_another_order_is_refused(version: int | None) -> None:
+    state = {name: value for name, value in loader().state_dict().items() if name != "order_version"}
+    if version is not None:
+        state["order_version"] = version
+    with pytest.raises(ValueError, match=f"order_version={version}.*version that saved"):
+        loader().load_state_dict(state)
+
+
 @pytest.mark.parametrize("name, value", [("shards", 11), ("seed", 1), ("shuffle", False)])
 def test_a_state_of_another_order_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}=.*Resume with the same"):
