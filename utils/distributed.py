@@ -170,7 +170,7 @@ class Distributed:
 _ORDERLY = (None, 0, 75)  # 75 is EXIT_REQUEUE of preemption.py: saved, to go on later
 _REPORTED, _FAILED, _CLOSING = "_ddpkit_reported", "ddpkit/failed", "ddpkit/closing"
 # The messages of torch 2.13. gloo raises a plain RuntimeError: "[.../gloo/transport/tcp/pair.cc:553] Connection closed
-# by peer [10.0.0.2]:57993". NCCL and the store raise DistError: "... Watchdog caught collective operation timeout: ...".
+# by peer [10.0.0.2]:57993". NCCL and the store raise DistError: "... Watchdog caught collective operation timeout".
 _OF_TORCH = (r"gloo/[\w./-]+:\d+\] |\AOperation timed out!\Z|monitoredBarrier (after|in) \d+ ?ms"
              r"|lost the connection to rank 0's store|the store that rank 0 or torchrun serves is gone")
 _PEER_FAILURES = {
