@@ -209,6 +209,8 @@ class StopSignal:
         # The interpreter writes into it at once, while the handler waits until the main thread runs Python again.
         self._wakeup_before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         _open = self
+        # The starter of a rank blocks them until exec(); in a container with its own environment no rank knows of it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for number in held_signals.take():  # while torch was imported, or between two StopSignals
             self.request(number.name)
 

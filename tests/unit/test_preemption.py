@@ -584,6 +584,16 @@ def test_a_signal_that_comes_before_the_package_is_imported_is_honoured_under_la
     assert done.returncode == 75, done.stderr
 
 
+def test_a_stop_signal_unblocks_its_signals_where_a_wrapper_drops_the_environment(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = tmp_path / "train.py"
+    script.write_text(EARLY.replace("os.kill(os.getpid(), signal.SIGUSR1)", ""))
+    without = BLOCKED.replace("os.execv(", 'os.environ.pop(held_signals.VARIABLE)\nos.execv(')
+    done = subprocess.run([sys.executable, "-c", without, str(script), str(root)], cwd=root, capture_output=True,
+                          text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 def test_modules_and_scripts_that_import_the_package_are_recognised(tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
