@@ -43,6 +43,15 @@ def hold() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
 
+def release() -> None:
+    """Give HELD their default action again, also for those received so far: they end this process by default."""
+    for number in HELD:
+        if signal.getsignal(number) == remember:
+            signal.signal(number, signal.SIG_DFL)
+    for number in take():
+        os.kill(os.getpid(), number)
+
+
 def _caught(number: int) -> bool:
     """Whether a handler is installed that Python does not know of, such as that of faulthandler.register()."""
     try:

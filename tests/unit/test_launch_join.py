@@ -5,12 +5,19 @@ import json
 import os
 import resource
 import selectors
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.test_launch_plan import SLURM, job, make
+from utils.launch.agent import start_words
 from utils.launch.join import Joined, JoinServer, mismatch, rank_variables
 from utils.launch.plan import Options, Plan
 from utils.launch.report import VARIABLE, Report, parse
@@ -172,6 +179,38 @@ def test_ranks_that_do_not_join_in_time_are_named() -> None:
         rank.close()
         server.close()
     assert server.problem.startswith("2 of 3 ranks did not join: 0, 2 within 120 s. Expected 3 ranks on n1, n2.")
+
+
+def started(report: Report, *program: str, output_dir: str = "") -> tuple[subprocess.Popen[str], socket.socket, Any]:
+    """rank_start.py as Slurm starts it, its connection, and its report."""
+    environ = {"PATH": os.environ["PATH"], **report.variables, "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
+               "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    words = start_words(sys.executable, "rank_start", [os.getcwd(), "", "", output_dir, *program])
+    process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    connection = report.listener.accept()[0]
+    with connection.makefile("rb") as stream:
+        return process, connection, json.loads(stream.readline())["join"]
+
+
+def test_a_signal_before_the_start_of_another_program_has_its_default_action() -> None:
+    with Report() as report:
+        process, connection, _ = started(report, "sh", "-c", "echo started")
+        with connection:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
+            connection.sendall(json.dumps({"variables": {"RANK": "0"}}).encode() + b"\n")
+            assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGUSR1
+
+
+def test_an_output_folder_that_cannot_be_written_is_reported_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "logs")
+    with Report() as report:
+        process, connection, said = started(report, "true", output_dir=folder)
+        connection.close()
+        process.communicate(timeout=30)
+    assert f"the output folder {folder} cannot be written (Not a directory)" in said["problem"]
 
 
 def test_a_limit_of_open_files_is_named() -> None:

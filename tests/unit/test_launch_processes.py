@@ -17,7 +17,7 @@ from utils.launch.native import Failure, SrunErrors, srun_ports, step_of
 from utils.launch.outcome import LINGER, LINGER_AFTER_STOP, Outcome, in_words
 from utils.launch.ports import ReservedPort
 from utils.launch.processes import MARK, Processes, survivors
-from utils.launch.wire import Wire
+from utils.launch.wire import Wire, connect
 
 ROOT = Path(__file__).resolve().parents[2]
 # Starts a child in a session of its own, tells its process id, and waits.
@@ -252,6 +252,27 @@ def test_messages_arrive_whole_and_in_order_however_long_they_are() -> None:
     other.receive()
     assert other.closed
     other.close()
+
+
+@pytest.mark.parametrize(("answers", "expected"), [
+    ({"10.0.0.1": TimeoutError, "172.17.0.1": ConnectionRefusedError}, 60.0),
+    ({"10.0.0.1": ConnectionRefusedError, "172.17.0.1": ConnectionRefusedError}, 5.0)])
+def test_a_refusal_at_one_address_does_not_shorten_the_wait_for_the_others(
+        answers: dict[str, type[OSError]], expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise answers[address[0]]
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert connect(list(answers), 1) is None
+    assert expected <= now < expected + 1
 
 
 def test_what_is_no_message_closes_the_connection() -> None:

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
                      ". Expected a network between the hosts of a job, and its environment on each: check both")
     wire, address = reached
     port: ReservedPort | None = None
+    output: int | None = None
     report: dict[str, object] = {"token": parse(os.environ[VARIABLE])[2], "reached": address, "host": host_id()}
     try:
         placement = detect()
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
             port = ReservedPort()
         report |= _report(placement, port)
         report["problem"] = problem_with(folder, script, int(checksum) if checksum else None)
+        if output_dir and not report["problem"]:
+            output = _open_output(output_dir, placement.rank)
     except (LaunchError, OSError) as error:
         report["problem"] = str(error)
     variables = _join(wire, report)
@@ -48,16 +51,17 @@ def main(arguments: Sequence[str]) -> int:
     if port is not None:
         port.keep_over_exec()
     os.environ.update(variables)
-    if output_dir:
-        file = open_file(output_dir, variables["RANK"])
+    if output is not None:
         for stream in (1, 2):
-            os.dup2(file, stream)
-        os.close(file)
+            os.dup2(output, stream)
+        os.close(output)
     if held_signals.handles_stops(program):
         held_signals.block()
         os.environ[held_signals.VARIABLE] = "1"
         for number in held_signals.take():  # caught since the import of this package
             os.kill(os.getpid(), number)  # blocked, it stays pending for the program
+    else:
+        held_signals.release()
     for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and not every program does
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
@@ -71,6 +75,15 @@ def main(arguments: Sequence[str]) -> int:
 def _report(placement: Placement, port: ReservedPort | None) -> dict[str, object]:
     return {"rank": placement.rank, "world_size": placement.world_size, "local_rank": placement.local_rank,
             **({"port": port.port} if port is not None else {})}
+
+
+def _open_output(folder: str, rank: int) -> int:
+    """Open the file for the output of a rank. Raises LaunchError where it cannot be written."""
+    try:
+        return open_file(folder, rank)
+    except OSError as error:
+        raise LaunchError(f"the output folder {folder} cannot be written ({error.strerror}). Expected a folder in "
+                          "which this user may create files. Choose another --output-dir") from error
 
 
 def host_id() -> list[str]:

@@ -102,12 +102,17 @@ def connect(addresses: Sequence[str], port: int) -> tuple[Wire, str] | None:
     """A connection to the launch and the address that worked; None after CONNECT_SECONDS, or when it is gone."""
     limit = time.monotonic() + CONNECT_SECONDS
     while addresses and time.monotonic() < limit:
+        refused = 0
         for address in addresses:
             try:
                 return Wire(socket.create_connection((address, port), timeout=3)), address
-            except ConnectionRefusedError:  # it listened before it had this process started
-                limit = min(limit, time.monotonic() + REFUSED_SECONDS)
+            except ConnectionRefusedError:
+                refused += 1
             except OSError:
                 pass
+        # It listened before it started this process. One of several addresses, such as that of docker0, may be this
+        # host's own and refuse while the right one does not respond yet.
+        if refused == len(addresses):
+            limit = min(limit, time.monotonic() + REFUSED_SECONDS)
         time.sleep(0.2)
     return None
