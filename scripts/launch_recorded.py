@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,10 +23,11 @@ import following
 import launch
 import records
 
-from utils.schedulers import AllocationError, Scheduler, SchedulerError, current_allocation, get_scheduler
+from utils.schedulers import AllocationError, Scheduler, SchedulerError, Status, current_allocation, get_scheduler
 from utils.schedulers.exit_status import EXIT_REQUEUE
 from utils.schedulers.slurm import own_id
 
+QUERY_SECONDS, QUERY_PAUSE_SECONDS = 300.0, 20.0  # for the state of the previous job, where nothing was kept
 _EXTENSION_SECONDS = 60.0  # less is the time that a scheduler takes to end a job at its limit
 
 def main() -> int:
@@ -70,7 +72,7 @@ def refusal(scheduler: Scheduler, folder: Path, previous: str) -> str | None:
     if kept in (0, EXIT_REQUEUE, records.TIME_LIMIT):
         return None
     try:
-        status = scheduler.status(previous)
+        status = _status(scheduler, previous, 0.0 if kept is not None else QUERY_SECONDS)
     except SchedulerError as error:
         found = str(error)
     else:
@@ -78,6 +80,20 @@ def refusal(scheduler: Scheduler, folder: Path, previous: str) -> str | None:
             return None
         found = following.describe(status)
     return f"job {previous} ended with exit status {kept}" if kept is not None else f"of the job before: {found}"
+
+
+def _status(scheduler: Scheduler, job_id: str, seconds: float) -> Status:
+    """Query the state of a job; where the scheduler does not respond, repeat that for so many seconds."""
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            return scheduler.status(job_id)
+        except SchedulerError as error:
+            left = limit - time.monotonic()
+            if left <= 0:
+                raise
+            say(f"the state of job {job_id} is not known: {error}. Trying again for {left:.0f} s")
+        time.sleep(min(QUERY_PAUSE_SECONDS, max(left, 0.0)))
 
 
 class TimeLimit:

@@ -894,11 +894,22 @@ def test_a_job_of_a_chain_starts_only_when_it_can_continue_the_one_before(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if kept is not None:
         records.keep_status(record.folder, "1", kept)
+    monkeypatch.setattr(launch_recorded, "QUERY_SECONDS", 0.0)
     job = Recorded(record.folder, monkeypatch)
     assert job.run(lambda: 0, "1", _1=[answer]) == (0 if starts else 1)
     assert job.started == starts
     assert (records.kept_status(record.folder, "2") == 0) is starts
     assert ("not started" in capsys.readouterr().err) is not starts
+
+
+def test_a_job_of_a_chain_waits_for_a_scheduler_that_does_not_respond(
+        record: records.Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    job = Recorded(record.folder, monkeypatch)
+    down = SchedulerError("Unable to contact slurm controller")
+    assert job.run(lambda: 0, "1", _1=[down, down, Status("1", "completed", 0)]) == 0
+    assert job.started == 1
+    assert capsys.readouterr().err.count("the state of job 1 is not known: Unable to contact") == 2
 
 
 @pytest.mark.parametrize(("status", "state", "cancelled"), [
