@@ -272,7 +272,10 @@ class Checkpointer:
             temporary = self.folder / told["name"]
         mine = told if "error" in told else _final(job.problem) if job.problem else self._write_part(job, temporary)
         self._written.set()
-        verdict = ranks.decide(topic, mine, lambda parts: self._commit(temporary, job, parts))
+        try:
+            verdict = ranks.decide(topic, mine, lambda parts: self._commit(temporary, job, parts))
+        finally:  # also where another rank did not respond, which may still write
+            files.abandon(temporary)
         if ranks.rank == 0:
             ranks.forget(f"{topic} folder")
         self._again = bool(verdict.get("again"))

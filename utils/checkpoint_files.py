@@ -150,6 +150,11 @@ def commit(temporary: Path, step: int, world_size: int, entries: Sequence[dict[s
     return name
 
 
+def abandon(temporary: Path) -> None:
+    """Note that this process no longer writes into a temporary folder: the next remove_leftovers() deletes it."""
+    _open.discard(temporary)
+
+
 def _write_file(path: Path, *pieces: memoryview, written: Callable[[], None] = lambda: None) -> None:
     """Write and sync a new file. written: called when the system has all bytes and the disk not yet."""
     file = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

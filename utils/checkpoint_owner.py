@@ -28,7 +28,20 @@ def is_running(name: str) -> bool | None:
     if match["namespace"] != namespace:
         return None  # another container on this host
     start = _start_time(int(match["pid"]))
+    if start is None and _is_hidden(int(match["pid"])):
+        return None
     return start is not None and start == match["start"]
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether another user's process has this id, and /proc does not show it: the mount option hidepid=2."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def is_own(name: str) -> bool:

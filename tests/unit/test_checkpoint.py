@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils import checkpoint_files, checkpoint_format, checkpoint_owner
+from utils import checkpoint_files, checkpoint_format, checkpoint_owner, checkpoint_ranks
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank, list_steps
 from utils.checkpoint_snapshot import Snapshot, share_out
 from utils.checkpoint_state import Packed
@@ -136,6 +136,34 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
         checkpoints.save(10**10, {})
         found = checkpoints.load_latest({})
     assert found is not None and found.step == 10**10
+
+
+def test_what_a_save_without_all_ranks_left_is_removed_by_the_next(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(*_: Any) -> Any:
+        raise checkpoint_ranks.Silence("rank 1 did not answer")
+
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2, 3):
+            with monkeypatch.context() as silent, pytest.raises(CheckpointError, match="rank 1 did not answer"):
+                silent.setattr(checkpoint_ranks.Ranks, "decide", decide)
+                checkpoints.save(step, {"x": 0})
+                checkpoints.wait()
+        assert len(list(tmp_path.glob(".saving-*"))) == 1
+        checkpoints.save(4, {"x": 0})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000004"]
+
+
+def test_a_process_of_another_user_that_proc_hides_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, boot, namespace, _, start = checkpoint_owner.owner().split(".")
+    hidden = f"{host}.{boot}.{namespace}.{1 << 30}.{start}"
+    assert checkpoint_owner.is_running(hidden) is False
+
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert checkpoint_owner.is_running(hidden) is None
 
 
 def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
