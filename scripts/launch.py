@@ -128,6 +128,9 @@ def main() -> int:
             found = f"none of {', '.join(KINDS.values())}" if os.path.exists(path) else "not there"
             raise PlanError(f"--by is {args.by}, which is {found}. Expected the path of an mpiexec: check "
                             "it, or leave --by out")
+        if args.command[0].startswith("-") and args.command[0] != "-m":
+            raise PlanError(f"the command starts with the option {args.command[0]}. Expected a script or a program. "
+                            "Options of sbatch and qsub go before the job script, those of launch.py before the script")
         if args.container:
             command = in_container(args.container, args.command, args.gpu_vendor or gpu_vendor(), programs)
         elif args.command[0].endswith(".py") and not os.path.isfile(args.command[0]):

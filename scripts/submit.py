@@ -189,8 +189,9 @@ def _add_run_options(run_parser: argparse.ArgumentParser) -> None:
     add = run_parser.add_argument_group("submission").add_argument
     add("--follow", action="store_true", help="print state, place in the queue and output until the job has ended")
     add("--no-check", action="store_true", help="submit in spite of what the checks find")
-    add("--dry-run", action="store_true", help="print the job script and submit nothing; exit status 1 where the site "
-                                               "would refuse the job")
+    add("--dry-run", action="store_true", help="print the job script and submit nothing; exit status 1 where the job "
+                                               "would be refused: by the published limits of --site, without it by "
+                                               "the scheduler of this host")
 
 
 # --- from options and profile to a job
@@ -350,6 +351,8 @@ def run(args: argparse.Namespace) -> int:
     script = job_scripts.submitted_script(site.scheduler, job)
     problems += site_problems(site, job, args.queue or site.queue)
     if args.dry_run:
+        if args.site is None:  # the scheduler of this host; a site that is named may be far away
+            problems += get_scheduler(site.scheduler).check(job)
         print(script, end="")
         for problem in problems:
             what = "warning" if args.no_check else "would not be submitted"

@@ -381,10 +381,13 @@ class Checkpointer:
     def load_latest(self, state: Any) -> Restored | None:
         """Restore the newest intact checkpoint in place, on all ranks the same; None when there is none.
 
-        state: nested as the one that was saved. Objects, tensors and generators in it are restored in place; the rest
-        is only a pattern, and comes back with the saved values in Restored.state. The random number generators are set
-        as they were at save(); under another number of ranks those that differed between ranks get new states, and
-        PerRank parts are refused. What does not fit is refused before anything is changed.
+        state: nested as the one that was saved. Objects, tensors, generators, containers and numpy arrays of the same
+        shape and type are restored in place. What cannot change (numbers, strings, arrays of another shape) is replaced
+        in the container that holds it: read state["best"] afterwards, not a variable that was put into it.
+
+        The random number generators are set as they were at save(); under another number of ranks those that differed
+        between ranks get new states, and PerRank parts are refused. What does not fit is refused before anything is
+        changed.
 
         Making the iterator of a DataLoader draws from torch's generator, once more when an epoch is resumed in its
         middle: give the DataLoader a generator of its own, so that all other random numbers stay as they were.

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,17 +56,18 @@ class Fitting:
         self._copies = Unpacker(tensors, copies=True)  # an object that keeps one tensor shall not keep the whole file
         self._names = parameter_names(state)
         self._register_classes(state)
+        self._state = state
         self._result = self._fit(state, tree, ())
 
     def restore(self) -> Any:
-        """Restore objects and tensors in place; returns the state with its plain data replaced by what was saved."""
+        """Restore the state in place and return it: see put()."""
         for path, action in self._actions:
             try:
                 action()
             except Exception as error:
                 raise Unfit(f"{show(path)}: it could not be restored, and what comes before it is restored already: "
                             f"{type(error).__name__}: {error}") from error
-        return self._result
+        return put(self._state, self._result)
 
     def _register_classes(self, state: Any) -> None:
         for _, value in walk(state):
@@ -288,6 +290,35 @@ class Fitting:
 
     def _problem(self, path: Path, text: str) -> None:
         self.problems.append(f"{show(path)} {text}")
+
+
+def put(state: Any, restored: Any) -> Any:
+    """Put restored data into the containers and numpy arrays of the state; returns what now stands in its place.
+
+    Dicts, lists, deques and arrays of the same shape and type keep their identity. What cannot change,
+    such as numbers, strings and arrays of another shape, is replaced in the container that holds it.
+    """
+    if restored is state or type(restored) is not type(state):
+        return restored
+    if isinstance(state, dict):
+        items = {key: put(state[key], value) if key in state else value for key, value in restored.items()}
+        state.clear()
+        state.update(items)
+        return state
+    if type(state) in (list, collections.deque):
+        same = len(state) == len(restored)
+        values = [put(*pair) for pair in zip(state, restored, strict=True)] if same else list(restored)
+        state.clear()
+        state.extend(values)
+        return state
+    if isinstance(state, PerRank):
+        return PerRank(put(state.value, restored.value))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(state) is numpy.ndarray:
+        if state.shape == restored.shape and state.dtype == restored.dtype and state.flags.writeable:
+            state[...] = restored
+            return state
+    return restored
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

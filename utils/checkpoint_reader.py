@@ -36,7 +36,7 @@ class Restored:
     """A checkpoint that was loaded."""
 
     step: int
-    state: Any  # as given to the load, with its plain data replaced by what was saved
+    state: Any  # as given to the load, restored
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def list_steps(folder: str | os.PathLike[str]) -> list[int]:
 def load_part(folder: str | os.PathLike[str], state: dict[str, Any], *, step: int | None = None) -> Restored | None:
     """Load the parts of a checkpoint that `state` names, such as {"model": model}; nothing else is read.
 
-    Objects and tensors are restored in place; Restored.state has the saved plain data. Buffers are those of rank 0.
+    The parts are restored in place, as Checkpointer.load_latest() does it. Buffers are those of rank 0.
     Generators of random numbers, PerRank parts and the folder stay as they are.
 
     step: default: the newest that is intact, or None if there is none. A step that is named has to be there and

@@ -192,8 +192,8 @@ class _Packer:
             fields = {name: self.tree(getattr(value, name), (*path, name), kind) for name in names}
             return {"dataclass": cls.__qualname__, "fields": fields}
         raise Unfit(f"{show(path)} is of type {type_name(value)}; expected "
-                    "tensors, numbers, strings, None, containers of these, and objects with state_dict() and "
-                    "load_state_dict(). Convert it, or leave it out")
+                    "tensors, numpy arrays, numbers, strings, None, paths, dates, dataclasses, containers of "
+                    "these, and objects with state_dict() and load_state_dict(). Convert it, or leave it out")
 
     def _object(self, value: Any, path: Path, kind: dict[str, Tensor]) -> Tree:
         name = type(value).__name__

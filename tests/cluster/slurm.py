@@ -311,7 +311,8 @@ def main() -> int:
         raised = SlurmCluster(**shape, folder=args.folder).__enter__()  # no `with`: it stays when this process ends
         settings.write_text(json.dumps(shape))
         raised.keep()
-        print(f"{args.nodes} nodes are up. Next: {sys.executable} {__file__} run sinfo")
+        again = shlex.join([sys.executable, __file__, "--folder", str(args.folder), "run", "sinfo"])
+        print(f"{args.nodes} nodes are up. Next: {again}")
         return 0
     if not settings.exists():
         print(f"{args.folder}: no cluster is up. Raise it: {sys.executable} {__file__} up", file=sys.stderr)

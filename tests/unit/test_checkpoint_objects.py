@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.checkpoint_fitting import Fitting
-from utils.checkpoint_state import pack
+from utils.checkpoint_state import PerRank, pack
 from utils.checkpoint_values import Unfit
 
 
@@ -341,3 +341,21 @@ def test_a_state_is_not_changed_by_being_saved() -> None:
     assert bits([model.state_dict(), optimizer.state_dict()]) == before
 
 
+
+
+def test_plain_data_and_numpy_arrays_are_restored_in_the_state_that_was_given() -> None:
+    import numpy
+
+    def fresh(fill: float) -> dict[str, Any]:
+        return {"model": nn.Linear(2, 1), "best": fill, "history": [fill], "array": numpy.full(3, fill),
+                "grows": numpy.full(int(fill) + 1, fill), "inner": {"count": int(fill), "list": [numpy.full(2, fill)]},
+                "own": PerRank({"steps": int(fill)})}
+
+    tree, tensors, own = saved(fresh(7))
+    state = fresh(0)
+    array, history, inner, nested = state["array"], state["history"], state["inner"], state["inner"]["list"][0]
+    restored = Fitting(state, tree, tensors, own).restore()
+    assert restored is state and state["best"] == 7 and state["own"].value == {"steps": 7}
+    assert array is state["array"] and array.tolist() == [7, 7, 7] and state["grows"].shape == (8,)
+    assert history is state["history"] and history == [7]
+    assert inner is state["inner"] and inner["count"] == 7 and nested.tolist() == [7, 7]

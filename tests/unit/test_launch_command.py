@@ -110,3 +110,8 @@ def test_an_mpiexec_that_starts_no_rank_and_ends_with_0_is_a_failure(folder: Pat
     assert done.returncode == 1, done.stderr
     assert "mpiexec ended with exit status 0 before all ranks had joined" in done.stderr
     assert "2 of 2 ranks did not join: 0, 1" in done.stderr
+
+
+def test_an_option_in_place_of_the_script_is_refused(folder: Path) -> None:
+    done = launch("--", "-N", "2", "train.py", folder=folder)
+    assert done.returncode == 2 and "go before the job script" in done.stderr

@@ -296,6 +296,15 @@ def test_a_refusal_of_pbs_is_shown_with_the_line_that_caused_it(
     assert not (work / "jobs-out").exists()
 
 
+@pytest.mark.parametrize("words", [["./missing.py"], ["cancle"]])
+def test_a_dry_run_on_the_cluster_itself_finds_what_the_submission_would(
+        words: list[str], programs: Programs, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs.slurm()
+    assert submit.main(["run", "--dry-run", *words]) == 1
+    assert "would not be submitted: command: " in capsys.readouterr().err
+    assert programs.submissions == 0
+
+
 def test_what_the_checks_find_prevents_a_submission(programs: Programs, work: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     programs.slurm()
