@@ -48,12 +48,12 @@ class Interpreter(NamedTuple):
         return f"Python for the ranks: {self.path} ({self.source}){passed_over}"
 
 
-def choose(environ: "Mapping[str, str]", *, torch: bool = True, set_up: bool = False) -> Interpreter:
+def choose(environ: "Mapping[str, str]", *, torch: bool = True) -> Interpreter:
     """Choose the first Python with torch: PYTHON, the job's set-up lines, active environments, PATH, the kit's .venv.
 
     environ: the environment of the ranks. torch: whether they need torch; without it a Python that has none is chosen
-    where all others have none, too. set_up: whether the job may still bring another Python. InterpreterError where
-    there is none, or where PYTHON names one that cannot be used.
+    where all others have none, too. InterpreterError where there is none, or where PYTHON names one that cannot be
+    used.
     """
     if environ.get("PYTHON"):
         return _named(environ["PYTHON"], environ, torch)

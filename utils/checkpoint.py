@@ -24,7 +24,18 @@ from typing import Any
 from . import checkpoint_files as files
 from .checkpoint_random import derive_random_states, random_states, restore_random_states
 from .checkpoint_ranks import Message, Ranks, Silence
-from .checkpoint_reader import CheckpointError, Loaded, Restored, export_safetensors, list_steps, load_part, read
+from .checkpoint_reader import (
+    ATTEMPTS,
+    KEY,
+    PAUSE_SECONDS,
+    CheckpointError,
+    Loaded,
+    Restored,
+    export_safetensors,
+    list_steps,
+    load_part,
+    read,
+)
 from .checkpoint_snapshot import ReplicaFinder, Snapshot, share_out
 from .checkpoint_state import PerRank, pack
 from .checkpoint_sums import Sums
@@ -35,9 +46,7 @@ __all__ = ["CheckpointError", "Checkpointer", "PerRank", "Restored", "export_saf
 
 _log = get_logger(__name__)
 _LAST_SECONDS, _FAREWELL_SECONDS = 60.0, 10.0  # for this rank's and the other ranks' part, when training ends early
-_KEY = "ddpkit"  # of our part in the metadata of a file
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 5.0
-_ATTEMPTS, _PAUSE_SECONDS = 20, 0.1  # to load, where another process deletes checkpoints meanwhile
 
 
 class _Permanent(CheckpointError):
@@ -267,20 +276,20 @@ class Checkpointer:
 
     def _write(self, job: _Job) -> None:
         ranks, topic, temporary = self._ranks, f"save {job.turn}", Path()
-        told = ranks.share(f"{topic} folder", lambda: _final(job.problem) if job.problem else self._begin(job.step))
-        if "error" not in told:
-            temporary = self.folder / told["name"]
-        mine = told if "error" in told else _final(job.problem) if job.problem else self._write_part(job, temporary)
+        begun = ranks.share(f"{topic} folder", lambda: _final(job.problem) if job.problem else self._begin(job.step))
+        if "error" not in begun:
+            temporary = self.folder / begun["name"]
+        mine = begun if "error" in begun else _final(job.problem) if job.problem else self._write_part(job, temporary)
         self._written.set()
         try:
-            verdict = ranks.decide(topic, mine, lambda parts: self._commit(temporary, job, parts))
+            result = ranks.decide(topic, mine, lambda parts: self._commit(temporary, job, parts))
         finally:  # also where another rank did not respond, which may still write
             files.abandon(temporary)
         if ranks.rank == 0:
             ranks.forget(f"{topic} folder")
-        self._again = bool(verdict.get("again"))
-        if "error" in verdict:
-            raise (_Permanent if verdict.get("permanent") else CheckpointError)(verdict["error"])
+        self._again = bool(result.get("again"))
+        if "error" in result:
+            raise (_Permanent if result.get("permanent") else CheckpointError)(result["error"])
         self.seconds = time.monotonic() - job.start
         if ranks.rank == 0:
             try:
@@ -336,7 +345,7 @@ class Checkpointer:
     def _write_part(self, job: _Job, temporary: Path) -> Message:
         try:
             entry = files.write_part(temporary / files.part_name(self._ranks.rank), self._snapshot.layout,
-                                     self._snapshot.bytes(), job.sums, {_KEY: json.dumps(job.trees)})
+                                     self._snapshot.bytes(), job.sums, {KEY: json.dumps(job.trees)})
             return {"entry": {**entry, "replicated": job.replicated}, "digest": job.digest}
         except OSError as error:
             return {"error": self._explain(f"cannot save step {job.step}", error)}
@@ -417,24 +426,24 @@ class Checkpointer:
         turn = f"load {self._turn}"
         self._turn += 1
         try:
-            for attempt in range(_ATTEMPTS):
+            for attempt in range(ATTEMPTS):
                 topic = f"{turn}/{attempt}"
                 listed = self._ranks.share(topic, lambda: self._list(step))
                 if "error" in listed:
                     raise CheckpointError(listed["error"])
                 for number, name in enumerate(reversed(listed["names"])):
                     found: list[Loaded] = []
-                    mine = self._look(name, state, found, last=attempt == _ATTEMPTS - 1)
-                    verdict = self._ranks.decide(f"{topic} {number}", mine, self._judge)
-                    if "gone" in verdict:  # another process deletes old ones here
-                        time.sleep(_PAUSE_SECONDS)
+                    mine = self._look(name, state, found, last=attempt == ATTEMPTS - 1)
+                    result = self._ranks.decide(f"{topic} {number}", mine, self._combine)
+                    if "gone" in result:  # another process deletes old ones here
+                        time.sleep(PAUSE_SECONDS)
                         break
-                    if "damaged" in verdict and step is None:
+                    if "damaged" in result and step is None:
                         if self._ranks.rank == 0:
-                            self._set_aside(name, verdict["damaged"])
+                            self._set_aside(name, result["damaged"])
                         continue
-                    if "error" in verdict or "damaged" in verdict:
-                        raise CheckpointError(verdict.get("error") or f"damaged checkpoint {verdict['damaged']}")
+                    if "error" in result or "damaged" in result:
+                        raise CheckpointError(result.get("error") or f"damaged checkpoint {result['damaged']}")
                     return self._restore(found[0])
                 else:
                     return None
@@ -476,11 +485,11 @@ class Checkpointer:
             known = isinstance(problem, files.Unreadable | Unfit | CheckpointError)
             return {"error": f"cannot load {where}: {'' if known else f'{type(problem).__name__}: '}{problem}"}
 
-    def _judge(self, answers: Sequence[Message]) -> Message:
+    def _combine(self, answers: Sequence[Message]) -> Message:
         for kind in ("gone", "error", "damaged"):
-            told = [answer for answer in answers if kind in answer]
-            if told:
-                return told[0]
+            found = [answer for answer in answers if kind in answer]
+            if found:
+                return found[0]
         if any(answer != answers[0] for answer in answers):
             return {"error": f"the ranks do not see the same checkpoint in {self.folder}. Choose a folder on a file "
                              "system that all hosts share"}

@@ -23,8 +23,8 @@ from .checkpoint_values import Unfit
 from .logging import get_logger
 
 _log = get_logger(__name__)
-_KEY = "ddpkit"  # of our part in the metadata of a file
-_ATTEMPTS, _PAUSE_SECONDS = 20, 0.1  # when the training deletes a checkpoint while it is read
+KEY = "ddpkit"  # of our part in the metadata of a file
+ATTEMPTS, PAUSE_SECONDS = 20, 0.1  # to read, while another process deletes checkpoints
 
 
 class CheckpointError(RuntimeError):
@@ -123,9 +123,9 @@ def _plain(state: Any, part: str) -> dict[str, Tensor]:
 
 def _newest(folder: Path, step: int | None, load: Any) -> Any:
     """What load() returns for the newest intact checkpoint, or for that of the step."""
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         if attempt:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(PAUSE_SECONDS)
         try:
             listed = files.names(folder)
         except FileNotFoundError:
@@ -218,19 +218,19 @@ class _Parts:
 def _trees(metadata: dict[str, str], rank: int) -> dict[str, Any]:
     file = files.part_name(rank)
     try:
-        trees = json.loads(metadata[_KEY])
+        trees = json.loads(metadata[KEY])
     except (KeyError, ValueError, RecursionError) as error:
-        raise files.Damaged(f"{file}: __metadata__.{_KEY} is invalid: {type(error).__name__}: {str(error)[:200]}"
+        raise files.Damaged(f"{file}: __metadata__.{KEY} is invalid: {type(error).__name__}: {str(error)[:200]}"
                             ) from None
     kinds = {"own": dict, "local": list, "random": dict}
     for name, kind in kinds.items():
         if type(trees) is not dict or type(trees.get(name)) is not kind:
-            raise files.Damaged(f"{file}: __metadata__.{_KEY}.{name} is not what was written; expected a "
+            raise files.Damaged(f"{file}: __metadata__.{KEY}.{name} is not what was written; expected a "
                                 f"{kind.__name__}")
     if not all(type(name) is str for name in trees["local"]):
-        raise files.Damaged(f"{file}: __metadata__.{_KEY}.local is not what was written; expected names")
+        raise files.Damaged(f"{file}: __metadata__.{KEY}.local is not what was written; expected names")
     if rank == 0 and "tree" not in trees:
-        raise files.Damaged(f"{file}: __metadata__.{_KEY}.tree is missing")
+        raise files.Damaged(f"{file}: __metadata__.{KEY}.tree is missing")
     answer: dict[str, Any] = trees
     return answer
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -97,8 +98,14 @@ def agents(folder: Path, steps: int, rendezvous: str, hosts: Hosts | None, bare:
         entered = [*hosts.enter(hosts.hosts[node]), *command] if hosts else command
         with (folder / f"agent.{node}").open("w") as output:
             started.append(subprocess.Popen(entered, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT,
-                                            text=True, start_new_session=True))
+                                            text=True, start_new_session=True, preexec_fn=end_with_parent))
     return started
+
+
+def end_with_parent() -> None:
+    """In a child: get SIGTERM when this script ends, however it does; an agent ends its workers then."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def steps_made(folder: Path) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -206,6 +207,17 @@ def test_each_rank_may_write_into_a_file_or_with_its_rank_before_each_line(job: 
     assert done.status == 0, done.output
     for rank in range(3):  # each mpiexec has a form of its own
         assert re.search(rf"^\S.*\b{rank}\b.*output of {rank}$", done.output, re.MULTILINE), done.output
+
+
+def test_ranks_of_an_mpiexec_keep_the_limit_of_open_files(job: Job) -> None:
+    """launch.py raises its own, 2 for each rank and 64 more, as each rank connects to it."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (66, limits[1]))
+    try:
+        done = job.run("--by", str(job.lab.need("mpich")), "sh", "-c", "echo limit $(ulimit -Sn)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert done.output.count("limit 66\n") == 2, done.output  # on this host; the other one has its own limit
 
 
 # What cannot be started -----------------------------------------------------------------------------------------------

@@ -214,9 +214,9 @@ def rank_variables(joined: Mapping[int, Joined], own_addresses: set[str]) -> dic
             address = others.most_common(1)[0][0]
     variables = {}
     for node_rank, ranks in enumerate(hosts.values()):
-        as_said = sorted(one.local_rank if one.local_rank is not None else -1 for one in ranks) == [*range(len(ranks))]
+        numbered = sorted(one.local_rank if one.local_rank is not None else -1 for one in ranks) == [*range(len(ranks))]
         for index, one in enumerate(ranks):
-            local_rank = one.local_rank if as_said else index
+            local_rank = one.local_rank if numbered else index
             variables[one.rank] = {
                 "RANK": str(one.rank), "WORLD_SIZE": str(len(joined)), "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(len(ranks)), "NODE_RANK": str(node_rank), "GROUP_RANK": str(node_rank),

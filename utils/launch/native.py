@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -131,13 +131,16 @@ class _NativeRun:
         self._ending = self._waiting_was_said = False
 
     def run(self) -> int:
-        _allow_open_files(2 * self._plan.world_size + 64)
         words = start_words(self._plan.python, "rank_start", rank_arguments(self._plan))
         child = self._native.start(native_command(self._plan, words), self._plan.environ,
                                    subprocess.PIPE if self._plan.means == "srun" else None)
         if child is not None and child.stderr is not None:
             self._errors = SrunErrors(child.stderr)
             self._selector.register(self._errors, selectors.EVENT_READ)
+        with _more_open_files(2 * self._plan.world_size + 64):  # the child, and so the ranks, keep the user's limit
+            return self._serve(child)
+
+    def _serve(self, child: subprocess.Popen[bytes] | None) -> int:
         status = 0
         while self._processes.running:
             self._wait()
@@ -221,12 +224,17 @@ def rank_arguments(plan: Plan) -> list[str]:
     return [os.getcwd(), plan.script, "" if checksum is None else str(checksum), plan.options.output_dir, *plan.program]
 
 
-def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files, where it can be raised: each rank holds a connection until all have joined."""
+@contextmanager
+def _more_open_files(count: int) -> Iterator[None]:
+    """Raise the limit of open files meanwhile, if possible: each rank holds a connection until all have joined."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @dataclass(frozen=True)
