@@ -92,6 +92,9 @@ def test_a_signal_in_good_time_after_which_the_job_requeues_itself(slurm: SlurmC
 def test_the_time_limit_at_which_the_job_requeues_itself(slurm: SlurmCluster, folder: Path, whole: str) -> None:
     job_id = running(slurm, folder, MORE_SLOWLY)
     assert slurm.run(["scontrol", "update", f"JobId={job_id}", "EndTime=now+2"]).status == 0
+    wait_until(lambda: "is back in the queue" in slurm.output(job_id), "the requeue", seconds=120)
+    # This has also shortened the limit of the runs to come, to a minute.
+    assert slurm.run(["scontrol", "update", f"JobId={job_id}", "TimeLimit=10"]).status == 0
     completed(slurm, job_id, whole)
     assert "SIGTERM" in slurm.output(job_id)
 
