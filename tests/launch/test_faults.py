@@ -16,7 +16,8 @@ from tests.launch.launchers import MPIS, ROOT, Lab, Result
 
 FAULTY = [sys.executable, str(Path(__file__).with_name("faulty.py"))]
 TIMEOUT = 8.0  # seconds that the ranks are given to start
-START = 12.0  # more that interpreters and launchers may need on a busy machine
+LATE = 8.0  # seconds that a busy machine may add to a limit
+START = 40.0  # more that interpreters and launchers may need on a busy machine
 
 
 def by_hand(ranks: int, fault: str, *, env: dict[str, str] | None = None,
@@ -58,13 +59,13 @@ def all_say(results: list[Result], *words: str) -> None:
 def test_a_rank_that_never_starts_is_named_on_all_others() -> None:
     results = by_hand(4, "none", absent=2)
     all_say(results, "1 of 4 ranks did not join: rank 2")
-    assert all(seconds_to_give_up(result) <= TIMEOUT + 1 for result in results)
+    assert all(seconds_to_give_up(result) <= TIMEOUT + LATE for result in results)
 
 
 def test_rank_0_that_never_starts_is_named_on_all_others() -> None:
     results = by_hand(3, "none", absent=0)
     all_say(results, "did not find rank 0", "127.0.0.1 port", "Connection refused")
-    assert all(seconds_to_give_up(result) <= TIMEOUT + 1 for result in results)
+    assert all(seconds_to_give_up(result) <= TIMEOUT + LATE for result in results)
 
 
 def test_a_rank_that_dies_while_starting_ends_the_others_at_once() -> None:
@@ -173,9 +174,9 @@ def test_a_lost_rank_ends_the_start_under_every_mpiexec(lab: Lab, mpi: str, faul
 @pytest.mark.parametrize("rank", [0, 3])
 def test_an_exception_ends_the_launch_with_its_traceback_first(lab: Lab, mpi: str, rank: int) -> None:
     start = time.monotonic()
-    done = lab.mpi(mpi, "2x2", FAULTY, env={"FAULT": f"raise:{rank}", "FAULT_TIMEOUT": "30"})
+    done = lab.mpi(mpi, "2x2", FAULTY, env={"FAULT": f"raise:{rank}", "FAULT_TIMEOUT": "100"})
     assert done.status != 0
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 90  # nobody waits for a limit
     first = done.output.index("Traceback (most recent call last)")
     assert "ValueError: the loss is not a number" in done.output[first:].split("Traceback", 2)[1], done.output
 
