@@ -10,7 +10,6 @@ import interpreter
 if __name__ == "__main__":
     interpreter.restart_if_too_old(__file__)
 
-import contextlib
 import os
 import sys
 import threading
@@ -39,8 +38,7 @@ def main() -> int:
         say(f"not started, since {why}. The jobs of a chain continue one that completed, stopped after saving (exit "
             f"status {EXIT_REQUEUE}) or reached its time limit. To go on all the same: submit.py resubmit {job_id}")
         return 1
-    with contextlib.suppress(OSError):
-        records.forget_status(folder, job_id)
+    _forget(folder, job_id)
     limit = TimeLimit(folder, job_id)
     limit.watch()
     status = 1
@@ -127,8 +125,7 @@ class TimeLimit:
             with self._lock:  # the limit was extended meanwhile: a later failure is one again
                 if not self._done.is_set():
                     self.reached = False
-                    with contextlib.suppress(OSError):
-                        records.forget_status(self._folder, self._job_id)
+                    _forget(self._folder, self._job_id)
 
 
 def _seconds_left() -> float | None:
@@ -144,6 +141,14 @@ def _keep(folder: Path, job_id: str, status: int | str) -> None:
         records.keep_status(folder, job_id, status)
     except OSError as error:  # the scheduler knows it too, for a while
         say(f"the exit status could not be kept in {folder}: {error.strerror}")
+
+
+def _forget(folder: Path, job_id: str) -> None:
+    try:
+        records.forget_status(folder, job_id)
+    except OSError as error:
+        say(f"the status of an earlier run of job {job_id} could not be removed from {folder}: {error.strerror}. "
+            "The next job of the chain may take it for this run's: remove it")
 
 
 def cancel_later(scheduler: Scheduler, folder: Path, job_id: str) -> None:

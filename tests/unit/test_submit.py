@@ -911,6 +911,16 @@ def test_a_job_of_a_chain_starts_only_when_it_can_continue_the_one_before(
     assert ("not started" in capsys.readouterr().err) is not starts
 
 
+def test_a_kept_status_that_cannot_be_removed_is_reported(
+        record: records.Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(folder: Path, job_id: str) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(records, "forget_status", fail)
+    assert Recorded(record.folder, monkeypatch).run(lambda: 0) == 0
+    assert "job 2 could not be removed" in capsys.readouterr().err
+
+
 def test_a_job_of_a_chain_waits_for_a_scheduler_that_does_not_respond(
         record: records.Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
