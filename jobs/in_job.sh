@@ -1,10 +1,20 @@
-# What every job script needs once it has found the kit. Sourced by the job scripts.
+# What every job script does once it has found the kit, whose folder is $KIT. The job scripts source this file.
 # shellcheck shell=bash
 
-DDPKIT_PYTHON_AT_START=$(type -P python3 || true) # launch.py prefers another one that the set-up lines bring
+KIT=$(cd -- "$KIT" >/dev/null && pwd)
+DDPKIT_PYTHON_AT_START=$(type -P python3 || true) # another one, which the set-up lines bring, is preferred
 export DDPKIT_PYTHON_AT_START
 
-# Print a Python that can run launch.py. launch.py then chooses the one for the ranks, which needs torch.
+# Replace this shell by a command of the kit: it receives each signal once, and its exit status is the job's.
+run() {
+    local python package=$KIT/utils
+    if [ ! -d "$package" ]; then package=$KIT; fi # as pip installs it
+    set -u -o pipefail
+    python=$(find_python)
+    exec "$python" "$package" "$@"
+}
+
+# Print the path of a Python that can start the kit, which then chooses the one for the ranks; that one needs torch.
 find_python() {
     local candidate submitted=
     if [ -n "${PBS_O_PATH-}" ]; then submitted=$(PATH=$PBS_O_PATH type -P python3 || true); fi
@@ -17,11 +27,11 @@ find_python() {
         fi
     done
     printf 'job script: no Python was found on PATH, in %s/.venv or in an active environment. ' "$KIT" >&2
-    printf 'Run %s/scripts/setup_env.sh, or load the module of Python in the set-up lines.\n' "$KIT" >&2
+    printf 'Run %s/scripts/setup_env.sh, or load a Python module in the set-up lines.\n' "$KIT" >&2
     return 1
 }
 
-# Define the command `module` where the shell that submitted the job could not pass it, as csh cannot.
+# Define the command `module` where the shell that submitted the job could not pass it on, as csh cannot.
 find_modules() {
     local file
     for file in "${LMOD_PKG-}/init/bash" "${MODULESHOME-}/init/bash" /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do
@@ -31,19 +41,21 @@ find_modules() {
     done
 }
 
-# split PYTHON TEXT: set the array `words` to the words of TEXT, quoted as for a shell. Nothing in it is expanded or run.
-split() {
-    mapfile -d '' -t words < <("$1" -c '
+# Set the array `words` to the words of ARGS, which are quoted as for a shell. Nothing in ARGS is expanded or run.
+split_ARGS() {
+    local python
+    python=$(find_python)
+    mapfile -d '' -t words < <("$python" -c '
 import os, shlex, sys
 try:
     words = shlex.split(sys.argv[1])
 except ValueError as error:
     sys.exit(f"job script: ARGS is {sys.argv[1]!r}: {error}. Expected words quoted as for a shell. Correct the quotes.")
-sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))' "$2")
+sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))' "$ARGS")
     wait "$!" || exit 2
     if [ -z "${words[0]-}" ]; then
-        printf 'job script: there is nothing to run: ARGS is %s, and the script has no arguments. ' "${2:-empty or not set}" >&2
-        printf 'Submit it as: env ARGS="train.py --epochs 3" qsub -V ... (without -V the job does not get ARGS), or: ' >&2
+        printf 'job script: there is nothing to run: ARGS is %s, and the script has no arguments. ' "${ARGS:-empty or not set}" >&2
+        printf 'Submit it with: env ARGS="train.py --epochs 3" qsub -V ... (without -V the job does not get ARGS), or: ' >&2
         printf 'qsub ... -- /path/to/the/script train.py --epochs 3\n' >&2
         exit 2
     fi
@@ -51,14 +63,14 @@ sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))' 
 
 # PBS signals every process of a job's first session. A login shell that ends at USR1 or TERM ends the job at once, before
 # ranks can save. The line "#PBS -v BASH_ENV=..." prevents that, unless "qsub -v", a profile, or "qsub -V" with BASH_ENV in
-# the environment (by Lmod) replace its value. This reports it; a script cannot change the shell around it.
+# the environment (set by Lmod) replaces its value. This reports it; a script cannot change the shell around it.
 check_login_shell() {
     local session name mask arguments handled=0
     case ${BASH_ENV-} in *.survive*) unset BASH_ENV ;; esac # it was for that shell
     if [ "${PBS_ENVIRONMENT-}" != PBS_BATCH ] || [ ! -r "/proc/$PPID/status" ]; then return; fi
     session=$(sed 's/.*) //' "/proc/$$/stat" | cut -d ' ' -f 4)
     arguments=$(tr '\0' ' ' <"/proc/$PPID/cmdline")
-    # By "qsub --" there is no login shell.
+    # Under "qsub --" there is no login shell.
     if [ "$session" != "$PPID" ] || [ "${arguments#-}" = "$arguments" ]; then return; fi
     while read -r name mask; do
         case $name in SigIgn: | SigCgt:) handled=$((handled | 16#$mask)) ;; esac
@@ -66,9 +78,13 @@ check_login_shell() {
     if [ $((handled & 0x4200)) -eq $((0x4200)) ]; then return; fi # 10 is USR1, 15 is TERM
     printf 'job script: warning: the login shell of this job (%s) ends at USR1 and TERM (qsig, qdel, time limit), and ' \
         "${arguments% }" >&2
-    printf 'the job with it: ranks cannot save then. A shell that ignores them was expected; BASH_ENV is %s. ' \
+    printf 'the job with it: ranks cannot save then. Expected a shell that ignores them; BASH_ENV is %s. ' \
         "${BASH_ENV:-not set}" >&2
-    printf 'Add "trap : USR1 TERM" to ~/.bash_profile, or submit by: qsub OPTIONS -- /path/to/this/script ARGUMENTS' >&2
-    if [ -n "${BASH_ENV-}" ]; then printf ', or by: env -u BASH_ENV qsub -V ...' >&2; fi
+    printf 'Add "trap : USR1 TERM" to ~/.bash_profile, or submit with: qsub OPTIONS -- /path/to/this/script ARGUMENTS' >&2
+    if [ -n "${BASH_ENV-}" ]; then printf ', or with: env -u BASH_ENV qsub -V ...' >&2; fi
     printf '\n' >&2
 }
+
+check_login_shell
+set +u +o pipefail # modules and environments are seldom written for these
+find_modules

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What the sampler of utils/data.py costs against torch's DistributedSampler: first index, resume, memory, each index.
+"""Compare the kit's sampler with torch's DistributedSampler: first index, resume, memory, speed.
 
 python scripts/bench_data.py                         10^6, 10^8 and 10^10 samples
 python scripts/bench_data.py --lengths 1000000       one size
-python scripts/bench_data.py --stock-limit 10000000  torch's sampler only up to so many samples (it needs 50 bytes each)
+python scripts/bench_data.py --stock-limit 10000000  torch's sampler up to this size only
 
-Both sides run in one process of their own per figure, in turn. Exit status 0 whatever the figures are.
+Every measurement runs in a new process; the two samplers take turns.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -20,14 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = """\
 columns, each a median over the runs:
-  samples       length of the data set; one replica, so that every index of the epoch is this rank's
+  samples       length of the data set; one rank takes all indices of the epoch
   first ms      from set_epoch() to the first index of the epoch
-  resume ms     from load_state_dict() in the middle of the epoch to the next index; torch.s sampler has to draw and
-                drop the first half, which is not measured
-  memory MB     how much the greatest resident set grew by the first index and the resume
-  ns per index  the first index left out, of 2 million indices drawn in a for loop; for torch's sampler its preparation
-                is shared out over the indices of the epoch, since every epoch needs it anew
-  ratio         ns per index of the kit / of torch's sampler, of one run; the median over the runs
+  resume ms     from resume() in the middle of the epoch to the next index; torch's sampler has to
+                draw and drop the first half, which is not measured
+  memory MB     growth of the largest resident set by the first index and the resume
+  ns per index  of 2 million indices in a for loop, without the first. The preparation of torch's
+                sampler is divided by the indices of the epoch, as every epoch needs it again
+  ratio         ns per index of the kit / of torch's sampler in one run; the median over the runs
 """
 MEASURE = """
 import json, resource, sys, time
@@ -53,9 +54,9 @@ first = time.perf_counter() - start
 resumed = None
 if kind == "kit":
     other = Kind(Data(), 1, 0)
-    state = dict(sampler.state_dict(), position=length // 2)
+    state = other.state_at(1, length // 2)
     start = time.perf_counter()
-    other.load_state_dict(state)
+    other.resume(state)
     next(iter(other))
     resumed = time.perf_counter() - start
 grown = memory() - before
@@ -73,11 +74,22 @@ print(json.dumps([first, resumed, grown, each]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=COLUMNS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[10**6, 10**8, 10**10], help="sizes of the data set")
-    parser.add_argument("--stock-limit", type=int, default=10**8, help="largest size for torch's sampler")
-    parser.add_argument("--runs", type=int, default=5, help="processes of either side for each size (default: 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=COLUMNS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[10**6, 10**8, 10**10],
+        help="sizes of the data set",
+    )
+    parser.add_argument(
+        "--stock-limit", type=int, default=10**8, help="largest size for torch's sampler"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, help="processes of either side for each size (default: 5)"
+    )
     args = parser.parse_args()
     if args.runs < 1 or min(args.lengths) < 2:
         parser.error("--runs is at least 1, --lengths at least 2")
@@ -89,7 +101,11 @@ def main() -> None:
             if length <= args.stock_limit:
                 stock.append(measure("torch", length))
             print(f"{length:.0e} samples: run {run + 1}", file=sys.stderr, flush=True)
-        ratio = statistics.median(a[3] / b[3] for a, b in zip(kit, stock, strict=True)) if stock else None
+        ratio = (
+            statistics.median(a[3] / b[3] for a, b in zip(kit, stock, strict=True))
+            if stock
+            else None
+        )
         rows.append((f"{length:,}", "kit", *row(kit), f"{ratio:.2f}" if ratio else "-"))
         if stock:
             rows.append((f"{length:,}", "torch", *row(stock), ""))
@@ -99,17 +115,22 @@ def main() -> None:
 
 
 def measure(kind: str, length: int) -> list[float | None]:
-    done = subprocess.run([sys.executable, "-c", MEASURE, kind, str(length)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, kind, str(length)], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode:
-        sys.exit(f"{kind} with {length} samples ended with status {done.returncode}:\n{done.stderr}")
-    answer: list[float | None] = json.loads(done.stdout)
-    return answer
+        sys.exit(
+            f"{kind} with {length} samples ended with status {done.returncode}:\n{done.stderr}"
+        )
+    measured: list[float | None] = json.loads(done.stdout)
+    return measured
 
 
 def row(measured: Sequence[Sequence[float | None]]) -> list[str]:
     cells = []
-    for values, scale, form in zip(zip(*measured, strict=True), (1e3, 1e3, 1, 1e9), (".2f", ".2f", ".1f", ".0f"),
-                                   strict=True):
+    for values, scale, form in zip(
+        zip(*measured, strict=True), (1e3, 1e3, 1, 1e9), (".2f", ".2f", ".1f", ".0f"), strict=True
+    ):
         known = [value for value in values if value is not None]
         cells.append(f"{statistics.median(known) * scale:{form}}" if known else "-")
     return cells

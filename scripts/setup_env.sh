@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Makes .venv at the repository root with what the examples and submit.py need (torch, numpy, pyyaml). Run it as often as
-# you like: the second run takes a moment, and one that follows an interrupted run starts afresh.
+# Makes .venv in the repository with the packages that the examples and submit.py need (torch, numpy, pyyaml). It may be
+# run again: a complete .venv is left as it is, and an interrupted installation is repeated.
 #
 #   scripts/setup_env.sh [--tests]
 #
-#   --tests             also what scripts/test.sh needs (pytest, pytest-xdist, ruff, mypy, pyyaml, submitit)
-#   PYTHON=python3.12   the Python to use; without it the first one >= 3.10 that is found
-#   PIP_TORCH_SPEC=...  the torch to install, e.g. torch==2.7.1; without it the range in pyproject.toml
+#   --tests             also install what scripts/test.sh needs (pytest, ruff, mypy, submitit, ...)
+#   PYTHON=python3.12   use this Python (default: the first one from 3.10 on)
+#   PIP_TORCH_SPEC=...  install this torch, for example torch==2.7.1 (default: the range in pyproject.toml)
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
-state=$venv/.setup_env # what is installed, one line each; empty while an installation is under way
+state=$venv/.setup_env # installed packages, one line each; empty during an installation
 cpu_index=https://download.pytorch.org/whl/cpu
 
-say() { printf 'setup_env: %s\n' "$*"; }
+print_status() { printf 'setup_env: %s\n' "$*"; }
 die() {
     printf 'setup_env: error: %s\n' "$*" >&2
     exit 1
@@ -43,7 +43,7 @@ find_python() {
             return
         fi
     done
-    die "no Python >= 3.10 found (tried: $*). Install one, or load its module, or name it: PYTHON=/path/to/python3 $0"
+    die "no Python >= 3.10 found (tried: $*). Install one, load its module, or name it: PYTHON=/path/to/python3 $0"
 }
 
 make_venv() {
@@ -56,14 +56,14 @@ make_venv() {
     if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
         die "$python cannot make virtual environments. On Debian or Ubuntu: sudo apt-get install python$version-venv"
     fi
-    say "making $venv with $python (Python $version)"
+    print_status "making $venv with $python (Python $version)"
     if [ -d "$venv" ]; then find "$venv" -mindepth 1 -maxdepth 1 ! -path "$state" -exec rm -rf {} +; fi
     mkdir -p "$venv"
     : >"$state"
     "$python" -m venv "$venv"
 }
 
-# The requirements of pyproject.toml, one a line: the dependencies for the name "torch", else the extra of that name.
+# Print requirements of pyproject.toml, one a line: "torch" stands for the dependencies, other names for extras.
 requirements() {
     "$venv/bin/python" - "$root/pyproject.toml" "$@" <<'PY'
 import sys
@@ -80,31 +80,31 @@ PY
 
 pip_install() {
     local quiet=--quiet
-    if [ -t 1 ]; then quiet=--progress-bar=on; fi # a person may want to see how far a long download is
+    if [ -t 1 ]; then quiet=--progress-bar=on; fi # show a person the progress of long downloads
     "$venv/bin/python" -m pip install "$quiet" --no-input --disable-pip-version-check "$@"
 }
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 is_login_node() { timeout 10 sinfo --noheader || timeout 10 qstat -B; } >/dev/null 2>&1
 
-# The default torch for Linux is several gigabytes of CUDA, of no use to a laptop without a GPU.
+# The default torch for Linux brings several gigabytes of CUDA, which a laptop without a GPU cannot use.
 prefer_cpu_torch() {
     if [ -n "${PIP_TORCH_SPEC-}" ] || [ "$(uname -s)" != Linux ] || has_nvidia_gpu; then return; fi
     if [ -e /dev/kfd ]; then
-        say "AMD GPUs need a torch of their own. Use the site's module, or after this: $venv/bin/python -m pip install" \
+        print_status "AMD GPUs need another torch. Use the module of the site, or run after this: $venv/bin/python -m pip install" \
             "--force-reinstall torch --index-url https://download.pytorch.org/whl/rocmVERSION"
     fi
     if is_login_node; then
-        say "no NVIDIA GPU here, but a scheduler answers: taking the default build of $torch, for the compute nodes"
+        print_status "no NVIDIA GPU on this host, but a scheduler responds: taking the default build of $torch, for the compute nodes"
         return
     fi
-    say "no NVIDIA GPU found: taking the CPU build of $torch from $cpu_index"
+    print_status "no NVIDIA GPU found: taking the CPU build of $torch from $cpu_index"
     if ! pip_install --no-deps --retries 1 --timeout 15 --index-url "$cpu_index" "$torch"; then
-        say "that did not work: taking the default build"
+        print_status "the installation failed: taking the default build"
     fi
 }
 
-# Two runs at the same time, say of demo.sh and test.sh, wait for each other.
+# Simultaneous runs, for example of demo.sh and test.sh, wait for each other.
 if command -v flock >/dev/null; then
     exec 9<"$root/pyproject.toml"
     flock 9
@@ -125,21 +125,21 @@ for line in "${wanted[@]}"; do
 done
 
 if [ ${#missing[@]} -eq 0 ]; then
-    say "$venv is ready"
+    print_status "$venv is ready"
     exit 0
 fi
 
 kept=$(tail -n +2 "$state" | grep -v '^torch' || true)
 : >"$state"
 if [ "${missing[0]}" = "$torch" ]; then
-    if [ -z "${PIP_TORCH_SPEC-}" ]; then say "for another torch: PIP_TORCH_SPEC=torch==VERSION $0"; fi
+    if [ -z "${PIP_TORCH_SPEC-}" ]; then print_status "for another torch: PIP_TORCH_SPEC=torch==VERSION $0"; fi
     prefer_cpu_torch
 fi
-say "installing ${missing[*]}"
+print_status "installing ${missing[*]}"
 pip_install "$torch" "${missing[@]}"
 {
     printf '%s\n' "$made"
     printf '%s\n' "${wanted[@]}" "$kept" | sort -u | sed "/^$/d"
 } >"$state.new"
 mv "$state.new" "$state"
-say "$venv is ready"
+print_status "$venv is ready"

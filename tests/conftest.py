@@ -1,7 +1,4 @@
-"""What tests need for real, and --require-all, which makes its absence a failure.
-
-Not here: raising hosts and clusters (tests/cluster).
-"""
+"""What tests need for real, and --require-all, which makes its absence a failure."""
 from __future__ import annotations
 
 import atexit
@@ -107,12 +104,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-all", action="store_true", default=os.environ.get("DDPKIT_REQUIRE_ALL") == "1",
                      help="a skipped test is a failure unless marked gpu (also DDPKIT_REQUIRE_ALL=1)")
+    parser.addoption("--quick", action="store_true",
+                     help="only the unit tests whose module does not import torch")
     parser.addoption("--real-pbs", metavar="PREFIX", default=os.environ.get("DDPKIT_REAL_PBS"),
                      help="run the tests of PBS on a real OpenPBS: `PREFIX HOST USER command...` runs a command there "
                           "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
     parser.addoption("--slurm-home", metavar="FOLDER", default=os.environ.get("DDPKIT_SLURM_HOME"),
                      help="run the tests of Slurm on the installation in this folder instead of the system's (also "
                           "DDPKIT_SLURM_HOME; see tests/cluster/slurm.py)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    quick = [item for item in items
+             if item.path.parent.name == "unit" and "torch" not in vars(item.getparent(pytest.Module).obj)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = quick
 
 
 @pytest.hookimpl(optionalhook=True)

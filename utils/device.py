@@ -1,7 +1,8 @@
-"""Which accelerator is mine, and which backend goes with it: CUDA and ROCm (nccl), Intel XPU (xccl), CPU (gloo).
+"""Choose the backend and this rank's device: CUDA and ROCm (nccl), Intel XPU (xccl), CPU (gloo).
 
-The visible devices are those that the scheduler's mask leaves; the mask itself is never changed.
+The visible devices are those that the scheduler's mask leaves. The mask itself is never changed.
 """
+
 from __future__ import annotations
 
 import os
@@ -9,46 +10,48 @@ import socket
 
 import torch
 
-from .launchers import LaunchError
+from .gpus import MASKS, count_gpus, gpu_vendor
+from .launchers.base import LaunchError
 
-BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}
-_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
-          "ZE_AFFINITY_MASK")
+BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
 
 
 def choose_backend(backend: str | None) -> str:
-    """The backend to use: the one asked for, else the one of the accelerator that torch sees, else gloo.
+    """Return `backend`, or the backend of the accelerator that torch sees, or gloo for the CPU.
 
-    LaunchError when a GPU's backend is asked for and torch sees no such GPU; ValueError for an unknown name.
+    Raises LaunchError when the backend needs an accelerator that torch does not see.
     """
     if backend is None:
-        if _count("cuda"):
-            return "nccl"
-        return "xccl" if _count("xpu") else "gloo"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {', '.join(BACKENDS)}")
-    kind = BACKENDS[backend]
-    if kind != "cpu" and not _count(kind):
-        raise LaunchError(f"backend {backend} was asked for, but torch {torch.__version__} sees no {kind} device on "
-                          f"{socket.gethostname()} ({masks()}). Ask the scheduler for GPUs, install a torch build for "
-                          "them, or leave the backend out to use gloo")
+        return "nccl" if _count("cuda") else "xccl" if _count("xpu") else "gloo"
+    device_type = BACKENDS[backend]
+    if device_type != "cpu" and not _count(device_type):
+        raise LaunchError(
+            f"backend {backend} was requested, but torch {torch.__version__} sees no "
+            f"{device_type} device on {socket.gethostname()} ({masks()}). Request GPUs from the "
+            "scheduler, install a torch build for them, or leave the backend out to use gloo"
+        )
     return backend
 
 
-def visible(backend: str) -> list[str]:
-    """The devices that this process may use with `backend`, each by what tells it from the others of its host.
+def visible_devices(backend: str) -> list[str]:
+    """Return an identity of each device that this process may use, in the order of their indices.
 
-    In the order of their indices; empty for the CPU.
+    Empty for the CPU. Two ranks of a host with the same identity share a device.
     """
-    kind = BACKENDS[backend]
-    found = [] if kind == "cpu" else [_identity(kind, index) for index in range(_count(kind))]
-    # Some drivers of AMD give all GPUs one placeholder, or the partitions of a GPU its own UUID.
-    return found if len(set(found)) == len(found) else [f"{one} index {index}" for index, one in enumerate(found)]
+    device_type = BACKENDS[backend]
+    if device_type == "cpu":
+        return []
+    found = [_identity(device_type, index) for index in range(_count(device_type))]
+    if len(set(found)) == len(found):
+        return found
+    # Some drivers of AMD give all GPUs one placeholder, or the partitions of a GPU its UUID.
+    return [f"{identity} index {index}" for index, identity in enumerate(found)]
 
 
-def numbered(backend: str, index: int | None) -> torch.device:
-    """The device of that index among the visible ones; None for the CPU."""
-    return torch.device(BACKENDS[backend]) if index is None else torch.device(BACKENDS[backend], index)
+def device_at(backend: str, index: int | None) -> torch.device:
+    """Return the device of that index among the visible ones. index: None for the CPU."""
+    device_type = BACKENDS[backend]
+    return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
 def pin(device: torch.device) -> None:
@@ -57,33 +60,40 @@ def pin(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
-def unused() -> str:
-    """What to tell where this host shows GPUs to the process that its torch cannot use; empty where there are none."""
-    from .launch.gpus import count_gpus, gpu_vendor
-
+def unused_gpus() -> str:
+    """Return a warning where this host has GPUs that its torch cannot use; "" where it has not."""
     count = count_gpus()
-    if not count or any(map(_count, ("cuda", "xpu"))):
+    if not count or _count("cuda") or _count("xpu"):
         return ""
-    return (f"{socket.gethostname()} has {count} GPU(s) by {gpu_vendor()}, but torch {torch.__version__} sees none: "
-            "this trains on CPUs. Install a torch build for them, or ask for backend gloo if this is meant")
+    return (
+        f"{socket.gethostname()} has {count} GPU(s) ({gpu_vendor()}), but torch "
+        f"{torch.__version__} detects none; training runs on CPUs. Install a torch build for them, "
+        "or pass backend='gloo' to train on CPUs without this warning"
+    )
 
 
 def masks() -> str:
-    """The variables that hide devices, for messages."""
-    return " ".join(f"{name}={os.environ[name]}" for name in _MASKS if name in os.environ) or "no device mask is set"
+    """Return the variables that hide devices, for messages."""
+    found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
+    return " ".join(found) or "no device mask is set"
 
 
-def _count(kind: str) -> int:
-    module = torch.cuda if kind == "cuda" else getattr(torch, "xpu", None)
-    return int(module.device_count()) if module is not None and module.is_available() else 0
+def _count(device_type: str) -> int:
+    """Return the number of visible devices of a type; 0 where torch has no support for it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        return 0
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _identity(kind: str, index: int) -> str:
-    masked = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(masked) and masked[index].startswith("MIG-"):
-        return masked[index]  # several ranks may share a GPU by its MIG instances, which have one UUID
-    properties = torch.get_device_module(torch.device(kind)).get_device_properties(index)
+def _identity(device_type: str, index: int) -> str:
+    # MIG instances of one GPU have one UUID, but may belong to several ranks.
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(mask) and mask[index].startswith("MIG-"):
+        return mask[index]
+
+    properties = torch.get_device_module(torch.device(device_type)).get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
-    if uuid and torch.version.hip:
-        return f"{uuid} {masks()}"
-    return str(uuid) if uuid else f"{masks()} index {index}"
+    if not uuid:
+        return f"{masks()} index {index}"
+    return f"{uuid} {masks()}" if torch.version.hip else str(uuid)

@@ -1,7 +1,5 @@
-"""This host's addresses and interfaces, and what its names resolve to. Standard library only.
+"""Find this host's addresses and interfaces, and resolve host names."""
 
-Not here: where rank 0 listens (rendezvous.py).
-"""
 from __future__ import annotations
 
 import contextlib
@@ -10,14 +8,16 @@ import socket
 import struct
 from collections.abc import Iterable
 
+LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
+
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 0x1  # netdevice(7)
 # Bridges of containers and virtual machines: every host has the same address there.
 _PRIVATE_BRIDGES = ("docker", "virbr", "lxc", "lxd", "cni", "podman", "br-", "veth", "vmnet")
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 address of each interface that is up, by interface name, in the order of the kernel."""
-    import fcntl  # not on Windows, where there is no launcher to be started by either
+    """Return the IPv4 address of each interface that is up, by name, in the kernel's order."""
+    import fcntl  # not on Windows, where no launcher runs either
 
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -26,48 +26,56 @@ def interfaces() -> dict[str, str]:
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 flags = struct.unpack("16xH", fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[:18])[0]
                 if flags & _IFF_UP:
-                    found[name] = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+                    address = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
+                    found[name] = socket.inet_ntoa(address)
     return found
 
 
 def resolve(host: str) -> list[str]:
-    """The IP addresses of a host name or address, IPv4 first; empty where it does not resolve."""
+    """Return the IP addresses of a host name, IPv4 first; empty where it does not resolve."""
     try:
-        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    found = dict.fromkeys(str(answer[4][0]) for answer in answers)
+    found = dict.fromkeys(str(entry[4][0]) for entry in entries)
     return sorted(found, key=lambda address: ":" in address)
 
 
 def is_loopback(address: str) -> bool:
+    """Return whether an IP address, or "localhost", is reachable from this host alone."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return address == "localhost"
 
 
-def own_addresses() -> list[str]:
-    """Addresses by which other hosts may reach this one, the likeliest first; loopback is never among them."""
-    by_name = interfaces()
-    outward = [address for name, address in by_name.items()
-               if not is_loopback(address) and not name.startswith(_PRIVATE_BRIDGES)]
-    bridged = [address for address in by_name.values() if not is_loopback(address) and address not in outward]
-    named = [address for address in resolve(socket.gethostname()) if address in outward]
+def local_addresses() -> list[str]:
+    """Return addresses by which other hosts may reach this one, the likeliest first. No loopback.
+
+    The address of the host name comes first, those of bridges for containers last.
+    """
+    addresses = {name: one for name, one in interfaces().items() if not is_loopback(one)}
+    bridged = [one for name, one in addresses.items() if name.startswith(_PRIVATE_BRIDGES)]
+    outward = [one for one in addresses.values() if one not in bridged]
+    named = [one for one in resolve(socket.gethostname()) if one in outward]
     return list(dict.fromkeys([*named, *outward, *bridged]))
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address, or None."""
-    return next((name for name, own in interfaces().items() if own == address), None)
+    """Return the name of the interface that has this address; None where there is none."""
+    return next((name for name, one in interfaces().items() if one == address), None)
 
 
 def default_gloo_address() -> str | None:
-    """The address that gloo takes when GLOO_SOCKET_IFNAME is not set: the first of the host name's that is our own."""
-    own = set(interfaces().values())
-    return next((a for a in resolve(socket.gethostname()) if a in own or is_loopback(a)), None)
+    """Return the address that gloo uses while GLOO_SOCKET_IFNAME is not set.
+
+    It is the first address of the host name that belongs to this host.
+    """
+    local = set(interfaces().values())
+    resolved = resolve(socket.gethostname())
+    return next((one for one in resolved if one in local or is_loopback(one)), None)
 
 
 def missing_interfaces(names: Iterable[str]) -> list[str]:
-    """Those of the names that are no interface of this host."""
+    """Return those of the names that are not interfaces of this host."""
     present = {name for _, name in socket.if_nameindex()}
     return [name for name in names if name not in present]

@@ -1,72 +1,103 @@
-"""The variables by which torchrun's workers know their rank: set them in a rank's own process, and tell a program that
-a rank has started from a rank. Standard library only, no torch.
+"""Set RANK and the other rank variables in this process, and recognise them in programs it starts.
 
-setup_distributed() sets RANK and its like, so that libraries which read them see the launch. Every program that the
-rank starts inherits them, but is no rank: MARKER beside them names the process that they belong to.
+setup_distributed() sets the variables of torchrun's workers, so that libraries which read them see
+the launch. Every program that a rank starts inherits them but is not a rank. MARKER names the
+process that the variables belong to.
 """
+
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from .parents import parent_pids, start_time
+from .process import parent_pids, start_time
 
-MARKER = "DDPKIT_RANK_PROCESS"  # "PID START-TIME +NAME=VALUE NAME=VALUE ...", + where it was not set before
-# torchrun gives each worker an error file of its own: it tells a new worker from a program that a worker has started.
-_COMPARED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR",
-             "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
+# "PID START_TIME NAME=VALUE +NAME=VALUE ...": the + marks variables that the launcher had not set,
+# for example "4242 771234 RANK=1 WORLD_SIZE=4 +NODE_RANK=0".
+MARKER = "DDPKIT_RANK_PROCESS"
+# torchrun gives each worker its own error file, which distinguishes a new worker from a program
+# that a worker has started.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+RANK_VARIABLES = (  # of each rank, as torchrun names them
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_RECORDED = (*RANK_VARIABLES, _ERROR_FILE)
 
 
-def set_variables(values: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables, and MARKER with this process and what was set."""
+def set_variables(
+    values: Mapping[str, str], environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set the variables, and record this process and their values in MARKER."""
     added = {name for name, value in values.items() if environ.get(name) != value}
     environ.update(values)
-    words = [f"{'+' if name in added else ''}{name}={environ[name]}" for name in _COMPARED if name in environ]
-    environ[MARKER] = " ".join([str(os.getpid()), start_time(os.getpid()), *words])
+
+    words = [str(os.getpid()), str(start_time(os.getpid()))]
+    for name in _RECORDED:
+        if name in environ:
+            words.append(f"{'+' if name in added else ''}{name}={environ[name]}")
+    environ[MARKER] = " ".join(words)
 
 
-class Inherited:
-    """What a rank has left in the environment of this process.
+class InheritedVariables:
+    """The rank variables that a rank has set in this environment, read from MARKER.
 
-    own: this process is that rank. changed: RANK or one of its like was set anew since, for a launch of its own.
-    new_agent: by a torchrun. environ: the variables without those of the rank.
+    is_rank: whether this very process is that rank.
+    changed: whether a recorded variable has another value now, set for a new launch.
+    new_worker: whether a torchrun has started this process, below that rank or in its place.
+    environ: the environment without that rank's variables.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         pid, self._start_time, *words = environ[MARKER].split(" ")
         self._pid = int(pid) if pid.isdecimal() else 0
-        set_then = dict(word.lstrip("+").partition("=")[::2] for word in words)
+        recorded = dict(word.lstrip("+").partition("=")[::2] for word in words)
         added = [word[1:].partition("=")[0] for word in words if word.startswith("+")]
-        self.rank, self.world_size = set_then.get("RANK", "?"), set_then.get("WORLD_SIZE", "?")
-        self.own = environ is os.environ and self._is(os.getpid())
-        self.changed = any(environ.get(name) != value for name, value in set_then.items())
-        new_file = environ.get("TORCHELASTIC_ERROR_FILE")
-        self.new_agent = self.changed and new_file is not None and new_file != set_then.get("TORCHELASTIC_ERROR_FILE")
-        hidden = () if self.changed else added if self.own else set_then
+
+        self.rank = recorded.get("RANK", "?")
+        self.world_size = recorded.get("WORLD_SIZE", "?")
+        self.is_rank = environ is os.environ and self._is_rank_process(os.getpid())
+        self.changed = any(environ.get(name) != value for name, value in recorded.items())
+        self.new_worker = (
+            self.changed
+            and _ERROR_FILE in environ
+            and environ[_ERROR_FILE] != recorded.get(_ERROR_FILE)
+        )
+
+        hidden: list[str] = []
+        if not self.changed:
+            hidden = added if self.is_rank else list(recorded)
         self.environ = {name: value for name, value in environ.items() if name not in hidden}
 
     @property
-    def process(self) -> str:
-        """The rank that has started this process, for a message."""
+    def rank_process(self) -> str:
+        """The rank that set the variables, for messages: "rank 1 of 4 (process 4242)"."""
         return f"rank {self.rank} of {self.world_size} (process {self._pid})"
 
-    def parents_below(self) -> Iterator[int]:
-        """Process ids of the parents of this process, nearest first, up to the rank's own."""
+    def pids_below_rank(self) -> Iterator[int]:
+        """Yield the process ids of the ancestors up to that rank, nearest first."""
         for pid in parent_pids():
-            if self._is(pid):
+            if self._is_rank_process(pid):
                 return
             yield pid
 
-    def _is(self, pid: int) -> bool:
-        return pid == self._pid and start_time(pid) == self._start_time
+    def _is_rank_process(self, pid: int) -> bool:
+        return pid == self._pid and str(start_time(pid)) == self._start_time
 
 
-def inherited(environ: Mapping[str, str]) -> Inherited | None:
-    """What a rank has left in this environment; None where it has not."""
-    return Inherited(environ) if len(environ.get(MARKER, "").split(" ")) > 2 else None
+def inherited_variables(environ: Mapping[str, str]) -> InheritedVariables | None:
+    """Return the variables that a rank has set in this environment; None where it has set none."""
+    is_marked = len(environ.get(MARKER, "").split(" ")) > 2
+    return InheritedVariables(environ) if is_marked else None
 
 
 def without_inherited(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The variables without those that a rank has left there."""
-    found = inherited(environ)
-    return environ if found is None else found.environ
+    """Return the environment without the variables that a rank has set in it."""
+    inherited = inherited_variables(environ)
+    return environ if inherited is None else inherited.environ

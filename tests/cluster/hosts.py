@@ -1,8 +1,7 @@
 """Several hosts on one machine: Linux network namespaces, each with its own host name, hosts file and sshd.
 
 Everything lives in the namespaces of one holder process per host, so that ending the processes there removes
-interfaces, names and mounts. A guard process does it when this one is killed. Not here: what runs on the hosts
-(tests/launch, tests/cluster/slurm.py).
+interfaces, names and mounts. A guard process does it when this one is killed.
 """
 from __future__ import annotations
 

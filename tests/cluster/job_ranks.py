@@ -1,4 +1,4 @@
-"""A training script for the tests of job scripts that only says who it is, and what a job's ranks said."""
+"""Programs that the tests of job scripts submit, and the ranks that a job's output reports."""
 from __future__ import annotations
 
 import re
@@ -7,20 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "my rank.py"
-# It says who it is, without torch and without meeting the others.
-RANK = f"""\
-import os, socket, sys
-sys.path.insert(0, {str(ROOT)!r})
-from utils.launchers import detect
-me = detect()
-sys.stdout.write(f"rank {{me.rank}} of {{me.world_size}}, local {{me.local_rank}} of {{me.local_world_size}}, "
-                 f"on {{socket.gethostname()}}, by {{me.launcher}}, GPUs {{os.environ.get('CUDA_VISIBLE_DEVICES')}}\\n")
-"""
+RANK = f"import runpy; runpy.run_path({str(ROOT / 'tests' / 'rank_program.py')!r}, run_name='__main__')\n"
 LINE = re.compile(r"^(?:.*: )?rank (\d+) of (\d+), local (\d+) of (\d+), on (\S+), by (\S+), ", re.MULTILINE)
 
 
 def ranks_on(output: str) -> dict[str, int]:
-    """How many ranks each host had, after checking that all ranks were there and numbered right."""
+    """Return the number of ranks per host; all ranks must be there, with the right numbers."""
     found = sorted((int(rank), int(size), int(local), int(local_size), host)
                    for rank, size, local, local_size, host, _ in LINE.findall(output))
     assert [(rank, size) for rank, size, *_ in found] == [(rank, len(found)) for rank in range(len(found))], output
@@ -63,6 +55,6 @@ open('times', 'a').write(f'{time.time()} ')
 
 
 def one_after_the_other(folder: Path, jobs: int) -> bool:
-    """Whether so many runs of STEP in this folder did not overlap."""
+    """Whether that number of runs of STEP in this folder did not overlap."""
     times = [float(word) for word in (folder / "times").read_text().split()]
     return len(times) == 2 * jobs and times == sorted(times)

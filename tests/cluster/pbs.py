@@ -5,7 +5,7 @@ python tests/cluster/pbs.py up [--count 3]      as root; it stays until ctrl-C a
 
 Jobs are alice's, who exists only on these hosts. With --real-pbs PREFIX (pytest) tests run on a real OpenPBS instead,
 whose server is on pbs-head and whose execution hosts are n1, n2, ...: `PREFIX HOST USER command...` has to run a
-command there, in the current folder. Not here: what the stand-in does (pbs_standin/), the hosts (hosts.py).
+command there, in the current folder.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for use by hand
 from tests.cluster.hosts import Hosts, killed_at_end, wait_until
-from tests.cluster.pbs_standin.wire import ask
+from tests.cluster.pbs_standin.messages import send_request
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD, DOMAIN, USER = "pbs-head", "pbs.lab", "alice"
@@ -224,7 +224,7 @@ class PbsCluster(Hosts, Pbs):
 
     def _jobs(self, *ids: str) -> list[tuple[str, dict[str, Any]]]:
         request = {"do": "stat", "jobs": ids, "finished": True, "elements": False}
-        return list(next(ask(str(self.folder / "server"), request))["jobs"])
+        return list(next(send_request(str(self.folder / "server"), request))["jobs"])
 
     # Starting --------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,4 @@
-"""The fixtures `pbs` and `lab`: an idle PBS, the stand-in or with --real-pbs PREFIX a real OpenPBS.
-
-Not here: what both have in common (pbs.py), Slurm (slurm_fixture.py).
-"""
+"""The fixtures `pbs` and `lab`: an idle PBS, the stand-in or with --real-pbs PREFIX a real OpenPBS."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

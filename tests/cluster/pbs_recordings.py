@@ -1,6 +1,6 @@
 """Recordings of a real OpenPBS, run again: what is recorded, and how two runs are compared.
 
-Ids, times and process ids are left aside. Not here: the tests themselves (test_pbs_standin*.py).
+Ids, times and process ids are left aside.
 """
 from __future__ import annotations
 
@@ -101,19 +101,19 @@ def write_scripts(pbs: Pbs) -> None:
         pbs.write(f"{name}.sh", recording(f"exitcodes/{name}")["script"])
 
 
-def here(text: str) -> str:
+def localised(text: str) -> str:
     """A recorded script or command with the places of the recording changed to ours."""
     return (text.replace("/usr/bin/python3 /cluster/", f"{PYTHON} {WORK}/")
             .replace("/cluster/", f"{WORK}/").replace("/home/alice/sig/", f"{WORK}/sig/"))
 
 
 def shell(pbs: Pbs, command: str, **options: Any) -> Result:
-    return pbs.run(HEAD, ["bash", "-c", here(command)], **options)
+    return pbs.run(HEAD, ["bash", "-c", localised(command)], **options)
 
 
 def rerun(pbs: Pbs, recorded: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Submit what was recorded, and wait for its end."""
-    pbs.write(f"{recorded['name']}.sh", here(recorded["script"]))
+    pbs.write(f"{recorded['name']}.sh", localised(recorded["script"]))
     done = shell(pbs, recorded["qsub"]["cmd"], env={"FOO": "from_submit_env"})
     assert (done.status, done.stderr) == (recorded["qsub"]["rc"], recorded["qsub"]["stderr"])
     job_id = done.stdout.strip()

@@ -174,7 +174,7 @@ class SlurmCluster(Hosts):
             os.mknod(self.folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{self.gpus - 1}]\n"
                                        if self.gpus else "")
-        # Without a data base sacct knows only jobs that ended, and only when it is told where to look.
+        # Without a data base sacct knows only jobs that ended, and only when a file is configured.
         sacct = self.folder / "bin" / "sacct"
         sacct.write_text(f'#!/bin/sh\nexec {self.program("sacct")} -c "$@"\n')
         sacct.chmod(0o755)

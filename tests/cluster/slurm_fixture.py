@@ -1,7 +1,4 @@
-"""The fixture `slurm`: one real Slurm for the session. A test module has it by `pytest_plugins = [<this module>]`.
-
-Not here: raising it (slurm.py).
-"""
+"""The fixture `slurm`: one real Slurm for the session. A test module has it by `pytest_plugins = [<this module>]`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -30,7 +27,7 @@ def slurm(slurm_cluster: SlurmCluster) -> SlurmCluster:
 
 @pytest.fixture
 def slow_requeue(slurm: SlurmCluster) -> Iterator[None]:
-    """`scontrol requeue` ends two seconds after it has done its work, when Slurm has long told the job to end."""
+    """`scontrol requeue` ends two seconds after it has done its work, long after Slurm has signalled the job."""
     wrapper = slurm.folder / "bin" / "scontrol"
     wrapper.write_text(f'#!/bin/sh\n{slurm.program("scontrol")} "$@"\nstatus=$?\n'
                        '[ "$1" != requeue ] || sleep 2\nexit $status\n')

@@ -19,23 +19,23 @@ from tests.launch.launchers import MINIMAL, ROOT, Result
 
 pytest_plugins = ["tests.cluster.pbs_fixture"]
 
-SCRIPTS = ["pbs_mpiexec.sh", "pbs_torchrun.sh"]
 FOLDER = f"{WORK}/a folder"
+READY = str(ROOT / "jobs" / "pbs.sh")
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "run", "--site", "generic-pbs", "--no-check"]
-# Each rank tells what it got, and needs two seconds to save when it is asked to end.
+# Each rank notes its signals, and needs two seconds to save after SIGTERM.
 SLOW = f"""\
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from utils.launchers import detect
 rank = detect().rank
-def told(number, frame):
+def note(number, frame):
     open(f"got {{rank}}", "a").write(signal.Signals(number).name + " ")
     if number == signal.SIGTERM:
         time.sleep(2)
         open(f"saved {{rank}}", "w").write("yes")
         sys.exit(3)
 for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, told)
+    signal.signal(number, note)
 open(f"runs {{rank}}", "w").write(str(os.getpid()))
 time.sleep(60)
 """
@@ -50,10 +50,6 @@ def folder(pbs: Pbs) -> Path:
 
 def qsub(pbs: Pbs, folder: Path, *words: str, arguments: str = f"'{TRAIN}'") -> str:
     return pbs.submit("-V", *words, cwd=f"{WORK}/{folder.name}", env={"PYTHON": sys.executable, "ARGS": arguments})
-
-
-def ready(name: str) -> str:
-    return str(ROOT / "jobs" / name)
 
 
 def ended(pbs: Pbs, job_id: str, seconds: float = 90) -> Result:
@@ -73,30 +69,31 @@ def ended(pbs: Pbs, job_id: str, seconds: float = 90) -> Result:
 ])
 def test_every_slot_or_gpu_of_every_host_gets_a_rank(pbs: Pbs, folder: Path, select: str, place: str,
                                                      expected: list[int]) -> None:
-    done = ended(pbs, qsub(pbs, folder, "-l", f"select={select}", "-l", f"place={place}", ready("pbs_mpiexec.sh")))
+    done = ended(pbs, qsub(pbs, folder, "-l", f"select={select}", "-l", f"place={place}", READY))
     assert done.status == 0, done.output
     assert sorted(ranks_on(done.output).values()) == expected
 
 
 def test_one_torchrun_agent_on_each_host_starts_the_ranks(pbs: Pbs, folder: Path) -> None:
-    done = ended(pbs, qsub(pbs, folder, "-l", "select=2:ncpus=2:mpiprocs=2", ready("pbs_torchrun.sh")))
+    done = ended(pbs, qsub(pbs, folder, "-l", "select=2:ncpus=2:mpiprocs=2", READY,
+                           arguments=f"--torchrun '{TRAIN}'"))
     assert done.status == 0, done.output
     assert sorted(ranks_on(done.output).values()) == [2, 2]
     assert "by torchrun" in done.output
 
 
-def test_both_scripts_train_to_the_same_loss(pbs: Pbs, folder: Path) -> None:
+def test_ranks_and_torchrun_agents_train_to_the_same_loss(pbs: Pbs, folder: Path) -> None:
     losses = []
-    for script in SCRIPTS:
-        done = ended(pbs, qsub(pbs, folder, "-l", "select=2:ncpus=2:mpiprocs=2", ready(script),
-                               arguments=" ".join(f"'{word}'" for word in MINIMAL[1:])), 150)
+    for options in ([], ["--torchrun"]):
+        done = ended(pbs, qsub(pbs, folder, "-l", "select=2:ncpus=2:mpiprocs=2", READY,
+                               arguments=" ".join(f"'{word}'" for word in [*options, *MINIMAL[1:]])), 150)
         assert done.status == 0, done.output
         losses.append(done.line("final loss:"))
     assert losses[0] == losses[1]
 
 
 def test_the_elements_of_an_array_are_launches_of_their_own(pbs: Pbs, folder: Path) -> None:
-    array = qsub(pbs, folder, "-J", "0-2", "-l", "select=1:ncpus=1:mpiprocs=2", ready("pbs_mpiexec.sh"))
+    array = qsub(pbs, folder, "-J", "0-2", "-l", "select=1:ncpus=1:mpiprocs=2", READY)
     for index in range(3):
         done = ended(pbs, array.replace("[]", f"[{index}]"))
         assert done.status == 0 and list(ranks_on(done.output).values()) == [2], done.output
@@ -105,7 +102,7 @@ def test_the_elements_of_an_array_are_launches_of_their_own(pbs: Pbs, folder: Pa
 def test_the_exit_status_is_that_of_the_rank_that_failed_first_and_nothing_is_left(pbs: Pbs, folder: Path) -> None:
     (folder / "fails.py").write_text(SLOW.replace("time.sleep(60)", "sys.exit(7) if rank == 3 else time.sleep(60)"))
     began = time.monotonic()
-    done = ended(pbs, qsub(pbs, folder, "-l", "select=2:ncpus=2:mpiprocs=2", ready("pbs_mpiexec.sh"),
+    done = ended(pbs, qsub(pbs, folder, "-l", "select=2:ncpus=2:mpiprocs=2", READY,
                            arguments="fails.py"))
     assert done.status == 7, done.output
     assert time.monotonic() - began < 30
@@ -115,12 +112,12 @@ def test_the_exit_status_is_that_of_the_rank_that_failed_first_and_nothing_is_le
 def test_a_stop_reaches_the_ranks_of_every_host_and_leaves_them_time(pbs: Pbs, folder: Path) -> None:
     job_id = running(pbs, folder)
     assert pbs.run(HEAD, ["qsig", "-s", "USR1", job_id]).status == 0
-    told(folder, "got", 4)
+    wait_for_notes(folder, "got", 4)
     assert pbs.state(job_id) == "R"
     assert pbs.run(HEAD, ["qdel", job_id]).status == 0
     job = pbs.wait(job_id)
     assert job["Exit_status"] == 3
-    told(folder, "saved", 4)
+    wait_for_notes(folder, "saved", 4)
     assert Counter((folder / f"got {rank}").read_text() for rank in range(4)) == {"SIGUSR1 SIGTERM ": 4}
     assert not alive(pbs, folder)
 
@@ -138,7 +135,7 @@ def test_a_login_shell_that_would_end_the_job_is_reported_before_it_trains(
 
 
 def test_without_v_a_ready_script_does_not_train_something_else(pbs: Pbs, folder: Path) -> None:
-    job_id = pbs.submit("-l", "select=1:ncpus=1", ready("pbs_mpiexec.sh"), cwd=f"{WORK}/{folder.name}",
+    job_id = pbs.submit("-l", "select=1:ncpus=1", READY, cwd=f"{WORK}/{folder.name}",
                         env={"PYTHON": sys.executable, "ARGS": TRAIN})
     done = ended(pbs, job_id)
     assert done.status == 2 and "there is nothing to run" in done.output, done.output
@@ -147,14 +144,14 @@ def test_without_v_a_ready_script_does_not_train_something_else(pbs: Pbs, folder
 def running(pbs: Pbs, folder: Path, *words: str, environment: dict[str, str] | None = None) -> str:
     """A job of four slow ranks on two hosts, once all of them run."""
     (folder / "slow.py").write_text(SLOW)
-    job_id = pbs.submit(*(words or ["-V"]), "-l", "select=2:ncpus=2:mpiprocs=2", ready("pbs_mpiexec.sh"),
+    job_id = pbs.submit(*(words or ["-V"]), "-l", "select=2:ncpus=2:mpiprocs=2", READY,
                         cwd=f"{WORK}/{folder.name}",
                         env={"PYTHON": sys.executable, "ARGS": "slow.py", **(environment or {})})
-    told(folder, "runs", 4)
+    wait_for_notes(folder, "runs", 4)
     return job_id
 
 
-def told(folder: Path, what: str, ranks: int) -> None:
+def wait_for_notes(folder: Path, what: str, ranks: int) -> None:
     wait_until(lambda: len(list(folder.glob(f"{what} *"))) == ranks, f"{ranks} ranks to write {what!r}", seconds=40)
 
 
@@ -171,7 +168,7 @@ def submit(pbs: Pbs, folder: Path, *words: str) -> Result:
 
 
 def test_following_shows_output_and_ends_with_the_jobs_status(pbs: Pbs, folder: Path) -> None:
-    options = ["--nodes", "2", "--cores-per-node", "2", "--ranks-per-node", "2", "--time", "5:00", "--follow"]
+    options = ["--nodes", "2", "--cpus-per-task", "1", "--ntasks-per-node", "2", "--time", "5:00", "--follow"]
     done = submit(pbs, folder, *options, TRAIN)
     assert done.status == 0, done.output
     assert sorted(ranks_on(done.output).values()) == [2, 2]
@@ -183,14 +180,14 @@ def test_following_shows_output_and_ends_with_the_jobs_status(pbs: Pbs, folder: 
 
 def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(pbs: Pbs, folder: Path) -> None:
     (folder / "step.py").write_text(STEP)
-    done = submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "step.py")
+    done = submit(pbs, folder, "--nodes", "1", "--ntasks-per-node", "1", "--chain", "3", "--follow", "step.py")
     assert done.status == 0, done.output
     assert one_after_the_other(folder, 3)
 
 
 def test_nothing_of_a_chain_runs_after_a_failure(pbs: Pbs, folder: Path) -> None:
     (folder / "fails.py").write_text("import sys, time\nopen('ran', 'a').write('x')\ntime.sleep(3)\nsys.exit(3)\n")
-    done = submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "fails.py")
+    done = submit(pbs, folder, "--nodes", "1", "--ntasks-per-node", "1", "--chain", "3", "--follow", "fails.py")
     assert done.status == 3, done.output
     assert (folder / "ran").read_text() == "x", done.output
 
@@ -198,7 +195,7 @@ def test_nothing_of_a_chain_runs_after_a_failure(pbs: Pbs, folder: Path) -> None
 def test_a_job_of_a_chain_refuses_to_start_after_one_that_failed(pbs: Pbs, folder: Path) -> None:
     """Its predecessor could not take it from the queue."""
     (folder / "train.py").write_text("open('ran', 'a').write('x')\n")
-    assert submit(pbs, folder, "--nodes", "1", "--ranks-per-node", "1", "--follow", "train.py").status == 0
+    assert submit(pbs, folder, "--nodes", "1", "--ntasks-per-node", "1", "--follow", "train.py").status == 0
     [script] = folder.glob("jobs-out/*/job.sh")
     for previous, starts in (("3", False), ("75", True), ("time limit", True)):
         (folder / "ran").unlink(missing_ok=True)

@@ -18,7 +18,8 @@ from tests.unit.pythons import make_environment
 
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
-SCRIPTS = ["slurm_srun.sh", "slurm_torchrun.sh"]
+READY = str(ROOT / "jobs" / "slurm.sh")
+AGENTS = [[], ["--torchrun"]]  # options of launch.py
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py"), "run", "--site", "generic-slurm"]
 UNCHECKED = [*SUBMIT, "--no-check"]  # the nodes here share /tmp, which is an error elsewhere
 
@@ -47,15 +48,15 @@ def ids_of(submitted: Result) -> list[str]:
     return re.findall(r"^(\d+)$", submitted.output, re.MULTILINE)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("agents", AGENTS)
 @pytest.mark.parametrize(("options", "expected"), [
     (["-N2"], [2, 2]),  # as it stands: a rank for each GPU of whole nodes
     (["-N4"], [2, 2, 2, 2]),
     (["-N2", "--gres=gpu:2"], [2, 2]),
 ])
-def test_a_ready_script_gives_every_gpu_a_rank(slurm: SlurmCluster, folder: Path, script: str, options: Sequence[str],
-                                               expected: list[int]) -> None:
-    job_id = sbatch(slurm, folder, *options, str(ROOT / "jobs" / script), TRAIN)
+def test_a_ready_script_gives_every_gpu_a_rank(slurm: SlurmCluster, folder: Path, agents: Sequence[str],
+                                               options: Sequence[str], expected: list[int]) -> None:
+    job_id = sbatch(slurm, folder, *options, READY, *agents, TRAIN)
     job = slurm.wait(job_id)
     output = slurm.output(job_id)
     assert job["JobState"] == "COMPLETED", output
@@ -71,15 +72,15 @@ def test_a_ready_script_gives_every_gpu_a_rank(slurm: SlurmCluster, folder: Path
 ])
 def test_a_number_of_tasks_is_that_of_the_ranks(slurm: SlurmCluster, folder: Path, options: Sequence[str],
                                                 expected: list[int]) -> None:
-    job_id = sbatch(slurm, folder, *options, str(ROOT / "jobs" / "slurm_srun.sh"), TRAIN)
+    job_id = sbatch(slurm, folder, *options, READY, TRAIN)
     job = slurm.wait(job_id)
     output = slurm.output(job_id)
     assert job["JobState"] == "COMPLETED", output
     assert sorted(ranks_on(output).values()) == expected
 
 
-def test_both_scripts_train_to_the_same_loss(slurm: SlurmCluster, folder: Path) -> None:
-    job_ids = [sbatch(slurm, folder, "-N2", str(ROOT / "jobs" / script), *MINIMAL[1:]) for script in SCRIPTS]
+def test_ranks_and_torchrun_agents_train_to_the_same_loss(slurm: SlurmCluster, folder: Path) -> None:
+    job_ids = [sbatch(slurm, folder, "-N2", READY, *agents, *MINIMAL[1:]) for agents in AGENTS]
     losses = []
     for job_id in job_ids:
         job = slurm.wait(job_id, 120)
@@ -89,11 +90,11 @@ def test_both_scripts_train_to_the_same_loss(slurm: SlurmCluster, folder: Path) 
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_conda_base_without_torch_does_not_hide_the_kits_python(slurm: SlurmCluster, folder: Path,
-                                                                  script: str) -> None:
+@pytest.mark.parametrize("agents", AGENTS)
+def test_a_conda_base_without_torch_does_not_hide_the_kits_python(
+        slurm: SlurmCluster, folder: Path, agents: Sequence[str]) -> None:
     base = make_environment(folder / "base", torch=False)
-    done = slurm.run(["sbatch", "--parsable", "-N2", str(ROOT / "jobs" / script), TRAIN], cwd=folder, env={
+    done = slurm.run(["sbatch", "--parsable", "-N2", READY, *agents, TRAIN], cwd=folder, env={
         "PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": str(folder / "base"),
         "PATH": f"{base.parent}:{slurm.environment['PATH']}"})
     job_id = done.output.split()[-1]
@@ -104,7 +105,7 @@ def test_a_conda_base_without_torch_does_not_hide_the_kits_python(slurm: SlurmCl
 
 
 def test_the_elements_of_an_array_run_side_by_side(slurm: SlurmCluster, folder: Path) -> None:
-    job_id = sbatch(slurm, folder, "-N1", "--array=0-3", "-o", "%a.out", str(ROOT / "jobs" / "slurm_srun.sh"), TRAIN)
+    job_id = sbatch(slurm, folder, "-N1", "--array=0-3", "-o", "%a.out", READY, TRAIN)
     slurm.wait(job_id)
     for index in range(4):
         output = (folder / f"{index}.out").read_text()
@@ -124,17 +125,18 @@ def test_following_shows_output_and_ends_with_the_jobs_status(slurm: SlurmCluste
 
 def test_a_module_is_run_on_every_rank(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "package").mkdir()
-    (folder / "package" / "module.py").write_text(RANK + "print(sys.argv[1:])\n")
-    done = submit(slurm, folder, "-N", "2", "-n", "4", "--time", "5m", "--follow", "-m", "package.module", "--lr", "1")
+    (folder / "package" / "module.py").write_text(RANK)
+    done = submit(slurm, folder, "-N", "2", "-n", "4", "--time", "5m", "--follow", "-m",
+                  "package.module", "a b", "1")
     assert done.status == 0, done.output
     assert sorted(ranks_on(done.output).values()) == [2, 2]
-    assert done.output.count("['--lr', '1']") == 4
+    assert done.output.count("arguments ['a b', '1']") == 4
 
 
 def test_following_an_array_names_each_element(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "index.py").write_text("import os, sys\nprint('this is', os.environ['SLURM_ARRAY_TASK_ID'])\n"
                                      "sys.exit(75 if os.environ['SLURM_ARRAY_TASK_ID'] == '1' else 0)\n")
-    done = submit(slurm, folder, "-N", "1", "--ranks-per-node", "1", "--array", "0-2", "--time", "5", "--follow",
+    done = submit(slurm, folder, "-N", "1", "--ntasks-per-node", "1", "--array", "0-2", "--time", "5", "--follow",
                   "index.py")
     assert done.status == 75 and "stopped after saving, to be continued" in done.output, done.output
     pieces = re.split(r"==> array element (\d): .*\n", done.output)
@@ -143,10 +145,11 @@ def test_following_an_array_names_each_element(slurm: SlurmCluster, folder: Path
         assert re.findall(r"this is (\d)", text) == [str(index)], done.output
 
 
-def test_a_restart_is_told_in_the_output(slurm: SlurmCluster, folder: Path) -> None:
+def test_a_restart_is_reported_in_the_output(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "twice.py").write_text("import os, time\nif not os.environ.get('SLURM_RESTART_COUNT'):\n"
                                      "    open('runs', 'w').close()\n    time.sleep(100)\nprint('done')\n")
-    [job_id] = ids_of(submit(slurm, folder, "-N", "1", "--ranks-per-node", "1", "--time", "5", "--requeue", "twice.py"))
+    one_rank = ["-N", "1", "--ntasks-per-node", "1"]
+    [job_id] = ids_of(submit(slurm, folder, *one_rank, "--time", "5", "--requeue", "twice.py"))
     wait_until((folder / "runs").exists, "the first run", seconds=60)
     assert slurm.run(["scontrol", "requeue", job_id]).status == 0
     done = slurm.run([SUBMIT[0], SUBMIT[1], "logs", "--follow", job_id], cwd=folder, seconds=120)
@@ -156,7 +159,7 @@ def test_a_restart_is_told_in_the_output(slurm: SlurmCluster, folder: Path) -> N
 
 def test_a_job_is_listed_and_submitted_again(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "runs.py").write_text("open('runs', 'a').write('x')\n")
-    [job_id] = ids_of(submit(slurm, folder, "-N", "1", "--ranks-per-node", "1", "--time", "5", "--follow", "runs.py"))
+    [job_id] = ids_of(submit(slurm, folder, "-N", "1", "--ntasks-per-node", "1", "--time", "5", "--follow", "runs.py"))
     done = slurm.run([SUBMIT[0], SUBMIT[1], "resubmit", "--no-check", "--follow", job_id], cwd=folder, seconds=90)
     assert done.status == 0 and (folder / "runs").read_text() == "xx", done.output
     listed = slurm.run([SUBMIT[0], SUBMIT[1], "list"], cwd=folder).output.splitlines()
@@ -173,14 +176,14 @@ def test_a_heterogeneous_job_is_one_launch(slurm: SlurmCluster, folder: Path) ->
 
 def test_each_job_of_a_chain_starts_when_the_one_before_has_ended(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "step.py").write_text(STEP)
-    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "step.py")
+    done = submit(slurm, folder, "--nodes", "1", "--ntasks-per-node", "1", "--chain", "3", "--follow", "step.py")
     assert done.status == 0, done.output
     assert one_after_the_other(folder, 3)
 
 
 def test_nothing_of_a_chain_runs_after_a_failure(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "once.py").write_text("import sys, time\nopen('runs', 'a').write('x')\ntime.sleep(2)\nsys.exit(3)\n")
-    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "--follow", "once.py")
+    done = submit(slurm, folder, "--nodes", "1", "--ntasks-per-node", "1", "--chain", "3", "--follow", "once.py")
     assert done.status == 3, done.output
     assert "the rest of its chain was cancelled" in done.output, done.output
     assert (folder / "runs").read_text() == "x"
@@ -194,7 +197,7 @@ def test_a_job_of_a_chain_refuses_to_start_when_its_failed_predecessor_is_forgot
                                                                                     folder: Path) -> None:
     """Without accounting Slurm soon knows it no more: what the job itself has kept, or nothing, decides."""
     (folder / "train.py").write_text("open('runs', 'a').write('x')\n")
-    ids = ids_of(submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "2", "train.py"))
+    ids = ids_of(submit(slurm, folder, "--nodes", "1", "--ntasks-per-node", "1", "--chain", "2", "train.py"))
     slurm.wait(ids[1])
     record = next(folder.glob("jobs-out/*"))
     script = (record / "job-2.sh").read_text().replace(f"PREVIOUS={ids[0]}", "PREVIOUS=999999")
@@ -214,7 +217,7 @@ def test_a_chain_goes_on_after_the_time_limit_and_after_a_stop(slurm: SlurmClust
         "import os, sys, time\nopen('runs', 'a').write('x')\nruns = len(open('runs').read())\n"
         "print('run', runs, flush=True)\n"
         "sys.exit(75) if runs == 1 else time.sleep(100) if runs == 2 else sys.exit(0)\n")
-    done = submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--time", "1s", "--chain", "3", "--follow",
+    done = submit(slurm, folder, "--nodes", "1", "--ntasks-per-node", "1", "--time", "1s", "--chain", "3", "--follow",
                   "steps.py", seconds=240)
     assert done.status == 0, done.output
     assert "stopped after saving, to be continued" in done.output and "timeout" in done.output, done.output
@@ -224,7 +227,7 @@ def test_a_chain_goes_on_after_the_time_limit_and_after_a_stop(slurm: SlurmClust
 
 def test_cancelling_a_job_ends_its_chain(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "long.py").write_text("import time\ntime.sleep(100)\n")
-    ids = ids_of(submit(slurm, folder, "--nodes", "1", "--ranks-per-node", "1", "--chain", "3", "long.py"))
+    ids = ids_of(submit(slurm, folder, "--nodes", "1", "--ntasks-per-node", "1", "--chain", "3", "long.py"))
     slurm.wait_for(ids[0], {"RUNNING"}, 30)
     assert slurm.run([SUBMIT[0], SUBMIT[1], "cancel", ids[0]], cwd=folder).status == 0
     assert [slurm.wait(one)["JobState"] for one in ids] == ["CANCELLED"] * 3
@@ -240,14 +243,14 @@ def test_a_subcommand_that_is_mistyped_submits_nothing(slurm: SlurmCluster, fold
 def test_a_job_goes_back_into_the_queue_after_a_stop_under_torchrun(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "stops.py").write_text(STOPS_ONCE)
     job_id = sbatch(slurm, folder, "-N2", "-n2", "--ntasks-per-node=1", "--gpus-per-node=1", "--requeue",
-                    str(ROOT / "jobs" / "slurm_torchrun.sh"), "stops.py")
+                    READY, "--torchrun", "stops.py")
     job = slurm.wait(job_id)
     output = slurm.output(job_id)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), output
     assert output.index("saves\n") < output.index("goes on\n")
 
 
-@pytest.mark.parametrize(("words", "said", "line"), [
+@pytest.mark.parametrize(("words", "message", "line"), [
     (["--queue", "nosuch"], "Invalid partition name specified", "#SBATCH --partition=nosuch"),
     (["--directive=--no-such-option=1"], "unrecognized option '--no-such-option=1'", "#SBATCH --no-such-option=1"),
     (["--array", "0-99999999"], "Invalid job array specification", "#SBATCH --array=0-99999999"),
@@ -255,10 +258,10 @@ def test_a_job_goes_back_into_the_queue_after_a_stop_under_torchrun(slurm: Slurm
     (["--mem", "9999G"], "Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
 ])
 def test_a_refusal_is_shown_with_the_line_that_caused_it(slurm: SlurmCluster, folder: Path, words: Sequence[str],
-                                                         said: str, line: str) -> None:
+                                                         message: str, line: str) -> None:
     done = submit(slurm, folder, *words, TRAIN)
     assert done.status == 1, done.output
-    assert said in done.output and line in done.output
+    assert message in done.output and line in done.output
     assert not (folder / "jobs-out").exists()
 
 

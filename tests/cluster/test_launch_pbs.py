@@ -1,6 +1,6 @@
-"""launch.py in jobs of PBS by each means: pbs_tmrsh, pbsdsh, and every mpiexec with pbs_tmrsh in place of ssh.
+"""launch.py in jobs of PBS: pbs_tmrsh, pbsdsh, and every mpiexec with pbs_tmrsh in place of ssh.
 
-On the stand-in, or with --real-pbs on a real OpenPBS. Not here: the job scripts that call it (test_jobs_pbs.py).
+On the stand-in, or with --real-pbs on a real OpenPBS.
 """
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import WORK, Pbs
-from tests.launch.launchers import MPIS, ROOT
+from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT
 
 pytest_plugins = ["tests.cluster.pbs_fixture"]
 
-TOLD = ROOT / "tests" / "launch" / "told.py"
 EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
 
@@ -29,8 +28,8 @@ def run(pbs: Pbs, options: str, seconds: float = 60, *, line: str = "exec {}",
     """Run launch.py in a job of two hosts; the job's exit status and output."""
     folder = f"{WORK}/launch {time.monotonic_ns()}"
     notes = pbs.write(f"{folder}/notes/.keep", "")[:-len("/.keep")]
-    told = shlex.join([str(TOLD), notes, "a b"])
-    launch = f"{shlex.join([sys.executable, str(ROOT / 'scripts' / 'launch.py')])} {options} {told}"
+    rank = shlex.join([str(RANK_PROGRAM), "--notes", notes, "a b"])
+    launch = f"{shlex.join([sys.executable, str(ROOT / 'scripts' / 'launch.py')])} {options} {rank}"
     script = (f"#!/bin/bash\nexec 2>&1\ncd {shlex.quote(folder)}\nexport VALUE=$'two\\nlines'\n"
               f"{line.format(launch)}\n")
     pbs.write(f"{folder}/job.sh", script)
@@ -41,51 +40,51 @@ def run(pbs: Pbs, options: str, seconds: float = 60, *, line: str = "exec {}",
 
 def ranks(output: str, launcher: str) -> list[tuple[str, ...]]:
     """(rank, local rank, local size, host) of each rank that has the environment and the arguments."""
-    return sorted(re.findall(rf"rank (\d) of 3, (\d) of (\d) on (\w+) by {launcher}, notes \(\), value 'two\\nlines', "
-                             r"threads 1, folder /.*, arguments \['a b'\]", output))
+    return sorted(re.findall(rf"rank (\d) of 3, local (\d) of (\d), on (\w+), by {launcher}, GPU \S+, "
+                             r"notes \(\), value 'two\\nlines', threads 1, folder /.*, arguments \['a b'\]", output))
 
 
-@pytest.mark.parametrize("options", ["", "--by pbsdsh"])
+@pytest.mark.parametrize("options", ["", "--launcher pbsdsh"])
 def test_agents_of_pbs_start_the_ranks_with_environment_and_arguments(pbs: Pbs, options: str) -> None:
     status, output = run(pbs, options)
     assert status == 0, output
     assert ranks(output, "env") == EXPECTED, output
-    assert f"by {options[5:] or 'pbs_tmrsh'}\n" in output
+    assert f"by {options.rpartition(' ')[2] or 'pbs_tmrsh'}\n" in output
 
 
 @pytest.mark.parametrize("name", list(MPIS))
 def test_an_mpiexec_needs_no_ssh_in_a_job_of_pbs(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
     needed, launcher = MPIS[name]
-    status, output = run(pbs, f"--by {need(needed)}")
+    status, output = run(pbs, f"--launcher {need(needed)}")
     assert status == 0, output
     assert ranks(output, launcher) == EXPECTED, output
 
 
 @pytest.mark.parametrize("name", ["pbs_tmrsh", "pbsdsh", *MPIS])
 def test_a_first_host_without_slots_waits_for_nobody(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
-    """PBS never tells it that what it has started on the first host with slots is over."""
+    """PBS does not report to such a host that a task on the first host with slots has ended."""
     by = need(MPIS[name][0]) if name in MPIS else name
     started = time.monotonic()
-    status, output = run(pbs, f"--by {by}", chunks="1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2")
+    status, output = run(pbs, f"--launcher {by}", chunks="1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2")
     if "mpich" in name or name == "intel":
-        assert status == 2 and "choose --by pbs_tmrsh" in output, output
+        assert status == 2 and "choose --launcher pbs_tmrsh" in output, output
     else:
         assert status == 0, output
-        assert sorted(re.findall(r"rank (\d) of 4, \d of 2 on (\w+) by", output)) == [
+        assert sorted(re.findall(r"rank (\d) of 4, local \d of 2, on (\w+), by", output)) == [
             ("0", "n2"), ("1", "n2"), ("2", "n3"), ("3", "n3")], output
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("name", list(MPIS))
 def test_the_printed_command_does_the_same(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
     needed, launcher = MPIS[name]
-    status, output = run(pbs, f"--print --by {need(needed)}", line='command=$({}) && eval "$command"')
+    status, output = run(pbs, f"--dry-run --launcher {need(needed)}", line='command=$({}) && eval "$command"')
     assert status == 0, output
     assert ranks(output, launcher) == EXPECTED, output
 
 
 @pytest.mark.parametrize("name", ["", "mpich", "openmpi"])
 def test_a_launch_on_a_part_of_a_job(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
-    status, output = run(pbs, f"--hosts n2 --by {need(name)}" if name else "--hosts n2")
+    status, output = run(pbs, f"--nodelist n2 --launcher {need(name)}" if name else "--nodelist n2")
     assert status == 0, output
-    assert re.findall(r"rank (\d) of (\d), \d of \d on (\w+) by", output) == [("0", "1", "n2")], output
+    assert re.findall(r"rank (\d) of (\d), local \d of \d, on (\w+), by", output) == [("0", "1", "n2")], output

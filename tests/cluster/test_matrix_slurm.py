@@ -1,118 +1,114 @@
-"""launch.py in jobs of a real Slurm: every shape of a job under every means, each rank on a GPU of its own."""
+"""launch.py in jobs of a real Slurm: each kind of request with the launchers that treat it differently."""
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.job_ranks import ROOT, ranks_on
 from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import RANK_PROGRAM
 
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
-# It says who it is and which of the host's GPUs it takes, by the rule of utils/rollcall.py, without torch.
-RANK = f"""\
-import os, socket, sys
-sys.path.insert(0, {str(ROOT)!r})
-from utils.launchers import detect
-me = detect()
-seen = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-gpu = seen[0] if len(seen) == 1 else seen[me.local_rank] if len(seen) >= me.local_world_size else "too few"
-sys.stdout.write(f"rank {{me.rank}} of {{me.world_size}}, local {{me.local_rank}} of {{me.local_world_size}}, "
-                 f"on {{socket.gethostname()}}, by {{me.launcher}}, GPU {{gpu}}\\n")
-"""
-TAKEN = re.compile(r"on (\S+), by (\S+), GPU (\d+)$", re.MULTILINE)
-SHAPES = {
-    "2x2": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2"], [2, 2]),
-    "4x1": (["-N4", "--ntasks-per-node=1", "--gpus-per-node=1"], [1, 1, 1, 1]),
-    "3 on 2": (["-N2", "-n3", "--gpus-per-node=2"], [1, 2]),
-    "cyclic": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--distribution=cyclic"], [2, 2]),
-    "gpus-per-node": (["-N2", "--gpus-per-node=2"], [2, 2]),  # one task for each node is asked for, and two GPUs
-    "gpus-per-task": (["-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1"], [2, 2]),
-    "two GPUs for a task": (["-N2", "-n2", "--gpus-per-task=2"], [2, 2]),
-    "uneven GPUs": (["-N2", "-n3", "--gpus-per-task=1"], [1, 2]),
-    "gpus": (["-N2", "-n2", "--gpus=3"], [1, 2]),
-    "gpu-bind": (["-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpu-bind=single:1"], [2, 2]),
-    "gres": (["-N2", "--ntasks-per-node=2", "--gres=gpu:2"], [2, 2]),
-    "exclusive": (["-N2", "--exclusive"], [2, 2]),  # no GPUs are asked for: a step gets none by itself
-    "exclusive, heterogeneous": (["-N1", "--exclusive", ":", "-N2", "--exclusive"], [2, 2, 2]),
-    "heterogeneous": (["-N1", "-n1", "--gpus-per-node=1", ":", "-N2", "--ntasks-per-node=2", "--gpus-per-node=2"],
-                      [1, 2, 2]),
-    "heterogeneous, gpus-per-task": (["-n1", "--gpus-per-task=1", ":", "-N1", "-n2", "--gpus-per-task=1"], [1, 2])}
-MEANS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}
+TAKEN = re.compile(r"on (\S+), by (\S+), GPU (\d+),")
+# The --launcher of launch.py -> the launcher that the ranks detect.
+LAUNCHERS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}
+# Requests of a job, the ranks expected on its nodes, and the launchers to try: each pair of a kind of request and a
+# launcher that treats it differently. All 75 combinations passed once.
+JOBS: dict[str, tuple[str, list[int], str]] = {
+    "2x2": ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun torchrun openmpi"),
+    "4x1": ("-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1], "mpich"),
+    "3 on 2": ("-N2 -n3 --gpus-per-node=2", [1, 2], "srun impi"),
+    "cyclic": ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi"),
+    # One task per node is requested, and two GPUs.
+    "gpus-per-node": ("-N2 --gpus-per-node=2", [2, 2], "openmpi torchrun"),
+    "gpus-per-task": ("-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2], "srun torchrun mpich"),
+    "two GPUs for a task": ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun impi"),
+    "uneven GPUs": ("-N2 -n3 --gpus-per-task=1", [1, 2], "torchrun openmpi"),
+    "gpus": ("-N2 -n2 --gpus=3", [1, 2], "mpich openmpi"),
+    "gpu-bind": ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1", [2, 2], "mpich impi"),
+    "gres": ("-N2 --ntasks-per-node=2 --gres=gpu:2", [2, 2], "srun torchrun"),
+    "exclusive": ("-N2 --exclusive", [2, 2], "srun impi"),  # no GPUs are requested: a step gets none
+    "exclusive, heterogeneous": ("-N1 --exclusive : -N2 --exclusive", [2, 2, 2], "srun mpich"),
+    "heterogeneous": ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2],
+                      "srun openmpi"),
+    "heterogeneous, gpus-per-task": ("-n1 --gpus-per-task=1 : -N1 -n2 --gpus-per-task=1", [1, 2],
+                                     "torchrun mpich")}
 
 
-def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: Sequence[str], means: str,
+def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: str, launcher: str,
              *more: str, run: str = "exec {launch} {rank}") -> str:
-    """The output of a job that launch.py starts by this means, after it has ended well."""
-    by = {"srun": ["--by", "srun"], "torchrun": ["--torchrun"]}.get(means) or ["--by", str(need(means))]
-    script = slurm.work / "takes gpu.py"
-    script.write_text(RANK)
+    """The output of a job that launch.py starts with this launcher, after it has ended well."""
+    by = {"srun": ["--launcher", "srun"], "torchrun": ["--torchrun"]}.get(launcher) or [
+        "--launcher", str(need(launcher))]
     launch = shlex.join([sys.executable, str(ROOT / "scripts" / "launch.py"), *by, *more])
-    line = run.format(launch=launch, rank=shlex.quote(str(script)))
-    job_id = slurm.sbatch(*options, script=f"#!/bin/bash\n{line}\n")
+    line = run.format(launch=launch, rank=shlex.quote(str(RANK_PROGRAM)))
+    job_id = slurm.sbatch(*options.split(), script=f"#!/bin/bash\n{line}\n")
     job = slurm.wait(job_id)
     output = slurm.output(job_id)
     assert job["JobState"] == "COMPLETED", output
     return output
 
 
-@pytest.mark.parametrize("means", MEANS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_rank_is_right_and_has_a_gpu_of_its_own(slurm: SlurmCluster, need: Callable[[str], Path], shape: str,
-                                                      means: str) -> None:
-    options, expected = SHAPES[shape]
-    output = launched(slurm, need, options, means)
+@pytest.mark.parametrize(("name", "launcher"), [
+    (name, launcher) for name, (_, _, launchers) in JOBS.items() for launcher in launchers.split()])
+def test_each_rank_has_a_gpu_to_itself(slurm: SlurmCluster, need: Callable[[str], Path], name: str,
+                                       launcher: str) -> None:
+    options, expected, _ = JOBS[name]
+    output = launched(slurm, need, options, launcher)
     assert sorted(ranks_on(output).values()) == expected
     taken = TAKEN.findall(output)
-    assert {launcher for _, launcher, _ in taken} == {MEANS[means]}
+    assert {detected for _, detected, _ in taken} == {LAUNCHERS[launcher]}
     assert len({(host, gpu) for host, _, gpu in taken}) == sum(expected), output
 
 
-@pytest.mark.parametrize("means", MEANS)
-def test_ranks_per_node_is_believed_whatever_tasks_were_asked_for(
-        slurm: SlurmCluster, need: Callable[[str], Path], means: str) -> None:
-    output = launched(slurm, need, ["-N2", "-n4", "--gpus-per-node=2"], means, "--ranks-per-node", "2",
+@pytest.mark.parametrize("launcher", ["srun", "openmpi"])
+def test_ntasks_per_node_overrides_the_tasks_of_the_job(
+        slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
+    output = launched(slurm, need, "-N2 -n4 --gpus-per-node=2", launcher, "--ntasks-per-node", "2",
                       run="echo tasks on $SLURM_TASKS_PER_NODE && exec {launch} {rank}")
     assert "tasks on 3,1\n" in output
     assert sorted(ranks_on(output).values()) == [2, 2]
     assert len(set(TAKEN.findall(output))) == 4, output
 
 
-@pytest.mark.parametrize("means", MEANS)
-def test_a_launch_inside_a_step_shares_what_that_holds(slurm: SlurmCluster, need: Callable[[str], Path],
-                                                       means: str) -> None:
-    output = launched(slurm, need, ["-N2", "--ntasks-per-node=2", "--gpus-per-node=2"], means,
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "openmpi"])
+def test_a_launch_inside_a_step_shares_its_resources(slurm: SlurmCluster, need: Callable[[str], Path],
+                                                     launcher: str) -> None:
+    output = launched(slurm, need, "-N2 --ntasks-per-node=2 --gpus-per-node=2", launcher,
                       run="exec srun -N1 -n1 {launch} {rank}")
     assert sorted(ranks_on(output).values()) == [2, 2]
     assert len(set(TAKEN.findall(output))) == 4, output
 
 
-@pytest.mark.parametrize("means", [means for means in MEANS if means != "torchrun"])
-@pytest.mark.parametrize("shape", ["3 on 2", "gpus-per-node", "heterogeneous"])
-def test_the_printed_command_does_the_same(slurm: SlurmCluster, need: Callable[[str], Path], shape: str,
-                                           means: str) -> None:
-    options, expected = SHAPES[shape]
-    output = launched(slurm, need, options, means, run="command=$({launch} --print {rank}) && eval \"$command\"")
+@pytest.mark.parametrize(("name", "launcher"), [("3 on 2", "srun"), ("gpus-per-node", "openmpi"),
+                                                ("heterogeneous", "mpich"), ("heterogeneous", "impi")])
+def test_the_printed_command_starts_the_same_ranks(slurm: SlurmCluster, need: Callable[[str], Path], name: str,
+                                                   launcher: str) -> None:
+    options, expected, _ = JOBS[name]
+    output = launched(slurm, need, options, launcher,
+                      run="command=$({launch} --dry-run {rank}) && eval \"$command\"")
     assert sorted(ranks_on(output).values()) == expected
     assert len(set(TAKEN.findall(output))) == sum(expected), output
 
 
-@pytest.mark.parametrize("means", MEANS)
-def test_a_launch_on_a_part_of_a_job(slurm: SlurmCluster, need: Callable[[str], Path], means: str) -> None:
-    output = launched(slurm, need, ["-N4", "--ntasks-per-node=2", "--gpus=8"], means, "--hosts", "node[3-4]")
-    assert sorted((host, launcher, gpu) for host, launcher, gpu in TAKEN.findall(output)) == [
-        (host, MEANS[means], gpu) for host in ("node3", "node4") for gpu in "01"], output
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpich"])
+def test_a_launch_on_a_part_of_a_job(slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
+    output = launched(slurm, need, "-N4 --ntasks-per-node=2 --gpus=8", launcher, "--nodelist", "node[3-4]")
+    assert sorted(TAKEN.findall(output)) == [
+        (host, LAUNCHERS[launcher], gpu) for host in ("node3", "node4") for gpu in "01"], output
 
 
-@pytest.mark.parametrize("means", MEANS)
-def test_no_rank_takes_the_gpu_of_another_job_on_a_shared_node(slurm: SlurmCluster, need: Callable[[str], Path],
-                                                               means: str) -> None:
+@pytest.mark.parametrize("launcher", ["srun", "openmpi", "mpich"])
+def test_no_rank_takes_the_gpu_of_another_job(slurm: SlurmCluster, need: Callable[[str], Path],
+                                              launcher: str) -> None:
     other = slurm.sbatch("-w", "node1", "--gpus-per-node=1", script="#!/bin/bash\nsleep 100\n")
     slurm.wait_for(other, {"RUNNING"})
-    output = launched(slurm, need, ["-w", "node1,node2", "-N2", "-n2", "--gpus-per-node=1"], means)
-    assert sorted((host, gpu) for host, _, gpu in TAKEN.findall(output)) == [("node1", "1"), ("node2", "0")], output
+    output = launched(slurm, need, "-w node1,node2 -N2 -n2 --gpus-per-node=1", launcher)
+    found = sorted((host, gpu) for host, _, gpu in TAKEN.findall(output))
+    assert found == [("node1", "1"), ("node2", "0")], output

@@ -1,6 +1,6 @@
-"""The stand-in for PBS answers as a real OpenPBS did, and starts jobs in the same places and environments.
+"""The stand-in for PBS responses as a real OpenPBS did, and starts jobs in the same places and environments.
 
-With --real-pbs the same is asked of a real one. Not here: how jobs end (test_pbs_standin_jobs.py).
+With --real-pbs the same is requested of a real one.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cluster.pbs_recordings import (
     PYTHON,
     RECORDINGS,
     assert_same_job,
-    here,
+    localised,
     names,
     number_of,
     plain,
@@ -62,7 +62,7 @@ def test_a_finished_job_is_only_history(lab: Pbs) -> None:
 @pytest.mark.parametrize("name", ["qstat_xf_finished_plain", "qstat_x_f_w", "qstat_xf_json_finished"])
 def test_qstat_shows_a_job_in_full(lab: Pbs, name: str) -> None:
     recorded = recording(f"commands/{name}")
-    lab.write("sel_1x_ncpus2.sh", here(recording("select/sel_1x_ncpus2")["script"]))
+    lab.write("sel_1x_ncpus2.sh", localised(recording("select/sel_1x_ncpus2")["script"]))
     job_id = lab.submit("-l", "select=1:ncpus=2", "sel_1x_ncpus2.sh")
     lab.wait(job_id)
     done = lab.run(HEAD, [*recorded["cmd"].split()[:-1], job_id])

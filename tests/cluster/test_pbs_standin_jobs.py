@@ -1,6 +1,6 @@
 """Jobs of the stand-in for PBS end as those of a real OpenPBS did: conditions, signals, limits, tasks on other hosts.
 
-With --real-pbs the same is asked of a real one.
+With --real-pbs the same is requested of a real one.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import HEAD, WORK, Pbs
-from tests.cluster.pbs_recordings import here, kept, number_of, plain, recording, shell
+from tests.cluster.pbs_recordings import kept, localised, number_of, plain, recording, shell
 
 pytest_plugins = ["tests.cluster.pbs_fixture"]
 
@@ -109,7 +109,7 @@ def test_signals_do_what_was_recorded(lab: Pbs, name: str) -> None:
     if "profile" in name:
         profile.write_text("trap : USR1 TERM\n")
     try:
-        job_id = lab.submit(script=here(recorded["script"]), name=f"{name}.sh")
+        job_id = lab.submit(script=localised(recorded["script"]), name=f"{name}.sh")
         lab.wait_for(job_id, "R")
         if recorded["signals"]:
             wait_until(lambda: log.exists() and "start" in log.read_text(), "the script to run")
@@ -125,7 +125,7 @@ def test_signals_do_what_was_recorded(lab: Pbs, name: str) -> None:
         assert ("exit" in log.read_text()) == any(what == "exit" for _, what, _ in recorded["signals"])
 
 
-def test_the_end_of_the_walltime_is_told_and_kept(lab: Pbs) -> None:
+def test_the_end_of_the_walltime_is_reported_and_kept(lab: Pbs) -> None:
     script = "trap 'echo TERM; sleep 1; exit 7' TERM\nsleep 50 & wait\n"
     job_id = lab.submit("-l", "walltime=2", "-j", "oe", script=script)
     got = lab.wait(job_id, 90)
@@ -165,8 +165,8 @@ def test_bash_env_keeps_the_login_shell_alive_unless_another_takes_its_place(
     job = lab.wait(job_id)
     assert job["Exit_status"] == status
     if status == 42:
-        told = [line for line in lab.output(job).splitlines() if line in ("unset", "USR1", "TERM", "saved")]
-        assert (told, job["substate"]) == (["unset", "USR1", "TERM", "saved"], 91)
+        events = [line for line in lab.output(job).splitlines() if line in ("unset", "USR1", "TERM", "saved")]
+        assert (events, job["substate"]) == (["unset", "USR1", "TERM", "saved"], 91)
 
 
 def test_signals_reach_only_the_first_host_and_the_end_all(lab: Pbs) -> None:
@@ -194,7 +194,7 @@ def test_programs_on_the_hosts_of_a_job_behave_as_recorded(lab: Pbs, name: str, 
     script = "".join([head, *(part for part in sections if re.search(r"=== (\w)", part)[1] not in leave)])  # type: ignore[index]
     address = lab.run(HEAD, ["getent", "hosts", "n2.pbs.lab"]).stdout.split()[0]
     lab.run(HEAD, ["mkdir", "-p", f"{lab.home}/dsh", f"{lab.home}/tm"])
-    lab.write("tm.sh", here(script).replace("10.78.1.12", address))
+    lab.write("tm.sh", localised(script).replace("10.78.1.12", address))
     got = lab.wait(lab.submit("-l", "select=2:ncpus=2:mpiprocs=2", "-l", "place=scatter", "tm.sh"))
 
     def parts(text: str) -> dict[str, list[str]]:

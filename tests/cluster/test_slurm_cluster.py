@@ -66,16 +66,16 @@ def test_a_requeued_job_starts_again(slurm: SlurmCluster) -> None:
     assert "start 1" in slurm.output(job_id)
 
 
-def test_sacct_knows_the_jobs_that_ended(slurm: SlurmCluster) -> None:
+def test_sacct_lists_the_jobs_that_ended(slurm: SlurmCluster) -> None:
     ids = [slurm.sbatch("--wrap", "true"), slurm.sbatch("--wrap", "false")]
     for job_id in ids:
         slurm.wait(job_id)
 
-    def told() -> bool:
+    def recorded() -> bool:
         done = slurm.run(["sacct", "-n", "-P", "-o", "JobID,State", "-j", ",".join(ids)])
         return sorted(done.output.split()) == sorted([f"{ids[0]}|COMPLETED", f"{ids[1]}|FAILED"])
 
-    hosts.wait_until(told, "sacct to know both jobs")
+    hosts.wait_until(recorded, "sacct to list both jobs")
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_nothing_is_left_of_a_start_that_was_ended_half_way(by_hand_folder: Path
     hosts.wait_until(lambda: not by_hand_folder.exists() and not processes_of(by_hand_folder), "the guard to clear up")
 
 
-def test_an_error_of_slurm_is_told_with_its_log(need: Callable[[str], Path]) -> None:
+def test_an_error_of_slurm_is_reported_with_its_log(need: Callable[[str], Path]) -> None:
     need("hosts")
     need("slurm")
     cluster = SlurmCluster(1, options={"SchedulerType": "sched/none-such"})

@@ -116,7 +116,7 @@ def steps_made(folder: Path) -> int:
 
 def run(folder: Path, kills: int, steps: int, rendezvous: str, hosts: Hosts | None, bare: bool,
         moments: random.Random) -> tuple[str, list[float]]:
-    """One training with so many kills: its last line, and the seconds from each kill in training to the next step."""
+    """Return the last line of one training, and the seconds from each kill to the next step."""
     running, seconds, made = agents(folder, steps, rendezvous, hosts, bare), [], 0
     try:
         while made < kills:

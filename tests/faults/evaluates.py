@@ -1,6 +1,6 @@
-"""A training that spends most of its time in evaluations, which are longer on some ranks: for stops inside of them.
+"""A training that spends most of its time in evaluations, which take longer on some ranks.
 
-Its arguments and what it prints are those of examples/05_survive.py, as far as it has them.
+Its arguments and its output are those of survive.py, as far as it has them.
 """
 from __future__ import annotations
 
@@ -9,23 +9,33 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import setup_distributed
 from utils.checkpoint import Checkpointer
-from utils.logging import get_logger
+from utils.log import get_logger
 from utils.preemption import StopSignal, requeue
+
+# isort: split
+import torch
 
 STEPS, EVALUATE_EVERY = 48, 5
 log = get_logger(__name__)
 
 
+def evaluate(rank: int, stop: StopSignal) -> None:
+    for _ in range(10 + 10 * rank):
+        if stop.requested:
+            break
+        time.sleep(0.1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    args, _ = parser.parse_known_args()
-    with setup_distributed("gloo") as dist, StopSignal(dist) as stop, Checkpointer(args.folder) as checkpoints:
+    folder = parser.parse_known_args()[0].folder
+
+    with (setup_distributed("gloo") as dist, StopSignal(dist) as stop,
+          Checkpointer(folder) as checkpoints):
         weights = torch.zeros(1000)
         found = checkpoints.load_latest({"weights": weights})
         step = found.step if found else 0
@@ -35,10 +45,7 @@ def main() -> int:
             step += 1
             if step % EVALUATE_EVERY == 0:
                 log.info(f"evaluating after step {step}")
-                for _ in range(10 + 10 * dist.rank):
-                    if stop.requested:
-                        break
-                    time.sleep(0.1)
+                evaluate(dist.rank, stop)
                 dist.barrier()
             if stop.should_stop():
                 with stop.saving():

@@ -1,4 +1,4 @@
-"""Run a script on a disk that is full during some saves: full_disk.py FIRST LAST script.py ...
+"""Run a script on a disk that is full for some saves: full_disk.py FIRST LAST script.py ...
 
 The saves of rank 0 from number FIRST to LAST, counted from 1, fail with ENOSPC.
 """
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils import checkpoint_files
+from utils.checkpoint import disk
 
 FIRST, LAST = int(sys.argv[1]), int(sys.argv[2])
 
 
 class FullDisk:
-    """The real disk, which counts the temporary folders and refuses to write into some of them."""
+    """The real disk; it counts the temporary folders and refuses to write into some of them."""
 
     saves = 0
 
@@ -35,6 +35,6 @@ class FullDisk:
         return os.write(file, data)
 
 
-checkpoint_files.disk = FullDisk()
+disk.system = FullDisk()
 sys.argv = sys.argv[3:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,8 +1,8 @@
-"""A small training with all habits at once that make a resume hard; for tests/faults/kills.py.
+"""A small training with everything that makes a resume hard; for tests/faults/kills.py.
 
-BatchNorm, static_graph, auxiliary heads in training mode, dropout, a moving average of the weights that rank 0 alone
-keeps and that is large enough to be shared out over the ranks, an array of numpy, and PerRank data. The line at the end
-has a digest of what every rank has, so that a difference on any rank is seen.
+BatchNorm, static_graph, auxiliary outputs in training mode, dropout, a moving average of the
+weights that rank 0 alone keeps and that is large enough to be shared out over the ranks, a numpy
+array, and PerRank data. The last line has a digest of what every rank has.
 
 python tests/faults/kills.py --kills 60 --ranks 3 tests/faults/habits.py --numpy-megabytes 200
 """
@@ -33,15 +33,16 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2)) for _ in range(4))
-        self.head, self.auxiliary = nn.Linear(32, 1), nn.Linear(32, 1)
+            nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
+            for _ in range(4))
+        self.output, self.auxiliary = nn.Linear(32, 1), nn.Linear(32, 1)
 
     def forward(self, x: Tensor) -> Any:
         for number, layer in enumerate(self.layers):
             x = layer(x)
             if number == 1:
                 middle = x
-        return (self.head(x), self.auxiliary(middle)) if self.training else self.head(x)
+        return (self.output(x), self.auxiliary(middle)) if self.training else self.output(x)
 
 
 class Average(nn.Module):
@@ -49,7 +50,8 @@ class Average(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.large = copy.deepcopy(model), nn.Parameter(torch.zeros(EMA_FLOATS))
+        self.model = copy.deepcopy(model)
+        self.large = nn.Parameter(torch.zeros(EMA_FLOATS))
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -66,7 +68,8 @@ def digest(*tensors: Tensor) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--numpy-megabytes", type=int, default=8)
     args = parser.parse_args()
@@ -82,16 +85,14 @@ def main() -> int:
 
         def loss_of(x: Tensor) -> Tensor:
             out, auxiliary = ddp(x)
-            loss: Tensor = (out - x.sum(1, keepdim=True)).square().mean() + 0.3 * auxiliary.square().mean()
-            return loss
+            loss: Tensor = (out - x.sum(1, keepdim=True)).square().mean()
+            return loss + 0.3 * auxiliary.square().mean()
 
         prime_ddp_buckets(ddp, lambda: loss_of(torch.rand(8, 32)))
-        # The module inside of DDP, as many save it.
+        # The module inside DDP, as many save it.
         state = {"model": model, "optimizer": optimizer, "average": average, "history": history,
                  "mine": PerRank({"seen": seen})}
         found = checkpoints.load_latest(state)
-        if found:
-            history = state["history"] = found.state["history"]
         for step in range(found.step if found else 0, STEPS):
             x = torch.rand(8, 32) * (1 + dist.rank)
             loss = loss_of(x)
@@ -105,7 +106,7 @@ def main() -> int:
             if (step + 1) % SAVE_EVERY == 0:
                 checkpoints.save(step + 1, state)
         checkpoints.wait()
-        # Of the average only rank 0's counts: the other ranks get that of rank 0 when they resume.
+        # Only rank 0's average counts: the other ranks get it when they resume.
         parts = [*model.state_dict().values(), seen, torch.from_numpy(history), torch.rand(1),
                  *[one["exp_avg_sq"] for one in optimizer.state_dict()["state"].values()],
                  *(average.state_dict().values() if dist.is_main else [])]

@@ -1,11 +1,12 @@
-"""Runs a training script as ranks that are killed at random moments and started again, until it has been done often.
+"""Run a training script, kill its ranks at random moments, and start it again until it is done.
 
-python tests/faults/kills.py [--kills 50] [--ranks 2] [--seed 0] [--after-save] script.py [arguments of the script]
+python tests/faults/kills.py [--kills 50] [--ranks 2] [--seed 0] [--after-save] script.py [...]
 
-The script is given `--folder FOLDER` for its checkpoints, and ends with a line that starts with "done". This process
-imports torch once and forks the ranks from there, which makes a start cost a tenth of a second. All processes of a run,
-DataLoader workers among them, get SIGKILL at the same moment. Prints the last line of every run that was done, and how
-many kills there were; exit status 0 if every such line is that of the run that was never killed.
+The script is given `--folder FOLDER` for its checkpoints, and ends with a line that starts with
+"done". This process imports torch once and forks the ranks, so a start takes a tenth of a second.
+All processes of a run, DataLoader workers among them, get SIGKILL at the same moment. Prints the
+last line of every run that was done, and the number of kills. Exit status 0 if every such line is
+that of the run that was never killed.
 """
 from __future__ import annotations
 
@@ -31,16 +32,18 @@ import torch.utils.data  # noqa: F401 - imported once for all runs
 RUN_SECONDS = 300.0
 
 
-def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequence[str], output: Path) -> int:
-    """Fork a process group that is rank `rank`; returns its process id."""
+def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequence[str],
+               output: Path) -> int:
+    """Fork a process group that is rank `rank`; return its process id."""
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
         os.setpgid(0, 0)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),
+                          LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port))
         target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(target, 1)
         os.dup2(target, 2)
@@ -49,7 +52,8 @@ def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequenc
             runpy.run_path(script, run_name="__main__")
             status = 0
         except SystemExit as leaving:
-            status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+            is_number = isinstance(leaving.code, int)
+            status = leaving.code if is_number else int(leaving.code is not None)
         except BaseException:
             sys.excepthook(*sys.exc_info())
     finally:
@@ -58,11 +62,13 @@ def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequenc
         os._exit(status)
 
 
-def run(ranks: int, script: str, arguments: Sequence[str], output: Path, killer: Killer | None = None) -> bool:
-    """One start of all ranks; whether it came to its end before the killer wanted to end it."""
+def run(ranks: int, script: str, arguments: Sequence[str], output: Path,
+        killer: Killer | None = None) -> bool:
+    """Start all ranks once; return whether they ended before the killer struck."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    pids = [start_rank(rank, ranks, port, script, arguments, output) for rank in range(ranks)]
+    pids = [start_rank(rank, ranks, port, script, arguments, output)
+            for rank in range(ranks)]
     waiting, limit = set(pids), time.monotonic() + RUN_SECONDS
     statuses = []
     while waiting and time.monotonic() < limit and not (killer and killer.strikes()):
@@ -78,13 +84,13 @@ def run(ranks: int, script: str, arguments: Sequence[str], output: Path, killer:
     for pid in waiting:
         os.waitpid(pid, 0)
     if waiting and time.monotonic() >= limit or any(statuses) and not waiting:
-        sys.exit(f"the ranks ended with {statuses}, {len(waiting)} still running after {RUN_SECONDS:.0f} s:\n"
-                 f"{output.read_text(errors='replace')[-4000:]}")
+        sys.exit(f"the ranks ended with {statuses}, {len(waiting)} still running after "
+                 f"{RUN_SECONDS:.0f} s:\n{output.read_text(errors='replace')[-4000:]}")
     return not waiting
 
 
 class Killer:
-    """Chooses the moment: at the start, or some time after the run has saved once more, so that it gets on."""
+    """Chooses the moment: at the start, or after the run has saved once more and so made progress."""
 
     def __init__(self, folder: Path, moments: random.Random, after_save: bool) -> None:
         self._folder, self._moments = folder, moments
@@ -101,15 +107,18 @@ class Killer:
 
 
 def last_line(output: Path) -> str:
-    return [line for line in output.read_text(errors="replace").splitlines() if line.startswith("done")][-1]
+    lines = output.read_text(errors="replace").splitlines()
+    return [line for line in lines if line.startswith("done")][-1]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
-    parser.add_argument("--after-save", action="store_true", help="kill no run before it has saved at least once")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
+    parser.add_argument("--after-save", action="store_true",
+                        help="kill no run before it has saved at least once")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -125,13 +134,13 @@ def main() -> int:
             folder = Path(name) / "killed"
             shutil.rmtree(folder, ignore_errors=True)
             output.unlink()
-            here = 0
-            while not run(args.ranks, args.script, [*args.arguments, "--folder", str(folder)], output,
+            starts, arguments = 0, [*args.arguments, "--folder", str(folder)]
+            while not run(args.ranks, args.script, arguments, output,
                           Killer(folder, moments, args.after_save)):
-                kills, here = kills + 1, here + 1
+                kills, starts = kills + 1, starts + 1
             found = last_line(output)
             same = same and found == expected
-            print(f"killed {here} times: {found}", flush=True)
+            print(f"killed {starts} times: {found}", flush=True)
     print(f"{kills} kills, {'all the same' if same else 'NOT THE SAME'}")
     return int(not same)
 

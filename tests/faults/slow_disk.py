@@ -1,4 +1,7 @@
-"""Runs a script on a disk whose fsync takes longer, so that a save can be met: slow_disk.py SECONDS script.py ..."""
+"""Run a script on a disk whose fsync takes longer: slow_disk.py SECONDS script.py ...
+
+A test can then signal the script during a save.
+"""
 from __future__ import annotations
 
 import os
@@ -9,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils import checkpoint_files
+from utils.checkpoint import disk
 
 SECONDS = float(sys.argv[1])
 
 
 class SlowDisk:
+    """The real disk; fsync waits first."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
@@ -23,6 +28,6 @@ class SlowDisk:
         os.fsync(file)
 
 
-checkpoint_files.disk = SlowDisk()
+disk.system = SlowDisk()
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -24,7 +24,7 @@ def test_two_agents_on_one_host_train_over_localhost(rendezvous: str) -> None:
                [f"--node-rank={node}", "--master-addr=localhost", f"--master-port={port}"])
         agents.append(subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *how,
-             str(ROOT / "tests" / "launch" / "show.py")], env={**os.environ, "OMP_NUM_THREADS": "1"},
+             str(ROOT / "tests" / "rank_program.py"), "--torch"], env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = [agent.communicate(timeout=120)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)

@@ -32,13 +32,13 @@ def train(folder: Path, log: Path, seed: int, stop_after: int) -> None:
     from torch import nn
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import TensorDataset
 
     from utils import setup_distributed
     from utils.checkpoint import Checkpointer
-    from utils.data import ResumableDistributedSampler
+    from utils.data import ResumableDataLoader, ResumableDistributedSampler
     from utils.preemption import StopSignal
-    from utils.training import accumulate, grouped, split_batch
+    from utils.training import accumulate, batched, split_batch
 
     file = folder / "stop"
     with setup_distributed("gloo", launcher="env") as dist, StopSignal(
@@ -50,18 +50,18 @@ def train(folder: Path, log: Path, seed: int, stop_after: int) -> None:
         data = TensorDataset(images, classes, torch.arange(SAMPLES))
         split = split_batch(GLOBAL_BATCH, dist.world_size, MAX_MICRO_BATCH)
         sampler = ResumableDistributedSampler(data, dist.world_size, dist.rank, seed=seed)
-        loader = DataLoader(data, split.micro_batch, sampler=sampler, generator=torch.Generator())
+        loader = ResumableDataLoader(data, split.micro_batch, sampler=sampler)
         torch.manual_seed(seed)
         ddp = DDP(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4)))
         torch.manual_seed(1000 * seed + dist.rank)  # each rank drops other units
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-        state = {"model": ddp, "optimizer": optimizer, "sampler": sampler}
+        state = {"model": ddp, "optimizer": optimizer, "loader": loader}
         found = checkpoints.load_latest(state)
         step = found.step if found else 0
         with log.open("a") as lines:
             for epoch in range(sampler.epoch, EPOCHS):
                 sampler.set_epoch(epoch)
-                for micro_batches in grouped(loader, split.accumulation):
+                for micro_batches in batched(loader, split.accumulation):
                     total = 0.0
                     for (inputs, targets, _), weight in accumulate(ddp, micro_batches):
                         loss = weight * cross_entropy(ddp(inputs), targets)

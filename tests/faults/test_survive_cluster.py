@@ -18,7 +18,7 @@ from tests.cluster.slurm import SlurmCluster
 pytest_plugins = ["tests.cluster.pbs_fixture", "tests.cluster.slurm_fixture"]
 
 ROOT = Path(__file__).resolve().parents[2]
-SURVIVE = str(ROOT / "examples" / "05_survive.py")
+SURVIVE = str(ROOT / "tests" / "faults" / "survive.py")
 OPTIONS = ["--epochs", "2", "--save-every", "5"]
 SLOWLY = ["--step-seconds", "0.15"]
 MORE_SLOWLY = ["--step-seconds", "0.6"]  # Slurm looks at time limits every half a minute, and a start may take long
@@ -27,7 +27,8 @@ MORE_SLOWLY = ["--step-seconds", "0.6"]  # Slurm looks at time limits every half
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last line of the run that was never touched, on two ranks."""
-    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--by", "local", "--ranks-per-node", "2", SURVIVE,
+    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--launcher", "local",
+               "--ntasks-per-node", "2", SURVIVE,
                "--folder", str(tmp_path_factory.mktemp("whole")), *OPTIONS]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
                            env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -49,7 +50,7 @@ def saved(folder: Path) -> bool:
 
 def sbatch(slurm: SlurmCluster, folder: Path, *options: str) -> str:
     done = slurm.run(["sbatch", "--parsable", "-N2", "--ntasks-per-node=1", "--gpus-per-node=1", "--requeue",
-                      str(ROOT / "jobs" / "slurm_srun.sh"), SURVIVE, "--folder", str(folder), *OPTIONS, *options],
+                      str(ROOT / "jobs" / "slurm.sh"), SURVIVE, "--folder", str(folder), *OPTIONS, *options],
                      env={"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
     assert done.status == 0, done.output
     return done.output.split()[-1]
@@ -114,7 +115,7 @@ def test_a_node_that_is_taken_down(slurm: SlurmCluster, folder: Path, whole: str
 def qsub(pbs: Pbs, folder: str, *options: str, script: Sequence[str] = (SURVIVE,),
          slowly: Sequence[str] = SLOWLY) -> str:
     arguments = " ".join(f"'{word}'" for word in [*script, "--folder", folder, *OPTIONS, *slowly])
-    return pbs.submit("-V", "-l", "select=2:ncpus=1:mpiprocs=1", *options, str(ROOT / "jobs" / "pbs_mpiexec.sh"),
+    return pbs.submit("-V", "-l", "select=2:ncpus=1:mpiprocs=1", *options, str(ROOT / "jobs" / "pbs.sh"),
                       env={"PYTHON": sys.executable, "ARGS": arguments})
 
 

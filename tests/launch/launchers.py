@@ -1,7 +1,4 @@
-"""The real launchers, as commands: how each is told its hosts, its remote shell and the variables to pass on.
-
-Not here: the hosts themselves (tests/cluster/hosts.py).
-"""
+"""The real launchers, as commands: how each gets its hosts, its remote shell and the variables to pass on."""
 from __future__ import annotations
 
 import subprocess
@@ -13,6 +10,7 @@ from pathlib import Path
 from tests.cluster.hosts import Hosts, killed_at_end
 
 ROOT = Path(__file__).resolve().parents[2]
+RANK_PROGRAM = ROOT / "tests" / "rank_program.py"
 MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
 # name -> what conftest's need() calls it, the launcher that detect() should find
 MPIS = {"mpich5": ("mpich", "mpich"), "mpich4": ("system-mpich", "mpich"), "intel": ("impi", "intel-mpi"),

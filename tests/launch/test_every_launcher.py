@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts, killed_at_end
-from tests.launch.launchers import LAYOUTS, MINIMAL, MPIS, Lab
+from tests.launch.launchers import LAYOUTS, MINIMAL, MPIS, RANK_PROGRAM, Lab
 
-SHOW = [sys.executable, str(Path(__file__).with_name("show.py"))]
+SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
 
 
-@pytest.mark.parametrize("layout", ["2x2", "round robin", "2+1", "remote"])
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize(("mpi", "layout"), [
+    ("mpich5", "2x2"), ("mpich5", "2+1"), ("mpich4", "round robin"), ("mpich4", "remote"), ("intel", "2+1"),
+    ("intel", "remote"), ("openmpi5", "2x2"), ("openmpi5", "round robin"), ("openmpi4", "2+1"), ("openmpi4", "remote")])
 def test_same_loss_under_mpiexec_without_mpi4py(lab: Lab, mpi: str, layout: str) -> None:
     done = lab.mpi(mpi, layout, MINIMAL)
     assert done.status == 0, done.output
@@ -26,15 +27,16 @@ def test_same_loss_under_mpiexec_without_mpi4py(lab: Lab, mpi: str, layout: str)
     assert done.line("final loss:") == lab.minimal_loss(sum(slots.values()))
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", ["intel", "openmpi4"])
 def test_same_loss_under_mpiexec_with_mpi4py_installed(lab: Lab, mpi: str) -> None:
     done = lab.mpi(mpi, "remote", MINIMAL, env=lab.mpi4py(mpi))
     assert done.status == 0, done.output
     assert done.line("final loss:") == lab.minimal_loss(4)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize(("mpi", "when"), [
+    ("mpich5", "before"), ("mpich5", "after"), ("mpich4", "after"), ("intel", "before"), ("openmpi5", "before"),
+    ("openmpi5", "after"), ("openmpi4", "before"), ("openmpi4", "after")])
 def test_mpi4py_may_be_imported_before_or_after(lab: Lab, mpi: str, when: str) -> None:
     done = lab.mpi(mpi, "2x2", [*SHOW, "--mpi4py", when], env=lab.mpi4py(mpi))
     assert done.status == 0, done.output
@@ -42,8 +44,8 @@ def test_mpi4py_may_be_imported_before_or_after(lab: Lab, mpi: str, when: str) -
         assert f"rank {rank} of 4, MPI says rank {rank} of 4, sum 4" in done.output
 
 
-@pytest.mark.parametrize("launcher, library", [("mpich5", "openmpi4"), ("openmpi5", "mpich5"), ("intel", "openmpi4"),
-                                               ("mpich4", "openmpi5"), ("openmpi4", "mpich5")])
+@pytest.mark.parametrize("launcher, library", [("mpich5", "openmpi4"), ("openmpi5", "mpich5"),
+                                               ("intel", "openmpi4")])
 def test_mpi4py_of_another_mpi_does_no_harm(lab: Lab, launcher: str, library: str) -> None:
     done = lab.mpi(launcher, "2x2", MINIMAL, env=lab.mpi4py(library))
     assert done.status == 0, done.output
@@ -103,7 +105,7 @@ def test_torchrun_inside_mpiexec(lab: Lab, mpi: str) -> None:
     assert "was ignored: torchrun started this process" in done.output
 
 
-@pytest.mark.parametrize("mpi", ["mpich5", "openmpi5", "intel"])
+@pytest.mark.parametrize("mpi", ["openmpi5", "intel"])
 def test_mpiexec_inside_a_torchrun_worker(lab: Lab, mpi: str) -> None:
     inner = [*lab.mpiexec(mpi, "one host", {}), *SHOW]
     script = lab.hosts.folder / f"{mpi}.sh"
@@ -118,7 +120,7 @@ def test_mpiexec_inside_a_torchrun_worker(lab: Lab, mpi: str) -> None:
     assert "of torchrun was ignored" in done.output
 
 
-@pytest.mark.parametrize("mpi", ["mpich5", "openmpi5", "intel", "openmpi4"])
+@pytest.mark.parametrize("mpi", ["mpich5", "openmpi4"])
 def test_stale_variables_are_ignored_with_a_note(lab: Lab, mpi: str) -> None:
     stale = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere", "SLURM_PROCID": "0"}
     command = lab.mpiexec(mpi, "2x2", {})  # Open MPI hands them to the ranks of its own host only

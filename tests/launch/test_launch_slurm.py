@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MPIS, ROOT
+from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT
 
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
@@ -23,14 +23,14 @@ LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 
 @dataclass
 class Launches:
-    """Jobs that run launch.py with told.py, whose ranks leave notes in a folder."""
+    """Jobs that run launch.py with the rank program, which writes notes into a folder."""
 
     slurm: SlurmCluster
     folder: Path
 
     def words(self, options: str, *what: str) -> str:
-        told = [str(ROOT / "tests/launch/told.py"), str(self.folder), *what]
-        return f"{shlex.join(LAUNCH)} {options} {shlex.join(told)}"
+        rank = [str(RANK_PROGRAM), "--notes", str(self.folder), *what]
+        return f"{shlex.join(LAUNCH)} {options} {shlex.join(rank)}"
 
     def submit(self, request: str, command: str) -> str:
         return self.slurm.sbatch(*request.split(), script=f"#!/bin/bash\nexec {command}\n")
@@ -45,7 +45,7 @@ class Launches:
 
 
 def ranks(output: str) -> list[str]:
-    found = re.findall(r"rank (\d+) of \d+, (\d+) of (\d+) on (\w+) by (\S+), notes \(\)", output)
+    found = re.findall(r"rank (\d+) of \d+, local (\d+) of (\d+), on (\w+), by (\S+), GPU \S+, notes \(\)", output)
     return [f"{rank} {local}/{size} {host} {launcher}"
             for rank, local, size, host, launcher in sorted(found, key=lambda one: int(one[0]))]
 
@@ -89,13 +89,13 @@ def test_components_of_a_heterogeneous_job_are_one_launch(launches: Launches) ->
 
 
 def test_uneven_gpus_give_uneven_ranks(launches: Launches) -> None:
-    command = launches.words("--by srun")
+    command = launches.words("--launcher srun")
     done = launches.slurm.run(["salloc", "-w", "node1,node2", "-N2", "-n3", "--gres=gpu:2", "sh", "-c",
                                f"unset SLURM_NTASKS; {command}"])
     assert [one.split()[2] for one in ranks(done.output)] == ["node1", "node1", "node2"], done.output
 
 
-@pytest.mark.parametrize("restarts", ["", "--restarts 1"])
+@pytest.mark.parametrize("restarts", ["", "--max-restarts 1"])
 def test_one_torchrun_agent_a_node(launches: Launches, restarts: str) -> None:
     assert launches.ranks("-N2 -n3 --gres=gpu:2", f"--torchrun {restarts}") == [
         "0 0/2 node1 torchrun", "1 1/2 node1 torchrun", "2 0/1 node2 torchrun"]
@@ -104,7 +104,7 @@ def test_one_torchrun_agent_a_node(launches: Launches, restarts: str) -> None:
 @pytest.mark.parametrize("name", list(MPIS))
 def test_every_mpiexec_starts_the_ranks_of_a_job(launches: Launches, name: str, need: Callable[[str], Path]) -> None:
     needed, launcher = MPIS[name]
-    assert launches.ranks("-N2 -n3", f"--by {need(needed)}") == [
+    assert launches.ranks("-N2 -n3", f"--launcher {need(needed)}") == [
         f"{one} {launcher}" for one in ("0 0/2 node1", "1 1/2 node1", "2 0/1 node2")]
 
 
@@ -134,11 +134,11 @@ def test_launch_py_under_srun_is_refused(launches: Launches) -> None:
 # Ends -----------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("fault", "code", "says"), [
-    (("exit", "2", "7"), "7:0", "rank 2 on node2 ended with exit status 7"),
-    (("kill", "1"), "137:0", "rank 1 on node1 was ended by SIGKILL")])
+    ("exit=7:2", "7:0", "rank 2 on node2 ended with exit status 7"),
+    ("kill:1", "137:0", "rank 1 on node1 was ended by SIGKILL")])
 def test_the_job_ends_with_the_status_of_the_first_rank_that_failed_and_names_it(
-        launches: Launches, fault: tuple[str, ...], code: str, says: str) -> None:
-    job = launches.submit("-N2 -n3", launches.words("", "wait", *fault))
+        launches: Launches, fault: str, code: str, says: str) -> None:
+    job = launches.submit("-N2 -n3", launches.words("", "--wait", "--fault", fault))
     assert launches.slurm.wait(job, 30)["ExitCode"] == code, launches.slurm.output(job)
     own = [line for line in launches.slurm.output(job).splitlines() if line.startswith("launch.py: ")]
     assert says in own[-1] and not any("srun was" in line for line in own), own
@@ -161,7 +161,7 @@ def test_tasks_that_are_not_those_of_the_plan_end_the_launch(launches: Launches)
 
 @pytest.mark.parametrize("options", ["", "--torchrun"])
 def test_stops_of_the_batch_script_reach_every_rank_once(launches: Launches, options: str) -> None:
-    job = launches.submit("-N2 -n3", launches.words(options, "wait"))
+    job = launches.submit("-N2 -n3", launches.words(options, "--wait"))
     notes = [launches.folder / f"{rank}.signals" for rank in range(3)]
     wait_until(lambda: all((launches.folder / str(rank)).exists() for rank in range(3)), "all ranks")
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -192,22 +192,23 @@ sys.exit(stop.exit_status)
 
 
 @pytest.mark.parametrize("by", ["srun", "torchrun", "mpich5", "intel", "openmpi5"])
-def test_a_run_that_has_saved_is_told_from_one_that_failed(launches: Launches, by: str,
+def test_a_saved_run_is_distinguished_from_a_failed_one(launches: Launches, by: str,
                                                            need: Callable[[str], Path]) -> None:
     script = launches.folder / "stops.py"
     script.write_text(STOPS)
-    options = {"srun": "--by srun", "torchrun": "--torchrun"}.get(by) or f"--by {shlex.quote(str(need(MPIS[by][0])))}"
+    options = {"srun": "--launcher srun", "torchrun": "--torchrun"}.get(by) or (
+        f"--launcher {shlex.quote(str(need(MPIS[by][0])))}")
     command = f"{shlex.join(LAUNCH)} {options} {shlex.quote(str(script))}"
     saves, fails = (launches.submit("-N2 -n2", f"{command} {what}") for what in ("saves", "fails"))  # side by side
     assert launches.slurm.wait(saves)["ExitCode"] == "75:0", launches.slurm.output(saves)
-    said = [line for line in launches.slurm.output(saves).splitlines() if line.startswith("launch.py: ")]
-    assert "all ranks have saved" in said[-1] and not any("ended" in line for line in said), said
+    lines = [line for line in launches.slurm.output(saves).splitlines() if line.startswith("launch.py: ")]
+    assert "all ranks have saved" in lines[-1] and not any("ended" in line for line in lines), lines
     assert launches.slurm.wait(fails)["ExitCode"] not in ("0:0", "75:0"), launches.slurm.output(fails)
     assert "all ranks have saved" not in launches.slurm.output(fails)
 
 
 def test_the_end_of_the_job_reaches_every_rank_once(launches: Launches) -> None:
-    job = launches.submit("-N2 -n3", launches.words("", "wait"))
+    job = launches.submit("-N2 -n3", launches.words("", "--wait"))
     wait_until(lambda: all((launches.folder / str(rank)).exists() for rank in range(3)), "all ranks")
     launches.slurm.run(["scancel", job])
     launches.slurm.wait(job, 30)
@@ -215,9 +216,23 @@ def test_the_end_of_the_job_reaches_every_rank_once(launches: Launches) -> None:
     assert notes == [["SIGTERM"]] * 3, launches.slurm.output(job)
 
 
+@pytest.mark.parametrize("name", ["mpich5", "openmpi5", "openmpi4"])
+def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, name: str,
+                                                            need: Callable[[str], Path]) -> None:
+    """Not those of the mpiexec's daemons, of which there are two."""
+    command = ["sh", "-c", "echo task $RANK: $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID of $SLURM_NTASKS, "
+                           "$SLURM_NTASKS_PER_NODE each on $SLURM_NNODES"]
+    launch = [*LAUNCH, "--launcher", str(need(MPIS[name][0]))]
+    job = launches.submit("-N2 -n4 --ntasks-per-node=2", shlex.join([*launch, *command]))
+    launches.slurm.wait(job)
+    output = launches.slurm.output(job)
+    assert sorted(re.findall(r"^task .*", output, re.MULTILINE)) == [
+        f"task {rank}: {rank} {rank % 2} {rank // 2} of 4, 2 each on 2" for rank in range(4)], output
+
+
 # Code that knows the variables of torchrun and not the kit ------------------------------------------------------------
 
-@pytest.mark.parametrize("command", ["launch.py", "jobs/slurm_srun.sh", "jobs/slurm_torchrun.sh"])
+@pytest.mark.parametrize("command", ["launch.py", "jobs/slurm.sh", "jobs/slurm.sh --torchrun"])
 @pytest.mark.parametrize(("request_", "expected"), [
     ("-N2 -n4 --ntasks-per-node=2", ["0/2 node1 0", "1/2 node1 0", "0/2 node2 1", "1/2 node2 1"]),
     ("-N2 -n3 --gres=gpu:2", ["0/2 node1 0", "1/2 node1 0", "0/1 node2 1"]),
@@ -228,11 +243,11 @@ def test_code_written_for_torchrun_is_one_training(launches: Launches, command: 
     if command == "launch.py":
         job = launches.submit(request_, shlex.join([*LAUNCH, script]))
     else:
-        job = launches.slurm.sbatch(*request_.split(), str(ROOT / command), script)
+        job = launches.slurm.sbatch(*request_.split(), *f"{ROOT}/{command}".split(), script)
     ended = launches.slurm.wait(job)
     output = launches.slurm.output(job)
     assert ended["ExitCode"] == "0:0", output
     found = re.findall(r"public rank (\d+) of (\d+), (\d of \d) on (\w+), node (\d)", output)
-    if command == "jobs/slurm_torchrun.sh" and "cyclic" in request_:
+    if command.endswith("--torchrun") and "cyclic" in request_:
         expected = ["0/2 node1 0", "1/2 node1 0", "0/2 node2 1", "1/2 node2 1"]
     assert [f"{local.replace(' of ', '/')} {host} {node}" for _, _, local, host, node in sorted(found)] == expected

@@ -13,12 +13,12 @@ import pytest
 
 from tests.cluster.hosts import killed_at_end
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
+from tests.launch.launchers import MINIMAL, RANK_PROGRAM, ROOT, Lab, Result
 
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
-RANK = [sys.executable, str(ROOT / "tests" / "cluster" / "slurm_rank.py")]
-FAULTY = [sys.executable, str(ROOT / "tests" / "launch" / "faulty.py")]
+RANK = [sys.executable, str(RANK_PROGRAM), "--join"]
+FAULTY = [sys.executable, str(RANK_PROGRAM), "--torch"]
 EXPLAIN = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "utils.launchers"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # With `srun --label` a line starts with the task number: Slurm's own word for the rank.

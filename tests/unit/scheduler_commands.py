@@ -1,7 +1,4 @@
-"""Commands of a scheduler that print what real ones printed, for tests of what is made of it.
-
-Not here: the recordings (tests/recordings).
-"""
+"""Commands of a scheduler on PATH that print recorded output."""
 from __future__ import annotations
 
 import json
@@ -16,23 +13,33 @@ RECORDINGS = ROOT / "tests" / "recordings"
 
 
 class Commands:
-    """Commands of a scheduler, in a folder that is PATH: each prints what it is told to, and notes its arguments."""
+    """Programs in a folder that is PATH; each prints what it was given, and logs its arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._cases: dict[str, list[str]] = {}
 
-    def add(self, name: str, output: str = "", error: str = "", status: int = 0, when: str = "") -> None:
-        """`when`: only for calls that have this word among their arguments; the last one added comes first."""
-        number = len(list(self.folder.iterdir()))
-        for kind, text in (("out", output), ("err", error)):
-            (self.folder / f"{number}.{kind}").write_text(text, encoding="utf-8")
-        path = self.folder / name
-        old = path.read_text().partition("\n")[2] if path.exists() else ""
-        answer = f'cat "{self.folder}/{number}.out"; cat "{self.folder}/{number}.err" >&2; exit {status}'
-        condition = f'case " $* " in *" {when} "*) {answer};; esac' if when else answer
-        path.write_text(f'#!/bin/sh\necho "{name} $*" >> "{self.folder}/calls"\n{condition}\n'
-                        + old.replace(f'echo "{name} $*" >> "{self.folder}/calls"\n', ""))
-        path.chmod(0o755)
+    def add(self, name: str, output: str = "", error: str = "", status: int = 0,
+            when: str = "") -> None:
+        """Let a program print and exit. The case added last comes first.
+
+        when: only for calls with this word among their arguments.
+        """
+        number = sum(map(len, self._cases.values()))
+        files = [self.folder / f"{number}.out", self.folder / f"{number}.err"]
+        for file, text in zip(files, (output, error), strict=True):
+            file.write_text(text, encoding="utf-8")
+        case = f'cat "{files[0]}"; cat "{files[1]}" >&2; exit {status}'
+        case = f'case " $* " in *" {when} "*) {case};; esac' if when else case
+        cases = self._cases.setdefault(name, [])
+        cases.insert(0, case)
+        log = f'echo "{name} $*" >> "{self.folder}/calls"'
+        self.write(name, "\n".join(["#!/bin/sh", log, *cases]))
+
+    def write(self, name: str, text: str) -> None:
+        """Write a program."""
+        (self.folder / name).write_text(text)
+        (self.folder / name).chmod(0o755)
 
     def calls(self) -> list[str]:
         return (self.folder / "calls").read_text().splitlines()
@@ -40,6 +47,7 @@ class Commands:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """No command of a scheduler but those that the test adds; the repository as current folder."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "cat").symlink_to(shutil.which("cat") or "")
@@ -47,18 +55,30 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     monkeypatch.delenv("PBS_EXEC", raising=False)
     monkeypatch.setenv("PBS_CONF_FILE", str(folder / "pbs.conf"))
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    monkeypatch.setattr("utils.schedulers.pbs._USUAL_FOLDER", None)  # there may be a real one
+    monkeypatch.setattr("utils.schedulers.pbs.programs.DEFAULT_PREFIX", "")  # may hold a real PBS
+    monkeypatch.chdir(ROOT)
     return Commands(folder)
 
 
-def slurm_answer(name: str) -> str:
-    return str(json.loads((RECORDINGS / "slurm" / "answers" / f"{name}.json").read_text())["output"])
+def slurm_output(name: str) -> str:
+    """What a command of Slurm printed."""
+    recording = json.loads((RECORDINGS / "slurm" / "answers" / f"{name}.json").read_text())
+    return str(recording["output"])
 
 
 def pbs_recording(name: str) -> Any:
-    return json.loads((RECORDINGS / "pbs" / name).read_text())
+    return json.loads((RECORDINGS / "pbs" / f"{name}.json").read_text())
+
+
+def pbs_record(name: str) -> dict[str, Any]:
+    """The last record of qstat in a recording, of the job that it is about."""
+    recording = pbs_recording(name)
+    if "Jobs" in recording:
+        [recording] = recording["Jobs"].values()
+    return dict(recording.get("final") or recording.get("afterok") or recording)
 
 
 def pbs_job(record: dict[str, Any], job_id: str = "7.server") -> str:
     """What qstat -f -F json prints about a job, of which some attributes are known."""
-    return json.dumps({"Jobs": {job_id: {name: value for name, value in record.items() if value is not None}}})
+    known = {name: value for name, value in record.items() if value is not None}
+    return json.dumps({"Jobs": {job_id: known}})

@@ -1,13 +1,14 @@
-"""Slurm's node lists: expanded as `scontrol show hostnames` does."""
+"""Slurm's lists, expanded as `scontrol show hostnames` does."""
 from __future__ import annotations
 
 import random
+import re
 import subprocess
-import time
+from collections.abc import Callable
 
 import pytest
 
-from utils.schedulers.slurm import expand_hostlist
+from utils.schedulers.slurm.hostlist import expand_counts, expand_hostlist
 
 KNOWN = {
     "": [],
@@ -24,9 +25,11 @@ KNOWN = {
     "login1,node[001-002]": ["login1", "node001", "node002"],
     "b,a[2,1],b": ["b", "a2", "a1", "b"],
     "n[5]": ["n5"],
+    "n[00001-10000]": [f"n{number:05d}" for number in range(1, 10001)],
 }
-BROKEN = ["n[1-2", "n1]", "n[]", "n[2-1]", "n[a-b]", "n[1-]", "n[-1]", "n[1,,2]", "n[1-2-3]", "n[1-2]]", "[[1]]",
-          "n[\u0663]", "n[1-2] n[3", "n[1-999999999]", "n[0-99999][0-99999]", "n[" + "1" * 5000 + "]x["]
+BROKEN = ["n[1-2", "n1]", "n[]", "n[2-1]", "n[a-b]", "n[1-]", "n[-1]", "n[1,,2]", "n[1-2-3]",
+          "n[1-2]]", "[[1]]", "n[\u0663]", "n[1-2] n[3", "n[1-999999999]", "n[0-99999][0-99999]",
+          "n[" + "1" * 5000 + "]x["]
 
 
 @pytest.mark.parametrize("text", KNOWN)
@@ -35,43 +38,95 @@ def test_a_node_list_is_expanded_in_order(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_node_list_is_a_value_error_that_quotes_it(text: str) -> None:
+def test_a_broken_node_list_is_quoted_in_the_error(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
         expand_hostlist(text)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_any_text_at_all_gives_hosts_or_a_value_error(seed: int) -> None:
-    chance = random.Random(seed)
-    for _ in range(3000):
-        text = "".join(chance.choice("[[]],,--0019anb \u0663\n") for _ in range(chance.randint(0, 20)))
+def test_counts_per_node_are_expanded() -> None:
+    assert expand_counts("2,1(x2),3") == [2, 1, 1, 3]
+
+
+@pytest.mark.parametrize(("expand", "alphabet", "error"), [
+    (expand_hostlist, "[[]],,--0019anb \u0663\n", ""),
+    (expand_counts, "0123,(x)9 -\n\u0663", "counts per node")])
+def test_any_text_is_expanded_or_a_value_error(
+        expand: Callable[[str], list[str] | list[int]], alphabet: str, error: str) -> None:
+    chance = random.Random(1)
+    for _ in range(10000):
+        text = "".join(chance.choice(alphabet) for _ in range(chance.randint(0, 20)))
         try:
-            hosts = expand_hostlist(text)
-        except ValueError as error:
-            assert str(error)
+            found = expand(text)
+        except ValueError as refused:
+            assert error in str(refused)
             continue
-        assert all(host and not set(host) & set("[],") for host in hosts), (text, hosts)
+        for one in found:
+            assert one >= 0 if isinstance(one, int) else one and not set(one) & set("[],"), text
 
 
-def test_ten_thousand_hosts_take_no_time() -> None:
-    start = time.perf_counter()
-    hosts = expand_hostlist("n[00001-10000]")
-    assert time.perf_counter() - start < 0.5
-    assert (len(hosts), hosts[0], hosts[-1]) == (10000, "n00001", "n10000")
+def random_list(chance: random.Random) -> str:
+    """A node list that follows the grammar."""
+    parts = []
+    for _ in range(chance.randint(1, 4)):
+        numbers = []
+        for _ in range(chance.randint(1, 3)):
+            first = chance.randint(0, 120)
+            width = chance.choice([0, 0, 2, 3])
+            last = f"-{first + chance.randint(0, 12):0{width}d}" if chance.random() < 0.6 else ""
+            numbers.append(f"{first:0{width}d}{last}")
+        inside = ",".join(numbers)
+        words = ["n", "rack", "a-b", "gpu", "x9y"]
+        prefix = "".join(chance.choice(words) for _ in range(chance.randint(1, 2)))
+        parts.append(chance.choice([
+            prefix, f"{prefix}{chance.randint(0, 99)}", *[f"{prefix}[{inside}]"] * 2,
+            f"{prefix}[0-1]n[{inside}]", f"r[1-2]c[0,3]{prefix}[{inside}]"]))
+    return ",".join(parts)
 
 
-def test_ten_thousand_single_hosts_take_no_time() -> None:
-    names = [f"n{number}" for number in range(10000)]
-    start = time.perf_counter()
-    assert expand_hostlist(",".join(names)) == names
-    assert time.perf_counter() - start < 0.5
+def mutated(chance: random.Random, text: str) -> str:
+    """The text with a few characters changed, removed or inserted."""
+    letters = list(text)
+    for _ in range(chance.randint(1, 3)):
+        place = chance.randrange(len(letters) + 1)
+        new = chance.choice(["[", "]", ",", "-", "0", "9", "a", "", ".", "_"])
+        letters[place:place + chance.randint(0, 1)] = new
+    return "".join(letters)
 
 
-def test_what_slurm_expands_is_expanded_as_slurm_does(scontrol: str) -> None:
-    compared = 0
-    for text in [text for text in KNOWN if text]:
-        shown = subprocess.run([scontrol, "show", "hostnames", text], capture_output=True, text=True, timeout=20)
-        if "Invalid hostlist" not in shown.stderr:  # older versions know no text behind the bracket
-            assert shown.stdout.split() == expand_hostlist(text), text
-            compared += 1
-    assert compared >= len(KNOWN) - 2
+def expanded_by_slurm(scontrol: str, lists: list[str], at_once: int) -> dict[str, list[str]]:
+    """What scontrol makes of each list that it accepts. One call expands several, split by "="."""
+    found: dict[str, list[str]] = {}
+    work = [lists[start:start + at_once] for start in range(0, len(lists), at_once)]
+    while work:
+        batch = work.pop()
+        shown = subprocess.run([scontrol, "show", "hostnames", ",=,".join(batch)],
+                               capture_output=True, text=True, timeout=20)
+        groups: list[list[str]] = [[]]
+        for host in shown.stdout.split():
+            groups.append([]) if host == "=" else groups[-1].append(host)
+        if shown.returncode == 0 and not shown.stderr and len(groups) == len(batch):
+            found.update(zip(batch, groups, strict=True))
+        elif len(batch) > 1:
+            work += [batch[:len(batch) // 2], batch[len(batch) // 2:]]
+    return found
+
+
+def test_ten_thousand_node_lists_are_expanded_as_by_scontrol(scontrol: str) -> None:
+    chance = random.Random(7)
+    valid = [*filter(None, KNOWN), *(random_list(chance) for _ in range(9500))]
+    ours = {text: expand_hostlist(text) for text in valid}
+    newer_form = re.compile(r"\][^][,]+(,|$)")  # older versions refuse text behind the last bracket
+    known_to_all = [text for text in valid if not newer_form.search(text)]
+    assert len(known_to_all) >= len(valid) - 1
+    slurms = expanded_by_slurm(scontrol, known_to_all, 500)
+    assert slurms == {text: ours[text] for text in known_to_all}
+
+    for text in [mutated(chance, text) for text in valid[-500:]]:
+        try:
+            ours[text] = expand_hostlist(text)
+        except ValueError as error:
+            assert "node list" in str(error)
+    changed = [text for text in ours if text not in valid and not newer_form.search(text)]
+    slurms = expanded_by_slurm(scontrol, changed, 8)
+    assert len(slurms) > 0.9 * len(changed) > 100  # scontrol itself refuses the others
+    assert {text: hosts for text, hosts in slurms.items() if ours[text] != hosts} == {}

@@ -1,10 +1,12 @@
-"""All ranks meet at rank 0, or all learn why not. The ranks are threads of this process; no torch."""
+"""All ranks find rank 0 and join, or all learn why not. The ranks are threads; no torch."""
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,16 +18,20 @@ from typing import Any
 
 import pytest
 
-from utils import network, rendezvous
-from utils.launchers import LaunchError, Placement, detect
-from utils.monitor import encode
-from utils.rendezvous import Rendezvous, agree
-from utils.rollcall import Card
-from utils.telephone import NoTelephone
+from utils import network
+from utils.launchers import LAUNCHERS, LaunchError, Placement
+from utils.launchers.base import Launcher
+from utils.launchers.detect import find_launcher
+from utils.launchers.name_service import NameService, NameServiceUnavailable
+from utils.rendezvous import Rendezvous, agree, endpoints
+from utils.rendezvous.checks import RankReport, make_report
+from utils.rendezvous.endpoints import candidate_ports, find_endpoints
+from utils.rendezvous.exchange import PROTOCOL
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "tests" / "recordings"
-LIMIT = 30.0  # until a test is given up
+LIMIT = 60.0  # seconds until a rank has to end
+NEVER = 2 * LIMIT  # a rank that ends does not end by this time-out
 
 
 def free_port() -> int:
@@ -39,141 +45,152 @@ def by_hand(port: int, address: str = "127.0.0.1") -> dict[str, str]:
 
 
 def slurm_job(number: int) -> dict[str, str]:
-    return {"SLURM_CLUSTER_NAME": "test", "SLURM_JOB_ID": str(number), "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NODELIST": "n1"}
+    """The variables of a job that no other process of this host uses, such as another test run."""
+    return {"SLURM_CLUSTER_NAME": f"test{os.getpid()}", "SLURM_JOB_ID": str(number),
+            "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1"}
 
 
-def placed(rank: int, size: int, launcher: str = "env") -> Placement:
-    local = (rank, size) if launcher == "slurm" else (None, None)
-    return Placement(launcher, rank, size, *local)
+def launcher_named(name: str) -> Launcher:
+    return next(one for one in LAUNCHERS if one.name == name)
 
 
-def name_all(cards: list[Card]) -> tuple[str | None, list[dict[str, Any]]]:
-    """A judge that replies to each rank with its rank and the names on all cards."""
-    return None, [{"rank": rank, "names": [card["name"] for card in cards]} for rank in range(len(cards))]
+def placed(rank: int, size: int, launcher: str = "env", local_size: int | None = None) -> Placement:
+    return Placement(launcher, rank, size, local_size and rank % local_size, local_size)
+
+
+def report_of(placement: Placement, **changes: Any) -> RankReport:
+    """The report of a rank on its own host, so that its node rank is its rank."""
+    host = {"host": f"h{placement.rank}", "pid": placement.rank}
+    return {**make_report(placement), **host, **changes}  # type: ignore[typeddict-item]
 
 
 @dataclass
 class Rank:
-    """A rank in a thread: what agree() returned or raised, and after how long."""
+    """A rank in a thread, and what agree() returned or raised there."""
 
     placement: Placement
     environ: Mapping[str, str]
-    timeout: float = 10.0
-    card: Card = field(default_factory=dict)
-    judge: Any = name_all
-    telephone: Any = None
+    timeout: float = NEVER
+    changes: dict[str, Any] = field(default_factory=dict)  # of the report
+    name_service: NameService | None = None
     keep: bool = False  # keep the listener open
-    met: Rendezvous | None = None
-    error: BaseException | None = None
-    seconds: float = 0.0
+    found: Rendezvous | None = None
+    failure: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.card = {"host": "here", "pid": self.placement.rank, "name": f"card {self.placement.rank}", **self.card}
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
-        began = time.monotonic()
         try:
-            self.met = agree(self.placement, self.card, self.judge, timeout=self.timeout, environ=self.environ,
-                             telephone=self.telephone)
-            if self.met.monitor is not None:
-                self.met.monitor.started()
-                self.met.monitor.leave("")
-            if self.met.listener is not None and not self.keep:
-                self.met.listener.close()
+            self.found = agree(
+                self.placement, report_of(self.placement, **self.changes),
+                launcher=launcher_named(self.placement.launcher), timeout=self.timeout,
+                environ=self.environ, name_service=self.name_service)
+            if self.found.monitor is not None:
+                self.found.monitor.started()
+                self.found.monitor.leave("")
+            if self.found.listener is not None and not self.keep:
+                self.found.listener.close()
         except BaseException as error:  # noqa: B036 - the test looks at it
-            self.error = error
-        self.seconds = time.monotonic() - began
+            self.failure = error
 
-    def start(self) -> Rank:
-        self._thread.start()
-        return self
-
-    def end(self) -> Rank:
+    def end(self) -> None:
         self._thread.join(LIMIT)
         assert not self._thread.is_alive(), f"rank {self.placement.rank} did not end"
-        return self
 
     @property
-    def why(self) -> str:
-        """The words of its LaunchError."""
+    def cause(self) -> str:
+        """The message of its LaunchError."""
         self.end()
-        assert isinstance(self.error, LaunchError), repr(self.error or self.met)
-        return str(self.error)
+        assert isinstance(self.failure, LaunchError), repr(self.failure or self.found)
+        return str(self.failure)
 
     @property
-    def place(self) -> Rendezvous:
+    def result(self) -> Rendezvous:
         self.end()
-        assert self.met is not None, repr(self.error)
-        return self.met
+        assert self.found is not None, repr(self.failure)
+        return self.found
 
 
-def start(*ranks: int, size: int, port: int, **more: Any) -> list[Rank]:
+def start(*ranks: int, size: int, port: int, **options: Any) -> list[Rank]:
     """Start some ranks of a launch by hand on this host."""
-    return [Rank(placed(rank, size), by_hand(port), **more).start() for rank in ranks]
+    return [Rank(placed(rank, size), by_hand(port), **options) for rank in ranks]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = LIMIT) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.002)
+def start_slurm(environ: Mapping[str, str], size: int = 2, **options: Any) -> list[Rank]:
+    return [Rank(placed(rank, size, "slurm", size), environ, **options) for rank in range(size)]
+
+
+def assert_joined(ranks: list[Rank]) -> None:
+    """All ranks of a launch have one address and port, and the node rank that rank 0 assigned."""
+    results = [one.result for one in reversed(ranks)][::-1]  # rank 0 may wait for one that failed
+    assert len({(one.master_addr, one.master_port) for one in results}) == 1
+    for rank, result in zip(ranks, results, strict=True):
+        assert result.assignment["node_rank"] == rank.placement.rank
+        assert result.assignment["num_nodes"] == len(ranks)
 
 
 def connect(port: int) -> socket.socket:
-    """A connection to the reception, as soon as it listens."""
-    connections: list[socket.socket] = []
-
-    def try_once() -> bool:
-        with contextlib.suppress(OSError):
-            connections.append(socket.create_connection(("127.0.0.1", port), timeout=LIMIT))
-        return bool(connections)
-
-    eventually(try_once)
-    return connections[0]
+    """A connection to rank 0, as soon as it listens."""
+    limit = time.monotonic() + LIMIT
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=LIMIT)
+        except OSError:
+            assert time.monotonic() < limit, f"nobody listens on port {port}"
+            time.sleep(0.002)
 
 
-def hello(rank: int, size: int, port: int) -> bytes:
-    """What a rank says first."""
-    token = rendezvous._plan(placed(rank, size), by_hand(port), None).token
-    return encode(token=token, rank=rank, world_size=size,
-                            card={"host": "there", "pid": 77, "name": f"card {rank}"})
+def first_message(rank: int, size: int, port: int) -> bytes:
+    """What a rank sends first."""
+    placement = placed(rank, size)
+    found = find_endpoints(launcher_named("env"), placement, by_hand(port), timeout=1)
+    message = {"kit": PROTOCOL, "token": found.token, "rank": rank, "world_size": size,
+               "report": report_of(placement, host="there", pid=77)}
+    return json.dumps(message).encode() + b"\n"
 
 
-class Memory:
-    """A telephone within this process."""
+class Memory(NameService):
+    """A name service within this process."""
 
     def __init__(self) -> None:
-        self.told, self._rings = "", threading.Event()
+        self._text, self._is_published = "", threading.Event()
 
-    def publish(self, text: str, seconds: float) -> None:
-        self.told = text
-        self._rings.set()
+    def publish(self, text: str, timeout: float) -> None:
+        self._text = text
+        self._is_published.set()
 
-    def look_up(self, seconds: float) -> str | None:
-        return self.told if self._rings.wait(seconds) else None
+    def look_up(self, timeout: float) -> str | None:
+        return self._text if self._is_published.wait(timeout) else None
+
+
+class Refusing(NameService):
+    def publish(self, text: str, timeout: float) -> None:
+        raise NameServiceUnavailable("mpiexec refused")
+
+    def look_up(self, timeout: float) -> str | None:
+        raise NameServiceUnavailable("mpiexec refused")
 
 
 @pytest.fixture
-def stranger() -> Iterator[Callable[[bytes], int]]:
-    """stranger(banner) -> the port of another program, which says `banner` to everybody; b"" says nothing."""
+def other_program() -> Iterator[Callable[[bytes], int]]:
+    """other_program(banner) -> the port of a program that sends `banner` to every client, or b""."""
     listeners: list[socket.socket] = []
 
     def listen(banner: bytes) -> int:
-        listener = socket.create_server(("", 0))
-        listeners.append(listener)
+        listeners.append(socket.create_server(("", 0)))
         if banner:
-            threading.Thread(target=greet, args=(listener, banner), daemon=True).start()
-        return int(listener.getsockname()[1])
+            threading.Thread(target=greet, args=(listeners[-1], banner), daemon=True).start()
+        return int(listeners[-1].getsockname()[1])
 
     def greet(listener: socket.socket, banner: bytes) -> None:
         with contextlib.suppress(OSError):
             while True:
-                line, _ = listener.accept()
-                with contextlib.suppress(OSError), line:
-                    line.recv(1 << 20)
-                    line.sendall(banner)
+                client, _ = listener.accept()
+                with contextlib.suppress(OSError), client:
+                    client.recv(1 << 20)
+                    client.sendall(banner)
 
     yield listen
     for listener in listeners:
@@ -182,414 +199,387 @@ def stranger() -> Iterator[Callable[[bytes], int]]:
         listener.close()
 
 
-# All come ------------------------------------------------------------------------------------------------------------
+# All ranks join
+
 
 @pytest.mark.parametrize("size", [2, 5, 40])
-def test_all_ranks_learn_one_address_one_port_and_their_own_reply(size: int) -> None:
+def test_all_ranks_agree_on_master_addr_and_port(size: int) -> None:
     port = free_port()
     launch = start(*reversed(range(size)), size=size, port=port)
-    assert len({one.place.master_addr for one in launch}) == 1
-    assert {one.place.master_port for one in launch} == {port}
-    names = [f"card {rank}" for rank in range(size)]
-    assert [one.place.reply for one in launch] == [{"rank": rank, "names": names} for rank in reversed(range(size))]
+    assert_joined(launch)
+    assert launch[0].result.master_port == port
 
 
-def test_all_ranks_meet_by_a_telephone_at_a_port_that_rank_0_found_free() -> None:
-    telephone = Memory()
-    launch = [Rank(Placement("mpich", rank, 4, None, None), {}, telephone=telephone).start() for rank in range(4)]
-    assert len({(one.place.master_addr, one.place.master_port) for one in launch}) == 1
-    assert [one.place.reply["rank"] for one in launch] == [0, 1, 2, 3]
+def test_a_name_service_leads_to_a_free_port() -> None:
+    service, port = Memory(), free_port()
+    for launcher, environ in (("mpich", {}), ("torchrun", by_hand(port))):
+        launch = [Rank(placed(rank, 4, launcher), environ, name_service=service)
+                  for rank in range(4)]
+        assert_joined(launch)
+        assert launch[0].result.master_port != port  # the store of torchrun's agent is there
+        service = Memory()
 
 
-def test_the_port_of_a_telephone_is_not_that_of_master_port() -> None:
-    telephone, port = Memory(), free_port()
-    launch = [Rank(Placement("torchrun", rank, 2, rank, 2), by_hand(port), telephone=telephone).start()
-              for rank in range(2)]
-    assert {one.place.master_port for one in launch} != {port}
-
-
-def test_rank_0_keeps_listening_at_the_agreed_port() -> None:
-    launch = start(0, 1, size=2, port=free_port(), keep=True)
-    listener = launch[0].place.listener
-    assert listener is not None and launch[1].place.listener is None
-    with listener, socket.create_connection(("127.0.0.1", launch[1].place.master_port), timeout=5):
+def test_rank_0_keeps_listening() -> None:
+    first, second = start(0, 1, size=2, port=free_port(), keep=True)
+    listener = first.result.listener
+    assert listener is not None and second.result.listener is None
+    with listener, socket.create_connection(("127.0.0.1", second.result.master_port), timeout=5):
         assert listener.accept()
 
 
-def test_ranks_that_come_before_rank_0_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    call = rendezvous.call
-    monkeypatch.setattr(rendezvous, "call", lambda *words: (calls.append(words[0]), call(*words))[1])
-    port = free_port()
-    launch = start(1, 2, size=3, port=port)
-    eventually(lambda: len(calls) > 6)
-    launch += start(0, size=3, port=port)
-    assert [one.place.reply["rank"] for one in launch] == [1, 2, 0]
+def test_ranks_wait_for_a_late_rank_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as early:
+        port = int(early.getsockname()[1])
+        launch = start(1, 2, size=3, port=port)
+        for _ in range(6):
+            client = early.accept()[0]
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()  # with a reset: the rank may see it before it has sent anything
+    assert_joined([*start(0, size=3, port=port), *launch])
 
 
-def test_large_cards_and_replies_arrive_whole() -> None:
-    launch = start(0, 1, 2, size=3, port=free_port(), card={"notes": ["x" * 100_000]})
-    assert [one.place.reply["rank"] for one in launch] == [0, 1, 2]
+def test_large_reports_arrive_whole() -> None:
+    notes = {"notes": ["x" * 100_000]}
+    assert_joined(start(0, 1, 2, size=3, port=free_port(), changes=notes))
 
 
-# Some do not ---------------------------------------------------------------------------------------------------------
+# Some ranks do not join
 
-def test_a_rank_that_never_comes_is_named_by_all_others_in_time() -> None:
+
+def test_a_missing_rank_is_named_on_all_others() -> None:
     for one in start(0, 1, 2, 4, size=6, port=free_port(), timeout=0.7):
-        assert "2 of 6 ranks did not join: rank 3,5" in one.why
-        assert one.seconds < 3
+        assert "2 of 6 ranks did not join: rank 3,5" in one.cause
 
 
 def test_the_shortest_time_out_ends_the_wait_of_all() -> None:
     port = free_port()
-    launch = start(0, 1, size=4, port=port, timeout=3) + start(2, size=4, port=port, timeout=0.5)
-    for one in launch:
-        assert "1 of 4 ranks did not join: rank 3" in one.why
-    assert launch[1].seconds < 2 and launch[2].seconds < 2
+    launch = start(0, size=4, port=port, timeout=3) + start(1, size=4, port=port)
+    for one in launch + start(2, size=4, port=port, timeout=0.5):
+        assert "1 of 4 ranks did not join: rank 3" in one.cause
 
 
-def test_without_rank_0_the_others_tell_what_they_tried() -> None:
+def test_without_rank_0_the_others_name_what_they_tried() -> None:
     port = free_port()
     (one,) = start(1, size=2, port=port, timeout=0.4)
-    for part in ("rank 1 of 2", "did not find rank 0", "MASTER_ADDR", f"127.0.0.1 port {port}: Connection refused"):
-        assert part in one.why
+    for part in ("rank 1 of 2", "did not find rank 0", "MASTER_ADDR",
+                 f"127.0.0.1 port {port}: Connection refused"):
+        assert part in one.cause
 
 
-def test_a_rank_that_ends_while_the_others_wait_is_named_at_once() -> None:
+def test_a_rank_that_ends_is_named_at_once() -> None:
     port = free_port()
-    launch = start(0, 1, 3, size=5, port=port, timeout=3)
-    with connect(port) as line:
-        line.sendall(hello(2, 5, port))
-        line.recv(1 << 16)
+    launch = start(0, size=5, port=port, timeout=3) + start(1, 3, size=5, port=port)
+    with connect(port) as connection:
+        connection.sendall(first_message(2, 5, port))
+        connection.recv(1 << 16)
     for one in launch:
-        assert "rank 2 on there (pid 77) ended while the ranks were starting" in one.why
-    assert launch[1].seconds < 2 and launch[2].seconds < 2
+        assert "rank 2 on there (pid 77) ended while the ranks were starting" in one.cause
 
 
-def test_a_rank_0_that_ends_while_the_others_wait_is_named_by_them() -> None:
+def test_a_rank_0_that_ends_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
         (one,) = start(1, size=2, port=port)
-        line, _ = listener.accept()
-        with line:
-            token = json.loads(line.recv(1 << 16))["token"]
-            line.sendall(encode(token=token, welcome=True))
-        assert f"rank 0 at 127.0.0.1 port {port} ended while the ranks were starting (seen by rank 1" in one.why
+        connection, _ = listener.accept()
+        with connection:
+            token = json.loads(connection.recv(1 << 16))["token"]
+            response = {"kit": PROTOCOL, "token": token, "joined": True}
+            connection.sendall(json.dumps(response).encode() + b"\n")
+        assert f"rank 0 at 127.0.0.1 port {port} ended while the ranks were starting" in one.cause
 
 
-def test_two_processes_with_one_rank_are_an_error_on_all() -> None:
-    for one in start(0, 1, 1, size=3, port=free_port(), timeout=3):
-        assert "two processes say that they are rank 1" in one.why
-
-
-def test_ranks_with_different_world_sizes_are_an_error_that_names_both() -> None:
+@pytest.mark.parametrize(("last", "size", "changes", "expected"), [
+    (1, 3, {}, "two processes report as rank 1"),
+    (2, 4, {}, "disagree on the world size.*has 3, rank 2 on h2 .pid 2. has 4"),
+    (2, 3, {"torch_version": "1.0"}, "the ranks differ in torch version")])
+def test_a_rank_that_does_not_match_fails_all(
+        last: int, size: int, changes: dict[str, Any], expected: str) -> None:
     port = free_port()
-    for one in start(0, size=2, port=port) + start(1, size=3, port=port):
-        assert "disagree on the world size" in one.why and "2, rank 1 on here (pid 1) was told 3" in one.why
-
-
-def test_a_rank_that_cannot_start_ends_all_that_wait_at_once_with_its_words() -> None:
-    port = free_port()
-    launch = [*start(0, size=3, port=port)]
-    with connect(port) as line:  # rank 1, which waits
-        line.sendall(hello(1, 3, port))
-        assert b"welcome" in line.recv(1 << 16)
-        launch += start(2, size=3, port=port, card={"error": "it sees no GPU"})
-        verdict = json.loads(line.makefile("rb").readline())
-    assert verdict["error"] == "rank 2 on here (pid 2) cannot start: it sees no GPU"
+    launch = start(0, size=3, port=port, timeout=3) + start(1, size=3, port=port)
+    launch += start(last, size=size, port=port, changes=changes)
     for one in launch:
-        assert one.why == verdict["error"]
-        assert one.seconds < 5
+        assert re.search(expected, one.cause)
 
 
-def test_a_rank_that_comes_just_after_the_failure_is_told_the_cause_too() -> None:
+def test_a_rank_that_cannot_start_ends_the_wait_of_all() -> None:
     port = free_port()
-    first = start(0, size=3, port=port) + start(1, size=3, port=port, card={"error": "it sees no GPU"})
-    assert "it sees no GPU" in first[1].why
-    (late,) = start(2, size=3, port=port, timeout=2)
-    assert "it sees no GPU" in late.why
+    launch = start(0, size=3, port=port)
+    with connect(port) as connection:  # rank 1, which waits
+        connection.sendall(first_message(1, 3, port))
+        assert b"joined" in connection.recv(1 << 16)
+        launch += start(2, size=3, port=port, changes={"error": "it sees no GPU"})
+        result = json.loads(connection.makefile("rb").readline())
+    assert result["error"] == "rank 2 on h2 (pid 2) cannot start: it sees no GPU"
+    assert [one.cause for one in launch] == [result["error"]] * 2
 
 
-def test_what_the_judge_refuses_is_told_to_all() -> None:
-    def refuse(cards: list[Card]) -> tuple[str | None, list[dict[str, Any]]]:
-        return "the versions differ", []
+def test_a_late_rank_receives_the_cause_of_the_failure() -> None:
+    port = free_port()
+    launch = start(0, size=3, port=port)
+    launch += start(1, size=3, port=port, changes={"error": "it sees no GPU"})
+    assert "it sees no GPU" in launch[1].cause
+    (late,) = start(2, size=3, port=port)
+    assert "it sees no GPU" in late.cause
 
-    for one in start(0, 1, 2, size=3, port=free_port(), judge=refuse):
-        assert one.why == "the versions differ"
 
+# Other clients and other programs
 
-# Strangers -----------------------------------------------------------------------------------------------------------
-
-GARBAGE = {
+FOREIGN = {
     "a web browser": b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n",
     "a port scanner": b"",
-    "half a line": b'{"kit":"ddpkit-1","tok',
-    "a line without end": b"x" * (3 << 20),
+    "half a message": b'{"kit":"ddpkit-1","tok',
+    "a message without end": b"x" * (3 << 20),
     "binary": bytes(range(256)) * 8 + b"\n",
-    "a line of brackets": b"[" * 200_000 + b"\n",
+    "brackets": b"[" * 200_000 + b"\n",
     "another kit": b'{"kit":"other-9","token":"x","rank":1,"world_size":2}\n',
-    "another launch": b'{"kit":"ddpkit-1","token":"x","rank":1,"world_size":2,"card":{}}\n',
+    "another launch": b'{"kit":"ddpkit-1","token":"x","rank":1,"world_size":2,"report":{}}\n',
     "no object": b"[1]\nnull\n7\n\"text\"\n\n",
 }
 
 
-@pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_disturbs_no_launch(name: str) -> None:
+@pytest.mark.parametrize("stays", [True, False])
+def test_other_clients_disturb_no_launch(stays: bool) -> None:
     port = free_port()
     launch = start(0, 1, size=3, port=port)
-    with contextlib.ExitStack() as open_lines:
-        for _ in range(3):
-            line = open_lines.enter_context(connect(port))
-            with contextlib.suppress(OSError):  # it may hang up in the middle of a long line
-                line.sendall(GARBAGE[name])
+    with contextlib.ExitStack() as connections:
+        for text in FOREIGN.values():
+            connection = connections.enter_context(connect(port))
+            with contextlib.suppress(OSError):  # rank 0 may close it within a long message
+                connection.sendall(text)
+            if not stays:
+                connection.close()
         launch += start(2, size=3, port=port)
-        assert [one.place.reply["rank"] for one in launch] == [0, 1, 2]
+        assert_joined(launch)
 
 
-def test_garbage_from_somebody_who_hangs_up_disturbs_no_launch() -> None:
+def test_a_rank_of_another_launch_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    launch = start(0, size=2, port=port)
-    for text in GARBAGE.values():
-        if not text.startswith(b"[[["):
-            with contextlib.suppress(OSError), connect(port) as line:
-                line.sendall(text[:1000])
-    launch += start(1, size=2, port=port)
-    assert [one.place.reply["rank"] for one in launch] == [0, 1]
-
-
-def test_a_rank_of_another_launch_is_told_so_and_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setattr(rendezvous, "_ports", lambda identity: [port])
-    first = Rank(placed(0, 2, "slurm"), slurm_job(1)).start()
+    monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: [port])
+    first = Rank(placed(0, 2, "slurm", 2), slurm_job(1))
     connect(port).close()
-    other = Rank(placed(1, 2, "slurm"), slurm_job(2), timeout=0.5).start()
-    assert "another launch of this kit listens there" in other.why
-    second = Rank(placed(1, 2, "slurm"), slurm_job(1)).start()
-    assert [first.place.reply["rank"], second.place.reply["rank"]] == [0, 1]
+    other = Rank(placed(1, 2, "slurm", 2), slurm_job(2), timeout=0.5)
+    assert "another launch of this kit listens there" in other.cause
+    assert_joined([first, Rank(placed(1, 2, "slurm", 2), slurm_job(1))])
 
 
-def test_a_silent_program_at_master_port_is_named_on_rank_0_and_on_the_others(
-        stranger: Callable[[bytes], int]) -> None:
-    port = stranger(b"")
+def test_a_silent_program_at_master_port_is_named(other_program: Callable[[bytes], int]) -> None:
+    port = other_program(b"")
     first, second = start(0, 1, size=2, port=port, timeout=0.6)
-    assert f"rank 0 cannot listen on MASTER_PORT={port}" in first.why and "Address already in use" in first.why
-    assert "accepted the connection and said nothing; another program listens there" in second.why
-    assert second.seconds < 5
+    assert f"rank 0 cannot listen on MASTER_PORT={port}" in first.cause
+    assert "Address already in use" in first.cause
+    assert "accepts connections but sends nothing; another program runs there" in second.cause
 
 
-@pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\xff\n",
-                                    b"[" * 200_000 + b"\n"])
-def test_a_talking_program_at_master_port_is_told_from_rank_0(banner: bytes, stranger: Callable[[bytes], int]) -> None:
-    (one,) = start(1, size=2, port=stranger(banner), timeout=0.4)
-    assert "not this kit answered" in one.why
+@pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.2\r\n", b"\x00\xff\n", b"[" * 99_999 + b"\n",
+                                    b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_sending_program_at_master_port_is_named(
+        banner: bytes, other_program: Callable[[bytes], int]) -> None:
+    (one,) = start(1, size=2, port=other_program(banner), timeout=0.4)
+    assert "another program runs there" in one.cause
 
 
-# MASTER_ADDR and MASTER_PORT -----------------------------------------------------------------------------------------
-
-def test_an_unresolvable_master_addr_is_named() -> None:
-    one = Rank(placed(1, 2), by_hand(free_port(), "no-such-host.invalid"), timeout=0.4).start()
-    assert "no-such-host.invalid: the name does not resolve" in one.why
-
-
-def test_an_unreachable_master_addr_is_named_in_time() -> None:
-    port = free_port()
-    one = Rank(placed(1, 2), by_hand(port, "192.0.2.1"), timeout=0.6).start()
-    assert f"Tried 192.0.2.1 port {port}: " in one.why
-    assert one.seconds < 3
+def test_a_silent_program_on_the_likeliest_port_is_passed_over() -> None:
+    environ = slurm_job(77)
+    placement = placed(0, 2, "slurm", 2)
+    ports = candidate_ports(launcher_named("slurm").identity(environ, placement))
+    with socket.create_server(("127.0.0.1", ports[0])):
+        launch = start_slurm(environ)
+        assert_joined(launch)
+        assert launch[0].result.master_port == ports[1]
 
 
-@pytest.mark.parametrize("text", ["x", "0", "65536", "-1", "1.5", "29500x", "\u0663\u0663\u0663\u0663", "9" * 5000])
-def test_a_bad_master_port_is_an_error_that_names_it(text: str) -> None:
-    for rank in range(2):
-        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": text}
-        with pytest.raises(LaunchError, match="MASTER_PORT is "):
-            agree(placed(rank, 2), {}, name_all, timeout=1, environ=environ)
+# MASTER_ADDR and MASTER_PORT
 
 
-@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
-def test_ranks_set_by_hand_need_both_address_and_port(missing: str) -> None:
-    environ = {**by_hand(29500), missing: " "}
-    with pytest.raises(LaunchError, match=f"{missing}=''.*expected both"):
-        agree(placed(1, 2), {}, name_all, timeout=1, environ=environ)
+@pytest.mark.parametrize(("address", "expected"), [
+    ("no-such-host.invalid", "no-such-host.invalid: the name does not resolve"),
+    ("192.0.2.1", "Tried 192.0.2.1 port 29500: ")])
+def test_a_wrong_master_addr_is_named(address: str, expected: str) -> None:
+    assert expected in Rank(placed(1, 2), by_hand(29500, address), timeout=0.5).cause
 
 
-def test_a_master_addr_beside_a_stale_rank_is_ignored_with_a_note() -> None:
-    environ = {**slurm_job(3), "RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "MASTER_PORT": "bad"}
-    for one in [Rank(placed(rank, 2, "slurm"), environ).start() for rank in range(2)]:
-        (note,) = one.place.notes
+def test_rank_0_reports_that_master_addr_is_not_its_own() -> None:
+    cause = Rank(placed(0, 2), by_hand(free_port(), "192.0.2.1"), timeout=0.5).cause
+    assert "1 of 2 ranks did not join" in cause
+    assert "MASTER_ADDR=192.0.2.1 is no address of rank 0's host" in cause
+
+
+SLURM_ON_TWO_HOSTS = placed(3, 4, "slurm", 2)
+ENDPOINT_ERRORS = [
+    *((placed(rank, 2), by_hand(29500) | changes, expected) for rank in (0, 1)
+      for changes, expected in [
+          *(({"MASTER_PORT": text}, "MASTER_PORT is ") for text in [
+              "x", "0", "65536", "-1", "1.5", "29500x", "\u0663\u0663\u0663\u0663", "9" * 5000]),
+          ({"MASTER_ADDR": " "}, "MASTER_ADDR=''.*expected both"),
+          ({"MASTER_PORT": " "}, "MASTER_PORT=''.*expected both")]),
+    (SLURM_ON_TWO_HOSTS, slurm_job(5) | by_hand(29500),
+     "MASTER_ADDR=127.0.0.1 is this host alone.*4 ranks run on several hosts"),
+    (SLURM_ON_TWO_HOSTS, slurm_job(6) | {"SLURM_STEP_NODELIST": "n[1"}, r"NODELIST.*n\[1"),
+    (placed(1, 4, "mvapich", 2), {}, "rank 0's address is unknown.*mpi4py.*Export MASTER_ADDR")]
+
+
+@pytest.mark.parametrize(("placement", "environ", "expected"), ENDPOINT_ERRORS)
+def test_what_cannot_lead_to_rank_0_is_an_error(
+        placement: Placement, environ: dict[str, str], expected: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match=expected):
+        find_endpoints(launcher_named(placement.launcher), placement, environ, timeout=1)
+
+
+def test_a_master_addr_set_with_a_stale_rank_is_ignored_with_a_note() -> None:
+    environ = {**slurm_job(3), "RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere",
+               "MASTER_PORT": "bad"}
+    for one in start_slurm(environ):
+        (note,) = one.result.notes
         assert "MASTER_ADDR=nowhere MASTER_PORT=bad was ignored" in note
 
 
-def test_a_stale_rank_that_happens_to_fit_one_rank_keeps_nobody_from_meeting() -> None:
-    environ = {**slurm_job(3), "SLURM_STEP_NODELIST": "127.0.0.1", "RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR":
-               "no-such-host.invalid"}
-    launch = [Rank(Placement("slurm", rank, 8, rank % 4, 4), environ).start() for rank in range(8)]
-    assert len({one.place.master_port for one in launch}) == 1
+def test_a_stale_rank_that_matches_one_rank_keeps_nobody_apart() -> None:
+    environ = {**slurm_job(3), "SLURM_STEP_NODELIST": "127.0.0.1", "RANK": "7", "WORLD_SIZE": "8",
+               "MASTER_ADDR": "no-such-host.invalid"}
+    assert_joined([Rank(placed(rank, 8, "slurm", 4), environ) for rank in range(8)])
 
 
-def test_on_one_host_rank_0_listens_where_master_addr_says() -> None:
-    outward = network.own_addresses()
-    assert outward, "this host has no address but loopback"
-    environ = by_hand(free_port(), outward[0])
-    launch = [Rank(Placement("env", rank, 2, rank, 2), environ).start() for rank in range(2)]
-    assert launch[1].place.reach_addr == outward[0]
+def test_on_one_host_rank_0_listens_at_master_addr() -> None:
+    address, *_ = network.local_addresses()
+    environ = by_hand(free_port(), address)
+    launch = [Rank(placed(rank, 2, "env", 2), environ) for rank in range(2)]
+    assert_joined(launch)
+    assert launch[1].result.rank_0_addr == address
 
 
-def test_rank_0_says_that_master_addr_is_none_of_its_own_when_nobody_comes() -> None:
-    one = Rank(placed(0, 2), by_hand(free_port(), "192.0.2.1"), timeout=0.5).start()
-    assert "1 of 2 ranks did not join" in one.why and "MASTER_ADDR=192.0.2.1 is no address of rank 0's host" in one.why
-
-
-def test_a_silent_stranger_on_the_likeliest_port_costs_seconds_only() -> None:
-    environ = slurm_job(77)
-    ports = rendezvous._ports(rendezvous._identity(placed(0, 2, "slurm"), environ))
-    with socket.create_server(("127.0.0.1", ports[0])):
-        launch = [Rank(placed(rank, 2, "slurm"), environ, timeout=20).start() for rank in range(2)]
-        assert {one.place.master_port for one in launch} == {ports[1]}
-        assert launch[1].seconds < 10
-
-
-def test_a_master_port_under_a_launcher_is_where_the_ranks_meet() -> None:
+def test_a_master_port_under_a_launcher_is_used() -> None:
     port = free_port()
-    environ = {**slurm_job(4), "MASTER_PORT": str(port)}
-    launch = [Rank(placed(rank, 2, "slurm"), environ).start() for rank in range(2)]
-    assert {one.place.master_port for one in launch} == {port}
+    launch = start_slurm({**slurm_job(4), "MASTER_PORT": str(port)})
+    assert_joined(launch)
+    assert launch[0].result.master_port == port
 
 
-def test_a_master_addr_of_this_host_alone_is_refused_on_several_hosts() -> None:
-    environ = {**slurm_job(5), **by_hand(29500)}
-    with pytest.raises(LaunchError, match="MASTER_ADDR=127.0.0.1 is this host alone.*4 ranks run on several hosts"):
-        agree(Placement("slurm", 3, 4, 1, 2), {}, name_all, timeout=1, environ=environ)
+# Where rank 0 may be
 
 
-# Where rank 0 is -----------------------------------------------------------------------------------------------------
-
-def test_the_host_of_rank_0_is_among_those_that_every_recorded_task_of_srun_tries() -> None:
-    seen = 0
-    for path in sorted(RECORDINGS.glob("*/*.json")):
+def recorded_processes(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted(RECORDINGS.glob(pattern)):
         for process in json.loads(path.read_text())["processes"]:
-            if process["expect"]["launcher"] == "slurm":
-                hosts, _ = rendezvous._listed_hosts(detect(process["environ"]), process["environ"])
-                assert process["expect"]["rank0_host"] in hosts, (path.name, process["expect"])
-                seen += 1
-    assert seen > 50
+            yield path.name, process
+
+
+def test_every_recorded_task_of_srun_tries_the_host_of_rank_0() -> None:
+    tasks = [(name, process) for name, process in recorded_processes("*/*.json")
+             if process["expect"]["launcher"] == "slurm"]
+    assert len(tasks) > 50
+    for name, process in tasks:
+        hosts, _ = launcher_named("slurm").candidate_hosts(process["environ"])
+        assert process["expect"]["rank0_host"] in hosts, (name, process["expect"])
 
 
 def test_all_ranks_of_a_recorded_launch_have_one_identity() -> None:
-    for path in sorted(RECORDINGS.glob("mpi/*.json")):
-        environs = [process["environ"] for process in json.loads(path.read_text())["processes"]]
-        assert len({rendezvous._identity(detect(environ), environ) for environ in environs}) == 1, path.name
+    identities: dict[str, set[str]] = {}
+    for name, process in recorded_processes("mpi/*.json"):
+        found = find_launcher(process["environ"])
+        identity = found.launcher.identity(process["environ"], found.placement)
+        identities.setdefault(name, set()).add(identity)
+    assert len(identities) > 15
+    assert {name: len(found) for name, found in identities.items() if len(found) > 1} == {}
 
 
-def test_the_ports_of_a_launch_are_the_same_for_all_and_those_of_another_differ() -> None:
-    assert rendezvous._ports("slurm:1") == rendezvous._ports("slurm:1") != rendezvous._ports("slurm:2")
-    assert all(20000 <= port < 32000 for number in range(500) for port in rendezvous._ports(f"slurm:{number}"))
+def test_candidate_ports_depend_on_the_identity_alone() -> None:
+    assert candidate_ports("slurm:1") == candidate_ports("slurm:1") != candidate_ports("slurm:2")
+    for number in range(500):
+        assert all(20000 <= port < 32000 for port in candidate_ports(f"slurm:{number}"))
 
 
-def test_without_anything_that_tells_where_rank_0_is_the_error_says_what_to_export(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(LaunchError, match="nothing tells where rank 0 is.*mpi4py.*Export MASTER_ADDR"):
-        agree(Placement("mvapich", 1, 4, 1, 2), {}, name_all, timeout=1, environ={})
+@pytest.mark.parametrize(("rank", "expected"), [
+    (0, "rank 0 on .* cannot publish its address: mpiexec refused"),
+    (1, "rank 1 on .* cannot look up rank 0's address: mpiexec refused")])
+def test_a_failing_name_service_is_an_error(rank: int, expected: str) -> None:
+    placement = placed(rank, 2, "mpich")
+    with pytest.raises(LaunchError, match=expected):
+        agree(placement, make_report(placement), launcher=launcher_named("mpich"), timeout=1,
+              environ={}, name_service=Refusing())
 
 
-def test_a_broken_node_list_is_a_launch_error() -> None:
-    environ = {**slurm_job(6), "SLURM_STEP_NODELIST": "n[1"}
-    with pytest.raises(LaunchError, match=r"n\[1"):
-        agree(Placement("slurm", 1, 4, 1, 2), {}, name_all, timeout=0.3, environ=environ)
+def test_an_unpublished_address_is_an_error_in_time() -> None:
+    one = Rank(placed(1, 2, "mpich"), {}, name_service=Memory(), timeout=0.3)
+    assert "rank 0 has published no address" in one.cause
 
 
-class Dead:
-    def publish(self, text: str, seconds: float) -> None:
-        raise NoTelephone("mpiexec refused")
-
-    def look_up(self, seconds: float) -> str | None:
-        raise NoTelephone("mpiexec refused")
+# Many launches on one host
 
 
-def test_a_telephone_that_fails_is_a_launch_error_on_both_ends() -> None:
-    for rank, words in enumerate(["rank 0 cannot tell the others where it listens", "rank 1 on .* cannot ask where"]):
-        with pytest.raises(LaunchError, match=f"{words}.*mpiexec refused"):
-            agree(Placement("mpich", rank, 2, None, None), {}, name_all, timeout=1, environ={}, telephone=Dead())
-
-
-def test_a_rank_0_that_never_tells_where_it_is_is_an_error_in_time() -> None:
-    one = Rank(Placement("mpich", 1, 2, None, None), {}, telephone=Memory(), timeout=0.3).start()
-    assert "rank 0 never told where it listens" in one.why
-    assert one.seconds < 3
-
-
-# Many launches on one host -------------------------------------------------------------------------------------------
-
-def start_pairs(count: int) -> list[list[Rank]]:
-    """Launches of two ranks that start at the same moment, each card with the number of its launch."""
-    launches = [[Rank(placed(rank, 2, "slurm"), slurm_job(1000 + number), card={"name": f"launch {number}"},
-                      timeout=LIMIT) for rank in range(2)] for number in range(count)]
+def assert_pairs_join(count: int) -> None:
+    """Each of many launches that start at once finds its own rank 0."""
+    launches = [start_slurm(slurm_job(1000 + number), changes={"kit_version": str(number)})
+                for number in range(count)]
     for pair in launches:
-        for one in pair:
-            one.start()
-    return launches
+        assert_joined(pair)  # ranks of two launches would differ in kit version
 
 
-def assert_each_met_its_own(launches: list[list[Rank]]) -> None:
-    for number, pair in enumerate(launches):
-        for one in pair:
-            assert one.place.reply["names"] == [f"launch {number}"] * 2
-        assert pair[0].place.master_port == pair[1].place.master_port
+def test_200_launches_do_not_mix() -> None:
+    assert_pairs_join(200)
 
 
-def test_of_200_pairs_that_start_at_once_each_meets_its_own() -> None:
-    assert_each_met_its_own(start_pairs(200))
+def test_60_launches_with_one_likeliest_port_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setattr(endpoints, "candidate_ports",
+                        lambda identity: [port, *candidate_ports(identity)[1:]])
+    assert_pairs_join(60)
 
 
-def test_of_60_pairs_with_one_first_port_each_meets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, ports = free_port(), rendezvous._ports
-    monkeypatch.setattr(rendezvous, "_ports", lambda identity: [port, *ports(identity)[1:]])
-    assert_each_met_its_own(start_pairs(60))
+def test_a_launch_without_a_free_port_is_an_error(
+        monkeypatch: pytest.MonkeyPatch, other_program: Callable[[bytes], int]) -> None:
+    ports = [other_program(b""), other_program(b"")]
+    monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: ports)
+    cause = Rank(placed(0, 2, "slurm", 2), slurm_job(7), timeout=1).cause
+    assert f"cannot listen on ports {ports[0]}, {ports[1]} of" in cause
 
 
-def test_a_launch_whose_ports_are_all_taken_says_so(monkeypatch: pytest.MonkeyPatch,
-                                                    stranger: Callable[[bytes], int]) -> None:
-    ports = [stranger(b""), stranger(b"")]
-    monkeypatch.setattr(rendezvous, "_ports", lambda identity: ports)
-    with pytest.raises(LaunchError, match=f"cannot listen on ports {ports[0]}, {ports[1]} of"):
-        agree(placed(0, 2, "slurm"), {}, name_all, timeout=1, environ=slurm_job(7))
+# Limits
+
+OPEN_FILES = """
+import resource, sys
+from utils.launchers import LaunchError, Placement
+from utils.launchers.by_hand import ByHand
+from utils.rendezvous import agree
+from utils.rendezvous.checks import make_report
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+placement = Placement("env", 0, 100, None, None)
+environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+try:
+    agree(placement, make_report(placement), launcher=ByHand(), timeout=0.2, environ=environ)
+except LaunchError as error:
+    print(error, resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
 
 
-# Limits --------------------------------------------------------------------------------------------------------------
-
-def in_process(limits: str, size: int) -> subprocess.CompletedProcess[str]:
-    code = (f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"
-            "from utils.launchers import LaunchError, Placement\nfrom utils.rendezvous import agree\n"
-            f"environ = {by_hand(free_port())!r}\n"
-            f"try: agree(Placement('env', 0, {size}, None, None), dict(host='here'), None, timeout=0.2, "
-            "environ=environ)\n"
-            "except LaunchError as error: print(error, resource.getrlimit(resource.RLIMIT_NOFILE))\n")
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def test_too_low_a_hard_limit_of_open_files_is_an_error_that_names_both_numbers() -> None:
-    done = in_process("(64, 64)", 100)
-    assert "may open 64 files, but 100 ranks need 456" in done.stdout, done.stderr
-
-
-def test_too_low_a_soft_limit_of_open_files_is_raised() -> None:
-    done = in_process("(64, 1000)", 100)
-    assert "99 of 100 ranks did not join" in done.stdout and "(456, 1000)" in done.stdout, done.stderr
+@pytest.mark.parametrize(("hard_limit", "expected"), [
+    (64, ["may open 64 files, but 100 ranks need 456", "(64, 64)"]),
+    (1000, ["99 of 100 ranks did not join", "(456, 1000)"])])
+def test_the_limit_of_open_files_is_raised_or_reported(
+        hard_limit: int, expected: list[str]) -> None:
+    command = [sys.executable, "-c", OPEN_FILES, str(hard_limit), str(free_port())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    for part in expected:
+        assert part in done.stdout, done.stderr
 
 
 def test_a_launch_leaves_no_connection_open() -> None:
-    def sockets() -> list[str]:
-        found = []
+    def sockets() -> set[str]:
+        found = set()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                found.append(os.readlink(f"/proc/self/fd/{name}"))
-        return [target for target in found if target.startswith("socket:")]
+                found.add(os.readlink(f"/proc/self/fd/{name}"))
+        return {target for target in found if target.startswith("socket:")}
 
-    before = set(sockets())
+    before = sockets()
     for _ in range(3):
-        for one in start(0, 1, 2, size=3, port=free_port()):
-            assert one.place.reply
+        assert_joined(start(0, 1, 2, size=3, port=free_port()))
         for one in start(0, 1, size=3, port=free_port(), timeout=0.2):
-            assert one.why
-    eventually(lambda: set(sockets()) <= before, 5)
+            assert one.cause
+    limit = time.monotonic() + LIMIT
+    while not sockets() <= before:
+        assert time.monotonic() < limit, sockets() - before
+        time.sleep(0.01)

@@ -1,244 +1,233 @@
-"""PBS: what was allocated, and what its commands print. Recorded jobs of a real OpenPBS."""
+"""The allocations and output of PBS, as recorded from real jobs of OpenPBS."""
 from __future__ import annotations
 
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.scheduler_commands import pbs_recording
-from utils.schedulers import AllocationError, SchedulerError, current_allocation
+from tests.unit.scheduler_commands import RECORDINGS, Commands, commands, pbs_job, pbs_recording
+from utils.schedulers import Allocation, AllocationError, SchedulerError, current_allocation
 from utils.schedulers.command import decode
-from utils.schedulers.pbs import read_nodefile
-from utils.schedulers.pbs_answers import chunk_resources, listing, moment_of, objects, seconds_of
+from utils.schedulers.pbs.nodefile import read_nodefile
+from utils.schedulers.pbs.output import chunk_resources, listing, objects, parse_time
 
-RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "pbs"
-JSON_ANSWERS = {"commands/qstat_xf_json_finished.json": "Jobs", "commands/qstat_running_f_json.json": "Jobs",
-                "array/array_qstat_xtf_json.json": "Jobs", "commands/qstat_Qf_json.json": "Queue",
-                "commands/qstat_Bf_json.json": "Server", "commands/pbsnodes_a_json.json": "nodes",
-                "commands/pbsnodes_a_json_busy.json": "nodes", "commands/err_server_down_qstat_json.json": "Jobs",
-                "commands/err_qstat_f_unknown_job.json": "Jobs", "commands/qstat_json_nums.raw.txt": "Jobs",
-                "commands/qstat_json_ctrl.raw.txt": "Jobs", "commands/qstat_json_latin1.raw.txt": "Jobs"}
+__all__ = ["commands"]  # the fixture
 
-
-def recorded(name: str) -> Any:
-    return json.loads((RECORDINGS / name).read_text())
+JSON_OUTPUTS = {
+    "commands/qstat_xf_json_finished": "Jobs", "commands/qstat_running_f_json": "Jobs",
+    "array/array_qstat_xtf_json": "Jobs", "commands/qstat_Qf_json": "Queue",
+    "commands/qstat_Bf_json": "Server", "commands/pbsnodes_a_json": "nodes",
+    "commands/pbsnodes_a_json_busy": "nodes", "commands/err_server_down_qstat_json": "Jobs",
+    "commands/err_qstat_f_unknown_job": "Jobs", "commands/qstat_json_nums.raw.txt": "Jobs",
+    "commands/qstat_json_ctrl.raw.txt": "Jobs", "commands/qstat_json_latin1.raw.txt": "Jobs"}
 
 
-def printed(name: str) -> str:
+def output(name: str) -> str:
     """What a command printed, decoded as the kit does."""
-    return decode((RECORDINGS / name).read_bytes()) if name.endswith(".txt") else str(recorded(name)["stdout"])
+    if name.endswith(".txt"):
+        return decode((RECORDINGS / "pbs" / name).read_bytes())
+    return str(pbs_recording(name)["stdout"])
 
 
-# What was allocated ---------------------------------------------------------------------------------------------------
+# Allocation ---------------------------------------------------------------------------------------
 
 PLACED = {  # recorded job: hosts, ranks, GPUs and cores of each
-    "sel_2x_ncpus2_mpiprocs2": (["n1.pbs.lab"], [4], [None], [4]),
-    "sel_2x_scatter": (["n1.pbs.lab", "n2.pbs.lab"], [2, 2], [None, None], [2, 2]),
-    "nodefile_interleaved": (["n1.pbs.lab", "n2.pbs.lab"], [2, 1], [None, None], [2, 1]),
-    "nodefile_shortname_n3": (["n3"], [2], [None], [2]),
-    "sel_2x_mpiprocs0": (["n1.pbs.lab", "n2"], [2, 0], [None, None], [2, 2]),
-    "sel_uneven_scatter": (["n1.pbs.lab", "n2.pbs.lab"], [1, 2], [None, None], [1, 2]),
-    "sel_2x_ncpus4_mpiprocs4_ngpus4": (["n1.pbs.lab", "n2.pbs.lab"], [4, 4], [4, 4], [4, 4]),
-    "sel_2x_ncpus2_ngpus2": (["n1.pbs.lab"], [2], [4], [4]),
-    "sel_2x_mpiprocs_gt_ncpus": (["n1.pbs.lab", "n2.pbs.lab"], [4, 4], [None, None], [1, 1]),
-    "sel_3x_mixed_scatter": (["n1.pbs.lab", "n2.pbs.lab", "n3.pbs.lab"], [2, 2, 1], [None] * 3, [2, 2, 1]),
-    "sel_nodes_ppn": (["n1.pbs.lab", "n2.pbs.lab"], [2, 2], [None, None], [2, 2]),
-    "sel_host_named": (["n3.pbs.lab", "n1.pbs.lab"], [1, 1], [None, None], [1, 1]),
+    "sel_2x_ncpus2_mpiprocs2": ("n1.pbs.lab", [4], [None], [4]),
+    "sel_2x_mpiprocs0": ("n1.pbs.lab n2", [2, 0], [None] * 2, [2, 2]),
+    "sel_uneven_scatter": ("n1.pbs.lab n2.pbs.lab", [1, 2], [None] * 2, [1, 2]),
+    "sel_2x_ncpus4_mpiprocs4_ngpus4": ("n1.pbs.lab n2.pbs.lab", [4, 4], [4, 4], [4, 4]),
+    "sel_2x_ncpus2_ngpus2": ("n1.pbs.lab", [2], [4], [4]),
+    "sel_2x_mpiprocs_gt_ncpus": ("n1.pbs.lab n2.pbs.lab", [4, 4], [None] * 2, [1, 1]),
+    "sel_3x_mixed_scatter": ("n1.pbs.lab n2.pbs.lab n3.pbs.lab", [2, 2, 1], [None] * 3, [2, 2, 1]),
 }
-SELECTS = sorted(path.stem for path in (RECORDINGS / "select").glob("*.json"))
+SELECTS = sorted(path.stem for path in (RECORDINGS / "pbs" / "select").glob("*.json"))
 
 
-def in_job(recording: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *, qstat: bool = True) -> dict[str, str]:
-    """The environment of a recorded job, its node file, and a qstat on PATH that says what PBS said then."""
+def recorded_job(commands: Commands, name: str, **changes: Any) -> tuple[dict[str, str], list[str]]:
+    """The environment and node file of a recorded job, with qstat as it was then."""
+    recording = pbs_recording(f"select/{name}")
     seen = json.loads(recording["output"])
-    nodefile = folder / "nodefile"
+    nodefile = commands.folder / "nodefile"
     nodefile.write_text("".join(f"{line}\n" for line in seen["nodefile"]))
-    (folder / "answer").write_text(json.dumps({"Jobs": {recording["jobid"]: {**recording["final"], "job_state": "R"}}}))
-    (folder / "qstat").write_text(f'#!/bin/sh\n{"" if qstat else "exit 255"}\ncat "{folder}/answer"\n')
-    (folder / "qstat").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return {**seen["env"], "PBS_NODEFILE": str(nodefile)}
+    record = {**recording["final"], "job_state": "R", **changes}
+    commands.add("qstat", pbs_job(record, recording["jobid"]))
+    return {**seen["env"], "PBS_NODEFILE": str(nodefile)}, seen["nodefile"]
+
+
+def allocation(environ: dict[str, str]) -> Allocation:
+    found = current_allocation(environ)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_a_job_knows_its_hosts_wherever_pbs_placed_it(name: str, tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    found = current_allocation(in_job(recorded(f"select/{name}.json"), tmp_path, monkeypatch))
-    assert found is not None
-    assert ([*found.hosts], [*found.ranks_per_host], [*found.gpus_per_host], [*found.cores_per_host]) == PLACED[name]
+def test_a_job_knows_where_pbs_placed_it(commands: Commands, name: str) -> None:
+    found = allocation(recorded_job(commands, name)[0])
+    hosts, *counts = PLACED[name]
+    assert found.hosts == tuple(hosts.split())
+    assert [*found.ranks_per_host] == counts[0]
+    assert [[*found.gpus_per_host], [*found.cores_per_host]] == counts[1:]
     assert (found.scheduler, found.restart_count, found.array_index) == ("pbs", 0, None)
 
 
 @pytest.mark.parametrize("name", SELECTS)
-def test_hosts_and_ranks_are_those_of_the_node_file_and_exec_host(name: str, tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in another way than the kit counts: by the words of the recording."""
-    recording = recorded(f"select/{name}.json")
-    found = current_allocation(in_job(recording, tmp_path, monkeypatch))
-    assert found is not None
-    lines = json.loads(recording["output"])["nodefile"]
-    hosts = list(dict.fromkeys(part.split("/")[0] for part in recording["final"]["exec_host"].split("+")))
+def test_hosts_and_ranks_match_node_file_and_exec_host(commands: Commands, name: str) -> None:
+    environ, lines = recorded_job(commands, name)
+    found = allocation(environ)
+    exec_host = pbs_recording(f"select/{name}")["final"]["exec_host"]
+    hosts = list(dict.fromkeys(part.split("/")[0] for part in exec_host.split("+")))
     assert [host.split(".")[0] for host in found.hosts] == hosts
     assert [lines.count(host) for host in found.hosts] == [*found.ranks_per_host]
     assert sum(found.ranks_per_host) == len(lines)
 
 
 @pytest.mark.parametrize(("name", "note"), [
-    ("sel_2x_ncpus2", "all 2 chunks of select=2:ncpus=2 on one host, n1"), ("sel_2x_pack", ""), ("sel_2x_scatter", ""),
-    ("sel_uneven", "all 2 chunks"), ("sel_1x_ncpus2", ""), ("sel_nodes_ppn", ""), ("nodefile_interleaved", "")])
-def test_chunks_that_landed_on_one_host_are_pointed_out(name: str, note: str, tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    found = current_allocation(in_job(recorded(f"select/{name}.json"), tmp_path, monkeypatch))
-    assert found is not None
-    assert note in found.notes[0] and "place=scatter" in found.notes[0] if note else found.notes == ()
+    ("sel_2x_ncpus2", "all 2 chunks of select=2:ncpus=2 on one host, n1"), ("sel_2x_pack", ""),
+    ("sel_2x_scatter", ""), ("sel_uneven", "all 2 chunks"), ("sel_1x_ncpus2", ""),
+    ("sel_nodes_ppn", ""), ("nodefile_interleaved", "")])
+def test_chunks_that_share_a_host_are_noted(commands: Commands, name: str, note: str) -> None:
+    notes = allocation(recorded_job(commands, name)[0]).notes
+    assert len(notes) == bool(note)
+    assert not note or note in notes[0] and "place=scatter" in notes[0]
 
 
-def test_without_qstat_the_node_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = in_job(recorded("select/sel_uneven_scatter.json"), tmp_path, monkeypatch, qstat=False)
-    found = current_allocation(environ)
-    assert found is not None
+def test_without_qstat_the_node_file_is_enough(commands: Commands) -> None:
+    environ, _ = recorded_job(commands, "sel_uneven_scatter")
+    commands.add("qstat", status=255)
+    found = allocation(environ)
     assert (found.hosts, found.ranks_per_host) == (("n1.pbs.lab", "n2.pbs.lab"), (1, 2))
-    assert (found.gpus_per_host, found.restart_count, found.seconds_left()) == ((None, None), None, None)
+    assert found.gpus_per_host == (None, None)
+    assert found.restart_count is found.seconds_left() is None
 
 
-def test_a_task_of_pbsdsh_without_the_variable_asks_qstat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = in_job(recorded("select/sel_2x_scatter.json"), tmp_path, monkeypatch)
+def test_a_task_of_pbsdsh_without_the_variable_queries_qstat(commands: Commands) -> None:
+    environ, _ = recorded_job(commands, "sel_2x_scatter")
     del environ["PBS_NODEFILE"]
-    found = current_allocation(environ)
-    assert found is not None and (found.hosts, found.cores_per_host) == (("n1", "n2"), (2, 2))
+    found = allocation(environ)
+    assert (found.hosts, found.cores_per_host) == (("n1", "n2"), (2, 2))
 
 
-def test_the_index_of_an_array_and_the_run_count_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = recorded("select/sel_2x_scatter.json")
-    recording["final"]["run_count"] = 3
-    found = current_allocation({**in_job(recording, tmp_path, monkeypatch), "PBS_ARRAY_INDEX": "2"})
-    assert found is not None and (found.array_index, found.restart_count) == (2, 2)
-
-
-def test_seconds_left_are_the_walltime_less_what_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = recorded("select/sel_2x_scatter.json")  # of long ago: its start is not believed
-    recording["final"]["resources_used"]["walltime"] = "00:00:30"
-    found = current_allocation(in_job(recording, tmp_path, monkeypatch))
-    assert found is not None and found.seconds_left() == 90
+def test_array_index_restarts_and_time_left_are_known(commands: Commands) -> None:
+    # The recorded start is long ago and does not count.
+    used = {"resources_used": {"walltime": "00:00:30"}, "run_count": 3}
+    environ, _ = recorded_job(commands, "sel_2x_scatter", **used)
+    found = allocation({**environ, "PBS_ARRAY_INDEX": "2"})
+    assert (found.array_index, found.restart_count, found.seconds_left()) == (2, 2, 90)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/nodefile", ""])
-def test_a_job_without_any_host_is_an_error_that_names_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_a_job_without_a_host_is_an_error(commands: Commands, path: str) -> None:
     with pytest.raises(AllocationError, match="PBS job 7.server"):
         current_allocation({"PBS_JOBID": "7.server", "PBS_NODEFILE": path})
 
 
-def test_full_and_short_names_are_one_host_and_addresses_are_not() -> None:
-    assert read_nodefile(["n1.pbs.lab", "n2", "n1", "", " N1.pbs.lab \n"]) == [("n1.pbs.lab", 3), ("n2", 1)]
-    assert read_nodefile(["n1.a.org", "n1.b.org"]) == [("n1.a.org", 1), ("n1.b.org", 1)]
-    assert read_nodefile(["10.0.0.1", "10.0.0.2", "fe80::1", "fe80::2"]) == [
-        ("10.0.0.1", 1), ("10.0.0.2", 1), ("fe80::1", 1), ("fe80::2", 1)]
+def counted(lines: list[str]) -> list[tuple[str, int]]:
+    return [(host.name, host.lines) for host in read_nodefile(lines).all]
 
 
-def test_ten_thousand_node_files_are_counted_right() -> None:
+@pytest.mark.parametrize(("lines", "hosts"), [
+    (["n1.pbs.lab", "n2", "n1", "", " N1.pbs.lab \n"], [("n1.pbs.lab", 3), ("n2", 1)]),
+    (["n1.a.org", "n1.b.org"], [("n1.a.org", 1), ("n1.b.org", 1)]),
+    (["10.0.0.1", "10.0.0.2", "fe80::1", "fe80::2"],
+     [("10.0.0.1", 1), ("10.0.0.2", 1), ("fe80::1", 1), ("fe80::2", 1)])])
+def test_full_and_short_names_are_one_host(lines: list[str], hosts: list[tuple[str, int]]) -> None:
+    assert counted(lines) == hosts
+
+
+def test_ten_thousand_node_files_are_counted() -> None:
     chance = random.Random(5)
     for _ in range(10000):
-        hosts = [f"{chance.choice('nx')}{number:0{chance.choice([0, 4])}d}" for number in range(chance.randint(1, 6))]
+        hosts = [f"{chance.choice('nx')}{number:0{chance.choice([0, 4])}d}"
+                 for number in range(chance.randint(1, 6))]
         lines = [chance.choice(hosts) for _ in range(chance.randint(1, 12))]
-        written = [name + chance.choice(["", ".pbs.lab"]) + chance.choice(["", " ", "\n", "\r\n"]) for name in lines]
-        counted = read_nodefile(written + [""] * chance.randint(0, 2))
-        assert [name.split(".")[0] for name, _ in counted] == list(dict.fromkeys(lines))
-        assert [count for _, count in counted] == [lines.count(name) for name in dict.fromkeys(lines)]
+        written = [name + chance.choice(["", ".pbs.lab"]) + chance.choice(["", " ", "\n", "\r\n"])
+                   for name in lines]
+        found = [(name.split(".")[0], count) for name, count in counted([*written, ""])]
+        assert found == [(name, lines.count(name)) for name in dict.fromkeys(lines)]
 
 
-def test_any_node_file_at_all_is_read(tmp_path: Path) -> None:
+def test_any_node_file_is_read_or_refused(tmp_path: Path) -> None:
     chance = random.Random(6)
-    for number in range(300):
-        path = tmp_path / str(number)
-        path.write_bytes(bytes(chance.choice(b"n1.\n\r \x00\xe9\xff:/") for _ in range(chance.randint(0, 40))))
+    path = tmp_path / "nodefile"
+    for _ in range(300):
+        length = chance.randint(0, 40)
+        path.write_bytes(bytes(chance.choices(b"n1.\n\r \x00\xe9\xff:/", k=length)))
         try:
-            found = current_allocation({"PBS_JOBID": "1.s", "PBS_NODEFILE": str(path)}, ask=False)
+            found = current_allocation({"PBS_JOBID": "1.s", "PBS_NODEFILE": str(path)}, query=False)
         except AllocationError:
             continue
         assert found is not None and len(found.hosts) == len(found.ranks_per_host) > 0
 
 
-# What commands print --------------------------------------------------------------------------------------------------
+# Output -------------------------------------------------------------------------------------------
 
-def leaves(value: Any) -> list[str]:
-    """All names and values of a record, in order, as the text that JSON had for them."""
-    if isinstance(value, dict):
-        return [leaf for name, member in value.items() for leaf in (name, *leaves(member))]
-    if isinstance(value, list):
-        return [",".join(leaf for member in value for leaf in leaves(member))]
-    return [value if isinstance(value, str) else json.dumps(value)]
-
-
-@pytest.mark.parametrize("name", JSON_ANSWERS)
-def test_nothing_that_pbs_printed_is_lost(name: str) -> None:
-    """Every name and value is there as it was printed, in its order, and nothing else is."""
-    text, kind = printed(name), JSON_ANSWERS[name]
-    found = leaves(objects(text, kind))
-    as_printed = json.loads(re.sub(r'(:\s*)(-?[0-9][-+.0-9eE]*)(?=\s*[,}\]])', r'\1"\2"', text), strict=False)
-    assert found == leaves(as_printed.get(kind, {}))
+def leaves(record: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """All values of a JSON record with their full names, as the text that was printed."""
+    if isinstance(record, dict):
+        for member, value in record.items():
+            yield from leaves(value, f"{name}.{member}" if name else member)
+    elif isinstance(record, list):
+        yield name, ",".join(value for member in record for _, value in leaves(member))
+    else:
+        yield name, record if isinstance(record, str) else json.dumps(record)
 
 
-def test_the_listing_says_the_same_as_the_json() -> None:
-    plain, wide, as_json = (pbs_recording(f"commands/{name}.json")["stdout"] for name in (
+@pytest.mark.parametrize("name", JSON_OUTPUTS)
+def test_no_attribute_is_lost(name: str) -> None:
+    text, kind = output(name), JSON_OUTPUTS[name]
+    quoted = re.sub(r'(:\s*)(-?[0-9][-+.0-9eE]*)(?=\s*[,}\]])', r'\1"\2"', text)
+    printed = json.loads(quoted, strict=False).get(kind, {})
+    found = objects(text, kind)
+    assert {one: list(record.items()) for one, record in found.items()} == {
+        one: list(leaves(record)) for one, record in printed.items()}
+
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("nums", {"B": "100000"}), ("latin1", {"L1": "café"}),
+    ("ctrl", {"NL": "x\ny", "ESC": "\x1b[0m"})])
+def test_odd_values_come_through(name: str, values: dict[str, str]) -> None:
+    [job] = objects(output(f"commands/qstat_json_{name}.raw.txt"), "Jobs").values()
+    assert {variable: job[f"Variable_List.{variable}"] for variable in values} == values
+
+
+def test_the_listing_has_the_same_jobs_as_the_json() -> None:
+    plain, wide, as_json = (output(f"commands/{name}") for name in (
         "qstat_xf_finished_plain", "qstat_x_f_w", "qstat_xf_json_finished"))
-    [(name, record)] = listing(plain).items()
-    assert {name: record} == listing(wide)
-    [(name_there, there)] = objects(as_json, "Jobs").items()
-    variables = there.pop("Variable_List")
-    assert record.pop("Variable_List") == ",".join(f"{key}={value}" for key, value in variables.items())
-    assert (name, record) == (name_there, there)
+    found = listing(plain)
+    assert found == listing(wide)
+    [(job_id, job)] = objects(as_json, "Jobs").items()
+    variables = [f"{name.partition('.')[2]}={job.pop(name)}"
+                 for name in list(job) if name.startswith("Variable_List.")]
+    assert found == {job_id: {**job, "Variable_List": ",".join(variables)}}
 
 
-def test_a_value_that_looks_like_a_line_of_the_listing_changes_nothing() -> None:
+def test_a_value_that_looks_like_a_line_of_the_listing() -> None:
     text = ("Job Id: 1.h\n    job_state = R\n    Variable_List = F=() {\n    job_state = F\n"
             "    job_state.x = F\n\t},G=1\n    comment = x\n")
     assert listing(text)["1.h"] == {"job_state": "R", "Variable_List": "F=() {", "comment": "x"}
 
 
-def test_a_listing_without_a_job_is_an_error() -> None:
-    with pytest.raises(SchedulerError, match="expected a job"):
-        listing("try again later\n")
-
-
-def test_what_looks_like_a_number_stays_text() -> None:
-    [job] = objects(printed("commands/qstat_json_nums.raw.txt"), "Jobs").values()
-    assert all(isinstance(leaf, str) for leaf in leaves(job))
-    assert job["Variable_List"]["B"] == "100000"
-
-
-def test_a_byte_that_is_not_utf_8_is_read_as_latin_1() -> None:
-    [job] = objects(printed("commands/qstat_json_latin1.raw.txt"), "Jobs").values()
-    assert job["Variable_List"]["L1"] == "café"
-
-
-def test_control_characters_come_through() -> None:
-    [job] = objects(printed("commands/qstat_json_ctrl.raw.txt"), "Jobs").values()
-    assert (job["Variable_List"]["NL"], job["Variable_List"]["ESC"]) == ("x\ny", "\x1b[0m")
-
-
-@pytest.mark.parametrize("text", ["", "Connection refused", "[1]", '{"Jobs": 3}', '{"Jobs": {"1": 2}}', "[" * 100000])
-def test_what_is_no_answer_is_an_error(text: str) -> None:
-    with pytest.raises(SchedulerError):
+@pytest.mark.parametrize("text", [
+    "", "Connection refused", "[1]", '{"Jobs": 3}', '{"Jobs": {"1": 2}}', "[" * 100000])
+def test_output_of_another_form_is_an_error(text: str) -> None:
+    with pytest.raises(SchedulerError, match="Expected a JSON object of Jobs"):
         objects(text, "Jobs")
+    with pytest.raises(SchedulerError, match="Expected a job"):
+        listing(text)
 
 
-def test_chunks_and_hosts_are_parallel_even_when_vnodes_are_named_otherwise() -> None:
-    assert chunk_resources("n1/0*2+n2/0", "(n1:ncpus=2:ngpus=1)+(n2[0]:ncpus=1:mem=5kb+n2[1]:ncpus=1)") == [
-        ("n1", {"ncpus": "2", "ngpus": "1"}), ("n2", {"ncpus": "2"})]
+def test_chunks_match_hosts_where_vnodes_have_other_names() -> None:
+    vnodes = "(n1:ncpus=2:ngpus=1)+(n2[0]:ncpus=1:mem=5kb+n2[1]:ncpus=1)"
+    assert chunk_resources("n1/0*2+n2/0", vnodes) == [
+        ("n1", {"ncpus": 2, "ngpus": 1}), ("n2", {"ncpus": 2})]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("02:00:00", 7200), ("30:00", 1800), ("90", 90), ("", None),
-                                               ("x", None)])
-def test_durations_are_read(text: str, seconds: int | None) -> None:
-    assert seconds_of(text) == seconds
-
-
-def test_moments_are_read_in_any_locale() -> None:
-    early, late = moment_of("Sat Nov 21 03:56:14 2026"), moment_of("Sat Nov 21 03:57:14 2026")
+def test_times_are_read_in_any_locale() -> None:
+    early, late = parse_time("Sat Nov 21 03:56:14 2026"), parse_time("Sat Nov 21 03:57:14 2026")
     assert early is not None and late is not None and late - early == 60
-    assert moment_of("morgen") is None
+    assert parse_time("morgen") is None

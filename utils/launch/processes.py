@@ -1,7 +1,5 @@
-"""Processes of one host: started, signalled, ended with all that they started, and never left behind.
+"""Start, signal and end the processes of a launch on this host, and never leave one behind."""
 
-Not here: which ones they are (plan.py), those of other hosts (control.py).
-"""
 from __future__ import annotations
 
 import contextlib
@@ -10,217 +8,214 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import IO
 
-from .. import held_signals
-from .outcome import say
+from .. import process
+from .. import signals as early_signals
+from .event_loop import STOP_SIGNALS
+from .result import print_status
+from .script_imports import imports_this_package
 
-MARK = "DDPKIT_LAUNCH"  # in the environment of every process of a launch: the ids of the launches around it
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL
-
-
-class Signals:
-    """Catches stops and the ends of children, and wakes a select() on fileno(). A context manager."""
-
-    def __init__(self) -> None:
-        self.stops: list[int] = []  # caught and not yet looked at
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> Signals:
-        self._reader, self._writer = os.pipe()
-        for end in (self._reader, self._writer):
-            os.set_blocking(end, False)
-        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in FORWARDED:
-            # What was ignored on purpose stays so: nohup ignores SIGHUP.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._catch)
-        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self._reader)
-        os.close(self._writer)
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        self.stops.append(number)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def take(self) -> list[int]:
-        """The stops since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._reader, 4096):
-                pass
-        taken, self.stops = self.stops, []
-        return taken
+# In the environment of every process of a launch: "OUTER/INNER", the ids of the launches around it.
+LAUNCH_VARIABLE = "DDPKIT_LAUNCH"
+TERMINATE_SECONDS = 5.0  # from SIGTERM to SIGKILL
+_LEFTOVER_SECONDS = 2.0  # the same for what ended processes have left behind
+_POLL_SECONDS = 0.02
 
 
 class Processes:
-    """The processes that a launch has on this host. A context manager: on leaving, none of them is left.
+    """The processes that a launch has on this host. A context manager: none is left after it.
 
-    launch_id: a word of no other launch. A keeper, a process of its own, ends them too should this one be killed.
+    A reaper process ends them too, should this process be killed.
     """
 
     def __init__(self, launch_id: str) -> None:
+        """launch_id: a word that no other launch has."""
         self._id = launch_id
         self._children: list[subprocess.Popen[bytes]] = []
         self._running: dict[int, int] = {}  # process id -> index
-        self._unstarted: list[tuple[int, int]] = []
+        self._unstarted: list[tuple[int, int]] = []  # index and exit status
         self._kill_at: float | None = None
 
     def __enter__(self) -> Processes:
-        self._keeper = _Keeper(self._id)
+        self._reaper = _Reaper(self._id)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        clear(self._survivors, PATIENCE if self._running else 2.0)
-        self._collect()
-        self._keeper.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        end_all(self._find, TERMINATE_SECONDS if self._running else _LEFTOVER_SECONDS)
+        self._poll()
+        self._reaper.close()
 
-    def start(self, words: Sequence[str], environ: Mapping[str, str], *, stdout: int | IO[bytes] | None = None,
-              stderr: int | IO[bytes] | None = None, new_session: bool = False,
-              pass_fds: Sequence[int] = (), stdin: bytes = b"",
-              hold_signals: bool = False) -> subprocess.Popen[bytes] | None:
-        """Start a process, the next by index, in a process group of its own. None where it could not be started.
+    def start(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        new_session: bool = False,
+        pass_fds: Sequence[int] = (),
+        stdin: bytes = b"",
+        hold_signals: bool = False,
+    ) -> subprocess.Popen[bytes] | None:
+        """Start a process in its own process group; None where it could not be started.
 
-        hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a StopSignal takes
-        them.
-        new_session: away from the signals that PBS and terminals send to a whole session. stdin: a short text that
-        it can read; it cannot read ours.
+        Processes are numbered from 0 in the order of these calls.
+
+        new_session: also in its own session, away from the signals that PBS and terminals send to a
+        whole session. stdin: a short text for the child; our standard input is not inherited.
+        hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a
+        StopSignal receives them.
         """
         index = len(self._children) + len(self._unstarted)
-        marked = {**environ, MARK: "/".join(filter(None, [environ.get(MARK), self._id]))}
-        hold_signals = hold_signals and held_signals.handles_stops(words)
+        launches = [environ.get(LAUNCH_VARIABLE), self._id]
+        environ = {**environ, LAUNCH_VARIABLE: "/".join(filter(None, launches))}
+        hold_signals = hold_signals and imports_this_package(words)
         if hold_signals:
-            marked[held_signals.VARIABLE] = "1"
+            environ[early_signals.VARIABLE] = "1"
 
         def prepare() -> None:
+            # The group must exist before anything is signalled: made in the child, before exec().
             if not new_session:
                 os.setpgrp()
             if hold_signals:
-                held_signals.block()
+                early_signals.block()
 
         source = _readable(stdin)
         try:
-            # The group has to be there before anything is signalled, hence in the child before it becomes the program.
-            child = subprocess.Popen(words, stdin=source, stdout=stdout, stderr=stderr, env=marked,
-                                     start_new_session=new_session, pass_fds=pass_fds,
-                                     preexec_fn=None if new_session and not hold_signals else prepare)
+            child = subprocess.Popen(
+                words,
+                stdin=source,
+                stdout=stdout,
+                stderr=stderr,
+                env=environ,
+                start_new_session=new_session,
+                pass_fds=pass_fds,
+                preexec_fn=None if new_session and not hold_signals else prepare,
+            )
         except OSError as error:
-            say(f"{words[0]} could not be started: {error.strerror}. Expected a program, or a script whose name ends "
-                "in .py")
+            print_status(
+                f"{words[0]} could not be started: {error.strerror}. Expected a program, or a "
+                "script whose name ends in .py"
+            )
+            # As a shell does: 127 not found, 126 not executable.
             self._unstarted.append((index, 127 if error.errno == errno.ENOENT else 126))
             return None
         finally:
             os.close(source)
         self._children.append(child)
         self._running[child.pid] = index
-        self._keeper.add(child.pid)
+        self._reaper.add(child.pid)
         return child
 
     @property
     def running(self) -> bool:
+        """Whether a process runs, or the end of one was not yet returned by ended()."""
         return bool(self._running or self._unstarted)
 
     def ended(self) -> list[tuple[int, int]]:
-        """Those that ended since the last call: (index, exit status), 128 + N for signal N."""
+        """Return (index, exit status) of those that ended since the last call.
+
+        The status is 128 + N for signal N.
+        """
         found, self._unstarted = self._unstarted, []
         for child in self._children:
             if child.pid in self._running and (code := child.poll()) is not None:
                 found.append((self._running.pop(child.pid), code if code >= 0 else 128 - code))
         return found
 
-    def signal(self, number: int, *, to_their_children: bool = False) -> None:
-        """Signal each process that runs, but not what it has started: workers of a data loader would die of it.
+    def signal(self, number: int, *, to_workers: bool = False) -> None:
+        """Signal each process that runs, but not what it has started, such as data loader workers.
 
-        to_their_children: of torchrun, which passes some signals on and not others, its workers instead.
+        to_workers: signal the workers of each torchrun instead, which passes on only some signals.
         """
-        parents = dict.fromkeys(self._running, False)
-        children = [(pid, parent) for pid, parent in _parents() if parent in parents] if to_their_children else []
-        for pid, parent in children:
-            parents[parent] = True
-            _signal_all([pid], number)
-        # torchrun would die of SIGUSR1; while it has no workers yet a request to end is for itself.
-        if not to_their_children or number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            _signal_all([pid for pid, done in parents.items() if not done], number)
+        if not to_workers:
+            _signal(self._running, number)
+            return
+
+        parents = process.parents_by_pid()
+        workers = [pid for pid, parent in parents.items() if parent in self._running]
+        _signal(workers, number)
+        # SIGUSR1 would terminate a torchrun without workers; a request to end is for itself.
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            with_workers = {parents[pid] for pid in workers}
+            _signal([pid for pid in self._running if pid not in with_workers], number)
 
     def end(self, now: float) -> None:
-        """Ask all of them to end; kill_late() kills those that are still there after a while."""
+        """Terminate all processes; kill_late() kills those that are still there after a while."""
         if self._kill_at is None:
-            self._kill_at = now + PATIENCE
-            _signal_all(self._survivors(), signal.SIGTERM)
+            self._kill_at = now + TERMINATE_SECONDS
+            _signal(self._find(), signal.SIGTERM)
 
     def kill_late(self, now: float) -> float | None:
-        """Kill what end() asked in vain. Returns the seconds until this is due, None where it is not."""
+        """Kill what did not end at end(); return the seconds until this is due, or None."""
         if self._kill_at is None or not self.running:
             return None
         if now >= self._kill_at:
-            _signal_all(self._survivors(), signal.SIGKILL)
+            _signal(self._find(), signal.SIGKILL)
             self._kill_at = now + 0.5
         return self._kill_at - now
 
-    def _survivors(self) -> list[int]:
-        self._collect()
-        return survivors(self._id, self._running)
+    def _find(self) -> list[int]:
+        self._poll()
+        return find_processes(self._id, self._running)
 
-    def _collect(self) -> None:
+    def _poll(self) -> None:
         for child in self._children:
             child.poll()
 
 
 def _readable(text: bytes) -> int:
-    """A descriptor from which the text can be read, and then the end."""
+    """Return a descriptor from which the text can be read, and then the end."""
     if not text:
         return os.open(os.devnull, os.O_RDONLY)
-    reader, writer = os.pipe()
-    os.write(writer, text)
-    os.close(writer)
-    return reader
+    read_end, write_end = os.pipe()
+    os.write(write_end, text)
+    os.close(write_end)
+    return read_end
 
 
-def clear(find: Callable[[], list[int]], patience: float) -> None:
-    """End the processes that `find` names: SIGTERM, and SIGKILL after `patience` seconds, until there are none."""
-    kill_at, give_up_at = time.monotonic() + patience, time.monotonic() + patience + 10
-    asked: set[int] = set()
+def end_all(find: Callable[[], list[int]], seconds: float) -> None:
+    """End the processes that find() returns: by SIGTERM, and by SIGKILL after some seconds."""
+    kill_at = time.monotonic() + seconds
+    give_up_at = kill_at + 10
+    signalled: set[int] = set()
     while (found := find()) and time.monotonic() < give_up_at:
-        late = time.monotonic() >= kill_at
-        _signal_all(found if late else [pid for pid in found if pid not in asked],
-                    signal.SIGKILL if late else signal.SIGTERM)
-        asked.update(found)
-        time.sleep(0.02)
+        if time.monotonic() >= kill_at:
+            _signal(found, signal.SIGKILL)
+        else:
+            _signal([pid for pid in found if pid not in signalled], signal.SIGTERM)
+        signalled.update(found)
+        time.sleep(_POLL_SECONDS)
 
 
-def _signal_all(pids: Sequence[int], number: int) -> None:
-    for pid in pids:
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in list(pids):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
-def survivors(launch_id: str, groups: Mapping[int, int] | Sequence[int]) -> list[int]:
-    """Processes of this host that belong to the launch, whatever session they are in and whoever is their parent.
+def find_processes(launch_id: str, started: Iterable[int]) -> list[int]:
+    """Find the processes of a launch on this host, in any session and under any parent.
 
-    Without /proc (macOS) the leaders of the groups only.
+    started: process ids that the launch has started; without /proc (macOS) only these are found.
     """
-    if not os.path.isdir("/proc/self"):
-        return [pid for pid in groups if _exists(pid)]
-    found, own = [], os.getpid()
-    for pid in _pids():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            for variable in file.read().split(b"\0"):
-                name, _, value = variable.partition(b"=")
-                if name == MARK.encode() and launch_id.encode() in value.split(b"/") and pid != own:
-                    found.append(pid)
-    return found
+    pids = process.process_ids()
+    if not pids:
+        return [pid for pid in started if _exists(pid)]
+    variable, launch = LAUNCH_VARIABLE.encode(), launch_id.encode()
+    return [
+        pid
+        for pid in pids
+        if pid != os.getpid() and launch in process.environment(pid).get(variable, b"").split(b"/")
+    ]
 
 
 def _exists(pid: int) -> bool:
@@ -231,67 +226,55 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _pids() -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            yield int(name)
+class _Reaper:
+    """A process that ends what this one has started, should this one be killed.
 
-
-def _parents() -> Iterator[tuple[int, int]]:
-    """(process, its parent) for all processes of this host."""
-    if not os.path.isdir("/proc/self"):
-        return
-    for pid in _pids():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-            yield pid, int(file.read().rpartition(b")")[2].split()[1])
-
-
-class _Keeper:
-    """A process that outlives this one for as long as it takes to end what this one has started.
-
-    It is in a session of its own, so that what kills this one does not reach it, and holds nothing of it open.
+    It has its own session, so that what kills this process does not reach it, and holds no
+    descriptor of this process open.
     """
 
     def __init__(self, launch_id: str) -> None:
-        reader, self._writer = os.pipe()
+        read_end, self._write_end = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             code = 1
             try:
-                os.close(self._writer)
-                _keep(reader, launch_id)
+                os.close(self._write_end)
+                _reap(read_end, launch_id)
                 code = 0
             finally:
                 os._exit(code)
-        os.close(reader)
+        os.close(read_end)
 
     def add(self, pid: int) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._writer, b"%d\n" % pid)
+            os.write(self._write_end, b"%d\n" % pid)
 
     def close(self) -> None:
-        """All have ended: the keeper may go."""
+        """End the reaper: all processes have ended."""
         with contextlib.suppress(OSError):
-            os.write(self._writer, b"over\n")
-        os.close(self._writer)
+            os.write(self._write_end, b"done\n")
+        os.close(self._write_end)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
 
-def _keep(reader: int, launch_id: str) -> None:
+def _reap(read_end: int, launch_id: str) -> None:
+    """Wait until the parent closes the pipe; end its processes unless it has written "done"."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in FORWARDED:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
-        os.dup2(nothing, descriptor)
-    os.closerange(3, reader)
-    os.closerange(reader + 1, 256)
-    told = b""
-    while chunk := os.read(reader, 4096):
-        told += chunk
-    lines = told.split()
-    if b"over" not in lines:
+        os.dup2(null, descriptor)
+    os.closerange(3, read_end)
+    os.closerange(read_end + 1, 256)
+
+    received = b""
+    while chunk := os.read(read_end, 4096):
+        received += chunk
+    lines = received.split()
+    if b"done" not in lines:
         started = [int(line) for line in lines]
-        clear(lambda: survivors(launch_id, started), PATIENCE)
+        end_all(lambda: find_processes(launch_id, started), TERMINATE_SECONDS)

@@ -1,7 +1,5 @@
-"""Which programs that start ranks are here, and which mpiexec is which and belongs here.
+"""Find the programs that start ranks, and identify which MPI an mpiexec belongs to."""
 
-Not here: what is started with them (plan.py).
-"""
 from __future__ import annotations
 
 import functools
@@ -11,70 +9,68 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from ..schedulers.pbs import program as pbs_program
+from ..schedulers.pbs.programs import find_program as find_pbs_program
+from .methods import MPIEXECS
+from .methods.pals import Pals
+from .plan import Mpiexec
 
 PALS_FOLDER = Path("/opt/cray/pals")
-KINDS = {"pals": "PALS", "openmpi": "Open MPI", "intel-mpi": "Intel MPI", "mpich": "MPICH"}
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpirun")
-_SECONDS = 10.0  # an mpiexec that needs longer to tell its version is of no use
-# What `mpiexec --version` says, by family:
-_SAYS = (("pals", r"\bPALS\b|\bpals\b"), ("openmpi", r"\((Open MPI|OpenRTE|PRRTE)\)|\bPRRTE\b|Open MPI"),
-         ("intel-mpi", r"Intel\(R\) MPI"), ("mpich", r"HYDRA build details"))
-
-
-class Mpiexec(NamedTuple):
-    """An mpiexec that was told apart: kind is a key of KINDS, major its main version (0 where it does not matter).
-
-    other_srun: whether its folder has a srun that is not the one on PATH, as where two versions of Slurm are installed.
-    """
-
-    path: str
-    kind: str
-    major: int = 0
-    other_srun: bool = False
+_VERSION_SECONDS = 10.0
 
 
 class Programs:
-    """The programs of this host. Each is looked for when it is asked for; environ: as the program is to be found."""
+    """The programs of this host, each looked for when it is first needed."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, *, mpiexec: str | None = None,
-                 pals_folder: Path = PALS_FOLDER) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        mpiexec: str | None = None,
+        pals_folder: Path = PALS_FOLDER,
+    ) -> None:
+        """environ: decides where programs are found. mpiexec: the path that the user has given."""
         self._path = environ.get("PATH", os.defpath)
-        self._in_pbs_task = bool(environ.get("PBS_JOBCOOKIE"))  # else pbs_tmrsh and pbsdsh refuse, as after ssh
-        self._asked_for = mpiexec
+        # Outside of a task of PBS, as after ssh, pbs_tmrsh and pbsdsh refuse to work.
+        self._in_pbs_task = bool(environ.get("PBS_JOBCOOKIE"))
+        self._given_mpiexec = mpiexec
         self._pals_folder = pals_folder
 
     def find(self, name: str) -> str | None:
-        """Path of srun, ssh, pbs_tmrsh or pbsdsh, or None."""
-        if name.startswith("pbs"):
-            if not self._in_pbs_task:
-                return None
-            found = pbs_program(name)
-            return found if os.path.isabs(found) else shutil.which(found, path=self._path)
-        return shutil.which(name, path=self._path)
+        """Return the path of a program such as srun, ssh or pbs_tmrsh; None where it is missing."""
+        if not name.startswith("pbs"):
+            return shutil.which(name, path=self._path)
+        if not self._in_pbs_task:
+            return None
+        found = find_pbs_program(name)
+        return found if os.path.isabs(found) else shutil.which(found, path=self._path)
 
     @functools.cached_property
     def mpiexec(self) -> Mpiexec | None:
-        """The mpiexec that belongs here: the one asked for; PALS where it is installed; else the first real one."""
-        candidates = [self._asked_for] if self._asked_for else self._candidates()
-        found = next((found for path in candidates if (found := identify(path)) is not None), None)
-        return found._replace(other_srun=self._is_other_srun(os.path.dirname(found.path))) if found else None
+        """The mpiexec that was given, else that of PALS, else the first real one on PATH."""
+        for path in [self._given_mpiexec] if self._given_mpiexec else self._candidates():
+            found = identify(path)
+            if found is not None:
+                return found._replace(other_srun=self._has_other_srun(os.path.dirname(path)))
+        return None
 
     @functools.cached_property
     def pals(self) -> Mpiexec | None:
-        """PALS's mpiexec, where it is installed: a Cray EX, whose network other launchers cannot set up."""
-        for path in pals_candidates(self._pals_folder, self._path):
-            return Mpiexec(path, "pals")
-        return None
+        """The mpiexec of PALS; None where PALS is not installed."""
+        paths = pals_candidates(self._pals_folder, self._path)
+        return Mpiexec(paths[0], Pals) if paths else None
 
-    def _is_other_srun(self, folder: str) -> bool:
-        beside, ours = shutil.which("srun", path=folder), self.find("srun")
-        return bool(beside and ours) and os.path.realpath(beside or "") != os.path.realpath(ours or "")
+    def _has_other_srun(self, folder: str) -> bool:
+        """Return whether a folder has an srun that is not the one on PATH."""
+        in_folder, on_path = shutil.which("srun", path=folder), self.find("srun")
+        if in_folder is None or on_path is None:
+            return False
+        return os.path.realpath(in_folder) != os.path.realpath(on_path)
 
     def _candidates(self) -> Iterator[str]:
-        yield from pals_candidates(self._pals_folder, self._path)  # a conda or pip MPI may hide it on PATH
+        # On PATH the mpiexec of PALS may be hidden by one that conda or pip has installed.
+        yield from pals_candidates(self._pals_folder, self._path)
         for folder in self._path.split(os.pathsep):
             for name in _NAMES:
                 path = os.path.join(folder or ".", name)
@@ -83,45 +79,56 @@ class Programs:
 
 
 def pals_candidates(folder: Path, path: str) -> list[str]:
-    """mpiexec of PALS: the version whose module is loaded, then the default one, then the newest."""
-    loaded = [Path(entry) / "mpiexec" for entry in path.split(os.pathsep) if entry.startswith(f"{folder}/")]
-    versions = sorted(folder.glob("[0-9]*/bin/mpiexec"), key=lambda file: _numbers(file.parts[-3]), reverse=True)
-    return [str(file) for file in dict.fromkeys([*loaded, folder / "default/bin/mpiexec", *versions])
-            if os.access(file, os.X_OK)]
+    """Return each mpiexec of PALS: of the loaded module, the default version, then the newest."""
+    loaded = [
+        Path(entry) / "mpiexec"
+        for entry in path.split(os.pathsep)
+        if entry.startswith(f"{folder}/")
+    ]
+    versions = sorted(folder.glob("[0-9]*/bin/mpiexec"), key=_version_of, reverse=True)
+    files = dict.fromkeys([*loaded, folder / "default/bin/mpiexec", *versions])
+    return [str(file) for file in files if os.access(file, os.X_OK)]
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+def _version_of(mpiexec: Path) -> list[int]:
+    """Convert /opt/cray/pals/1.10/bin/mpiexec to [1, 10]."""
+    return [int(number) for number in re.findall(r"\d+", mpiexec.parts[-3])]
 
 
 def identify(path: str) -> Mpiexec | None:
-    """Which mpiexec is at path. None for what only has the name: PBS's own wrapper, Slurm's, or one that hangs."""
+    """Return which mpiexec this is; None for one that hangs or is only a wrapper, as of PBS."""
     if f"{PALS_FOLDER}/" in path or f"{PALS_FOLDER}/" in os.path.realpath(path):
-        return Mpiexec(path, "pals")
-    if _is_script_of_slurm(path):
+        return Mpiexec(path, Pals)
+    if _is_wrapper_of_slurm(path):
         return None
     try:
-        said = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=_SECONDS).stdout.decode(errors="replace")
+        done = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_VERSION_SECONDS,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return from_version(path, said)
+    return from_version(path, done.stdout.decode(errors="replace"))
 
 
-def from_version(path: str, said: str) -> Mpiexec | None:
-    """The same, by what `--version` printed: "mpiexec (OpenRTE) 4.1.4" -> openmpi, 4."""
-    for kind, pattern in _SAYS:
-        if re.search(pattern, said):
-            number = re.search(r"\)\s+(\d+)\.\d|Version:\s+(\d+)\.", said)
-            return Mpiexec(path, kind, int(number[1] or number[2]) if number else 0)
+def from_version(path: str, output: str) -> Mpiexec | None:
+    """Identify an mpiexec by the output of --version: "mpiexec (OpenRTE) 4.1.4" is Open MPI 4."""
+    for method in MPIEXECS:
+        if re.search(method.version_pattern, output):
+            version = re.search(r"\)\s+(\d+)\.\d|Version:\s+(\d+)\.", output)
+            major = int(version[1] or version[2]) if version else 0
+            return Mpiexec(path, method, major)
     return None
 
 
-def _is_script_of_slurm(path: str) -> bool:
-    """Debian's slurm-wlm-torque has a Perl script that calls srun with options of another mpiexec."""
+def _is_wrapper_of_slurm(path: str) -> bool:
+    """Return whether this is the Perl script of Debian's slurm-wlm-torque, which calls srun."""
     try:
         with open(path, "rb") as file:
-            head = file.read(4096)
+            start = file.read(4096)
     except OSError:
         return False
-    return b"perl" in head.split(b"\n")[0] and (b"slurm" in head.lower() or b"srun" in head)
+    return b"perl" in start.split(b"\n")[0] and (b"slurm" in start.lower() or b"srun" in start)

@@ -1,113 +1,124 @@
-"""The program that srun or mpiexec starts as each rank: it joins the launch, sets the rank's variables and becomes the
-user's program by exec(), so that process tree, open descriptors (PMI_FD), GPU masks and signals are the launcher's.
+"""The program that srun or an mpiexec starts as each rank.
+
+It joins the launch, sets the rank's variables and becomes the user's program by exec(), so that the
+process tree, open descriptors (PMI_FD), GPU masks and signals are those of the native launcher.
 """
+
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
-from .. import held_signals
-from ..launchers import LaunchError, Placement, detect
+from .. import process
+from .. import signals as early_signals
+from ..launch_report import VARIABLE, parse_address
+from ..launchers.base import LaunchError
+from ..launchers.detect import detect
+from .connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
+from .environment import correct_slurm_variables
 from .files import problem_with
 from .output import open_file
-from .ports import ReservedPort
-from .report import VARIABLE, parse
-from .wire import Wire, connect
+from .reserved_port import ReservedPort
+from .script_imports import imports_this_package
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Join, then become the program; returns an exit status where that is not possible.
+    """Join, then become the program; return an exit status where that is not possible.
 
-    arguments: working folder, script to compare (or ""), its checksum (or ""), folder for the output (or ""), and the
-    words of the program.
+    arguments: working folder, script to compare (or ""), its checksum (or ""), folder for the
+    output (or ""), and the words of the program.
     """
     folder, script, checksum, output_dir, *program = arguments
-    reached = connect(*parse(os.environ.get(VARIABLE, ""))[:2])
+    addresses, launch_port, token = parse_address(os.environ.get(VARIABLE, ""))
+    reached = connect(addresses, launch_port)
     if reached is None:
-        return _fail(f"launch.py cannot be reached at {os.environ.get(VARIABLE, '').rpartition('/')[0] or 'no address'}"
-                     ". Expected a network between the hosts of a job, and its environment on each: check both")
-    wire, address = reached
+        where = os.environ.get(VARIABLE, "").rpartition("/")[0] or "no address"
+        return _fail(
+            f"launch.py cannot be reached at {where}. Expected a network between the hosts of a "
+            "job, and its environment on each. Check both"
+        )
+    connection, address = reached
     port: ReservedPort | None = None
     output: int | None = None
-    report: dict[str, object] = {"token": parse(os.environ[VARIABLE])[2], "reached": address, "host": host_id()}
+    report: JoinReport = {"token": token, "reached": address, "host": host_id()}
+    launcher = ""
     try:
         placement = detect()
+        launcher = placement.launcher
+        report["rank"] = placement.rank
+        report["world_size"] = placement.world_size
+        report["local_rank"] = placement.local_rank
         if placement.rank == 0:
             port = ReservedPort()
-        report |= _report(placement, port)
+            report["port"] = port.port
         report["problem"] = problem_with(folder, script, int(checksum) if checksum else None)
         if output_dir and not report["problem"]:
             output = _open_output(output_dir, placement.rank)
     except (LaunchError, OSError) as error:
         report["problem"] = str(error)
-    variables = _join(wire, report)
-    if variables is None:  # launch.py says why
+
+    response = _join(connection, report)
+    if response is None:  # launch.py prints the reason
         return 1
+    os.environ.update(response["variables"])
+    if os.environ.get("SLURM_JOB_ID") and launcher != "slurm":
+        correct_slurm_variables(os.environ, response["num_hosts"])
     if port is not None:
         port.keep_over_exec()
-    os.environ.update(variables)
     if output is not None:
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-    if held_signals.handles_stops(program):
-        held_signals.block()
-        os.environ[held_signals.VARIABLE] = "1"
-        for number in held_signals.take():  # caught since the import of this package
-            os.kill(os.getpid(), number)  # blocked, it stays pending for the program
-    else:
-        held_signals.release()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and not every program does
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    _restore_signals(program)
     try:
         os.execvp(program[0], program)
     except OSError as error:
-        status = 127 if isinstance(error, FileNotFoundError) else 126
-        return _fail(f"{program[0]} could not be started: {error.strerror}. Expected a program, or a script whose name "
-                     "ends in .py", status)
-
-
-def _report(placement: Placement, port: ReservedPort | None) -> dict[str, object]:
-    return {"rank": placement.rank, "world_size": placement.world_size, "local_rank": placement.local_rank,
-            **({"port": port.port} if port is not None else {})}
+        status = 127 if isinstance(error, FileNotFoundError) else 126  # as a shell does
+        return _fail(
+            f"{program[0]} could not be started: {error.strerror}. Expected a program, or a script "
+            "whose name ends in .py",
+            status,
+        )
 
 
 def _open_output(folder: str, rank: int) -> int:
-    """Open the file for the output of a rank. Raises LaunchError where it cannot be written."""
+    """Open the file for the output of a rank. Raise LaunchError where it cannot be written."""
     try:
         return open_file(folder, rank)
     except OSError as error:
-        raise LaunchError(f"the output folder {folder} cannot be written ({error.strerror}). Expected a folder in "
-                          "which this user may create files. Choose another --output-dir") from error
+        raise LaunchError(
+            f"the output folder {folder} cannot be written ({error.strerror}). Expected a folder "
+            "in which this user may create files. Choose another --output-dir"
+        ) from error
 
 
 def host_id() -> list[str]:
-    """This host's name, and what tells it from another host of the same name."""
-    found = [socket.gethostname()]
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        found.append(file.read().strip())
-    with suppress(OSError):
-        found.append(os.readlink("/proc/self/ns/net"))
-    return found
+    """Return this host's name, and what distinguishes it from another host of that name."""
+    return [socket.gethostname(), process.boot_id(), process.namespace("net")]
 
 
-def _join(wire: Wire, report: Mapping[str, object]) -> dict[str, str] | None:
-    """Send this rank's report and wait until launch.py knows all ranks; None where the launch has failed."""
-    wire.send({"join": dict(report)})
-    while not wire.closed:
-        select.select([wire], [wire] if wire.unsent else [], [])
-        wire.flush()
-        for message in wire.receive():
-            if isinstance(message.get("variables"), dict):
-                wire.close()
-                return dict(message["variables"])
-            return None
-    return None
+def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
+    """Report this rank and wait for its variables; None where the launch has failed."""
+    connection.send({"join": report}, timeout=CONNECT_SECONDS)
+    response = connection.receive_one()
+    connection.close()
+    return response if response and "variables" in response else None
+
+
+def _restore_signals(program: Sequence[str]) -> None:
+    """Give the program the signals that it expects."""
+    if imports_this_package(program):
+        early_signals.block()
+        os.environ[early_signals.VARIABLE] = "1"
+        for number in early_signals.take():  # caught since the import of this package
+            os.kill(os.getpid(), number)  # stays pending for the program
+    else:
+        early_signals.release()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 def _fail(text: str, status: int = 1) -> int:

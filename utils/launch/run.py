@@ -1,114 +1,94 @@
-"""Carrying a plan out: on this host alone, by one native command, or by agents.
+"""Run a plan: by a native launcher, by agents, or on this host alone."""
 
-Not here: making the plan (plan.py).
-"""
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
-import subprocess
-import sys
 import time
 
-from ..schedulers.pbs import short
-from .commands import host_words
-from .outcome import Outcome, say
-from .output import Output, open_file, prefixed
+from ..launch_report import ReportListener
+from ..schedulers.exit_status import EXIT_REQUEUE
+from .event_loop import CaughtSignals, EventLoop
+from .host_processes import host_processes, signals_workers
+from .host_ranks import start_on_host
+from .output import Outputs, labelled, write_output
 from .plan import Plan
-from .ports import ReservedPort
-from .processes import Processes, Signals
-from .report import EXIT_REQUEUE, Report
+from .processes import Processes
+from .reserved_port import ReservedPort
+from .result import LaunchResult, print_status
 
 _DRAIN_SECONDS = 1.0
+_BACKLOG = 16
 
 
 def run(plan: Plan) -> int:
-    """Start the ranks and wait for them; returns the exit status of the launch, that of the first rank that failed.
+    """Start the ranks and wait for them; return the exit status of the launch.
 
-    EXIT_REQUEUE when all ranks have saved after a stop, whatever the launcher between has made of it.
+    It is that of the first rank that failed, and EXIT_REQUEUE when all ranks have saved after a
+    stop, whatever the launcher in between makes of that.
     """
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
-    native = plan.means != "local" and not plan.agents
-    ports = range(0)
-    if native and plan.means == "srun" and short(plan.host) not in map(short, plan.hosts):
-        # a login host, perhaps behind a firewall
-        from .native import srun_ports
-        ports = srun_ports()
-    with Report(plan.world_size + 16 if native else 16, ports) as report, Signals() as signals:
+    joining = plan.world_size if plan.native_launcher_starts_ranks else 0  # at the same time
+    ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
+    with ReportListener(_BACKLOG + joining, ports) as report, CaughtSignals() as signals:
         plan = plan._replace(environ={**plan.environ, **report.variables})
-        if plan.means == "local":
-            status = _run_here(plan, launch_id, signals)
-        elif plan.agents:  # loaded only where needed: what launch.py loads, a short launch feels
-            from .control import run_agents
+        # Modules are loaded only where they are needed: a short launch would notice.
+        if plan.native_launcher_starts_ranks:
+            from .native_launch import run_native_launcher
+
+            status = run_native_launcher(plan, launch_id, signals, report)
+        elif plan.uses_agents:
+            from .coordinator import run_agents
+
             status = run_agents(plan, launch_id, signals)
         else:
-            from .native import run_native
-            status = run_native(plan, launch_id, signals, report)
+            status = _run_local(plan, launch_id, signals)
         if report.saved():
-            say(f"all ranks have saved, and the run can go on from there (exit status {EXIT_REQUEUE})")
+            print_status(
+                "all ranks have saved, and the run can be continued from there (exit status "
+                f"{EXIT_REQUEUE})"
+            )
             return EXIT_REQUEUE
         return status
 
 
-def _run_here(plan: Plan, launch_id: str, signals: Signals) -> int:
-    outcome = Outcome()
-    outputs: list[Output] = []  # of the ranks, where each line is to start with the rank
+def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals) -> int:
+    """Run the ranks of this host as children of this process."""
+    torchrun = plan.options.torchrun
+    result = LaunchResult()
     port = ReservedPort()  # for as long as this process lives
-    workers = plan.options.torchrun
-    with Processes(launch_id) as processes:
-        for words, variables in host_words(plan, 0, "127.0.0.1", str(port.port), "127.0.0.1"):
-            file = open_file(plan.options.output_dir, variables["RANK"]) if (
-                plan.options.output_dir and not workers) else None
-            pipe = subprocess.PIPE if plan.options.prefix_output and file is None and not workers else file
-            # A stop of PBS goes to the whole session, and torchrun would die of it.
-            child = processes.start(words, {**plan.environ, **variables}, new_session=workers, stdout=pipe, stderr=pipe,
-                                    hold_signals=True)
-            if file is not None:
-                os.close(file)
-            outputs += [Output(stream, number, int(variables["RANK"])) for number, stream in (
-                (1, child.stdout), (2, child.stderr)) if stream is not None] if child else []
+
+    def write(stream: int, text: bytes, rank: int) -> None:
+        write_output(stream, labelled(text, rank))
+
+    with Processes(launch_id) as processes, EventLoop(signals) as loop:
+        # Without labels the ranks share our streams.
+        outputs = Outputs(loop, write) if plan.options.label and not torchrun else None
+        start_on_host(
+            host_processes(plan, 0, "127.0.0.1", str(port.port), "127.0.0.1"),
+            plan.environ,
+            processes,
+            outputs,
+            output_dir="" if torchrun else plan.options.output_dir,
+            new_session=torchrun,  # PBS signals whole sessions; torchrun would be terminated by it
+        )
         while processes.running:
             now = time.monotonic()
+            # First: whatever ends from now on wakes the loop.
+            stops = signals.take()
             for index, status in processes.ended():
-                who = "torchrun" if workers else f"rank {index}"
-                outcome.ended(who, status, now, others=processes.running)
-            for number in signals.take():
-                if outcome.is_last_stop(number, now):
-                    outcome.end_now(number, now)
+                who = "torchrun" if torchrun else f"rank {index}"
+                result.process_ended(who, status, now, others=processes.running)
+            for number in stops:
+                if result.is_last_stop(number, now):
+                    result.end_now(number, now)
                 else:
-                    processes.signal(number, to_their_children=workers and not plan.options.restarts)
-            due = None
-            if outcome.end_at is not None:
-                due = max(0.0, outcome.end_at - now)
-                if not due:
-                    processes.end(now)
-                    due = processes.kill_late(now)
+                    processes.signal(number, to_workers=signals_workers(plan, number))
+            due = None if result.end_at is None else max(0.0, result.end_at - now)
+            if due == 0.0:
+                processes.end(now)
+                due = processes.kill_late(now)
             if processes.running:
-                with selectors.DefaultSelector() as selector:
-                    selector.register(signals, selectors.EVENT_READ)
-                    for output in outputs:
-                        selector.register(output, selectors.EVENT_READ)
-                    for key, _ in selector.select(due):
-                        if isinstance(key.fileobj, Output):
-                            _pass_on(key.fileobj, outputs)
-        limit = time.monotonic() + _DRAIN_SECONDS
-        while outputs and time.monotonic() < limit:  # what the ranks left behind may hold their streams open
-            for output in list(outputs):
-                _pass_on(output, outputs)
-            time.sleep(0.01)
-    return outcome.status
-
-
-def _pass_on(output: Output, outputs: list[Output]) -> None:
-    """Write the lines that a rank has written; take it off the list at its end."""
-    text = output.read()
-    if text is None:
-        outputs.remove(output)
-        text = output.rest()
-        output.close()
-    if text:
-        with contextlib.suppress(OSError):  # whoever read it is gone
-            target = (sys.stdout if output.stream == 1 else sys.stderr).buffer
-            target.write(prefixed(text, output.index))
-            target.flush()
+                loop.run_once(due, outputs.flush_partial_lines() if outputs else None)
+        if outputs is not None:
+            outputs.drain(_DRAIN_SECONDS, loop.run_once)
+    return result.status

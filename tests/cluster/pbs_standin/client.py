@@ -1,7 +1,4 @@
-"""The commands of the stand-in, except those that work inside of a job (tasks.py): main(name, socket of the server).
-
-Not here: the options of qsub (qsub.py), what is printed in answer to a question (answers.py).
-"""
+"""The commands of the stand-in, except those that work inside of a job (tasks.py): main(name, socket of the server)."""
 from __future__ import annotations
 
 import getopt
@@ -12,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.cluster.pbs_standin import answers, qsub, tasks, wire
+from tests.cluster.pbs_standin import listings, messages, qsub, tasks
 from tests.cluster.pbs_standin.jobs import DOMAIN, SERVER
 from tests.cluster.pbs_standin.resources import Refused
 
@@ -25,7 +22,7 @@ JOB_USAGE = {
 }
 JOB_OPTIONS = {"qdel": "W:x", "qsig": "s:", "qhold": "h:", "qrls": "h:", "qrerun": "W:"}
 VERBS = {"qdel": "delete", "qsig": "signal", "qhold": "hold", "qrls": "release", "qrerun": "rerun"}
-# A server that does not answer: exit status, and the second line.
+# A server that does not response: exit status, and the second line.
 DOWN = {"qsub": (162, "qsub: cannot connect to server {server} (errno={error})"),
         "qdel": (162, "Couldn't connect to cluster: {server}"),
         "pbsnodes": (1, "pbsnodes: cannot connect to server {server}, error={error}")}
@@ -37,16 +34,16 @@ class Connection:
     def __init__(self, command: str, path: str) -> None:
         self.command, self.path = command, path
 
-    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def send_request(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         server = os.environ.get("PBS_SERVER") or SERVER
         known = server in (SERVER, f"{SERVER}.{DOMAIN}")
         try:
             if not known:
                 raise ConnectionRefusedError
-            for answer in wire.ask(self.path, request):
-                if "message" in answer:
-                    raise Refused(answer["status"], answer["message"])
-                yield answer
+            for response in messages.send_request(self.path, request):
+                if "message" in response:
+                    raise Refused(response["status"], response["message"])
+                yield response
         except (ConnectionRefusedError, FileNotFoundError):
             status, second = DOWN.get(self.command, (255, self.command + ": cannot connect to server {server} "
                                                      "(errno={error})"))
@@ -55,7 +52,7 @@ class Connection:
             raise SystemExit(status if known else 160) from None
 
     def one(self, request: dict[str, Any]) -> dict[str, Any]:
-        return next(self.ask(request))
+        return next(self.send_request(request))
 
 
 def who() -> dict[str, str]:
@@ -64,10 +61,10 @@ def who() -> dict[str, str]:
 
 def submit(words: list[str], server: Connection) -> int:
     request = qsub.request(words)
-    talk = server.ask(request)
-    answer = next(talk)
+    talk = server.send_request(request)
+    response = next(talk)
     if not request["silent"]:
-        print(answer["id"], flush=True)
+        print(response["id"], flush=True)
     return int(next(talk)["status"]) & 0xFF if request["block"] else 0
 
 
@@ -106,20 +103,20 @@ def status_of(words: list[str], server: Connection) -> int:
         sys.stderr.write(f"qstat: Unknown queue destination {name}\n")
     jobs, errors = [], []
     if not bad:
-        answer = server.one({"do": "stat", "jobs": names, "finished": bool({"-x", "-H"} & letters),
+        response = server.one({"do": "stat", "jobs": names, "finished": bool({"-x", "-H"} & letters),
                              "elements": "-t" in letters})
-        jobs, errors = answer["jobs"], answer["errors"]
+        jobs, errors = response["jobs"], response["errors"]
     if "-J" in letters:
         jobs = [(name, job) for name, job in jobs if "array" in job]
     if as_json:
-        print(answers.document("Jobs", dict(jobs)))
+        print(listings.document("Jobs", dict(jobs)))
     elif "-f" in letters:
-        print("".join(answers.full("Job Id", name, job, "-w" in letters) for name, job in jobs), end="")
+        print("".join(listings.full("Job Id", name, job, "-w" in letters) for name, job in jobs), end="")
     elif {"-a", "-i", "-s", "-n", "-r"} & letters:
-        print(answers.wide_table(jobs, nodes="-n" in letters, comments="-s" in letters, one_line="-1" in letters),
+        print(listings.wide_table(jobs, nodes="-n" in letters, comments="-s" in letters, one_line="-1" in letters),
               end="")
     else:
-        print(answers.table(jobs), end="")
+        print(listings.table(jobs), end="")
     sys.stdout.flush()
     for _, message in errors:
         sys.stderr.write(f"qstat: {message}\n")
@@ -127,31 +124,31 @@ def status_of(words: list[str], server: Connection) -> int:
 
 
 def queues(names: list[str], letters: set[str], as_json: bool, server: Connection) -> int:
-    answer = server.one({"do": "queues"})
-    known = {name: rules for name, rules in answer["queues"].items() if name in names or not names}
+    response = server.one({"do": "queues"})
+    known = {name: rules for name, rules in response["queues"].items() if name in names or not names}
     for name in names:
         if name not in known:
             sys.stderr.write(f"qstat: Unknown queue {name}\n")
-    shown = {name: answers.queue_attributes(rules, answer["counts"][name]) for name, rules in known.items()}
+    shown = {name: listings.queue_attributes(rules, response["counts"][name]) for name, rules in known.items()}
     if as_json:
-        print(answers.document("Queue", shown))
+        print(listings.document("Queue", shown))
     elif "-f" in letters:
-        print("".join(answers.full("Queue", name, queue, False) for name, queue in shown.items()), end="")
+        print("".join(listings.full("Queue", name, queue, False) for name, queue in shown.items()), end="")
     elif known:
-        print(answers.queue_table(known, answer["counts"]), end="")
+        print(listings.queue_table(known, response["counts"]), end="")
     return 170 if len(known) < len(names) else 0
 
 
 def server_status(full: bool, server: Connection) -> int:
-    answer = server.one({"do": "queues"})
-    count = {state: sum(each[state] for each in answer["counts"].values()) for state in "QHWRE"}
-    total = sum(count.values()) + answer["history"]
+    response = server.one({"do": "queues"})
+    count = {state: sum(each[state] for each in response["counts"].values()) for state in "QHWRE"}
+    total = sum(count.values()) + response["history"]
     if full:
         attributes = {"server_state": "Active", "server_host": f"{SERVER}.{DOMAIN}", "scheduling": "True",
-                      "total_jobs": str(total), "state_count": answers.state_count(count),
-                      "default_queue": answer["default"], "job_history_enable": "True",
-                      "pbs_version": answers.VERSION}
-        print(answers.full("Server", SERVER, attributes, False), end="")
+                      "total_jobs": str(total), "state_count": listings.state_count(count),
+                      "default_queue": response["default"], "job_history_enable": "True",
+                      "pbs_version": listings.VERSION}
+        print(listings.full("Server", SERVER, attributes, False), end="")
         return 0
     print("Server             Max   Tot   Que   Run   Hld   Wat   Trn   Ext Status\n"
           "---------------- ----- ----- ----- ----- ----- ----- ----- ----- -----------\n"
@@ -176,18 +173,18 @@ def nodes(words: list[str], server: Connection) -> int:
     if not names and "-a" not in letters:
         raise Refused(1, "usage:\tpbsnodes [-{o|r}][-C comment][-s server] host host ...\n")
     if dict(found).get("-F") == "json":
-        shown = {name: answers.node_attributes(name, node, as_text=False) for name, node in wanted.items()}
-        print(answers.document("nodes", shown))
+        shown = {name: listings.node_attributes(name, node, as_text=False) for name, node in wanted.items()}
+        print(listings.document("nodes", shown))
     else:
-        print("".join(answers.node_text(name, node) for name, node in wanted.items()), end="")
+        print("".join(listings.node_text(name, node) for name, node in wanted.items()), end="")
     return status
 
 
 def select(words: list[str], server: Connection) -> int:
     """qselect -s STATES -u USER -x"""
     options = dict(getopt.gnu_getopt(words, "s:u:x")[0])
-    answer = server.one({"do": "stat", "jobs": [], "finished": "-x" in options, "elements": False})
-    for name, job in answer["jobs"]:
+    response = server.one({"do": "stat", "jobs": [], "finished": "-x" in options, "elements": False})
+    for name, job in response["jobs"]:
         if job["job_state"] in options.get("-s", job["job_state"]) and (
                 job["Job_Owner"].partition("@")[0] == options.get("-u", job["Job_Owner"].partition("@")[0])):
             print(name)
@@ -205,7 +202,7 @@ def main(name: str, path: str) -> int:
         stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     words = sys.argv[1:]
     if words == ["--version"]:
-        print(f"pbs_version = {answers.VERSION}")
+        print(f"pbs_version = {listings.VERSION}")
         return 0
     try:
         return COMMANDS[name](words, Connection(name, path))

@@ -1,7 +1,7 @@
 """A job while it runs: its files, its login shell, signals, the two deadlines, and what is left of it.
 
 What pbs_mom does on the first host, as recorded: signals go to every process of the sessions on the first host, the
-login shell dies of them, and then the job ends. Not here: when a job may start (server.py).
+login shell dies of them, and then the job ends.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.pbs_standin import wire
+from tests.cluster.pbs_standin import messages
 from tests.cluster.pbs_standin.jobs import Job, Task, environment
 from tests.cluster.pbs_standin.resources import Node, seconds
 
@@ -83,17 +83,17 @@ def spawn(job: Job, places: Places, host: str, command: list[str], *, cookie: st
     task = Task(host)
     first = job.hosts[0]
     output, error = (str(path) for path in streams(job, places, first))
-    asked = {"command": command, "executable": executable, "stdin": stdin, "missing": missing,
+    requested = {"command": command, "executable": executable, "stdin": stdin, "missing": missing,
              "environment": environment(job, host, number, cookie), "cwd": request["home"],
              "owner": [request["uid"], request["gid"]], "umask": int(request["umask"] or "077", 8),
              "stdout": output, "stderr": error}
-    for answer in wire.ask(places.socket(host), asked):
+    for response in messages.send_request(places.socket(host), requested):
         with job.changed:
-            if "pid" in answer:
-                task.pid = answer["pid"]
+            if "pid" in response:
+                task.pid = response["pid"]
                 job.tasks.append(task)
             else:
-                task.status = answer["status"]
+                task.status = response["status"]
             job.changed.notify_all()
         yield task
 

@@ -1,7 +1,4 @@
-"""One job: what it asked for, how far it is, and its attributes as qstat -f shows them.
-
-Not here: running it (execution.py), choosing the next one (server.py).
-"""
+"""One job: what it requested for, how far it is, and its attributes as qstat -f shows them."""
 from __future__ import annotations
 
 import threading

@@ -1,6 +1,6 @@
 """The stand-in's process on each execution host: it starts tasks and reports how they end.
 
-Run on the host as `python mom.py SOCKET`. Not here: what a job is (server.py, execution.py).
+Run on the host as `python mom.py SOCKET`.
 """
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from tests.cluster.pbs_standin.wire import Message, serve
+from tests.cluster.pbs_standin.messages import Message, serve
 
 
 def opened(path: str, request: Message) -> int:

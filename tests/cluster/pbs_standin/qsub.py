@@ -1,7 +1,4 @@
-"""qsub: its options and directives, and what of the submitter's environment goes with the job.
-
-Not here: -l (resources.py), which the server checks.
-"""
+"""qsub: its options and directives, and what of the submitter's environment goes with the job."""
 from __future__ import annotations
 
 import getopt
@@ -153,8 +150,8 @@ def request(words: list[str]) -> dict[str, Any]:
     for letter, value in [*in_script, *given]:  # the command line wins, resource by resource
         if letter == "-l":
             for part in split(value, keep_quotes=True):
-                key, _, asked = part.partition("=")
-                resources[key] = asked
+                key, _, requested = part.partition("=")
+                resources[key] = requested
         elif letter == "-W":
             attributes |= other_attributes(value)
         else:

@@ -1,7 +1,4 @@
-"""The resource requests of qsub -l: select, place, nodes=:ppn=, walltime, sizes; and where chunks are placed.
-
-Not here: other options of qsub (qsub.py), when jobs are started (server.py).
-"""
+"""The resource requests of qsub -l: select, place, nodes=:ppn=, walltime, sizes; and where chunks are placed."""
 from __future__ import annotations
 
 import re
@@ -63,32 +60,32 @@ def seconds(text: str) -> int:
 
 @dataclass
 class Chunk:
-    """One chunk of a select statement, with its resources in the order in which they were asked for."""
+    """One chunk of a select statement, with its resources in the order in which they were requested for."""
 
-    asked: dict[str, str]
+    requested: dict[str, str]
     host: str = ""  # where it was placed
     slot: int = 0
 
     def count(self, name: str) -> int:
         if name == "mem":
-            return kilobytes(self.asked["mem"]) if "mem" in self.asked else 0
-        return int(self.asked.get(name, 1 if name == "ncpus" else 0))
+            return kilobytes(self.requested["mem"]) if "mem" in self.requested else 0
+        return int(self.requested.get(name, 1 if name == "ncpus" else 0))
 
     @property
     def lines(self) -> int:
         """How often its host is in the node file."""
-        return int(self.asked.get("mpiprocs", 1))
+        return int(self.requested.get("mpiprocs", 1))
 
     @property
     def threads(self) -> int:
-        return int(self.asked.get("ompthreads", self.count("ncpus")))
+        return int(self.requested.get("ompthreads", self.count("ncpus")))
 
     def wanted_host(self) -> str | None:
-        return self.asked.get("host", self.asked.get("vnode"))
+        return self.requested.get("host", self.requested.get("vnode"))
 
     def vnode(self) -> str:
         """As in exec_vnode: "(n1:ncpus=2:ngpus=1:mem=1048576kb)"."""
-        words = {name: f"{self.count(name)}{'kb' if name == 'mem' else ''}" for name in self.asked
+        words = {name: f"{self.count(name)}{'kb' if name == 'mem' else ''}" for name in self.requested
                  if name in (*COUNTS, "mem")}
         words = words if "ncpus" in words else {"ncpus": "1", **words}
         return f"({self.host}:{':'.join(f'{name}={value}' for name, value in words.items())})"
@@ -109,7 +106,7 @@ def chunks(select: str) -> list[Chunk]:
             raise illegal("Resource_List.select")
         if int(number) == 0:
             raise illegal()
-        asked = {}
+        requested = {}
         for word in words:
             name, equals, value = word.partition("=")
             if not equals or not value:
@@ -120,8 +117,8 @@ def chunks(select: str) -> list[Chunk]:
                 raise illegal("" if name == "ngpus" else f"select.{name}")
             if name == "mem":
                 kilobytes(value, "select.mem")
-            asked[name] = value
-        result += [Chunk(dict(asked)) for _ in range(int(number))]
+            requested[name] = value
+        result += [Chunk(dict(requested)) for _ in range(int(number))]
     return result
 
 
@@ -149,43 +146,43 @@ def select_of_nodes(nodes: str) -> str:
     return "+".join(groups)
 
 
-def resource_list(asked: Mapping[str, str]) -> dict[str, str]:
-    """The job's Resource_List: `asked` checked, completed with select and place, and with the sums over all chunks."""
-    asked = dict(asked)
-    loose = [name for name in asked if name in KNOWN]
-    unknown = [name for name in asked if name not in KNOWN | {"select", "place", "nodes", "walltime"}]
+def resource_list(requested: Mapping[str, str]) -> dict[str, str]:
+    """The job's Resource_List: `requested` checked, with select, place, and the sums over all chunks."""
+    requested = dict(requested)
+    loose = [name for name in requested if name in KNOWN]
+    unknown = [name for name in requested if name not in KNOWN | {"select", "place", "nodes", "walltime"}]
     if unknown:
         raise Refused(187, f"Unknown resource Resource_List.{unknown[0]}")
-    if "walltime" in asked:
-        asked["walltime"] = walltime(asked["walltime"])
-    if "select" in asked and "nodes" in asked:
+    if "walltime" in requested:
+        requested["walltime"] = walltime(requested["walltime"])
+    if "select" in requested and "nodes" in requested:
         raise Refused(6, "Cannot be used with select or place: nodes")
-    if "select" in asked and loose:
+    if "select" in requested and loose:
         raise Refused(5, f'"-lresource=" cannot be used with "select" or "place", resource is: {loose[0]}')
-    if "place" in asked:
-        check_place(asked["place"])
-        if "select" not in asked:
+    if "place" in requested:
+        check_place(requested["place"])
+        if "select" not in requested:
             raise Refused(7, 'Cannot have "place" without "select"')
-    if "nodes" in asked:
-        asked["select"], asked["place"] = select_of_nodes(asked["nodes"]), "scatter"
-    elif "select" not in asked:
+    if "nodes" in requested:
+        requested["select"], requested["place"] = select_of_nodes(requested["nodes"]), "scatter"
+    elif "select" not in requested:
         for name in loose:
             if name == "mem":
-                kilobytes(asked[name])
-            elif name in COUNTS and not asked[name].isdigit():
+                kilobytes(requested[name])
+            elif name in COUNTS and not requested[name].isdigit():
                 raise illegal(f"Resource_List.{name}")
-        own = {"ncpus": "1", **{name: asked[name] for name in loose}}
-        asked["select"] = "1:" + ":".join(f"{name}={value}" for name, value in own.items())
-        asked["place"] = "pack"
-    asked.setdefault("place", "free")
-    parts = chunks(asked["select"])
+        own = {"ncpus": "1", **{name: requested[name] for name in loose}}
+        requested["select"] = "1:" + ":".join(f"{name}={value}" for name, value in own.items())
+        requested["place"] = "pack"
+    requested.setdefault("place", "free")
+    parts = chunks(requested["select"])
     sums = {"ncpus": sum(part.count("ncpus") for part in parts), "nodect": len(parts),
             "ngpus": sum(part.count("ngpus") for part in parts),
-            "mpiprocs": sum(int(part.asked.get("mpiprocs", 0)) for part in parts)}
-    asked.update({name: str(value) for name, value in sums.items() if value or name in ("ncpus", "nodect")})
-    if any("mem" in part.asked for part in parts):
-        asked["mem"] = size(sum(part.count("mem") for part in parts))
-    return dict(sorted(asked.items()))
+            "mpiprocs": sum(int(part.requested.get("mpiprocs", 0)) for part in parts)}
+    requested.update({name: str(value) for name, value in sums.items() if value or name in ("ncpus", "nodect")})
+    if any("mem" in part.requested for part in parts):
+        requested["mem"] = size(sum(part.count("mem") for part in parts))
+    return dict(sorted(requested.items()))
 
 
 @dataclass

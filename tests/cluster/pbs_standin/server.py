@@ -1,7 +1,6 @@
 """The stand-in's server and scheduler: the queue of jobs, and what the commands ask of it.
 
-Run on pbs-head as `python -m tests.cluster.pbs_standin.server FOLDER`. Not here: how a job runs (execution.py), what
-its commands print (client.py, answers.py).
+Run on pbs-head as `python -m tests.cluster.pbs_standin.server FOLDER`.
 """
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.pbs_standin import execution, wire
+from tests.cluster.pbs_standin import execution, messages
 from tests.cluster.pbs_standin.jobs import FINISHED, SERVER, SYSTEM_HOLD, USER_HOLD, Job, Task, moment_in_comment
+from tests.cluster.pbs_standin.messages import Message
 from tests.cluster.pbs_standin.resources import Node, Refused, placed, resource_list, seconds, walltime, why_not
-from tests.cluster.pbs_standin.wire import Message
 
 UNMET: dict[str, Callable[[int], bool]] = {
     "afterok": lambda status: status != 0, "afternotok": lambda status: status == 0, "afterany": lambda status: False}
@@ -42,8 +41,8 @@ class Server:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def answer(self, request: Message) -> Iterator[Message]:
-        """What the commands ask for; a refusal is an answer too."""
+    def response(self, request: Message) -> Iterator[Message]:
+        """What the commands ask for; a refusal is a response too."""
         try:
             yield from getattr(self, f"do_{request['do']}")(request)
         except Refused as refused:
@@ -61,9 +60,9 @@ class Server:
         for name, value in rules.get("resources_default", {}).items():
             resources = dict(sorted({name: value, **resources}.items()))
         for name, most in rules.get("resources_max", {}).items():
-            asked = resources.get(name, "0")
-            if (seconds(asked if ":" in asked else walltime(asked)) > seconds(most) if name == "walltime"
-                    else int(asked) > most):
+            requested = resources.get(name, "0")
+            if (seconds(requested if ":" in requested else walltime(requested)) > seconds(most) if name == "walltime"
+                    else int(requested) > most):
                 raise Refused(188, "Job violates queue and/or server resource limits")
         if not rules.get("enabled", True):
             raise Refused(173, "Queue is not enabled")
@@ -122,7 +121,7 @@ class Server:
             job.comment += f" and terminated by {by}"
             execution.begin_to_kill(job, "deleted", None if force else self.kill_delay)
         elif job.state != FINISHED:
-            # Jobs that wait for one that never ran are not told: they stay held for ever.
+            # Jobs that wait for one that never ran stay held for ever.
             job.finish(91, "terminated")
             if job.parent is not None:
                 job.comment = "Subjob finished"
@@ -216,8 +215,8 @@ class Server:
             number = job.task_numbers[request["host_name"]] = job.task_numbers.get(
                 request["host_name"], 1 if request["host_name"] == job.hosts[0] else 0) + 1
         with_lines = [part.host for part in job.chunks if part.lines]
-        # That a task on the first host of the node file has ended is not told to a first host that is not in it, unless
-        # the task has ended before it asks.
+        # That a task on the first host of the node file has ended is not reported to a first host that is not in it,
+        # unless the task has ended before the request.
         lost = job.hosts[0] not in with_lines and with_lines[0] == request["host_name"]
         began = time.monotonic()
         for task in execution.spawn(job, self.places, request["host_name"], request["command"], cookie=self.cookie,
@@ -258,7 +257,7 @@ class Server:
         self._owned(job, request)
 
     def _depend(self, job: Job) -> None:
-        """Judge a new job's conditions: it may run, has to wait, or never will."""
+        """Check a new job's dependencies: it may run, has to wait, or never will."""
         for kind, words in job.request["depend"].items():
             for word in words:
                 try:
@@ -268,7 +267,7 @@ class Server:
                     self._never(job)
                     return
                 if other.state == FINISHED:
-                    # One that never ran counts as a success here, unlike in _tell_dependents.
+                    # One that never ran counts as a success here, unlike in _update_dependents.
                     if UNMET[kind](other.exit_status or 0):
                         job.depend.setdefault(kind, []).append(other.id)
                         self._never(job)
@@ -283,9 +282,9 @@ class Server:
         """A condition cannot be met any more: the job is finished as if nothing was wrong, without an Exit_status."""
         job.holds = SYSTEM_HOLD + job.holds.replace(SYSTEM_HOLD, "")
         job.finish(92, "")
-        self._tell_dependents(job)
+        self._update_dependents(job)
 
-    def _tell_dependents(self, job: Job) -> None:
+    def _update_dependents(self, job: Job) -> None:
         """The job has ended: those that wait for it may run, or never will."""
         for kind, children in job.depend.items():
             after = kind.replace("before", "after")
@@ -384,7 +383,7 @@ class Server:
             job.finish(93, "exceeded resource walltime", status)
         else:
             job.finish(92 if status == 0 else 93, "finished" if status == 0 else "failed", status)
-        self._tell_dependents(job)
+        self._update_dependents(job)
         if job.parent is not None and all(each.state == FINISHED for each in job.parent.elements):
             self._array_ended(job.parent)
 
@@ -393,7 +392,7 @@ class Server:
         failed = any(ran)
         substate, how = (91, "terminated") if parent.ended_by else (93, "failed") if failed else (92, "finished")
         parent.finish(substate, how, int(failed) if ran else None)
-        self._tell_dependents(parent)
+        self._update_dependents(parent)
         with parent.changed:
             parent.changed.notify_all()
 
@@ -406,4 +405,4 @@ def indices(array: str) -> list[int]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    wire.serve(str(folder / "server"), Server(folder).answer, mode=0o666)
+    messages.serve(str(folder / "server"), Server(folder).response, mode=0o666)

@@ -1,6 +1,6 @@
 """pbsdsh and pbs_tmrsh: starting programs on the hosts of the job that they are called in.
 
-What the programs print goes to the job's output. Not here: starting them (execution.py).
+What the programs print goes to the job's output.
 """
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def pbsdsh(words: list[str], server: Connection) -> int:
     signal.signal(signal.SIGTERM, stop)
 
     def follow(index: int, host: str) -> None:
-        for answer in server.ask({"do": "task", "job": job, "host_name": host, "command": program}):
-            if "pid" in answer:
-                running[index] = answer["pid"]
+        for response in server.send_request({"do": "task", "job": job, "host_name": host, "command": program}):
+            if "pid" in response:
+                running[index] = response["pid"]
                 started[index].set()
                 if "-v" in options:
                     node, event = int(options.get("-n", index)), 2 * index + 2
@@ -84,8 +84,8 @@ def pbsdsh(words: list[str], server: Connection) -> int:
                 continue
             running.pop(index, None)
             started[index].set()
-            if answer["status"] != 0 or "-v" in options:
-                sys.stderr.write(f"pbsdsh: task 0x{index:08X} exit status {answer['status']}\n")
+            if response["status"] != 0 or "-v" in options:
+                sys.stderr.write(f"pbsdsh: task 0x{index:08X} exit status {response['status']}\n")
                 sys.stderr.flush()
 
     threads = [threading.Thread(target=follow, args=(index, host), daemon=True)
@@ -124,6 +124,6 @@ def pbs_tmrsh(words: list[str], server: Connection) -> int:
     if host not in addresses:
         raise Refused(255, f'host "{host}" is not a node in job <{job}>')
     status = 255
-    for answer in server.ask({"do": "task", "job": job, "host_name": addresses[host], "command": rest}):
-        status = answer.get("status", status)
+    for response in server.send_request({"do": "task", "job": job, "host_name": addresses[host], "command": rest}):
+        status = response.get("status", status)
     return int(status) & 0xFF

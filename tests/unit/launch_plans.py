@@ -1,0 +1,62 @@
+"""Allocations, installed programs and plans for the tests of utils/launch."""
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+
+from utils.launch.methods import IntelMpi, Mpich, OpenMpi, Pals
+from utils.launch.plan import HostInfo, Mpiexec, Options, Plan
+from utils.launch.planner import make_plan
+from utils.schedulers import Allocation
+
+PYTHON = "/env/bin/python"
+TOOLS = {name: f"/bin/{name}" for name in ("srun", "pbs_tmrsh", "pbsdsh", "ssh")}
+SLURM = {"SLURM_JOB_ID": "7", "PATH": "/bin"}
+PBS = {"PBS_JOBID": "7.head", "PBS_NODEFILE": "/aux/7", "PBS_JOBCOOKIE": "c", "PATH": "/bin"}
+HET = {**SLURM, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+       "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+MPICH, INTEL = Mpiexec("/mpich/mpiexec", Mpich, 5), Mpiexec("/intel/mpiexec", IntelMpi)
+OPENMPI4, OPENMPI5 = Mpiexec("/o4/mpiexec", OpenMpi, 4), Mpiexec("/o5/mpiexec", OpenMpi, 5)
+PALS = Mpiexec("/opt/cray/pals/default/bin/mpiexec", Pals)
+
+
+@dataclasses.dataclass
+class Programs:
+    """The programs that are installed."""
+
+    paths: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(TOOLS))
+    mpiexec: Mpiexec | None = None
+    pals: Mpiexec | None = None
+
+    def find(self, name: str) -> str | None:
+        return self.paths.get(name)
+
+
+def job(scheduler: str = "slurm", ranks: tuple[int, ...] = (2, 2),
+        gpus: tuple[int | None, ...] | None = None, cores: tuple[int | None, ...] | None = None,
+        hosts: tuple[str, ...] | None = None) -> Allocation:
+    """A job on hosts n1, n2, ... with these slots, GPUs and cores."""
+    hosts = hosts or tuple(f"n{i + 1}" for i in range(len(ranks)))
+    unknown = (None,) * len(ranks)
+    return Allocation(scheduler, "7", hosts, ranks, gpus or unknown, cores or unknown)
+
+
+def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None, *,
+         command: tuple[str, ...] = ("train.py", "--name", "a b"), programs: Programs | None = None,
+         mpiexec: Mpiexec | None = None, gpus: int = 0, host: str = "n1", root: bool = False,
+         python: str = PYTHON, **options: object) -> Plan:
+    """The plan on host n1 of a job, or on a laptop; mpiexec: the one that is used."""
+    if environ is None:
+        of_job = {"slurm": SLURM, "pbs": PBS}
+        environ = of_job[allocation.scheduler] if allocation else {}
+    if mpiexec is not None:
+        programs = Programs(TOOLS if programs is None else programs.paths, mpiexec)
+        options["launcher"] = "mpiexec"
+    info = HostInfo(host, gpus, python, programs or Programs(), root)
+    return make_plan(command, Options(**options), allocation, info, environ)  # type: ignore[arg-type]
+
+
+def line(plan: Plan) -> str:
+    """The command of a native launcher as a line of shell."""
+    return shlex.join(plan.method.command(plan, plan.program)).replace("'@", "@").replace("@'", "@")

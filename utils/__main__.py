@@ -1,0 +1,21 @@
+"""Run a command of the kit: `python -m utils launch ...`, or `python PATH/TO/utils launch ...`.
+
+Jobs start the folder by its path, with any Python from 3.6 on.
+"""
+
+import importlib
+import os
+import sys
+
+PACKAGE = os.path.dirname(os.path.realpath(__file__))
+
+if sys.version_info < (3, 10):  # too old for the rest of the package
+    sys.path.insert(0, os.path.join(PACKAGE, "launch"))
+    importlib.import_module("interpreter").restart_under_newer_python()
+
+if not __package__:  # started by its path
+    sys.path[0] = os.path.dirname(PACKAGE)
+cli = importlib.import_module((__package__ or os.path.basename(PACKAGE)) + ".cli")
+
+if __name__ == "__main__":
+    sys.exit(cli.main())

@@ -1,0 +1,29 @@
+"""Checkpoints that are always complete or absent, and resume bit-identically.
+
+What Checkpointer.save() does, and what it writes, in this order:
+
+1. Copy: the state is taken apart into a plain tree and tensors (pack.py), and the tensors are
+   copied into preallocated memory (snapshot.py). Then save() returns. The rest is done in a
+   background thread (save.py).
+2. Rank 0 makes the folder .saving-HOST.../ under a temporary name (storage.py: begin).
+3. Each rank writes rank-00000.safetensors, rank-00001.safetensors, ... into it, and syncs its file
+   and the folder (rank_file.py). Checksums of 4 MiB blocks are computed meanwhile (checksums.py).
+4. Each rank reports size and checksums of its file to rank 0 (../coordination.py).
+5. Rank 0 writes manifest.json with all of these, and syncs it and the folder (storage.py: commit).
+6. Rank 0 renames the folder to step-000001200/ and syncs the parent folder. Now the checkpoint is
+   safe, and readers see it.
+7. Rank 0 deletes old checkpoints: it renames each to .deleting-.../ first (storage.py: delete_old).
+
+A load (load.py, restore.py) checks the manifest and all checksums before it changes the state, and
+renames a damaged checkpoint to step-000001200.damaged/. format.py defines manifest and header.
+"""
+
+from __future__ import annotations
+
+from .checkpointer import Checkpointer as Checkpointer
+from .contents import CheckpointError as CheckpointError
+from .contents import Restored as Restored
+from .entries import PerRank as PerRank
+from .reader import export_safetensors as export_safetensors
+from .reader import list_steps as list_steps
+from .reader import load_part as load_part

@@ -1,0 +1,384 @@
+"""Checkpointer: saves a training's state in the background, and loads the newest intact one.
+
+The order in which a save writes its files is in the docstring of this package (__init__.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import operator
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..coordination import CoordinationError, StoreCommunicator
+from ..log import get_logger
+from .checksums import BackgroundChecksums
+from .contents import CheckpointError, RankMetadata, Restored
+from .folder import CheckpointFolder, Retention
+from .load import digest, load_on_all_ranks, restore
+from .pack import Packed, pack
+from .rng import random_states
+from .save import PermanentError, RefusedJob, SaveJob, write_checkpoint
+from .snapshot import ReplicaFinder, Snapshot, share_out
+
+_log = get_logger(__name__)
+
+# When the training ends early: for this rank's part of the save, then for the other ranks'.
+_OWN_PART_TIMEOUT, _OTHER_RANKS_TIMEOUT = 60.0, 10.0
+_FIRST_RETRY_PAUSE_SECONDS, _LONGEST_RETRY_PAUSE_SECONDS = 0.5, 5.0
+
+
+class Checkpointer:
+    """Saves the state of a training, and finds the newest intact one again.
+
+    Every rank makes one and calls the same methods:
+
+        with Checkpointer("checkpoints", keep=3) as checkpoints:
+            state = {"model": ddp, "optimizer": optimizer, "epoch": 0}
+            found = checkpoints.load_latest(state)
+            ...
+            checkpoints.save(step, state)
+
+    A state is a nest of dictionaries, lists and tuples of: objects with state_dict() and
+    load_state_dict() (models, optimizers, schedulers, scalers, samplers; a DDP or compiled model is
+    saved as the plain model), tensors, torch.Generators, numbers, strings, None. pack.py has the
+    complete list. The state is written once, as rank 0 has it, and restored on all ranks, except:
+
+    - Every rank writes and restores its own PerRank(...) parts, its global random number generators
+      (Python, torch, the GPU, numpy; they need not be named), and the buffers up to 1 MiB, such as
+      the running statistics of BatchNorm, of models that are trained under DistributedDataParallel.
+      With another number of ranks, all ranks get the buffers of rank 0.
+    - The ranks share the work of writing the parameters that are trained under
+      DistributedDataParallel, and the states of their optimizers. If your own code makes these
+      differ between ranks (optimizer steps without an exchange of gradients), put
+      model.state_dict() into the state instead of the model, so that rank 0's are saved. A model
+      with a communication hook is written by rank 0 alone.
+
+    A model is trained under DistributedDataParallel if it is such a module over all ranks, or the
+    module inside one, and if an optimizer in the same state has its parameters.
+
+    A save that fails, for example because no space is left, does not end the training: rank 0 logs
+    the error, the files are removed, and the next save is tried. Save the last state with
+    save_and_wait(), which tries again and finally raises. The first save takes longer, because the
+    memory for the copy is new; it is as large as this rank's part.
+
+    folder: on a file system that all hosts share; made if it is missing; for one job at a time.
+        Other programs read it with list_steps(), load_part() and export_safetensors().
+    keep: number of checkpoints that stay. With 2 or more, one is left if the last is damaged.
+    keep_every: steps that are multiples of it stay as well.
+    keep_best: number of checkpoints with the best metric that stay as well.
+    best: "min" or "max", whether the lowest or the highest metric is the best.
+    timeout: seconds in which all ranks must finish a save or a load.
+
+    Attributes: failure is the CheckpointError of the last save that has ended, or None if it is
+    safe; after wait() it is the same on all ranks. seconds is the time that the last save took
+    until it was safe on disk.
+
+    Raises ValueError for a state that cannot be saved, and CheckpointError for all other failures.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 3,
+        *,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        best: str = "min",
+        timeout: float = 1800.0,
+    ) -> None:
+        if timeout <= 0:
+            raise ValueError(f"timeout is {timeout}; expected a number above 0")
+        retention = Retention(keep, keep_every, keep_best, best)
+        self.folder = Path(folder).absolute()
+        self.seconds: float | None = None
+        self.failure: CheckpointError | None = None
+        try:
+            self._ranks = StoreCommunicator.of_process_group("checkpoint", timeout_seconds=timeout)
+        except CoordinationError as error:
+            raise CheckpointError(
+                f"cannot create a Checkpointer: {error}. Create it after setup_distributed(). "
+                "A program that a rank starts uses load_part(), or unsets WORLD_SIZE"
+            ) from error
+        self._folder = CheckpointFolder(self.folder, retention, self._ranks.name, timeout)
+
+        self._turn = 0  # number of saves and loads, the same on all ranks
+        self._snapshot = Snapshot()
+        self._replicas = ReplicaFinder()
+        self._thread: threading.Thread | None = None
+        self._own_part_written = threading.Event()
+        self._unraised: CheckpointError | None = None  # a failure that no call has raised yet
+        self._try_again = False  # whether save_and_wait() has time for it, the same on all ranks
+        self._closed = False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = self._folder.explain("cannot make a folder", error)
+            raise CheckpointError(message) from error
+        atexit.register(self._close_without_raising)
+
+    # --- saving
+
+    def save(self, step: int, state: Any, *, metric: float | None = None) -> None:
+        """Copy the state and write it in the background. All ranks call it at the same step.
+
+        Waits first until the previous save has ended, well or not. The state may change as soon as
+        this returns.
+
+        metric: of this state, for keep_best; rank 0's counts. NaN is never among the best.
+
+        Raises ValueError for a state that cannot be saved. Then no rank saves it, and the others
+        find the reason in `failure`. Raises CheckpointError if the previous save failed and every
+        later one would: the ranks saved different states, or a later step is in the folder.
+        """
+        self._save(step, state, metric, 0.0)
+
+    def save_and_wait(
+        self, step: int, state: Any, *, metric: float | None = None, retry_seconds: float = 60.0
+    ) -> None:
+        """Save, and return when the checkpoint is safe on disk; for the last save of a process.
+
+        retry_seconds: how long a failed save is tried again, by the clock of rank 0.
+        Then raises CheckpointError on all ranks, so that the training does not end as if its state
+        had been saved.
+        """
+        end, pause = time.monotonic() + retry_seconds, _FIRST_RETRY_PAUSE_SECONDS
+        while True:
+            self._save(step, state, metric, end)
+            self._join()
+            if self.failure is None or not self._try_again:
+                return self.wait()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_RETRY_PAUSE_SECONDS)
+
+    def wait(self) -> None:
+        """Wait until the save in flight is safe on disk. Raises its CheckpointError, once."""
+        self._join()
+        error, self._unraised = self._unraised, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the save in flight. A second call does nothing.
+
+        Raises CheckpointError if the last save failed, unless wait() has raised it already.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._close_without_raising)
+        try:
+            self.wait()
+        finally:
+            self._snapshot = Snapshot()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._close_without_raising()
+
+    def _close_without_raising(self) -> None:
+        """Close after an error has ended the training; the other ranks may have ended, too."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._close_without_raising)
+        if self._thread is not None and self._thread.is_alive():  # it is not in a forked process
+            self._own_part_written.wait(_OWN_PART_TIMEOUT)
+            self._thread.join(_OTHER_RANKS_TIMEOUT)
+            self._ranks.cancel()
+            self._thread.join(_OTHER_RANKS_TIMEOUT)
+        if self._unraised is not None and self._ranks.rank != 0:  # rank 0 has logged it
+            _log.error("%s", self._unraised)
+
+    def _save(self, step: int, state: Any, metric: float | None, retry_until: float) -> None:
+        if self._closed:
+            raise CheckpointError(
+                "save() was called after close(). Close the Checkpointer at the end of the training"
+            )
+        self._check_ranks()
+        self._join()
+        previous, self._unraised = self._unraised, None
+        if isinstance(previous, PermanentError):
+            raise previous
+
+        start, turn = time.monotonic(), self._turn
+        self._turn += 1  # also if this rank fails, so that all ranks count the same
+        try:
+            job = self._prepare(step, state, metric, turn, start, retry_until)
+        except Exception as error:
+            problem = (
+                f"cannot save step {step!r:.50} in {self.folder} on {self._ranks.name}: "
+                f"{type(error).__name__}: {error}"
+            )
+            self._start(RefusedJob(turn, problem))
+            raise
+        self._start(job)
+
+    def _prepare(
+        self,
+        step: int,
+        state: Any,
+        metric: float | None,
+        turn: int,
+        start: float,
+        retry_until: float,
+    ) -> SaveJob:
+        """Copy this rank's part of the state into the snapshot."""
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step is {step}; expected 0 or more")
+        number = None if metric is None else float(metric)
+        finite = number is not None and math.isfinite(number)
+
+        packed = pack(state, self._replicas.find(state))
+        rank = self._ranks.rank
+        share = share_out(packed, rank, self._ranks.world_size)
+        self._snapshot.take({**share, **packed.local, **packed.mine})
+
+        metadata: RankMetadata = {
+            "random": pack(random_states()).tree,
+            "own": packed.own,
+            "local": sorted([*packed.local, *packed.mine]) if rank else [],
+        }
+        if rank == 0:
+            metadata["tree"] = packed.tree
+        return SaveJob(
+            step,
+            turn,
+            start,
+            BackgroundChecksums(self._snapshot.bytes),
+            metadata,
+            _digest_of_shapes(step, packed),
+            replicated=bool(share) or rank == 0,
+            metric=number if finite else None,
+            retry_until=retry_until,
+        )
+
+    def _start(self, job: SaveJob | RefusedJob) -> None:
+        self._own_part_written.clear()
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), daemon=True, name="checkpoint"
+        )
+        self._thread.start()
+
+    def _run(self, job: SaveJob | RefusedJob) -> None:
+        """Write the checkpoint, in the background thread."""
+        self.failure, self._try_again = None, False
+        try:
+            result = write_checkpoint(
+                job, self._snapshot, self._ranks, self._folder, self._own_part_written.set
+            )
+            self._try_again = result.try_again
+            if result.error is not None:
+                raise result.error
+            if isinstance(job, SaveJob):
+                self.seconds = time.monotonic() - job.start
+            if self._ranks.rank == 0:
+                self._folder.delete_old()
+        except Exception as error:
+            self._note_failure(error, job)
+        finally:
+            if isinstance(job, SaveJob):
+                job.checksums.start()  # ends its thread where nothing was written
+            self._own_part_written.set()
+
+    def _note_failure(self, error: Exception, job: SaveJob | RefusedJob) -> None:
+        if isinstance(error, CheckpointError):
+            self.failure = error
+        else:
+            self.failure = CheckpointError(str(error))
+            self.failure.__cause__ = error
+        if isinstance(job, SaveJob):  # save() itself has raised the problem of a RefusedJob
+            self._unraised = self.failure
+        self._folder.forget()
+        if self._ranks.rank == 0:
+            _log.error("%s", error)
+
+    def _join(self) -> None:
+        """Wait until the save in flight has ended, well or not."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _check_ranks(self) -> None:
+        try:
+            self._ranks.check_world_size()
+        except CoordinationError as error:
+            raise CheckpointError(
+                f"this Checkpointer was created for one rank: {error}. Create it after "
+                "setup_distributed()"
+            ) from error
+
+    # --- loading
+
+    def load_latest(self, state: Any) -> Restored | None:
+        """Restore the newest intact checkpoint in place, the same on all ranks; None if none.
+
+        What does not match is refused before anything is changed. A damaged checkpoint is named
+        with the reason, quarantined under a name with .damaged, and the one before is loaded. All
+        ranks do so when one of them finds damage. Every rank needs memory for the whole checkpoint.
+
+        Random number generators are set as they were at save(). With another number of ranks,
+        those that differed between ranks get new states, and PerRank parts are refused. Iterating
+        over a DataLoader draws from torch's generator, once more if an epoch is resumed in its
+        middle: give the DataLoader a generator of its own, so that all other random numbers stay
+        the same. On three or more ranks the bits are the same only if
+        training.prime_ddp_buckets() was called before this.
+
+        What a running process writes into the folder stays; what a killed one left is removed. A
+        program that is not the training uses load_part(), which changes nothing in the folder.
+
+        state: nested as the one that was saved. Objects, tensors, generators, containers and numpy
+            arrays of the same shape and type are restored in place. What cannot change (numbers,
+            strings, arrays of another shape) is replaced in the container that holds it: read
+            state["best"] afterwards, not a variable that was put into it.
+        Raises CheckpointError.
+        """
+        return self._load(state, None)
+
+    def load_step(self, step: int, state: Any) -> Restored:
+        """Restore the checkpoint of this step, otherwise as load_latest().
+
+        Before the training saves into the same folder, later steps have to be moved away.
+        Raises CheckpointError if the checkpoint is missing or damaged.
+        """
+        found = self._load(state, operator.index(step))
+        assert found is not None
+        return found
+
+    def _load(self, state: Any, step: int | None) -> Restored | None:
+        self._check_ranks()
+        self._join()
+        topic = f"load {self._turn}"
+        self._turn += 1
+        try:
+            loaded = load_on_all_ranks(topic, self._ranks, self._folder, state, step)
+        except CoordinationError as error:
+            raise CheckpointError(f"cannot load from {self.folder}: {error}") from error
+        return None if loaded is None else restore(loaded, self._ranks, self._folder)
+
+
+def _digest_of_shapes(step: int, packed: Packed) -> str:
+    """Return a digest of what has to be equal on all ranks."""
+    kinds = {"common": packed.common, "main": packed.main, "local": packed.local}
+    shapes = [
+        (kind, name, str(tensor.dtype), tuple(tensor.shape))
+        for kind, tensors in kinds.items()
+        for name, tensor in tensors.items()
+    ]
+    return digest([step, shapes])

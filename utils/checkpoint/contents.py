@@ -1,0 +1,185 @@
+"""Read the files of a checkpoint, and compare what they hold with a state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from .format import Damaged, Manifest, rank_file_name
+from .rank_file import read_rank_file
+from .restore import Restorer
+from .rng import read_random_states
+from .values import StateError, Tree
+
+_KEY = "ddpkit"  # of the kit's part in the metadata of a file
+_SHOWN_MISMATCHES = 8
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, read or restored.
+
+    From a Checkpointer it is the same on every rank.
+    """
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was loaded. state: as given to the load, restored."""
+
+    step: int
+    state: Any
+
+
+class RankMetadata(TypedDict, total=False):
+    """The trees in a rank's file; see Packed."""
+
+    tree: Tree  # of the whole state; in the file of rank 0
+    own: dict[str, Tree]  # of the rank's PerRank parts
+    local: list[str]  # tensors that only this rank restores; none are listed for rank 0
+    random: Tree  # states of the rank's random number generators
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint in memory that matches a state, which is not changed yet."""
+
+    step: int
+    world_size: int
+    restorer: Restorer
+    random: list[dict[str, Any]]  # of this rank, or of all ranks if their number has changed
+
+
+def render_metadata(trees: RankMetadata) -> dict[str, str]:
+    """Return the metadata of a rank's file."""
+    return {_KEY: json.dumps(trees)}
+
+
+def load(
+    folder: Path,
+    manifest: Manifest,
+    state: Any,
+    rank: int | None,
+    world_size: int,
+    *,
+    parts: Collection[str] | None = None,
+) -> LoadedCheckpoint:
+    """Read and check a checkpoint, and compare it with the state. Nothing is changed yet.
+
+    rank: whose PerRank parts and buffers to take, if as many ranks saved it; None for rank 0's
+        buffers alone.
+    parts: keys of the saved state; default: all.
+    Raises Damaged, Unreadable, StateError, OSError or CheckpointError.
+    """
+    contents = Contents(folder, manifest, rank, world_size, parts)
+    restorer = Restorer(state, contents.tree, contents.tensors, contents.own)
+    if restorer.mismatches:
+        shown = "; ".join(restorer.mismatches[:_SHOWN_MISMATCHES])
+        more = len(restorer.mismatches) - _SHOWN_MISMATCHES
+        raise CheckpointError(
+            f"the state does not match: {shown}{f'; and {more} more' if more > 0 else ''}. "
+            "Resume with what was saved, or start in another folder"
+        )
+    return LoadedCheckpoint(manifest["step"], manifest["world_size"], restorer, contents.random)
+
+
+class Contents:
+    """What the files of a checkpoint hold for one rank; arguments as for load().
+
+    tree: of the state, or of the chosen parts. part_names: all parts, if some were chosen.
+    own: trees of the rank's PerRank parts; None if another number of ranks saved them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        rank: int | None,
+        world_size: int,
+        parts: Collection[str] | None,
+    ) -> None:
+        self.tree: Tree = None
+        self.tensors: dict[str, Tensor] = {}
+        self.part_names: list[str] = []
+        is_same_size = rank is not None and manifest["world_size"] == world_size
+        of_this_rank: dict[str, Tensor] = {}
+        metadata_by_rank: dict[int, RankMetadata] = {}
+        chosen: set[str] = set()
+
+        def choose(metadata: dict[str, str]) -> set[str]:
+            if self.tree is None:  # rank 0's file, which is the first, has the tree
+                whole = _parse_metadata(metadata, 0)["tree"]
+                self.tree, self.part_names = _cut(whole, parts or ())
+                chosen.update(_strings(self.tree))
+            return chosen
+
+        for number, entry in enumerate(manifest["files"]):
+            all_ranks = rank is not None and not is_same_size  # their generators are needed
+            if not (entry["replicated"] or number in (0, rank) or all_ranks):
+                continue
+            raw, held = read_rank_file(folder, entry, None if parts is None else choose)
+            metadata = metadata_by_rank[number] = _parse_metadata(raw, number)
+            if is_same_size and number == rank:
+                of_this_rank = held
+            else:
+                local = set(metadata["local"])
+                self.tensors.update((name, one) for name, one in held.items() if name not in local)
+            if number == 0 and parts is None:
+                self.tree = metadata["tree"]
+
+        # Local tensors have the same names in the files of all ranks.
+        self.tensors.update(of_this_rank)
+        self.own: dict[str, Tree] | None = None
+        ranks: list[int] = []
+        if rank is not None:
+            ranks = [rank] if is_same_size else sorted(metadata_by_rank)
+            self.own = metadata_by_rank[rank]["own"] if is_same_size else None
+        self.random = [read_random_states(metadata_by_rank[one]["random"]) for one in ranks]
+
+
+def _parse_metadata(metadata: dict[str, str], rank: int) -> RankMetadata:
+    """Return the trees in the metadata of a rank's file. Raises Damaged."""
+    place = f"{rank_file_name(rank)}: __metadata__.{_KEY}"
+    try:
+        trees = json.loads(metadata[_KEY])
+    except (KeyError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise Damaged(f"{place} is invalid: {reason}") from None
+
+    for name, kind in {"own": dict, "local": list, "random": dict}.items():
+        if type(trees) is not dict or type(trees.get(name)) is not kind:
+            raise Damaged(f"{place}.{name} is not what was written; expected a {kind.__name__}")
+    if not all(type(name) is str for name in trees["local"]):
+        raise Damaged(f"{place}.local is not what was written; expected names")
+    if rank == 0 and "tree" not in trees:
+        raise Damaged(f"{place}.tree is missing")
+    found: RankMetadata = trees
+    return found
+
+
+def _cut(tree: Tree, parts: Collection[str]) -> tuple[Tree, list[str]]:
+    """Return the tree of a state with these parts alone, and the names of all its parts."""
+    content = tree.get("dict") if type(tree) is dict else None
+    if type(content) is not dict:
+        raise StateError("the saved state is no dictionary of parts. Load it with a Checkpointer")
+    chosen = {name: part for name, part in content.items() if name in parts}
+    return {"dict": chosen}, list(content)
+
+
+def _strings(tree: Tree) -> set[str]:
+    """Return all strings in a tree. The names of its tensors are among them."""
+    found: set[str] = set()
+    remaining = [tree]
+    while remaining:
+        inner = remaining.pop()
+        if type(inner) is str:
+            found.add(inner)
+        elif type(inner) is dict:
+            remaining.extend(inner.values())
+        elif type(inner) is list:
+            remaining.extend(inner)
+    return found

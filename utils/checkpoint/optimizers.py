@@ -1,0 +1,108 @@
+"""Identify the parameters of an optimizer, and load its state without rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .entries import Path, plain_key, show_path, unwrap, walk
+from .values import StateError, Tree
+
+
+def parameter_names(state: Any) -> dict[int, str]:
+    """Return the names of all parameters of the modules in a state, by id() of the parameter."""
+    names: dict[int, str] = {}
+    for path, value in walk(state):
+        module = unwrap(value)
+        if isinstance(module, torch.nn.Module):
+            for name, parameter in module.named_parameters():
+                names.setdefault(id(parameter), show_path((*path, plain_key(name))))
+    return names
+
+
+def describe_parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> list[list[list[Any]]]:
+    """Return name and shape of each parameter, by group, in the optimizer's own order.
+
+    names: from parameter_names().
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        group_names = group.get("param_names") or [None] * len(parameters)
+        groups.append(
+            [
+                [names.get(id(parameter), name), list(parameter.shape)]
+                for parameter, name in zip(parameters, group_names, strict=True)
+            ]
+        )
+    return groups
+
+
+def find_mismatch(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    saved_parameters: Tree,
+    saved: Any,
+    path: Path,
+) -> str:
+    """Compare an optimizer's parameters with those of a checkpoint; return "" if they match.
+
+    saved_parameters: what describe_parameters() returned when it was saved.
+    saved: its state_dict().
+    Raises StateError for a checkpoint that holds no state of an optimizer.
+    """
+    before = _check_saved(saved_parameters, saved, path)
+    now = describe_parameters(optimizer, names)
+    sizes, saved_sizes = [len(group) for group in now], [len(group) for group in before]
+    if sizes != saved_sizes:
+        return f"has groups of {sizes} parameters, but was saved with {saved_sizes}"
+
+    for number, (group, saved_group) in enumerate(zip(now, before, strict=True)):
+        pairs = zip(group, saved_group, strict=True)
+        for index, ((name, shape), (saved_name, saved_shape)) in enumerate(pairs):
+            renamed = name is not None and saved_name is not None and name != saved_name
+            if renamed or shape != saved_shape:
+                return (
+                    f"has {name or 'a parameter'} of shape {shape} as parameter {index} of group "
+                    f"{number}, but was saved with {saved_name or 'one'} of shape {saved_shape} "
+                    "there. Give the optimizer the same parameters in the same order"
+                )
+    return ""
+
+
+def _check_saved(saved_parameters: Tree, saved: Any, path: Path) -> list[list[tuple[Any, Any]]]:
+    """Return name and shape of each saved parameter, by group."""
+    try:
+        is_state = type(saved) is dict and type(saved["state"]) is dict
+        if not is_state or type(saved["param_groups"]) is not list:
+            raise TypeError("its state or its groups are missing")
+        parameters = [[(name, list(shape)) for name, shape in group] for group in saved_parameters]
+        if [len(group["params"]) for group in saved["param_groups"]] != [
+            len(group) for group in parameters
+        ]:
+            raise ValueError("its groups do not match its parameters")
+    except Exception as error:
+        raise StateError(
+            f"{show_path(path)}: the checkpoint holds no state of an optimizer: {error}. "
+            "Was the file changed?"
+        ) from error
+    return parameters
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's state_dict() and keep the types of its tensors."""
+    optimizer.load_state_dict(saved)
+
+    # load_state_dict() casts to the parameters' type: it rounds float32 averages of bfloat16 ones.
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(now.device)

@@ -1,0 +1,128 @@
+"""Save and restore the global random number generators of a rank.
+
+They belong to Python, torch, the GPU and numpy. A generator that the script made itself belongs in
+the state that it saves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .unpack import unpack
+from .values import StateError, Tree, check_generator_state, from_bytes, to_bytes
+
+
+def _devices() -> Iterator[tuple[str, Any]]:
+    """Yield name and torch module of each accelerator that this process uses."""
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name)
+        if module.is_available() and module.is_initialized():
+            yield name, module
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's generators as plain data; numpy's where it is imported."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": to_bytes(torch.get_rng_state())}
+    for name, module in _devices():
+        states[name] = to_bytes(module.get_rng_state())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [kind, keys.tolist(), *rest]
+    return states
+
+
+def read_random_states(tree: Tree) -> dict[str, Any]:
+    """Return what random_states() returned, from its tree in a file.
+
+    Raises StateError for states that cannot be set.
+    """
+    states = unpack(tree, {})
+    if type(states) is not dict:
+        raise StateError(
+            f"the checkpoint holds a {type(states).__name__} as states of the generators; "
+            "expected a dict"
+        )
+    for name, state in states.items():
+        try:
+            if name == "python":
+                check_generator_state(random.Random(), state)
+            elif name == "torch":
+                check_generator_state(torch.default_generator, state)
+            elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
+                kind, keys, position, has_gauss, gauss = state
+                fields = {
+                    "bit_generator": kind,
+                    "state": {"key": keys, "pos": position},
+                    "has_gauss": has_gauss,
+                    "gauss": gauss,
+                }
+                check_generator_state(numpy.random.RandomState(), fields)
+            elif type(state) not in (bytes, list):
+                raise ValueError(f"it is a {type(state).__name__}")
+        except Exception as error:
+            raise StateError(
+                f"the checkpoint holds an invalid state of the generator {str(name)[:100]!r}: "
+                f"{type(error).__name__}: {str(error)[:200]}. Was the file changed?"
+            ) from error
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> list[str]:
+    """Set the generators. Return the names of those that this process does not have."""
+    devices, missing = dict(_devices()), []
+    for name, state in states.items():
+        if name == "python":
+            random.setstate(state)
+        elif name == "torch":
+            torch.set_rng_state(from_bytes(state))
+        elif name == "numpy":
+            import numpy
+
+            numpy.random.set_state(tuple(state))
+        elif name in devices:
+            devices[name].set_rng_state(from_bytes(state))
+        else:
+            missing.append(name)
+    return missing
+
+
+def derive_random_states(
+    saved: Sequence[Mapping[str, Any]], rank: int, world_size: int
+) -> list[str]:
+    """Set the generators after the number of ranks changed. Return the names of those reseeded.
+
+    Generators with the same state on all ranks continue in that state on all ranks. The others are
+    seeded from the saved states, the number of ranks and the rank: differently on each rank, and
+    in the same way at every resume.
+
+    saved: what read_random_states() returned, for each rank of the checkpoint.
+    """
+    equal = {
+        name: state
+        for name, state in saved[0].items()
+        if all(states.get(name) == state for states in saved)
+    }
+    restore_random_states(equal)
+
+    devices = dict(_devices())
+    reseeded = [name for name in saved[0] if name not in equal]
+    for name in reseeded:
+        key = repr((name, world_size, rank, [states.get(name) for states in saved])).encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
+        if name == "python":
+            random.seed(seed)
+        elif name == "torch":
+            torch.default_generator.manual_seed(seed)
+        elif name == "numpy":
+            import numpy
+
+            numpy.random.seed(seed)
+        elif name in devices:
+            devices[name].manual_seed(seed)
+    return reseeded

@@ -1,0 +1,66 @@
+"""The commands of the kit, as `ddpkit COMMAND` where it is installed by pip."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from .launch import interpreter
+
+COMMANDS = {
+    "launch": "start a training script on every GPU of every host of this job",
+    "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
+    "explain": "print which launcher started this process, and why",
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status. words: its name and arguments; None: sys.argv."""
+    words = sys.argv[1:] if words is None else list(words)
+    name, arguments = (words[0], words[1:]) if words else ("", [])
+    if name == "launch":
+        from .launch import cli as launch
+
+        return launch.main(arguments)
+    if name == "submit":
+        _restart_where_yaml_is_installed()
+        from .submission import cli as submission
+
+        return submission.main(arguments)
+    if name == "job":  # used by job scripts
+        from .submission import in_job
+
+        return in_job.main(arguments)
+    if name == "explain":
+        from .launchers import __main__ as explain
+
+        return explain.main(arguments)
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    print(f"{_usage()}\n\nddpkit: error: {_unknown(name)}", file=sys.stderr)
+    return 2
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\nOptions: ddpkit COMMAND --help"
+
+
+def _unknown(name: str) -> str:
+    if not name:
+        return f"a command is missing. Expected one of: {', '.join(COMMANDS)}"
+    near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{name!r} is not a command. Expected one of: {', '.join(COMMANDS)}.{hint}"
+
+
+def _restart_where_yaml_is_installed() -> None:
+    """Restart under the kit's .venv where this Python cannot read site profiles."""
+    if importlib.util.find_spec("yaml") is not None:
+        return
+    if os.path.exists(interpreter.KIT_PYTHON) and sys.executable != interpreter.KIT_PYTHON:
+        interpreter.restart(interpreter.KIT_PYTHON)

@@ -1,0 +1,142 @@
+"""Exchange JSON messages, one per line, over a connected socket. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import select
+import selectors
+import socket
+import time
+from collections import deque
+from typing import Any
+
+Message = dict[str, Any]  # what json can write
+_CHUNK_BYTES = 1 << 18
+
+
+class Connection:
+    """One end of a connection. It blocks only where a timeout is given.
+
+    closed: the peer closed the connection or sent invalid data; `problem` has the reason.
+    """
+
+    def __init__(self, connected: socket.socket, *, longest_bytes: int = 1 << 26) -> None:
+        """Take over a connected socket. longest_bytes: maximum size of one message."""
+        self.socket = connected
+        self.closed = False
+        self.problem = ""
+        self._longest_bytes = longest_bytes
+        self._can_send = True
+        self._unsent = bytearray()
+        self._unread = bytearray()
+        self._messages: deque[Message] = deque()
+        connected.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for selectors."""
+        return self.socket.fileno()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait to be sent."""
+        return len(self._unsent)
+
+    @property
+    def events(self) -> int:
+        """The events that a selector has to wait for."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+
+    def send(self, message: Message, timeout: float = 0.0) -> None:
+        """Send a message, or keep what the kernel does not take within `timeout` seconds."""
+        if self.closed or not self._can_send:
+            return
+        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self.flush()
+        deadline = time.monotonic() + timeout
+        while self._unsent and self._wait(select.POLLOUT, deadline):
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what the kernel takes at once."""
+        try:
+            while self._unsent:
+                sent = self.socket.send(self._unsent[: 1 << 20])
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:  # what the other end sent before it closed can still be received
+            self._can_send = False
+            self._unsent.clear()
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived."""
+        self._read()
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
+
+    def receive_one(self, timeout: float) -> Message | None:
+        """Wait for the next message and leave later ones; None when the connection has ended.
+
+        Raises TimeoutError when no message arrives within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._messages and not self.closed:
+            if not self._wait(select.POLLIN, deadline):
+                raise TimeoutError("no message arrived")
+            self._read()
+        return self._messages.popleft() if self._messages else None
+
+    def close(self) -> None:
+        """Close the socket. Unsent messages are dropped."""
+        self._lose("closed by this process")
+        self.socket.close()
+
+    def _read(self) -> None:
+        if self.closed:
+            return
+        try:
+            chunk = self.socket.recv(_CHUNK_BYTES)
+            while chunk and len(self._unread) < self._longest_bytes:
+                self._unread += chunk
+                if len(chunk) < _CHUNK_BYTES:  # a selector reports the rest, and the end
+                    break
+                chunk = self.socket.recv(_CHUNK_BYTES)
+            if not chunk:
+                self._lose("it closed the connection")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(error.strerror or str(error))
+        self._parse()
+
+    def _parse(self) -> None:
+        if b"\n" not in self._unread:
+            if len(self._unread) >= self._longest_bytes:
+                self._lose("it sent no message; another program runs there")
+            return
+        *lines, rest = bytes(self._unread).split(b"\n")
+        self._unread = bytearray(rest)
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                self._lose("it sent no message; another program runs there")
+                break
+            self._messages.append(message)
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        """Wait for an event of poll(2); False at the deadline or when the connection is closed."""
+        seconds = deadline - time.monotonic()
+        if self.closed or seconds <= 0:
+            return False
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self.socket, event)
+        return bool(poll.poll(seconds * 1000))
+
+    def _lose(self, problem: str) -> None:
+        self.closed = True
+        self.problem = self.problem or problem
+        self._unsent.clear()

@@ -1,0 +1,289 @@
+"""Broadcast, gather and decide over the process group's key-value store.
+
+No collective is involved, so a background thread can coordinate while the training loop runs its
+collectives. utils/checkpoint/ and utils/preemption/ use it. Reports and decisions are JSON values.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
+_MAX_POLLS_PER_SECOND = 20_000  # of all ranks together: one process serves the store
+_ACKNOWLEDGEMENT_TIMEOUT = 20.0  # seconds
+_SHOWN_RANKS = 16
+
+_instances: collections.Counter[str] = collections.Counter()
+
+Report = TypeVar("Report")
+Decision = TypeVar("Decision")
+
+
+class CoordinationError(RuntimeError):
+    """The ranks could not exchange reports."""
+
+
+class RankTimeout(CoordinationError):
+    """Some ranks did not report in time. `ranks` and the message name them."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+class StoreLost(CoordinationError):
+    """The store is gone, because the process that serves it has ended."""
+
+
+class RankLost(CoordinationError):
+    """A rank has ended without its report."""
+
+
+# Returns the ranks that have ended, and why. setup_distributed() sets it.
+departed_ranks: Callable[[], Mapping[int, str]] = dict
+
+
+class StoreCommunicator:
+    """All ranks of a training, as seen from one of them.
+
+    A topic names one exchange and is used once; all ranks use the same topics. Calls that wait
+    raise RankLost when a rank that they wait for has ended, and RankTimeout after timeout_seconds
+    or cancel(); all calls raise StoreLost when the store is gone.
+
+    prefix: first part of the keys in the store. Each communicator of a process needs another one,
+        the same on all ranks.
+    store: shared by the ranks; one process alone needs none.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Store | None = None,
+        *,
+        timeout_seconds: float = math.inf,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store = PrefixStore(f"ddpkit/{prefix}", store or HashStore())
+        self._timeout_seconds = timeout_seconds
+        self._cancelled = threading.Event()
+
+    @classmethod
+    def of_process_group(cls, purpose: str, *, timeout_seconds: float) -> StoreCommunicator:
+        """Return a communicator of torch's default process group, or of this process alone.
+
+        purpose: such as "checkpoint". All ranks make those of one purpose in the same order.
+        Raises CoordinationError if the environment names several ranks and there is no group yet.
+        """
+        prefix = f"{purpose}/{_instances[purpose]}"
+        _instances[purpose] += 1
+
+        if not _is_initialized():
+            world_size = os.environ.get("WORLD_SIZE", "1")
+            if world_size not in ("", "1") and "RANK" in os.environ:
+                raise CoordinationError(
+                    f"torch.distributed is not initialised, while WORLD_SIZE is {world_size}"
+                )
+            return cls(prefix, timeout_seconds=timeout_seconds)
+
+        store = None
+        if dist.get_world_size() > 1:
+            # Private, because torch has no public way to the store of an existing group.
+            store = dist.distributed_c10d._get_default_store()
+            # A second connection: the training may be waiting in a call on the first one.
+            store = store.clone() if hasattr(store, "clone") else store
+        return cls(
+            prefix, dist.get_rank(), dist.get_world_size(), store, timeout_seconds=timeout_seconds
+        )
+
+    def check_world_size(self) -> None:
+        """Raise CoordinationError if torch.distributed was initialised after this was made."""
+        if _is_initialized() and dist.get_world_size() != self.world_size:
+            raise CoordinationError(
+                f"torch.distributed was initialised later, with {dist.get_world_size()} ranks; "
+                f"expected {self.world_size}"
+            )
+
+    @property
+    def name(self) -> str:
+        """This rank in messages: "rank 3 on node7"."""
+        return f"rank {self.rank} on {socket.gethostname()}"
+
+    def cancel(self) -> None:
+        """End all waiting, now and later, with RankTimeout. Any thread may call it."""
+        self._cancelled.set()
+
+    # --- rank 0 sends or decides
+
+    def broadcast(self, topic: str, make: Callable[[], Decision]) -> Decision:
+        """Return what make() returns on rank 0, on every rank."""
+        key = f"{topic}/0"
+        if self.rank != 0:
+            return self._wait([key], [0])[0]  # type: ignore[no-any-return]
+        value = make()
+        self._set(key, value)
+        return value
+
+    def forget(self, topic: str) -> None:
+        """Delete a broadcast on rank 0, once a later decide() shows that all have received it."""
+        self._delete([f"{topic}/0"])
+
+    def decide(
+        self, topic: str, report: Report, check: Callable[[list[Report]], Decision]
+    ) -> Decision:
+        """Gather the reports of all ranks, decide on rank 0, and return the decision on every rank.
+
+        check: called on rank 0 with the reports in the order of the ranks; returns the decision.
+        Rank 0 returns when all ranks have the decision: it may then exit, and the store with it.
+        """
+        self._set(f"{topic}/{self.rank}", report)
+        if self.rank != 0:
+            decision: Decision = self.receive(topic)
+            with contextlib.suppress(CoordinationError):  # rank 0 may have exited by now
+                self._set(f"{topic}/acknowledged/{self.rank}", True)
+            return decision
+
+        reports = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        decision = check(self._wait(reports, range(self.world_size)))
+        self._set(f"{topic}/decision", decision)
+
+        acknowledged = [f"{topic}/acknowledged/{rank}" for rank in range(1, self.world_size)]
+        seconds = min(_ACKNOWLEDGEMENT_TIMEOUT, self._timeout_seconds)
+        with contextlib.suppress(CoordinationError):
+            self._wait(acknowledged, range(1, self.world_size), seconds)
+            self._delete([*reports, f"{topic}/decision", *acknowledged])
+        return decision
+
+    # --- any rank starts an exchange, and the last rank to report decides
+
+    def propose(self, topic: str, value: str) -> str:
+        """Return the value that was proposed first by any rank. Does not wait."""
+        with self._store_errors():
+            return str(self._store.compare_set(f"{topic}/proposed", "", value).decode())
+
+    def is_proposed(self, topic: str) -> bool:
+        """Return whether any rank has proposed a value: one round trip to the store."""
+        return self._has(f"{topic}/proposed")
+
+    def report(self, topic: str, report: Report, check: Callable[[list[Report]], object]) -> None:
+        """Store this rank's report. The last rank to report also decides. Does not wait.
+
+        check: called on that rank with the reports in the order of the ranks; returns the
+            decision, which receive() then returns on every rank.
+        """
+        self._set(f"{topic}/{self.rank}", report)
+        if self.count(f"{topic}/reports") == self.world_size:
+            self._set(f"{topic}/decision", check(self.reports(topic)))
+
+    def receive(self, topic: str) -> Any:
+        """Wait for the decision and return it."""
+        return self._wait([f"{topic}/decision"], [0])[0]
+
+    def reports(self, topic: str) -> list[Any]:
+        """Return the reports in the order of the ranks, all of which have reported."""
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        with self._store_errors():
+            return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def missing(self, topic: str) -> list[int]:
+        """Return the ranks that have not reported."""
+        return [rank for rank in range(self.world_size) if not self._has(f"{topic}/{rank}")]
+
+    def count(self, counter: str, increment: int = 1) -> int:
+        """Add to a counter that all ranks share, and return its value. Does not wait."""
+        with self._store_errors():
+            return int(self._store.add(counter, increment))
+
+    # --- the store
+
+    def _set(self, key: str, value: object) -> None:
+        with self._store_errors():
+            self._store.set(key, json.dumps(value))
+
+    def _has(self, key: str) -> bool:
+        with self._store_errors():
+            return bool(self._store.check([key]))
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        with contextlib.suppress(RuntimeError):  # some kinds of stores cannot delete
+            for key in keys:
+                self._store.delete_key(key)
+
+    def _wait(
+        self, keys: list[str], ranks: Sequence[int], seconds: float | None = None
+    ) -> list[Any]:
+        """Return the values of the keys as soon as all are set. ranks: who sets each of them."""
+        seconds = self._timeout_seconds if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        pause = max(_FIRST_POLL_SECONDS, self.world_size / _MAX_POLLS_PER_SECOND)
+        longest_pause = max(_LONGEST_POLL_SECONDS, pause)
+
+        with self._store_errors():
+            while keys and not self._store.check(keys):
+                if self._cancelled.wait(pause) or time.monotonic() > deadline:
+                    missing = [
+                        rank
+                        for rank, key in zip(ranks, keys, strict=True)
+                        if not self._store.check([key])
+                    ]
+                    raise RankTimeout(self._explain_timeout(missing, seconds), missing)
+                self._check_departed(keys, ranks)
+                pause = min(longest_pause, pause * 1.5)
+            return [json.loads(self._store.get(key)) for key in keys]
+
+    def _check_departed(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
+        """Raise RankLost where a rank has ended and will never set its key."""
+        departed = departed_ranks()  # before the keys: a rank sets its key before it ends
+        for rank, key in zip(ranks, keys, strict=True):
+            if rank in departed and not self._store.check([key]):
+                raise RankLost(
+                    f"{self.name} lost the connection to rank {rank}, which has ended: "
+                    f"{departed[rank] or 'it left'}"
+                )
+
+    def _explain_timeout(self, missing: Sequence[int], seconds: float) -> str:
+        when = "before this rank ended" if self._cancelled.is_set() else f"within {seconds:.0f} s"
+        if self.rank != 0:
+            return (
+                f"rank 0 did not send {self.name} a decision {when}. Look for rank 0's own message"
+            )
+        return (
+            f"{len(missing)} of {self.world_size} ranks did not report to {self.name} {when}: "
+            f"{_show_ranks(missing)}. Look for their own messages"
+        )
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CoordinationError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise StoreLost(
+                f"{self.name} lost the connection to rank 0's store: {reason}. "
+                "Look for rank 0's own message"
+            ) from error
+
+
+def _show_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text for a message: "2, 5, 7", at most 16 of them."""
+    more = " ..." if len(ranks) > _SHOWN_RANKS else ""
+    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + more
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()

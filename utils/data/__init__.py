@@ -1,0 +1,9 @@
+"""Which samples each rank trains on, in which order, and how a run resumes within an epoch."""
+
+from __future__ import annotations
+
+from .loader import ResumableDataLoader as ResumableDataLoader
+from .permutation import Permutation as Permutation
+from .sampler import ResumableDistributedSampler as ResumableDistributedSampler
+from .sampler import sample_seed as sample_seed
+from .shards import ResumableShardLoader as ResumableShardLoader

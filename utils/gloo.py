@@ -1,0 +1,59 @@
+"""Give gloo what it needs: the right network interface, and time to release tensors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+from . import network, process
+
+_RELEASE_SECONDS = 0.5
+
+
+def interface_problem() -> str:
+    """Return why gloo cannot use the interfaces in GLOO_SOCKET_IFNAME; "" if it can."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    missing = network.missing_interfaces(interfaces.split(",")) if interfaces else []
+    if not missing:
+        return ""
+    present = ", ".join(name for _, name in socket.if_nameindex())
+    return (
+        f"GLOO_SOCKET_IFNAME={interfaces}, but {socket.gethostname()} has no interface "
+        f"{missing[0]}; it has {present}. Unset it, or name one of these"
+    )
+
+
+def choose_interface(local_addr: str, master_addr: str) -> None:
+    """Set GLOO_SOCKET_IFNAME where gloo would choose an interface that other hosts cannot reach.
+
+    gloo listens on the address that the host name resolves to, which may be 127.0.1.1. A value
+    that is already set stays.
+
+    local_addr: this host's address on the way to rank 0. master_addr: rank 0's address.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    address = local_addr
+    if network.is_loopback(address):
+        # This is rank 0's host, reached by a name that means the host itself.
+        outward = network.local_addresses()
+        address = master_addr if master_addr in outward else (outward or [address])[0]
+    if network.default_gloo_address() != address:
+        interface = network.interface_of(address)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def wait_for_threads() -> None:
+    """Wait until gloo's threads sleep: some milliseconds, half a second at most. Linux only.
+
+    When a collective has ended, a thread of gloo releases the tensor. If it is the last to hold
+    it, it needs Python's lock, and aborts the process when the interpreter is ending by then
+    ("terminate called without an active exception"). The thread lives as long as a
+    DistributedDataParallel holds the process group.
+    """
+    limit, asleep = time.monotonic() + _RELEASE_SECONDS, 0
+    while asleep < 3 and time.monotonic() < limit:
+        time.sleep(0.002)  # without Python's lock
+        asleep = 0 if "R" in process.thread_states("pt_gloo_runloop") else asleep + 1

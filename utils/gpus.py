@@ -1,0 +1,95 @@
+"""Count the GPUs that this host shows to a process, without torch or a driver's library."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+# Variables that hide devices.
+NVIDIA_MASKS = ("CUDA_VISIBLE_DEVICES",)
+AMD_MASKS = (
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "CUDA_VISIBLE_DEVICES",
+)
+INTEL_MASKS = ("ZE_AFFINITY_MASK",)
+VENDORS = ("nvidia", "amd", "intel")
+MASKS = tuple(dict.fromkeys(NVIDIA_MASKS + AMD_MASKS + INTEL_MASKS))
+
+
+def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """Count the GPUs of the first vendor found that the masks leave visible; 0 without GPUs.
+
+    root: the folder that holds proc, dev and sys.
+    """
+    vendor = gpu_vendor(root)
+    if vendor is None:
+        return 0
+    count, masks = _BY_VENDOR[vendor]
+    masked = [_count_entries(environ[name]) for name in masks if name in environ]
+    return min([count(root), *masked])
+
+
+def gpu_vendor(root: Path = Path("/")) -> str | None:
+    """Return the vendor of this host's GPUs, one of VENDORS, whatever the masks hide."""
+    return next((vendor for vendor, (count, _) in _BY_VENDOR.items() if count(root)), None)
+
+
+def _count_entries(mask: str) -> int:
+    """Count the devices that a mask leaves: "0,2" -> 2, "" and "-1" -> 0.
+
+    Drivers ignore everything after an invalid entry.
+    """
+    found = 0
+    for entry in map(str.strip, mask.split(",")):
+        if not entry or entry.startswith("-") or entry == "NoDevFiles":
+            break
+        found += 1
+    return found
+
+
+def _count_nvidia(root: Path) -> int:
+    by_driver = _count_names(root / "proc/driver/nvidia/gpus", r"[0-9a-fA-F:.]+")
+    return by_driver or _count_names(root / "dev", r"nvidia\d+")
+
+
+def _count_amd(root: Path) -> int:
+    """Count the nodes of the KFD topology with compute units; CPUs are nodes without them."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for node in (root / "sys/class/kfd/kfd/topology/nodes").iterdir():
+            with contextlib.suppress(OSError):
+                properties = (node / "properties").read_text()
+                simd_count = re.search(r"^simd_count (\d+)$", properties, re.MULTILINE)
+                found += bool(simd_count and int(simd_count[1]))
+    return found
+
+
+def _count_intel(root: Path) -> int:
+    """Count the data-centre GPUs; a laptop's graphics by the same driver is no accelerator."""
+    found = 0
+    for card in (root / "sys/class/drm").glob("card[0-9]*"):
+        with contextlib.suppress(OSError):
+            vendor = (card / "device" / "vendor").read_text().strip()
+            device = (card / "device" / "device").read_text().strip()
+            is_connector = not card.name[4:].isdigit()  # "card0-HDMI-A-1"
+            found += not is_connector and vendor == "0x8086" and device.startswith("0x0b")
+    return found
+
+
+def _count_names(folder: Path, pattern: str) -> int:
+    """Count the entries of a folder whose names match a pattern."""
+    with contextlib.suppress(OSError):
+        return sum(re.fullmatch(pattern, entry.name) is not None for entry in folder.iterdir())
+    return 0
+
+
+_BY_VENDOR: dict[str, tuple[Callable[[Path], int], tuple[str, ...]]] = {
+    "nvidia": (_count_nvidia, NVIDIA_MASKS),
+    "amd": (_count_amd, AMD_MASKS),
+    "intel": (_count_intel, INTEL_MASKS),
+}

@@ -1,0 +1,78 @@
+"""The result of a launch: the first failure decides its exit status and when the rest is ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+# Seconds from the first failure until the other ranks are ended: they may report what they know.
+END_DELAY = 0.5
+# The same after a stop: a rank that leaves with its own exit status is no failure then, and another
+# one may still be writing its checkpoint.
+END_DELAY_AFTER_STOP = 120.0
+_STOP_SECONDS = 600.0  # a failure so long after a stop has another cause
+
+
+def print_status(text: str) -> None:
+    """Print a line of launch.py on standard error."""
+    print(f"launch.py: {text}", file=sys.stderr, flush=True)
+
+
+def describe_status(status: int) -> str:
+    """Convert 139 to "was ended by SIGSEGV (exit status 139)"."""
+    if status > 128:
+        try:
+            return f"was ended by {signal.Signals(status - 128).name} (exit status {status})"
+        except ValueError:
+            pass
+    return f"ended with exit status {status}"
+
+
+class LaunchResult:
+    """What has happened so far. Times are those of time.monotonic().
+
+    status: of the first process that failed; 0 while none has. failed_at: when that was.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.failed_at: float | None = None
+        self._interrupts = 0
+        self._at_once = False
+        self._stopped_at: float | None = None
+
+    def process_ended(self, who: str, status: int, now: float, *, others: bool) -> None:
+        """Note the end of a process. others: whether more are running."""
+        if status and self.failed_at is None:
+            rest = ", the others will be ended" if others else ""
+            self.fail(f"{who} {describe_status(status)}{rest}", now, status)
+
+    def fail(self, message: str, now: float, status: int = 1) -> None:
+        """Note and print a failure; only the first one counts."""
+        if self.failed_at is None:
+            print_status(message)
+            self.status, self.failed_at = status, now
+
+    def end_now(self, number: int, now: float) -> None:
+        """Note that a signal ends everything at once."""
+        self._at_once = True
+        self.fail(f"{signal.Signals(number).name}: all will be ended", now, 128 + number)
+
+    @property
+    def end_at(self) -> float | None:
+        """When the other ranks are to be ended; None while nothing has failed."""
+        if self.failed_at is None or self._at_once:
+            return self.failed_at
+        after_stop = (
+            self._stopped_at is not None and self.failed_at < self._stopped_at + _STOP_SECONDS
+        )
+        return self.failed_at + (END_DELAY_AFTER_STOP if after_stop else END_DELAY)
+
+    def is_last_stop(self, number: int, now: float) -> bool:
+        """Note a stop signal; return whether it ends everything now.
+
+        The second interrupt (ctrl-C) does, and the loss of the terminal.
+        """
+        self._stopped_at = now
+        self._interrupts += number == signal.SIGINT
+        return number == signal.SIGHUP or self._interrupts > 1

@@ -1,0 +1,113 @@
+"""The notice from rank 0 to launch.py that all ranks have saved after a stop, and its listener.
+
+An exit status cannot report this. torchrun turns every failure into status 1. Launchers also end
+the other ranks, which may still be saving, as soon as one rank leaves with a status other than 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from .connection import Connection
+
+VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
+_SEND_TIMEOUT = 5  # seconds
+_RECEIVE_TIMEOUT = 1.0  # seconds
+_MAXIMUM_MESSAGE_BYTES = 1 << 10
+
+
+class ReportListener:
+    """Listen for rank 0's "saved" notice; poll with saved(). A context manager.
+
+    The ranks that a native launcher starts join their launch through the same socket and secret.
+
+    variables: the environment variables that the ranks need. listener: the listening socket.
+    """
+
+    def __init__(self, backlog: int = 16, ports: Sequence[int] = ()) -> None:
+        """backlog: ranks that may connect at once. ports: those the ranks can reach; () for any."""
+        self._backlog = backlog
+        self._ports = ports
+        self._saved = False
+
+    def __enter__(self) -> ReportListener:
+        from . import network  # ranks need only the rest of this file, and load it quickly
+
+        self.listener = self._listen()
+        self._secret = os.urandom(16).hex()
+        addresses = ",".join(network.local_addresses() or ["127.0.0.1"])
+        port = self.listener.getsockname()[1]
+        self.variables = {VARIABLE: f"{addresses}/{port}/{self._secret}"}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.listener.close()
+
+    def _listen(self) -> socket.socket:
+        for port in self._ports:
+            with contextlib.suppress(OSError):  # another program uses this port
+                return socket.create_server(("", port), backlog=self._backlog)
+
+        return socket.create_server(("", 0), backlog=self._backlog)
+
+    def note(self, message: object) -> bool:
+        """Note what a message reports; return False for one without the secret of this launch."""
+        import hmac  # takes longer to load than the rest of this file
+
+        if not isinstance(message, dict):
+            return False
+        # As bytes: compare_digest() takes no strings with other characters than ASCII.
+        token = str(message.get("token")).encode(errors="replace")
+        if not hmac.compare_digest(token, self._secret.encode()):
+            return False
+
+        self._saved = self._saved or message.get("saved") is True
+        return True
+
+    def saved(self) -> bool:
+        """Return whether all ranks have saved. Rank 0 ends only after its notice has arrived."""
+        while select.select([self.listener], [], [], 0)[0]:
+            with contextlib.suppress(OSError), self.listener.accept()[0] as client:
+                connection = Connection(client, longest_bytes=_MAXIMUM_MESSAGE_BYTES)
+                self.note(connection.receive_one(_RECEIVE_TIMEOUT))
+        return self._saved
+
+
+def parse_address(value: str) -> tuple[list[str], int, str]:
+    """Split the value of VARIABLE into addresses, port and secret; [], 0, "" if it is malformed."""
+    addresses, _, rest = value.partition("/")
+    port, _, secret = rest.partition("/")
+    if not port.isdecimal():
+        return [], 0, ""
+    return addresses.split(","), int(port), secret
+
+
+def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
+    """Report to launch.py that all ranks have saved; return whether launch.py received it."""
+    addresses, port, secret = parse_address(environ.get(VARIABLE, ""))
+    notice = json.dumps({"token": secret, "saved": True}).encode() + b"\n"
+    linger = struct.pack("ii", 1, _SEND_TIMEOUT)
+
+    for address in addresses:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), _SEND_TIMEOUT) as server,
+        ):
+            # This process may end in a moment: close() waits until the notice has arrived.
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            server.settimeout(None)
+            server.sendall(notice)
+            return True
+    return False

@@ -1,0 +1,11 @@
+"""Find out which launcher started this process, and as which rank. Standard library only.
+
+`python -m utils.launchers` explains the decision.
+"""
+
+from __future__ import annotations
+
+from .base import LaunchError as LaunchError
+from .base import Placement as Placement
+from .detect import LAUNCHERS as LAUNCHERS
+from .detect import detect as detect

@@ -1,0 +1,43 @@
+"""Print which launcher started this process, why, and which variables decided or were ignored."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .base import LaunchError, shown
+from .detect import LAUNCHERS, find_launcher
+
+_UNKNOWN = "not reported by the launcher; the start-up exchange determines it"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Explain the launcher of this process; return the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
+    names = ", ".join(dict.fromkeys(one.name for one in LAUNCHERS))
+    parser.add_argument("launcher", nargs="?", help=f"use this one; skip detection: {names}")
+    requested = parser.parse_args(arguments).launcher
+    try:
+        found = find_launcher(launcher=requested)
+    except (LaunchError, ValueError) as error:
+        print(f"the rank is unknown: {error}", file=sys.stderr)
+        return 1
+
+    placement, used = found.placement, found.launcher.variables
+    print(f"launcher          {placement.launcher}: {found.reason}")
+    for name in ("rank", "world_size", "local_rank", "local_world_size"):
+        value = getattr(placement, name)
+        print(f"{name:<17} {_UNKNOWN if value is None else value}")
+
+    others = dict.fromkeys(name for one in LAUNCHERS for name in one.variables if name not in used)
+    print(f"decided by        {shown(os.environ, used) or 'no variable'}")
+    print(f"ignored           {shown(os.environ, others) or 'nothing'}")
+    for note in placement.notes:
+        print(f"note              {note}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Decide which launcher started this process, and as which rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+from ..process import parent_command_lines
+from ..rank_variables import InheritedVariables, inherited_variables
+from .base import Launcher, LaunchError, Placement, is_set, shown
+from .by_hand import RANK_VARIABLES, ByHand, Single, is_stale
+from .flux import Flux
+from .hydra import MPICH, MVAPICH, PMI, IntelMPI
+from .jsrun import Jsrun
+from .openmpi import OpenMPI
+from .pals import PALS
+from .slurm import Slurm
+from .submitit import Submitit
+from .torchrun import Torchrun
+
+_BY_HAND, _SINGLE = ByHand(), Single()
+
+# The order decides where the parent processes do not: a launcher that usually runs inside others
+# comes before them, and one whose variables include another's comes before that.
+LAUNCHERS: list[Launcher] = [
+    Torchrun(),
+    Submitit(),
+    PALS(),
+    MVAPICH(),
+    Jsrun(),
+    OpenMPI(),
+    IntelMPI(),
+    MPICH(),
+    Flux(),
+    Slurm(),
+    PMI(),
+    _BY_HAND,
+    _SINGLE,
+]
+
+
+class Detection:
+    """The launcher that started this process, its placement, and the reason for the decision."""
+
+    def __init__(self, launcher: Launcher, placement: Placement, reason: str) -> None:
+        self.launcher = launcher
+        self.placement = placement
+        self.reason = reason
+
+
+def detect(
+    environ: Mapping[str, str] = os.environ,
+    *,
+    ancestors: Iterable[str] | None = None,
+    launcher: str | None = None,
+) -> Placement:
+    """Return the placement of this process, given by the innermost launcher that started it.
+
+    environ: the variables to read.
+    ancestors: command lines of the parent processes, nearest first. None reads them from /proc if
+    environ is os.environ; else it stands for none.
+    launcher: the name of the launcher to use, as in LAUNCHERS; None detects it.
+
+    Raises LaunchError when the launcher's variables are incomplete or contradict each other, or
+    when the requested launcher did not start this process; ValueError for an unknown launcher.
+    """
+    return find_launcher(environ, ancestors=ancestors, launcher=launcher).placement
+
+
+def find_launcher(
+    environ: Mapping[str, str] = os.environ,
+    *,
+    ancestors: Iterable[str] | None = None,
+    launcher: str | None = None,
+) -> Detection:
+    """Return what detect() finds, with the launcher itself and the reason. Arguments as there."""
+    inherited = inherited_variables(environ)
+    is_below_rank = inherited is not None and not inherited.is_rank
+    if ancestors is None:
+        pids = inherited.pids_below_rank() if inherited and is_below_rank else None
+        ancestors = parent_command_lines(pids) if environ is os.environ else ()
+    if inherited is not None:
+        environ = inherited.environ
+
+    if launcher is not None:
+        return _by_name(environ, launcher)
+    if inherited is not None and is_below_rank:
+        return _below_rank(environ, inherited, ancestors)
+
+    candidates = [one for one in LAUNCHERS if one.is_present(environ)]
+    chosen, reason = _innermost(environ, candidates, ancestors)
+    return _detection(environ, chosen, candidates, reason)
+
+
+def _by_name(environ: Mapping[str, str], name: str) -> Detection:
+    """Use the launcher that the user has named."""
+    named = [one for one in LAUNCHERS if one.name == name]
+    if not named:
+        known = ", ".join(dict.fromkeys(one.name for one in LAUNCHERS))
+        raise ValueError(f"launcher is {name!r}; expected one of {known}")
+    for one in named:
+        if one.is_present(environ):
+            return Detection(one, one.read(environ), "it was requested by name")
+    required = (named[0].rank_variable, named[0].world_size_variable)
+    raise LaunchError(
+        f"launcher={name!r} was requested, but it has not set "
+        f"{' and '.join(filter(None, required))} in this process. Start the script "
+        "with that launcher, or omit `launcher`"
+    )
+
+
+def _innermost(
+    environ: Mapping[str, str], candidates: list[Launcher], ancestors: Iterable[str]
+) -> tuple[Launcher, str]:
+    """Return the launcher that started the nearest parent process, and the reason.
+
+    Where no parent process is a launcher's, it is the first candidate.
+    """
+    undecided = [one for one in LAUNCHERS if one not in candidates and one.is_undecided(environ)]
+    if candidates == [_SINGLE] and not undecided:
+        return _SINGLE, "no launcher's variables are set"
+
+    for command in ancestors:
+        for one in (*candidates, *undecided):
+            if one.is_parent(command):
+                nearest = command.strip()[:100]
+                return one, f"the nearest launcher among the parent processes is: {nearest}"
+        if any(one.starts_shell(command, environ) for one in LAUNCHERS):
+            by_hand = _BY_HAND if _BY_HAND in candidates else _SINGLE
+            return by_hand, f"the parent process starts a shell, not a rank: {command.strip()}"
+
+    if candidates == [_SINGLE]:
+        return _SINGLE, "no launcher's variables are set"
+    return candidates[0], "its variables are set, and no parent process is another launcher's"
+
+
+def _below_rank(
+    environ: Mapping[str, str], inherited: InheritedVariables, ancestors: Iterable[str]
+) -> Detection:
+    """Decide about a process that a rank has started.
+
+    It is a rank itself if a launcher runs between that rank and this process, or if RANK and the
+    variables like it were set anew.
+    """
+    present = [one for one in LAUNCHERS if one.is_present(environ)]
+    candidates = [one for one in present if one.may_start_below(inherited)]
+    for command in ancestors:
+        if any(one.is_parent(command) for one in candidates):
+            chosen, reason = _innermost(environ, candidates, [command])
+            return _detection(environ, chosen, [chosen], reason)
+
+    if inherited.changed and is_set(environ, "RANK"):
+        reason = f"{inherited.rank_process} started this process, and set other variables for it"
+        return Detection(_BY_HAND, _BY_HAND.read(environ), reason)
+
+    reason = f"{inherited.rank_process} started this process, and no launcher runs between them"
+    note = (
+        f"this process was started by {inherited.rank_process} and by no launcher: it runs alone, "
+        "as rank 0 of 1. To start ranks from a rank, use a launcher"
+    )
+    return Detection(_SINGLE, _SINGLE.read(environ).replace(notes=(note,)), reason)
+
+
+def _detection(
+    environ: Mapping[str, str], chosen: Launcher, candidates: list[Launcher], reason: str
+) -> Detection:
+    """Read the placement and add the notes."""
+    placement = chosen.read(environ)
+    notes = (
+        *placement.notes,
+        *chosen.notes(environ, placement),
+        *_ignored(environ, chosen, candidates, placement),
+    )
+    return Detection(chosen, placement.replace(notes=notes), reason)
+
+
+def _ignored(
+    environ: Mapping[str, str], chosen: Launcher, candidates: list[Launcher], placement: Placement
+) -> Iterator[str]:
+    """Yield notes on variables of other launchers, and on stale ones that were set by hand."""
+    was_ignored = (
+        f"was ignored: {chosen.name} started this process as "
+        f"rank {placement.rank} of {placement.world_size}"
+    )
+    expected = (chosen.name, *chosen.also_sets)
+    ignored = {
+        one.name: one
+        for one in reversed(candidates)
+        if one.is_noted_when_ignored and one.name not in expected
+    }
+    for one in ignored.values():
+        yield f"{shown(environ, one.number_variables)} of {one.name} {was_ignored}"
+
+    users = (chosen, *ignored.values())
+    is_unused = chosen is not _SINGLE and all(one.rank_variable != "RANK" for one in users)
+    if is_unused and is_set(environ, "RANK") and is_stale(environ, placement):
+        yield f"{shown(environ, RANK_VARIABLES)} {was_ignored}"

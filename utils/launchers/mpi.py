@@ -1,0 +1,101 @@
+"""Use mpi4py, where it is installed, as a name service: rank 0 broadcasts its address.
+
+It is the last resort, because MPI_Init may take seconds and waits for all ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from types import ModuleType
+
+from .base import Launcher, LaunchError, Placement
+from .name_service import NameService, NameServiceUnavailable
+
+
+class MpiBroadcast(NameService):
+    """One broadcast from rank 0, in which every rank takes part.
+
+    timeout: seconds after which the process ends with a traceback if MPI_Init does not return;
+    None for no limit. Raises as import_mpi().
+    """
+
+    def __init__(
+        self, launcher: Launcher, placement: Placement, timeout: float | None = None
+    ) -> None:
+        self._mpi = import_mpi(launcher, placement, timeout)
+        self._received: str | None = None
+
+    def publish(self, text: str, timeout: float) -> None:
+        self._mpi.COMM_WORLD.bcast(text, root=0)
+
+    def look_up(self, timeout: float) -> str | None:
+        self._received = self._received or str(self._mpi.COMM_WORLD.bcast(None, root=0))
+        return self._received
+
+
+def is_running() -> bool:
+    """Return whether MPI_Init was called through mpi4py. Does not import it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized()) and not bool(mpi.Is_finalized())
+
+
+def import_mpi(launcher: Launcher, placement: Placement, timeout: float | None) -> ModuleType:
+    """Return mpi4py's MPI module, initialised.
+
+    An MPI library of another family would start every rank as rank 0 of 1, or abort the process.
+    So the library is checked first.
+
+    Raises NameServiceUnavailable when mpi4py is missing or its library does not belong to the
+    launcher, LaunchError when MPI numbers the ranks in another way.
+    """
+    was_running = is_running()
+    mpi = _import(was_running)
+    version = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
+    if not version.startswith(launcher.mpi_libraries):
+        raise _unavailable(
+            f"mpi4py uses the library {version!r}, which does not belong to {launcher.name}, the "
+            "launcher of this process. Install mpi4py with that MPI, or use the other mpiexec"
+        )
+
+    if not was_running:
+        _initialise(mpi, timeout)
+    size, rank = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank()
+    if (rank, size) == (placement.rank, placement.world_size):
+        return mpi
+    if was_running:  # the launcher's own name service may still work
+        raise _unavailable(f"mpi4py reports rank {rank} of {size}, which is not this launch's")
+    raise LaunchError(
+        f"MPI reports rank {rank} of {size}, but {launcher.name} started this process as rank "
+        f"{placement.rank} of {placement.world_size}: mpi4py's library ({version}) does not belong "
+        "to this mpiexec. Install mpi4py with the MPI that starts the job"
+    )
+
+
+def _import(is_initialised: bool) -> ModuleType:
+    try:
+        import mpi4py  # type: ignore[import-not-found,unused-ignore]
+
+        if not is_initialised:
+            mpi4py.rc.initialize = False  # MPI_Init must wait until the library is checked
+        from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
+    except (ImportError, RuntimeError) as error:
+        raise _unavailable(f"mpi4py cannot be imported: {error}") from None
+    return MPI  # type: ignore[no-any-return]
+
+
+def _initialise(mpi: ModuleType, timeout: float | None) -> None:
+    """Call MPI_Init. It holds Python's lock, so that only faulthandler's thread can end it."""
+    if timeout is not None:
+        faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        mpi.Init()
+    finally:
+        if timeout is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _unavailable(message: str) -> NameServiceUnavailable:
+    unavailable = NameServiceUnavailable(message)
+    unavailable.affects_mpi = True
+    return unavailable

@@ -1,0 +1,219 @@
+"""srun of Slurm.
+
+Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Tested with Slurm 22.05 and 25.11.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+from .base import Launcher, LaunchError, Placement, is_set, number, shown
+from .by_hand import unused_allocation
+
+_STEP = "SLURM_STEP_ID"
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h: ...fa is an interactive step, ...fb the batch script
+_NUM_TASKS = "SLURM_NTASKS"  # of the job in a batch script, of the step in its tasks
+_LOCAL_TASKS = "SLURM_GTIDS"  # "2,3": the ranks of this node's tasks
+_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": three nodes with 2 tasks, one with 1
+_NODE_LIST = "SLURM_STEP_NODELIST"  # "n[1-2,04]"
+
+_SHELLS = ("sh", "bash", "zsh", "ksh", "dash", "ash", "csh", "tcsh", "fish")
+_SHELL_OPTIONS_WITH_VALUE = ("--init-file", "--rcfile", "-o", "+o", "-O", "+O")
+_TERMINALS = ("tmux", "screen", "SCREEN", "code", "node")
+
+
+class Slurm(Launcher):
+    """slurmstepd is the parent of the tasks of a step, the ranks.
+
+    A batch script and an interactive step have most of these variables, too, and are no tasks.
+    """
+
+    name = "slurm"
+    rank_variable = "SLURM_PROCID"
+    world_size_variable = "SLURM_STEP_NUM_TASKS"
+    local_rank_variable = "SLURM_LOCALID"
+    marker_variables = (_STEP, "SLURM_STEPID")
+    job_variables = (_NUM_TASKS, "SLURM_NODEID", _LOCAL_TASKS, _TASKS_PER_NODE)
+    identity_variables = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", _STEP, "SLURM_RESTART_COUNT")
+    also_sets = ("mpich",)  # srun --mpi=pmi2
+    is_noted_when_ignored = False  # every process of a job has Slurm's variables
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        step, rank = environ.get(_STEP, "").strip(), number(environ, self.rank_variable)
+        if rank is None or step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP:
+            return False
+        if rank > 0:  # a batch script is rank 0; read() reports what is missing
+            return True
+        # A batch script may have inherited the variables of another job's step.
+        return bool(step) and not self._contradicts_step(environ)
+
+    def is_undecided(self, environ: Mapping[str, str]) -> bool:
+        return bool(is_set(environ, _STEP, self.rank_variable))
+
+    def is_parent(self, command: str) -> bool:
+        # "slurmstepd: [44.0]"; "slurmstepd: [44.0+1]" for a component of a heterogeneous job
+        return _step_of_daemon(command).partition("+")[0].isdecimal()
+
+    def starts_shell(self, command: str, environ: Mapping[str, str]) -> bool:
+        if _step_of_daemon(command) in ("batch", "interactive", "extern"):
+            return True
+        # Below srun --pty a person types into a shell, which has the variables of rank 0.
+        has_terminal = is_set(environ, "SLURM_PTY_PORT")
+        is_one_task = environ.get(self.world_size_variable) == "1"
+        return bool(has_terminal) and not is_one_task and _is_interactive_shell(command)
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        rank, local_rank = number(environ, self.rank_variable), number(environ, "SLURM_LOCALID")
+        tasks, step_tasks = number(environ, _NUM_TASKS), number(environ, self.world_size_variable)
+        world_size = tasks if step_tasks is None else step_tasks
+        if rank is None or world_size is None:
+            found = shown(environ, self.variables) or "the parent process is of a step"
+            raise LaunchError(
+                f"slurm: {found}, but SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS is "
+                "missing. Start the script by srun"
+            )
+        if not is_set(environ, _STEP):
+            raise LaunchError(
+                f"slurm: SLURM_PROCID={rank}, but SLURM_STEP_ID is not set; srun sets both. Start "
+                "the script by srun, or unset SLURM_PROCID"
+            )
+        if tasks is not None and tasks != world_size:
+            raise LaunchError(
+                f"slurm: SLURM_NTASKS={tasks} but SLURM_STEP_NUM_TASKS={world_size} with "
+                f"SLURM_PROCID={rank}; expected equal values, as srun sets them. Unset what was "
+                "set by hand and start the script by srun"
+            )
+        local_size = self._local_world_size(environ, rank, local_rank)
+        return Placement(self.name, rank, world_size, local_rank, local_size)
+
+    def notes(self, environ: Mapping[str, str], placement: Placement) -> Iterator[str]:
+        if placement.world_size == 1 and is_set(environ, "SLURM_PTY_PORT"):
+            yield from unused_allocation(environ, "srun --pty started one task")
+
+    def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
+        # Imported within the function: processes that only detect their launcher do not need it.
+        from ..schedulers.slurm.hostlist import expand_hostlist
+
+        first_of_component: list[str] = []
+        try:
+            nodes = expand_hostlist(environ.get(_NODE_LIST, ""))
+            while component := _component_nodes(environ, len(first_of_component)):
+                first_of_component.append(expand_hostlist(component)[0])
+        except ValueError as error:
+            raise LaunchError(f"{_NODE_LIST}: {error}") from None
+
+        if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+            hosts = [*_first_of_host_file(environ), *nodes]
+        elif first_of_component:
+            # Rank 0 is in the first component that takes part in the step.
+            hosts = [first for first in first_of_component if first in nodes or not nodes] + nodes
+        else:
+            hosts = nodes[:1]
+        return list(dict.fromkeys(hosts)), _NODE_LIST
+
+    def resolve(self, host: str) -> list[str]:
+        return _node_addresses(host)
+
+    def _contradicts_step(self, environ: Mapping[str, str]) -> bool:
+        """Return whether rank 0's variables belong in part to a batch script."""
+        tasks, step_tasks = number(environ, _NUM_TASKS), number(environ, self.world_size_variable)
+        if tasks is not None and step_tasks is not None and tasks != step_tasks:
+            return True
+        on_node = _tasks_on_node(environ)
+        is_alone = environ.get(_LOCAL_TASKS, "").strip() == "0"
+        return on_node is not None and on_node > 1 and is_alone
+
+    def _local_world_size(
+        self, environ: Mapping[str, str], rank: int, local_rank: int | None
+    ) -> int | None:
+        ranks = environ.get(_LOCAL_TASKS, "").split(",")
+        if local_rank is None or local_rank >= len(ranks) or ranks[local_rank] != str(rank):
+            return _tasks_on_node(environ)  # SLURM_GTIDS was inherited from another step
+        # What a batch script leaves behind looks like rank 0.
+        on_node = _tasks_on_node(environ) if rank == 0 else None
+        if on_node is not None and on_node != len(ranks):
+            raise LaunchError(
+                f"slurm: {shown(environ, (_LOCAL_TASKS,))} is {len(ranks)} tasks on this node, but "
+                f"SLURM_STEP_TASKS_PER_NODE has {on_node}. Unset what was set by hand and start "
+                "the script by srun"
+            )
+        return len(ranks)
+
+
+def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
+    """Return this node's entry of SLURM_STEP_TASKS_PER_NODE; None where it is unknown."""
+    node, text = number(environ, "SLURM_NODEID"), environ.get(_TASKS_PER_NODE, "").strip()
+    # In a heterogeneous job the list is sorted by node name, which SLURM_NODEID does not count.
+    if node is None or not text or is_set(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
+        return None
+    try:
+        for part in text.split(","):
+            count, _, repeated = part.rstrip(")").partition("(x")
+            times = int(repeated) if repeated else 1
+            if node < times:
+                return int(count)
+            node -= times
+    except ValueError:
+        raise LaunchError(
+            f"{_TASKS_PER_NODE} is {text[:80]!r}; expected the form 2(x3),1"
+        ) from None
+    return None
+
+
+def _step_of_daemon(command: str) -> str:
+    """Return the step of a daemon: "slurmstepd: [44.0+1]" -> "0+1"; "" for other programs."""
+    if not command.startswith("slurmstepd:"):
+        return ""
+    return command.partition("[")[2].partition("]")[0].rpartition(".")[2]
+
+
+def _is_interactive_shell(command: str) -> bool:
+    """Return whether a command is a shell without a script or -c, or a program that opens one."""
+    program, *words = command.split() or [""]
+    program = program.rpartition("/")[2].lstrip("-").rstrip(":")  # "-bash", "tmux: server"
+    if program not in _SHELLS:
+        return program in _TERMINALS
+    remaining = iter(words)
+    for word in remaining:
+        if word in _SHELL_OPTIONS_WITH_VALUE:
+            next(remaining, None)
+        elif not word.startswith("-") or word.endswith("c") and not word.startswith("--"):
+            return False  # a script, or -c, -lc
+    return True
+
+
+def _component_nodes(environ: Mapping[str, str], index: int) -> str:
+    """Return the node list of a heterogeneous job's component. Some versions write PACK for HET."""
+    name = f"SLURM_JOB_NODELIST_{{}}_GROUP_{index}"
+    return environ.get(name.format("HET")) or environ.get(name.format("PACK")) or ""
+
+
+def _first_of_host_file(environ: Mapping[str, str]) -> list[str]:
+    """Return rank 0's host with srun --distribution=arbitrary: the first line of a file."""
+    try:
+        with open(environ.get("SLURM_HOSTFILE", ""), encoding="utf-8") as file:
+            host = file.readline().split("*")[0].strip()  # "n2*2": two ranks
+    except OSError:
+        return []
+    return [host] if host else []
+
+
+@functools.cache
+def _node_addresses(node: str) -> list[str]:
+    """Return the IP addresses by which Slurm itself reaches a node, as scontrol reports them."""
+    # Imported within the function: needed only where node names do not resolve.
+    import re
+    import subprocess
+
+    from .. import network
+
+    command = ["scontrol", "--oneliner", "show", "node", node]
+    try:
+        output = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=10
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = re.search(r"\sNodeAddr=(\S+)", output)
+    return network.resolve(found[1]) if found else []

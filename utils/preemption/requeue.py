@@ -1,0 +1,95 @@
+"""Put a stopped Slurm job back into its queue. refusal() decides whether a job may be requeued."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ..log import get_logger
+
+if TYPE_CHECKING:
+    from ..schedulers import Status
+
+_log = get_logger(__name__)
+
+
+@contextlib.contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """Ignore SIGTERM, also in child processes: Slurm may end the job before scontrol returns."""
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+        yield
+        return
+
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
+@_sigterm_ignored()
+def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bool:
+    """Put this job back into the queue with `scontrol requeue`; return whether it is there.
+
+    Only rank 0 calls it, after all ranks have saved. After True, Slurm ends this run in a moment.
+    False outside of Slurm (PBS lets only operators requeue; there the next job of a chain
+    continues), and with the reason logged if refusal() or Slurm refuses.
+
+    limit: restarts after which the job is not requeued again.
+    """
+    from ..schedulers import AllocationError, SchedulerError, Slurm, current_allocation
+    from ..schedulers.slurm.environment import unique_job_id
+
+    try:
+        allocation = current_allocation(environ, query=False)
+        if allocation is None or allocation.scheduler != "slurm":
+            return False
+
+        job_id = unique_job_id(environ)
+        restarts = allocation.restart_count or 0
+        slurm = Slurm()
+        status = slurm.status(job_id)
+
+        if _is_requeued(restarts, status):
+            return True
+        if why := refusal(restarts, limit, status):
+            _log.warning("job %s is not put back into the queue: %s", job_id, why)
+            return False
+        slurm.requeue(job_id)
+    except (AllocationError, SchedulerError) as error:
+        _log.warning(
+            "the job is not put back into the queue: %s. It has saved: submit it again to continue",
+            error,
+        )
+        return False
+
+    _log.info("job %s is back in the queue", job_id)
+    return True
+
+
+def refusal(restarts: int, limit: int, status: Status) -> str:
+    """Return why a job that has saved may not be requeued; "" if it may.
+
+    restarts: how often the job was restarted before this run. status: the job now.
+    """
+    if restarts >= limit:
+        return (
+            f"it has been restarted {restarts} times, and the limit is {limit}. Submit it again if "
+            "it still makes progress"
+        )
+
+    # Slurm states a reason when it ends a job itself: TimeLimit, or a preemption. scancel leaves
+    # none, and somebody wants that job to end.
+    if status.state == "ending" and not status.reason:
+        return "it was cancelled. It has saved: submit it again to continue"
+
+    return ""
+
+
+def _is_requeued(restarts: int, status: Status) -> bool:
+    """Return whether somebody has requeued this run already, for example with scontrol."""
+    return status.state == "ending" and (status.restart_count or 0) > restarts

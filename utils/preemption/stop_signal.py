@@ -1,0 +1,321 @@
+"""Stop all ranks at the same step: StopSignal, which the training loop checks after every step.
+
+    with setup_distributed() as dist, StopSignal(dist, save_seconds=20) as stop:
+        for step in range(first, last):
+            ...                               # one optimizer step
+            if stop.should_stop():            # every rank, after every step
+                with stop.saving():
+                    save(step)
+                break
+    if stop.stopped and dist.is_main:
+        requeue()
+    sys.exit(stop.exit_status)
+
+Exit status 0: the training is done. EXIT_REQUEUE: it has saved and is to be continued by the next
+job. Any other status: an error. srun, mpiexec and the job script pass the status on; torchrun turns
+it into 1. Under scripts/launch.py rank 0 reports that all ranks have saved, and launch.py exits
+with EXIT_REQUEUE whatever launcher is in between.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from .. import launch_report
+from ..log import get_logger
+from ..schedulers.exit_status import EXIT_REQUEUE
+from .agreement import StopAgreement
+from .sources import (
+    SignalCatcher,
+    Source,
+    SourceThreads,
+    StopCommand,
+    StopFile,
+    TimeLimit,
+    WakeUpPipe,
+    scheduler_time_left,
+)
+
+if TYPE_CHECKING:
+    from ..coordination import StoreCommunicator
+    from ..distributed import Distributed
+
+_log = get_logger(__name__)
+_CLOSE_TIMEOUT = 10.0  # seconds
+_MAX_CHECKS_PER_SECOND = 5000  # of all ranks together: one process serves the store
+_numbers = itertools.count()  # every rank makes its StopSignals in the same order
+_open: StopSignal | None = None  # at most one: signal handlers belong to the process
+
+
+class StopSignal:
+    """Request a save and stop on every rank at the same step boundary. A context manager.
+
+    Requests come from SIGUSR1, SIGUSR2 or SIGTERM on any rank, from request() on any rank, and on
+    rank 0 from the time limit, a file or a command. Then the ranks agree, in about 0.3 s, on the
+    next boundary that none of them has passed.
+
+    Every rank makes one StopSignal at the same place of the program, in its main thread, and calls
+    should_stop() equally often. Where the ranks take different numbers of steps (an evaluation),
+    use `requested` instead. Leave the StopSignal after everything that saves, and before dist.
+
+    SIGUSR1 and SIGUSR2 that arrived since this package was imported count as well. After close()
+    they are kept for the next StopSignal.
+
+    reason: why a stop was requested. stopped: whether should_stop() has returned True.
+    """
+
+    def __init__(
+        self,
+        dist: Distributed | None = None,
+        *,
+        save_seconds: float = 60.0,
+        margin: float = 30.0,
+        time_left: Callable[[], float | None] | None = None,
+        file: str | os.PathLike[str] | None = None,
+        command: Sequence[str] = (),
+        poll_seconds: float = 10.0,
+        rank_timeout: float = 60.0,
+    ) -> None:
+        """Catch the signals and start watching.
+
+        dist: from setup_distributed(); None for a process that is alone.
+        save_seconds: duration of a save. saving() replaces it by what it measures.
+        margin: seconds to keep before the time limit, besides the save and the longest step.
+        time_left: returns the seconds until the time limit, or None; called by a thread of rank 0.
+            Default: the scheduler is queried.
+        file: a stop is requested when it appears or is touched.
+        command: a stop is requested when it exits with status 0.
+        poll_seconds: time between two checks of the file and of the command.
+        rank_timeout: seconds to wait at a boundary for all ranks, which takes milliseconds.
+
+        Raises ValueError for a bad argument, and RuntimeError outside of the main thread or if
+        another StopSignal is open.
+        """
+        global _open
+        for name, seconds in (
+            ("save_seconds", save_seconds),
+            ("margin", margin),
+            ("poll_seconds", poll_seconds),
+            ("rank_timeout", rank_timeout),
+        ):
+            if not 0 <= seconds < 1e7:
+                raise ValueError(f"{name} is {seconds!r}; expected seconds, 0 or more. Correct it")
+        if isinstance(command, str):
+            raise ValueError(
+                f"command is the text {command!r}; expected a list of words. "
+                f"Write {command.split()!r}"
+            )
+        _check_main_thread("A StopSignal is made")
+        if _open is not None:
+            raise RuntimeError(
+                "Another StopSignal is open in this process. Only one can catch the signals. Close "
+                "it first, or use that one"
+            )
+
+        self.save_seconds, self.margin = save_seconds, margin
+        self.stopped = False
+        self._rank = dist.rank if dist else 0
+        self._world_size = dist.world_size if dist else 1
+        self._last_call: float | None = None
+        self._longest_step = 0.0
+        self._saved_within_step = 0.0  # seconds
+        self._measured_a_save = False
+        under_launch_py = launch_report.VARIABLE in os.environ
+        self._status_after_stop = 0 if self._rank and under_launch_py else EXIT_REQUEUE
+
+        self._wake_up = WakeUpPipe()
+        self._agreement = StopAgreement(_communicator(dist), self._wake_up.wake, rank_timeout)
+        self._signals = SignalCatcher(self._agreement.request, self._wake_up)
+        _open = self
+        self._thread = threading.Thread(target=self._watch, name="stop signal", daemon=True)
+        self._thread.start()
+        atexit.register(self._close_at_exit)
+
+        sources: list[Source] = []
+        if self._rank == 0:
+            time_left = time_left or scheduler_time_left()
+            if time_left is not None:
+                sources.append(TimeLimit(time_left, lambda: self.reserve_seconds, poll_seconds))
+            if file is not None:
+                sources.append(StopFile(Path(file), poll_seconds))
+            if command:
+                sources.append(StopCommand(command, poll_seconds))
+        self._sources = SourceThreads(self._agreement.request, sources)
+
+    def should_stop(self) -> bool:
+        """Return whether to save and stop now: the same on all ranks at their n-th call.
+
+        Once True, it stays True. A call takes about a microsecond in a tight loop and some tens of
+        microseconds after a real step, whose data displace its own from the caches
+        (scripts/bench_stop.py measures both). It waits only after a request, some milliseconds
+        until the ranks have agreed.
+
+        Raises RuntimeError if they cannot agree: a rank hangs or has ended.
+        """
+        now = time.monotonic()
+        if self._last_call is not None:
+            step_seconds = now - self._last_call - self._saved_within_step
+            self._longest_step = max(self._longest_step, step_seconds)
+        self._last_call, self._saved_within_step = now, 0.0
+
+        self.stopped = self._agreement.pass_boundary()
+        return self.stopped
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank knows already that the ranks will stop, or have stopped.
+
+        Ranks may learn it at different moments. A rank may leave a loop for it in which the ranks
+        take different numbers of steps. If it then takes part in a collective of all ranks, its
+        next should_stop() returns True, as on all ranks.
+        """
+        return self._agreement.boundary is not None
+
+    @property
+    def reason(self) -> str:
+        """Why a stop was requested; "" without a request."""
+        return self._agreement.reason
+
+    @property
+    def exit_status(self) -> int:
+        """The status for sys.exit(): EXIT_REQUEUE after a stop, else 0.
+
+        Under launch.py it is 0 as well once rank 0 has reported the stop on leaving the StopSignal.
+        What is between launch.py and the ranks then sees no failure for which it would end the
+        other ranks or restart them. It is 1 on rank 0 if another rank has failed.
+        """
+        return self._status_after_stop if self.stopped else 0
+
+    @property
+    def reserve_seconds(self) -> float:
+        """Seconds before the time limit at which a stop is requested."""
+        return self.save_seconds + self.margin + self._longest_step
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure save_seconds around a save and all that must finish before the process may end.
+
+        The first measurement replaces the initial value; later ones can only raise it. A
+        Checkpointer writes in the background: set save_seconds from its `seconds` instead.
+        """
+        start = time.monotonic()
+        yield
+        seconds = time.monotonic() - start
+
+        self._saved_within_step += seconds
+        self.save_seconds = max(seconds, self.save_seconds) if self._measured_a_save else seconds
+        self._measured_a_save = True
+
+    def request(self, reason: str) -> None:
+        """Request a stop of all ranks. Any rank and any thread may call it, more than once."""
+        self._agreement.request(reason)
+
+    def _watch(self) -> None:
+        """Agree with the other ranks when a stop is requested here or elsewhere."""
+        pause = min(2.0, max(0.2, self._world_size / _MAX_CHECKS_PER_SECOND))
+        try:
+            while not self._agreement.closed:
+                self._agreement.advance()
+                self._signals.wait(pause)
+        except RuntimeError as error:
+            _log.warning(
+                "a stop can no longer be agreed on: the store that rank 0 or torchrun serves is "
+                "no longer reachable (%s)",
+                str(error).splitlines()[0],
+            )
+            self._agreement.fail(error)
+
+    def close(self) -> None:
+        """Give the signals back to their previous handlers. A second call does nothing.
+
+        A SIGTERM that arrives later ends the process as it would have without a StopSignal: finish
+        saving first.
+        """
+        self._close(orderly=True)
+
+    def _close_at_exit(self) -> None:
+        # sys.last_type is set by an exception that nobody has caught.
+        self._close(orderly=not hasattr(sys, "last_type"))
+
+    def _close(self, orderly: bool) -> None:
+        global _open
+        if self._agreement.closed:
+            return
+        _check_main_thread("A StopSignal is closed")
+
+        self._agreement.close()
+        self._sources.close()
+        self._signals.restore()
+        _open = None
+        atexit.unregister(self._close_at_exit)
+        self._thread.join(_CLOSE_TIMEOUT)
+        if self._thread.is_alive():  # it waits for a store that does not respond
+            return
+        self._wake_up.close()
+
+        all_saved = self._agreement.leave(orderly)
+        if self.stopped and self._rank == 0 and all_saved is not None:
+            self._status_after_stop = _report_stop() if all_saved else 1
+
+    def _abandon_in_child(self, *, is_worker: bool) -> None:
+        """Become a closed StopSignal in a forked child. Its threads exist in the parent only."""
+        self._agreement.closed = True  # without the lock, which such a thread may hold
+        atexit.unregister(self._close_at_exit)
+        self._signals.restore_in_child(is_worker=is_worker)
+
+    def __enter__(self) -> StopSignal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0, EXIT_REQUEUE)
+        self._close(orderly=error is None or is_exit)
+
+
+def _communicator(dist: Distributed | None) -> StoreCommunicator | None:
+    number = next(_numbers)
+    if dist is None or dist.world_size == 1:
+        return None
+
+    from ..coordination import StoreCommunicator  # imports torch, which one process can do without
+
+    return StoreCommunicator(f"stop/{number}", dist.rank, dist.world_size, dist.store)
+
+
+def _report_stop() -> int:
+    """Report to launch.py that all ranks have saved; return the exit status to leave with."""
+    return 0 if launch_report.report_saved() else EXIT_REQUEUE
+
+
+def _check_main_thread(what: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"{what} in the thread {threading.current_thread().name!r}. Python lets only the main "
+            "thread set signal handlers. Do it there"
+        )
+
+
+def _in_forked_child() -> None:
+    global _open
+    if _open is not None:
+        # multiprocessing has a hook of its own, which runs later: SIGTERM might end a worker first.
+        forked_by = sys._getframe(1).f_globals.get("__name__")
+        _open._abandon_in_child(is_worker=forked_by == "multiprocessing.popen_fork")
+        _open = None
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,0 +1,148 @@
+"""Read /proc: the parents, command lines, start times and environments of processes.
+
+This is the only reader of /proc. Without /proc (macOS) nothing is found and nothing fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+
+def process_ids() -> list[int]:
+    """Return the ids of all processes that /proc shows; empty without /proc."""
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []
+
+
+def parents_by_pid() -> dict[int, int]:
+    """Return the parent's process id for each process of this host."""
+    parents = ((pid, parent(pid)) for pid in process_ids())
+    return {pid: found for pid, found in parents if found is not None}
+
+
+def parent_pids() -> Iterator[int]:
+    """Yield the process ids of this process's ancestors, nearest first."""
+    pid: int | None = os.getppid()
+    while pid:
+        yield pid
+        pid = parent(pid)
+
+
+def parent_command_lines(pids: Iterable[int] | None = None) -> Iterator[str]:
+    """Yield the command lines of this process's ancestors, nearest first.
+
+    pids: the ancestors to look at; None for all of them.
+    """
+    for pid in parent_pids() if pids is None else pids:
+        text = command_line(pid)
+        if text is None:
+            return
+        yield text
+
+
+def command_line(pid: int) -> str | None:
+    """Return the words of a command, separated by spaces; None where there is no such process.
+
+    The program is reduced to its base name, because a folder's name may contain spaces.
+    """
+    content = _read(f"/proc/{pid}/cmdline")
+    if content is None:
+        return None
+    program, *arguments = content.decode(errors="replace").split("\0")
+    if program.startswith("/"):
+        program = os.path.basename(program)
+    return " ".join([program, *arguments])
+
+
+def name(pid: int) -> str:
+    """Return a process's name (comm), at most 15 characters; empty where there is none."""
+    return _stat(f"/proc/{pid}/stat")[0]
+
+
+def parent(pid: int) -> int | None:
+    """Return the process id of a process's parent; None where there is no such process."""
+    fields = _stat(f"/proc/{pid}/stat")[1]
+    return int(fields[1]) if fields else None
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process was started, in clock ticks since boot.
+
+    None where there is no such process, or only its exit status is left.
+    """
+    fields = _stat(f"/proc/{pid}/stat")[1]
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def environment(pid: int) -> dict[bytes, bytes]:
+    """Return the variables a process was started with; empty where they may not be read."""
+    content = _read(f"/proc/{pid}/environ") or b""
+    variables = (word.partition(b"=") for word in content.split(b"\0"))
+    return {variable: value for variable, equals, value in variables if equals}
+
+
+def mapped_files(pid: int) -> list[str]:
+    """Return the paths of the files, such as shared libraries, that a process has in its memory."""
+    content = (_read(f"/proc/{pid}/maps") or b"").decode(errors="replace")
+    # "7f3c1a000000-7f3c1a021000 r--p 00000000 08:01 1234   /usr/lib/libpmix.so.2"
+    columns = (line.split(maxsplit=5) for line in content.splitlines())
+    return list(dict.fromkeys(line[5] for line in columns if len(line) == 6))
+
+
+def thread_states(thread_name: str) -> list[str]:
+    """Return the states of this process's threads of that name: "R" runs, "S" sleeps."""
+    try:
+        threads = os.listdir("/proc/self/task")
+    except OSError:
+        return []
+    stats = (_stat(f"/proc/self/task/{thread}/stat") for thread in threads)
+    return [fields[0] for found, fields in stats if fields and found == thread_name]
+
+
+def caught_signals() -> int:
+    """Return the signals that this process has a handler for, as a bit mask: signal 1 is bit 0."""
+    for line in (_read("/proc/self/status") or b"").splitlines():
+        if line.startswith(b"SigCgt:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def boot_id() -> str:
+    """Return what distinguishes this boot of this host from all others; empty without /proc."""
+    return system_setting("kernel/random/boot_id")
+
+
+def system_setting(path: str) -> str:
+    """Return a setting of the kernel, such as "net/core/somaxconn"; empty without /proc."""
+    return (_read(f"/proc/sys/{path}") or b"").decode(errors="replace").strip()
+
+
+def namespace(kind: str) -> str:
+    """Return the namespace of this process, such as "net:[4026531840]"; empty without /proc.
+
+    kind: "net", "pid" or another name in /proc/self/ns.
+    """
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def _stat(path: str) -> tuple[str, list[str]]:
+    """Return a process's name and the fields behind it, from the state on; see proc_pid_stat(5)."""
+    # "12 (a b) S 7 ...": the name may contain spaces and parentheses.
+    content = (_read(path) or b"").decode(errors="replace")
+    found, _, rest = content.partition("(")[2].rpartition(")")
+    return found, rest.split()
+
+
+def _read(path: str) -> bytes | None:
+    """Return a file's content; None where it cannot be read or its process has ended."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return None

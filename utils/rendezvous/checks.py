@@ -1,0 +1,360 @@
+"""Per-rank start-up report, rank 0's consistency checks, and the start-up table.
+
+check_reports() compares the reports of all ranks and assigns each rank its local rank, device and
+threads. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from .. import process
+from ..launchers.base import LaunchError, Placement
+
+_SHOWN_HOSTS = 16
+_SHOWN_NOTES = 3
+_SHOWN_RANGES = 20
+
+# Fields of the reports that have to be the same on all ranks, and what the message calls them.
+_COMPARED = {
+    "torch_version": "torch version",
+    "kit_version": "kit version",
+    "launcher": "launcher",
+    "backend": "backend",
+}
+
+
+class RankReport(TypedDict):
+    """Where a rank runs and as what. It travels as JSON."""
+
+    host: str
+    boot_id: str  # distinguishes containers that are all called localhost
+    pid: int
+    launcher: str
+    local_rank: int | None  # from the launcher, if it has one
+    local_world_size: int | None
+    cores: str  # that the rank may run on: a hexadecimal mask
+    host_cores: int
+    omp_num_threads: str  # "" where it is not set
+    notes: list[str]
+    backend: str
+    devices: list[str]  # visible ones, by identity; empty for the CPU
+    device_masks: str  # "CUDA_VISIBLE_DEVICES=0,1"
+    torch_version: str
+    kit_version: str
+    gloo_interfaces: str  # GLOO_SOCKET_IFNAME, "" where it is not set
+    error: str  # why this rank cannot start, "" where it can
+
+
+class Assignment(TypedDict):
+    """What rank 0 has decided for a rank. It travels as JSON."""
+
+    node_rank: int
+    num_nodes: int
+    local_rank: int
+    local_world_size: int
+    device_index: int | None  # among the rank's visible devices; None for the CPU
+    threads: int
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What rank 0 has found out from matching reports."""
+
+    assignments: list[Assignment]  # by rank
+    table: str  # one row per host
+    notes: list[str]
+
+
+def make_report(
+    placement: Placement,
+    *,
+    backend: str = "",
+    devices: Sequence[str] = (),
+    device_masks: str = "",
+    torch_version: str = "",
+    kit_version: str = "",
+    gloo_interfaces: str = "",
+    error: str = "",
+) -> RankReport:
+    """Report where this process runs."""
+    return {
+        "host": socket.gethostname(),
+        "boot_id": process.boot_id(),
+        "pid": os.getpid(),
+        "launcher": placement.launcher,
+        "local_rank": placement.local_rank,
+        "local_world_size": placement.local_world_size,
+        "cores": f"{sum(1 << core for core in _available_cores()):x}",
+        "host_cores": os.cpu_count() or 1,
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "notes": list(placement.notes),
+        "backend": backend,
+        "devices": list(devices),
+        "device_masks": device_masks,
+        "torch_version": torch_version,
+        "kit_version": kit_version,
+        "gloo_interfaces": gloo_interfaces,
+        "error": error,
+    }
+
+
+def _available_cores() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def check_reports(reports: Sequence[RankReport]) -> CheckResult:
+    """Compare the reports of all ranks, given in rank order, and assign each rank its part.
+
+    Raises LaunchError when the ranks cannot train together: they differ in a version, the
+    launcher or the backend, the GPUs do not match the ranks, or gloo is bound to loopback.
+    """
+    _check_same_everywhere(reports)
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, report in enumerate(reports):
+        hosts.setdefault((report["host"], report["boot_id"]), []).append(rank)
+    _check_gloo_interfaces(reports, len(hosts))
+
+    by_rank: dict[int, Assignment] = {}
+    for node_rank, ranks in enumerate(hosts.values()):
+        by_rank |= _assign_host(reports, ranks, node_rank, len(hosts))
+
+    assignments = [by_rank[rank] for rank in range(len(reports))]
+    host_ranks = list(hosts.values())
+    notes = [*_launch_notes(reports), *_binding_notes(reports, host_ranks)]
+    return CheckResult(assignments, _table(reports, host_ranks, assignments), notes)
+
+
+# Checks ------------------------------------------------------------------------------------------
+
+
+def _check_same_everywhere(reports: Sequence[RankReport]) -> None:
+    for field, name in _COMPARED.items():
+        ranks_of: dict[str, list[int]] = {}
+        for rank, report in enumerate(reports):
+            ranks_of.setdefault(str(report.get(field)), []).append(rank)
+        if len(ranks_of) == 1:
+            continue
+        rows = "\n".join(
+            f"  {value}: {len(ranks)} ranks, the first is rank {ranks[0]} "
+            f"on {reports[ranks[0]]['host']}"
+            for value, ranks in ranks_of.items()
+        )
+        raise LaunchError(
+            f"the ranks differ in {name}; expected the same everywhere:\n{rows}\n"
+            "Use one environment on all hosts, and start all ranks by one launch"
+        )
+
+
+def _check_gloo_interfaces(reports: Sequence[RankReport], num_hosts: int) -> None:
+    for rank, report in enumerate(reports):
+        if num_hosts > 1 and "lo" in report["gloo_interfaces"].split(","):
+            raise LaunchError(
+                f"rank {rank} on {report['host']} has "
+                f"GLOO_SOCKET_IFNAME={report['gloo_interfaces']}, the loopback interface, but the "
+                f"ranks run on {num_hosts} hosts. Unset it, or name the interface that connects "
+                "the hosts"
+            )
+
+
+# Assignments -------------------------------------------------------------------------------------
+
+
+def _assign_host(
+    reports: Sequence[RankReport], ranks: Sequence[int], node_rank: int, num_nodes: int
+) -> dict[int, Assignment]:
+    """Assign the ranks of one host. Raises LaunchError when its GPUs do not match them."""
+    on_host = [reports[rank] for rank in ranks]
+    known = all(one["local_rank"] is not None and one["local_world_size"] for one in on_host)
+    # Several agents of torchrun on one host report the same local ranks twice.
+    several_agents = known and len({one["local_rank"] for one in on_host}) < len(ranks)
+
+    threads = _share_cores([one["cores"] for one in on_host])
+    assignments: dict[int, Assignment] = {}
+    for index, (rank, report) in enumerate(zip(ranks, on_host, strict=True)):
+        # One source for all ranks of a host: the launcher, or the order of the ranks.
+        local_rank, local_world_size = index, len(ranks)
+        if known and not several_agents:
+            local_rank = report["local_rank"] or 0
+            local_world_size = report["local_world_size"] or 1
+        assignments[rank] = {
+            "node_rank": node_rank,
+            "num_nodes": num_nodes,
+            "local_rank": local_rank,
+            "local_world_size": local_world_size,
+            "device_index": None,
+            "threads": threads[index],
+        }
+
+    for rank in ranks:
+        assignments[rank]["device_index"] = _choose_device(
+            reports, rank, assignments[rank], ranks if several_agents else None
+        )
+    _check_one_rank_per_device(reports, assignments)
+    return assignments
+
+
+def _choose_device(
+    reports: Sequence[RankReport],
+    rank: int,
+    assignment: Assignment,
+    several_agents_ranks: Sequence[int] | None,
+) -> int | None:
+    """Return the index of a rank's device among those that it sees; None for the CPU.
+
+    One visible device: that one. At least as many as ranks on this host: the one of the local
+    rank. Otherwise the mask and the number of ranks contradict each other: LaunchError.
+
+    several_agents_ranks: the ranks of a host that several agents share. Agents may have
+    different masks: only ranks that see the same devices are counted together.
+    """
+    visible = reports[rank]["devices"]
+    local_rank, local_world_size = assignment["local_rank"], assignment["local_world_size"]
+    if several_agents_ranks is not None:
+        alike = [other for other in several_agents_ranks if reports[other]["devices"] == visible]
+        local_rank, local_world_size = alike.index(rank), len(alike)
+
+    if not visible:
+        return None
+    if len(visible) == 1:
+        return 0
+    if len(visible) >= local_world_size:
+        return local_rank
+    raise LaunchError(
+        f"rank {rank} (local rank {local_rank}) on {reports[rank]['host']} sees {len(visible)} "
+        f"GPUs for {local_world_size} ranks ({reports[rank]['device_masks']}); expected one GPU, "
+        f"or one for each rank of the host. Start at most {len(visible)} ranks per host, request "
+        "more GPUs, or let the launcher give each rank its own"
+    )
+
+
+def _check_one_rank_per_device(
+    reports: Sequence[RankReport], assignments: dict[int, Assignment]
+) -> None:
+    """Raise LaunchError if two ranks of a host have the same device."""
+    device_of = {
+        rank: reports[rank]["devices"][assignment["device_index"]]
+        for rank, assignment in assignments.items()
+        if assignment["device_index"] is not None
+    }
+    if len(set(device_of.values())) == len(device_of):
+        return
+    rows = "\n".join(
+        f"  rank {rank} (local rank {assignments[rank]['local_rank']}): "
+        f"index {assignments[rank]['device_index']} = {device}, {reports[rank]['device_masks']}"
+        for rank, device in device_of.items()
+    )
+    host = reports[next(iter(assignments))]["host"]
+    raise LaunchError(
+        f"several ranks on {host} use the same GPU; expected a GPU for each rank:\n{rows}\n"
+        "Start at most one rank per GPU, or let the launcher give each its own GPU "
+        "(srun --gpus-per-task=1)"
+    )
+
+
+def _share_cores(masks: Sequence[str]) -> list[int]:
+    """Return the threads for each rank of a host: its share of the cores that it may run on.
+
+    masks: of each rank, hexadecimal. A core counts for the ranks that may run on it in equal parts.
+    """
+    cores_of = {mask: _cores_in(mask) for mask in set(masks)}
+    ranks_on_core: Counter[int] = Counter()
+    for mask, ranks in Counter(masks).items():
+        for core in cores_of[mask]:
+            ranks_on_core[core] += ranks
+
+    share_of: dict[str, int] = {}
+    for mask, cores in cores_of.items():
+        share = sum(1 / ranks_on_core[core] for core in cores)
+        share_of[mask] = max(1, int(share + 1e-9))  # three thirds of a core are 0.999...
+    return [share_of[mask] for mask in masks]
+
+
+def _cores_in(mask: str) -> list[int]:
+    bits = int(mask, 16)
+    return [core for core in range(bits.bit_length()) if bits >> core & 1]
+
+
+# Notes and the table -----------------------------------------------------------------------------
+
+
+def _launch_notes(reports: Sequence[RankReport]) -> Iterator[str]:
+    """What the launchers had to note, each note once with the number of ranks."""
+    counts = Counter(note for report in reports for note in report["notes"])
+    # Ranks word one finding differently, each with its rank: some examples are enough.
+    for note, count in list(counts.items())[:_SHOWN_NOTES]:
+        yield note if count == 1 else f"{note} ({count} ranks)"
+    if len(counts) > _SHOWN_NOTES:
+        yield f"... and {len(counts) - _SHOWN_NOTES} more notes of this kind"
+
+
+def _binding_notes(
+    reports: Sequence[RankReport], host_ranks: Sequence[Sequence[int]]
+) -> Iterator[str]:
+    """Note the first host whose ranks are all bound to one core."""
+    for ranks in host_ranks:
+        first = reports[ranks[0]]
+        cores = {core for rank in ranks for core in _cores_in(reports[rank]["cores"])}
+        if len(ranks) > 1 and len(cores) == 1 and first["host_cores"] > 1:
+            yield (
+                f"all {len(ranks)} ranks of {first['host']} may run on core {cores.pop()} only, of "
+                f"{first['host_cores']}: start with --bind-to none (Open MPI), --cpu-bind none "
+                "(PALS) or --cpus-per-task (srun)"
+            )
+            return
+
+
+def _table(
+    reports: Sequence[RankReport],
+    host_ranks: Sequence[Sequence[int]],
+    assignments: Sequence[Assignment],
+) -> str:
+    """Format one row per host: ranks, devices, cores and threads."""
+    rows: list[tuple[str, ...]] = [("host", "ranks", "device", "cores/rank", "threads")]
+    for ranks in host_ranks[:_SHOWN_HOSTS]:
+        devices = [
+            _device_name(reports[rank]["backend"], assignments[rank]["device_index"])
+            for rank in ranks
+        ]
+        cores = [str(int(reports[rank]["cores"], 16).bit_count()) for rank in ranks]
+        threads = [
+            reports[rank]["omp_num_threads"] or str(assignments[rank]["threads"]) for rank in ranks
+        ]
+        columns = (",".join(dict.fromkeys(values)) for values in (devices, cores, threads))
+        rows.append((reports[ranks[0]]["host"], ranges(ranks), *columns))
+
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    if len(host_ranks) > _SHOWN_HOSTS:
+        lines.append(f"  ... and {len(host_ranks) - _SHOWN_HOSTS} more hosts")
+    return "\n".join(lines)
+
+
+def _device_name(backend: str, index: int | None) -> str:
+    if index is None:
+        return "cpu"
+    return f"{'xpu' if backend == 'xccl' else 'cuda'}:{index}"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3,7", at most 20 parts."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    shown = [
+        str(first) if first == last else f"{first}-{last}" for first, last in parts[:_SHOWN_RANGES]
+    ]
+    return ",".join(shown) + (" ..." if len(parts) > _SHOWN_RANGES else "")

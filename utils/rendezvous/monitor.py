@@ -1,0 +1,359 @@
+"""Find out which rank ended, failed or hangs first, so that every rank can report the same cause.
+
+Every rank keeps the connection of the start-up exchange until it leaves, and a thread listens to
+it. A rank reports on it before it leaves or when it fails. A connection that ends without a report
+belongs to a rank that was killed. A rank whose collective fails or times out queries rank 0 for
+the cause. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..connection import Connection, Message
+from .hangs import Position, behind, describe, main_thread_location, unreported
+
+HUNG_RANK_TIMEOUT = 10.0
+_ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
+_DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
+
+
+class Peer(NamedTuple):
+    """The rank at the other end of a connection."""
+
+    rank: int
+    host: str  # "node17 (pid 4711)"
+
+
+class Monitor:
+    """One rank's end of the connections between rank 0 and the others.
+
+    Until started(), a rank that ends makes the start fail: the thread then ends this process,
+    unless the main thread has called start_failure() and reports the cause itself.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[Connection, Peer],
+        *,
+        rank: int,
+        host: str,
+        hung_rank_timeout: float = HUNG_RANK_TIMEOUT,
+    ) -> None:
+        """Start to listen.
+
+        connections: to rank 0, or on rank 0 to every other rank. host: of this rank, for messages.
+        hung_rank_timeout: seconds until a rank for which all others have waited in vain is ended,
+        after they have stopped.
+        """
+        self._rank = rank
+        self._peers = dict(connections)
+        self._hosts = {rank: host, **{peer.rank: peer.host for peer in connections.values()}}
+        self._hung_rank_timeout = hung_rank_timeout
+        # Called by the thread: the number of collectives that this rank has entered.
+        self.entered_collectives: Callable[[], int | None] = lambda: None
+
+        self._lock = threading.RLock()
+        self._started = dict.fromkeys(self._hosts, False)
+        self._start_failure = ""
+        self._start_failure_found = threading.Event()
+        self._start_failure_handled = threading.Event()  # the main thread reports it
+
+        self._first_cause = ""  # the cause that every rank reports
+        self._departed: dict[int, str] = {}  # rank -> cause for the ranks that still need it
+        self._queries: dict[Connection | None, _Query] = {}  # None: from this process
+        self._response = threading.Event()
+        self._positions: dict[int, Position] = {}
+        self._positions_requested = False
+        self._hung: set[int] = set()  # ranks, as far as rank 0 knows
+
+        self._acknowledged: set[int] = set()
+        self._all_acknowledged = threading.Event()
+        self._leaving = self._left = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        # A forked child, such as a DataLoader's worker, must not keep the connections of a dead
+        # rank open.
+        close_in_child = functools.partial(_close_in_child, weakref.ref(self))
+        os.register_at_fork(after_in_child=close_in_child)
+        threading.Thread(target=self._run, daemon=True, name="rank monitor").start()
+
+    # Called by the main thread -------------------------------------------------------------------
+
+    def start_failure(self, timeout: float) -> str:
+        """Return which rank ended during the start; "" if unknown after `timeout` seconds."""
+        self._start_failure_handled.set()
+        self._start_failure_found.wait(timeout)
+        return self._start_failure
+
+    def started(self) -> None:
+        """Report that torch has connected this rank."""
+        with self._lock:
+            self._start_failure_handled.set()
+            self._started[self._rank] = True
+            self._send_all({"started": True})
+
+    def leave(self, cause: str) -> None:
+        """Report that this rank leaves, and close the connections.
+
+        cause: what the ranks that still need this one should report; "" where another rank's
+        failure stops this one. Waits at most two seconds for the report to arrive.
+        """
+        with self._lock:
+            if self._leaving:
+                return
+            self._leaving = True
+            self._end_hung_ranks(running=set())
+            # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
+            known = self._known_cause() if self._rank == 0 else ""
+            self._send_all({"left": cause, "first_cause": known})
+        self._wake()
+        self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
+        self._left = True
+        self._wake()
+
+    def find_cause(self, kind: str) -> str:
+        """Return the first cause, as rank 0 knows it; "" where it is not known.
+
+        kind: what this rank has seen, "lost" for a connection and "timeout" for a collective.
+        """
+        with self._lock:
+            rank_0_left = self._rank != 0 and 0 in self._departed
+            if self._first_cause or self._leaving or rank_0_left:
+                return self._known_cause()
+            self._response.clear()
+            if self._rank == 0:
+                self._queries[None] = _Query(kind, time.monotonic())
+            else:
+                self._send_all({"query": kind})
+        self._wake()
+        self._response.wait(2 * _DECIDE_SECONDS + 1)
+        return self._known_cause()
+
+    def departed_ranks(self) -> dict[int, str]:
+        """Return the ranks that have ended, and why, as far as this rank is connected to them."""
+        with self._lock:
+            return dict(self._departed)
+
+    def report_failure(self, cause: str) -> str:
+        """Report a failure of this rank, before it leaves; return the cause that came first."""
+        with self._lock:
+            if self._rank == 0:
+                self._first_cause = self._first_cause or cause
+                return self._first_cause
+            if self._first_cause or self._leaving or 0 in self._departed:
+                return self._first_cause or cause
+            self._response.clear()
+            self._send_all({"failed": cause})
+        self._response.wait(_ACKNOWLEDGE_SECONDS)
+        return self._first_cause or cause
+
+    # The thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            for connection in self._peers:
+                selector.register(connection, selectors.EVENT_READ)
+                self._read(connection)  # what arrived behind the result of the exchange
+            while not self._start_failure and not self._left:
+                self._serve(selector)
+
+        self._start_failure_found.set()
+        self._all_acknowledged.set()
+        self._response.set()
+        self._close_sockets()
+        if self._start_failure and not self._start_failure_handled.wait(2):
+            _exit_with(self._start_failure)
+
+    def _serve(self, selector: selectors.BaseSelector) -> None:
+        """Handle what arrives next, and what rank 0 can decide then."""
+        for key, _ in selector.select(0.05 if self._queries else None):
+            if key.fileobj is self._wake_read:
+                self._wake_read.recv(4096)
+            elif isinstance(key.fileobj, Connection):
+                self._read(key.fileobj)
+                if key.fileobj.closed:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+        with self._lock:
+            self._respond_to_queries()
+            self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
+            others = {peer.rank for peer in self._peers.values()}
+            if self._leaving and self._acknowledged >= others:
+                self._all_acknowledged.set()
+
+    def _read(self, connection: Connection) -> None:
+        with self._lock:
+            for message in connection.receive():
+                self._handle(connection, self._peers[connection], message)
+            if connection.closed:
+                self._handle_end(connection, self._peers[connection])
+
+    def _handle(self, connection: Connection, peer: Peer, message: Message) -> None:
+        if "error" in message:  # the start failed on another rank
+            self._fail_start(str(message["error"]))
+        if "started" in message:
+            self._started[peer.rank] = True
+        if "left" in message:
+            self._departed[peer.rank] = str(message["left"])
+            self._acknowledged.add(peer.rank)  # it needs no report any more
+            connection.send({"acknowledged": True})
+            self._first_cause = self._first_cause or str(message.get("first_cause") or "")
+            if self._rank != 0:  # nobody responds any more
+                self._response.set()
+        if "acknowledged" in message:
+            self._acknowledged.add(peer.rank)
+        if "failed" in message:
+            self._first_cause = self._first_cause or str(message["failed"])
+            connection.send({"cause": self._first_cause})
+        if "query" in message:
+            self._queries[connection] = _Query(str(message["query"]), time.monotonic())
+        if "cause" in message:
+            self._first_cause = self._first_cause or str(message["cause"])
+            self._response.set()
+        if "end" in message:
+            self._end_later(str(message["end"]))
+        if "send_position" in message:
+            entered = self.entered_collectives()
+            connection.send({"entered": entered, "location": main_thread_location()})
+        if message.get("entered") is not None:
+            entered, location = int(message["entered"]), str(message.get("location", ""))
+            self._positions[peer.rank] = Position(entered, location)
+
+    def _handle_end(self, connection: Connection, peer: Peer) -> None:
+        self._acknowledged.add(peer.rank)
+        self._queries.pop(connection, None)
+        if self._leaving or peer.rank in self._departed:
+            return
+
+        this_rank_started = self._rank != 0 and self._started[self._rank]
+        if not self._started[peer.rank] and not this_rank_started:
+            self._fail_start(
+                f"rank {peer.rank} on {peer.host} died while torch was connecting the ranks. "
+                "Look for its own message"
+            )
+            return
+        self._departed[peer.rank] = (
+            f"rank {peer.rank} on {peer.host} died without a message. It was probably killed (out "
+            "of memory, or a signal). Check the launcher's output"
+        )
+        if self._rank != 0:
+            self._response.set()
+
+    def _fail_start(self, cause: str) -> None:
+        """A rank ended during the start: those that still start cannot go on."""
+        if self._rank == 0:
+            self._send_all({"error": cause})
+        if self._started[self._rank]:
+            self._first_cause = self._first_cause or cause
+        else:
+            self._start_failure = cause
+
+    def _known_cause(self) -> str:
+        """The first cause, else what the first rank that departed gave as the cause."""
+        given = (cause for cause in self._departed.values() if cause)
+        return self._first_cause or next(given, "")
+
+    # Decisions of rank 0 -------------------------------------------------------------------------
+
+    def _respond_to_queries(self) -> None:
+        """Respond as soon as the cause is known, or after some seconds with what is known."""
+        if not self._queries or self._rank != 0:
+            return
+        waited = time.monotonic() - min(query.since for query in self._queries.values())
+        last_chance = waited > _DECIDE_SECONDS
+
+        self._first_cause = self._known_cause()
+        if not self._first_cause and any(q.kind == "timeout" for q in self._queries.values()):
+            self._first_cause = self._find_hung_ranks(last_chance)
+        if not self._first_cause and not last_chance:
+            return
+
+        for connection in self._queries:
+            if connection is None:
+                self._response.set()
+            else:
+                connection.send({"cause": self._first_cause})
+        self._queries.clear()
+
+    def _find_hung_ranks(self, last_chance: bool) -> str:
+        """Return why a collective timed out; "" while ranks may still report their position."""
+        running = sorted(set(self._hosts) - set(self._departed))
+        if not self._positions_requested:
+            self._positions_requested = True
+            self._send_all({"send_position": True})
+        entered = self.entered_collectives()
+        if entered is not None:
+            self._positions[0] = Position(entered, main_thread_location())
+
+        missing = unreported(self._positions, running)
+        if missing and not last_chance:
+            return ""
+        self._hung = {*behind(self._positions, running), *missing}
+        return describe(self._positions, self._hosts, running)
+
+    def _end_hung_ranks(self, running: set[int]) -> None:
+        """End the hung ranks when no other ranks are running: they may never notice themselves."""
+        if not self._hung >= running:
+            return
+        for connection, peer in self._peers.items():
+            if peer.rank in self._hung:
+                connection.send({"end": self._first_cause})
+        if 0 in self._hung:
+            self._end_later(self._first_cause)
+        self._hung = set()
+
+    def _end_later(self, cause: str) -> None:
+        def end() -> None:
+            if not self._leaving:
+                _exit_with(
+                    f"rank {self._rank} on {socket.gethostname()} is ended, because all other "
+                    f"ranks have stopped: {cause}"
+                )
+
+        timer = threading.Timer(self._hung_rank_timeout, end)
+        timer.daemon = True
+        timer.start()
+
+    def _send_all(self, message: Message) -> None:
+        for connection in self._peers:
+            connection.send(message)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"x")
+
+    def _close_sockets(self) -> None:
+        for connection in self._peers:
+            connection.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+class _Query(NamedTuple):
+    """A rank's query for the cause, which waits for rank 0's response."""
+
+    kind: str  # "lost" or "timeout"
+    since: float  # monotonic seconds
+
+
+def _exit_with(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _close_in_child(reference: weakref.ref[Monitor]) -> None:
+    monitor = reference()
+    if monitor is not None:
+        monitor._close_sockets()

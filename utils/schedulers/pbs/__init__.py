@@ -1,0 +1,1 @@
+"""OpenPBS and PBS Professional: allocations and jobs."""

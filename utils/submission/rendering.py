@@ -1,0 +1,27 @@
+"""Write the job scripts of submissions: the templates in jobs/templates, filled in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..schedulers import Job, get_scheduler
+from ..schedulers.script import quote
+from .files import JOBS, KIT
+
+
+def job_script(
+    scheduler: str, job: Job, folder: Path | None = None, previous_job_id: str = ""
+) -> str:
+    """Return the script to submit for a job.
+
+    folder: of the submission, where the job records its exit status; None for a dry run.
+    previous_job_id: the job of the chain that this one continues.
+    Raises JobError, which names the field, for a value that cannot be written into a script.
+    """
+    template = (JOBS / "templates" / f"{scheduler}.sh").read_text(encoding="utf-8")
+    lines = [f"KIT={quote(str(KIT))}"]
+    if folder is not None:
+        lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
+        lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
+        template = template.replace("run launch", 'run job "$SUBMISSION" "$PREVIOUS"')
+    return get_scheduler(scheduler).render(job, template.replace("@kit@", "\n".join(lines)))
