@@ -1,59 +1,39 @@
-"""Run examples/05_survive.py; sleep in each step, and print a digest of its last checkpoint.
+"""Run examples/05_survive.py with slow steps and a slow disk, and print a digest of its last checkpoint.
 
-tests/faults/survive.py [--step-seconds SECONDS] [options of the example]
+tests/faults/survive.py [--step-seconds SECONDS] [--fsync-seconds SECONDS] [options of the example]
 """
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order under every launcher
-from utils.checkpoint import load_part
+from utils.checkpoint import disk, load_part
 from utils.preemption import StopSignal
 
 # isort: split
 import torch
 
+from tests.faults.habits import digest
+from tests.unit.checkpoint_states import ChangedDisk
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "05_survive.py"
-
-
-def digest(value: Any) -> str:
-    """A short name for the exact bits of tensors, nested in state dicts."""
-    found = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                add([key, value[key]])
-        elif isinstance(value, list | tuple):
-            for item in value:
-                add(item)
-        else:
-            found.update(repr(value).encode())
-
-    add(value)
-    return found.hexdigest()[:16]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--fsync-seconds", type=float, default=0.0)
     parser.add_argument("--folder", type=Path, required=True)
     args, others = parser.parse_known_args()
     sys.argv[1:] = ["--folder", str(args.folder), *others]
 
-    should_stop = StopSignal.should_stop
-
-    stopped = False
+    should_stop, stopped = StopSignal.should_stop, False
 
     def slowly(stop: StopSignal) -> bool:
         nonlocal stopped
@@ -61,7 +41,12 @@ def main() -> int:
         stopped = should_stop(stop)
         return stopped
 
+    def fsync(file: int) -> None:
+        time.sleep(args.fsync_seconds)
+        os.fsync(file)
+
     StopSignal.should_stop = slowly  # type: ignore[method-assign]
+    disk.system = ChangedDisk(fsync=fsync)
     spec = importlib.util.spec_from_file_location("survive", EXAMPLE)
     assert spec and spec.loader
     example = importlib.util.module_from_spec(spec)
@@ -71,10 +56,11 @@ def main() -> int:
     # Under launch.py the status is 0 after a stop, too.
     if status == 0 and not stopped and os.environ.get("RANK", "0") == "0":
         model = example.make_model()
-        state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        found = load_part(args.folder, state)
+        optimizer = torch.optim.AdamW(model.parameters())
+        found = load_part(args.folder, {"model": model, "optimizer": optimizer})
         assert found is not None
-        bits = digest([part.state_dict() for part in state.values()])
+        averages = [value for one in optimizer.state.values() for value in one.values()]
+        bits = digest(*model.state_dict().values(), *averages)
         print(f"done after {found.step} steps; digest of model and optimizer {bits}", flush=True)
     return status
 

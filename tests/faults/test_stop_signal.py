@@ -1,15 +1,14 @@
 """StopSignal on four real ranks: one signal to any of them, and all stop at the same boundary.
 
-This file is also the program of the ranks: `python -m tests.faults.test_stop_signal` forks them.
+This file is also the program of the ranks.
 """
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,12 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-RANKS = 4
-ROUNDS = 60
+from tests.faults.programs import run_ranks
 
+RANKS, ROUNDS = 4, 25
 
-# The program of the ranks -------------------------------------------------------------------------
 
 def one_round(dist: Any, common: random.Random, private: random.Random) -> dict[str, Any]:
     """Run steps of random length until all ranks stop; signal some ranks at random moments.
@@ -44,25 +41,21 @@ def one_round(dist: Any, common: random.Random, private: random.Random) -> dict[
         if dist.rank in moments:
             arguments = os.getpid(), private.choice(SIGNALS)
             threading.Timer(moments[dist.rank], os.kill, arguments).start()
-        calls = 0
-        while True:
+        calls, stops = 0, False
+        while not stops:
             time.sleep(private.uniform(0, longest_step)) if longest_step else None
             if coupled:
                 dist.all_reduce_mean(1.0)
             calls += 1
-            if stop.should_stop():
-                break
-            if evaluates and calls % 4 == 0:
-                for _ in range(private.randrange(1, 40)):  # another number of steps on each rank
-                    if stop.requested:
-                        left_evaluation = True
-                        break
-                    time.sleep(0.001)
+            stops = stop.should_stop()
+            if evaluates and calls % 2 == 0 and not stops:
+                for _ in range(private.randrange(1, 80)):  # another number of steps on each rank
+                    left_evaluation = left_evaluation or stop.requested
+                    time.sleep(0.0 if left_evaluation else 0.001)
                 left_evaluation = dist.all_reduce_mean(float(left_evaluation)) > 0
                 calls += 1
-                if stop.should_stop():
-                    break
-                assert not left_evaluation, "no stop at the boundary after the evaluation"
+                stops = stop.should_stop()
+                assert stops or not left_evaluation, "no stop at the boundary after the evaluation"
         seconds = time.monotonic() - start - min(moments.values())
         result = {"stopped_at": calls, "reason": stop.reason, "again": stop.should_stop(),
                   "status": stop.exit_status, "left_evaluation": left_evaluation}
@@ -71,12 +64,12 @@ def one_round(dist: Any, common: random.Random, private: random.Random) -> dict[
     return {**result, "seconds": seconds}
 
 
-def no_stop(dist: Any, calls: int) -> dict[str, Any]:
+def no_stop(dist: Any, calls: int) -> list[Any]:
     from utils.preemption import StopSignal
 
     with StopSignal(dist) as stop:
         stops = [stop.should_stop() for _ in range(calls)]
-    return {"any": any(stops), "status": stop.exit_status}
+    return [any(stops), stop.exit_status]
 
 
 def error_of_stop(stop: Any) -> str:
@@ -121,7 +114,7 @@ def rank_0_dies(dist: Any) -> str:
     return error_of_stop(stop)
 
 
-def run_rank() -> None:
+def main(results_file: Path) -> None:
     import torch.distributed
 
     from utils import setup_distributed
@@ -139,91 +132,51 @@ def run_rank() -> None:
             "unequal": no_stop(dist, 10 + (dist.rank == 1)),
             "hangs": one_rank_hangs(dist, gather(os.getpid()))})
         if dist.is_main:
-            print("RESULTS " + json.dumps(results), flush=True)
-        sys.stdout.write(f"LOST {rank_0_dies(dist)}\n")
-        sys.stdout.flush()
+            results_file.write_text(json.dumps(results))
+        print(f"LOST {rank_0_dies(dist)}", flush=True)
         os._exit(0)
 
 
-def main() -> None:
-    """Import torch once, then fork the ranks."""
-    import torch  # noqa: F401
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    children = []
-    for rank in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank),
-                              LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1",
-                              MASTER_PORT=str(port))
-            run_rank()
-        children.append(child)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(max(map(abs, statuses)))
-
-
-# The tests ----------------------------------------------------------------------------------------
-
 class Ran(NamedTuple):
     ranks: list[dict[str, Any]]  # the results of each rank
-    output: list[str]
-    errors: str
+    output: str
 
 
 @pytest.fixture(scope="module")
-def ran() -> Ran:
-    """One launch for all tests, since it takes many seconds."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.faults.test_stop_signal"], cwd=ROOT,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               start_new_session=True)
-    try:
-        output, errors = process.communicate(timeout=400)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, errors
-    line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
-    return Ran(json.loads(line.removeprefix("RESULTS ")), output.splitlines(), errors)
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("stops")
+    output = run_ranks(folder, __file__, (RANKS, [str(folder / "results")]))
+    return Ran(json.loads((folder / "results").read_text()), output)
 
 
-def test_all_ranks_stop_at_the_same_boundary(ran: Ran) -> None:
-    for number in range(ROUNDS):
-        rounds = [rank["rounds"][number] for rank in ran.ranks]
+def test_all_ranks_stop_at_the_same_boundary_within_the_grace_time(ran: Ran) -> None:
+    for rounds in zip(*(rank["rounds"] for rank in ran.ranks), strict=True):
         for key in ("stopped_at", "reason", "left_evaluation"):
             assert len({one[key] for one in rounds}) == 1, rounds
         assert rounds[0]["reason"].split(",")[0] in ("SIGUSR1", "SIGUSR2", "SIGTERM")
         assert all(one["again"] and one["status"] == 75 for one in rounds)
+        # Steps take up to 0.1 s. Slurm's KillWait may be as short as 5 s, which the save shares.
+        assert max(one["seconds"] for one in rounds) < 2.5
     assert any(one["left_evaluation"] for one in ran.ranks[0]["rounds"]), "no stop in an evaluation"
 
 
-def test_all_ranks_stop_within_the_grace_time(ran: Ran) -> None:
-    """Steps take up to 0.1 s. Slurm's KillWait may be as short as 5 s, which the save shares."""
-    assert max(one["seconds"] for rank in ran.ranks for one in rank["rounds"]) < 2.5
-
-
 def test_a_run_without_a_stop_ends_with_status_0(ran: Ran) -> None:
-    assert [rank["finished"] for rank in ran.ranks] == [{"any": False, "status": 0}] * RANKS
+    assert [rank["finished"] for rank in ran.ranks] == [[False, 0]] * RANKS
 
 
-def test_loops_of_unequal_length_are_reported(ran: Ran) -> None:
-    assert "different numbers of times: rank 0 10 times, rank 1 11 times" in ran.errors
-
-
-def test_a_rank_that_hangs_is_named(ran: Ran) -> None:
+def test_ranks_that_do_not_take_part_are_named(ran: Ran) -> None:
+    assert "different numbers of times: rank 0 10 times, rank 1 11 times" in ran.output
     for rank in (0, 1, 3):
         assert "1 of 4 ranks did not report within 1 s: 2. " in ran.ranks[rank]["hangs"]
 
 
 def test_ranks_that_lose_rank_0_report_it_instead_of_waiting(ran: Ran) -> None:
-    lost = [line for line in ran.output if line.startswith("LOST ")]
+    lost = re.findall("^LOST (.*)", ran.output, re.MULTILINE)
     assert len(lost) == RANKS - 1
     for line in lost:
         assert "(a test, rank " in line and "Look for the message of rank 0" in line, lost
-    assert ran.errors.count("a stop can no longer be agreed on") == RANKS - 1
+    assert ran.output.count("a stop can no longer be agreed on") == RANKS - 1
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -1,9 +1,10 @@
-"""examples/05_survive.py ends with the same bits, however it was interrupted."""
+"""Trainings end with the same bits, however they were interrupted; a full disk costs a save, not the run."""
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,94 +14,116 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import killed_at_end, wait_until
+from tests.faults.programs import ENVIRONMENT, FAULTS, LAUNCH, ROOT, SURVIVE, done_line, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-FAULTS = ROOT / "tests" / "faults"
-SURVIVE = [str(FAULTS / "survive.py"), "--epochs", "2", "--save-every", "5"]
-SLOWLY = ["--step-seconds", "0.1"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--launcher", "local",
-          "--ntasks-per-node", "2"]
+SLOWLY = [*SURVIVE, "--step-seconds", "0.1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @contextlib.contextmanager
-def started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+def started(output: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    with output.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
+                                   start_new_session=True)
     with killed_at_end(process):
         yield process
 
 
-def output_of(process: subprocess.Popen[str], status: int = 0) -> str:
-    output = process.communicate(timeout=280)[0]
-    assert process.returncode == status, output
-    return output
+@pytest.mark.parametrize("words", [
+    ["--kills", "2", "--after-save", "habits.py"], ["--kills", "4", "survive.py", *SURVIVE[1:], "--epochs", "1"]],
+    ids=["habits", "survive"])
+def test_ranks_killed_at_random_moments(words: list[str], tmp_path: Path) -> None:
+    """Three ranks: the sum of two is the same in either order. kills.py does it as often as it is asked to."""
+    words = [str(FAULTS / word) if word.endswith(".py") else word for word in words]
+    with started(tmp_path / "output", sys.executable, str(FAULTS / "kills.py"), "--ranks", "3", *words) as process:
+        process.wait(400)
+    assert process.returncode == 0 and "all the same" in (tmp_path / "output").read_text()
 
 
-def torchrun(folder: Path, *options: str, ranks: int = 2) -> str:
-    with started(*TORCHRUN, str(ranks), *SURVIVE, "--folder", str(folder), *options) as process:
-        return output_of(process)
+def test_each_launcher_resumes_what_another_one_began(
+        tmp_path: Path, whole: str, need: Callable[[str], Path]) -> None:
+    """mpiexec is killed, launch.py stops at a signal, and torchrun starts a killed rank again."""
+    output, folder = tmp_path / "output", tmp_path / "checkpoints"
 
+    def wait_for_progress() -> None:
+        before = set(folder.glob("step-*"))
+        wait_until(lambda: bool(set(folder.glob("step-*")) - before), "a checkpoint", seconds=100)
 
-def last_line(output: str) -> str:
-    return next(line for line in output.splitlines() if line.startswith("done"))
-
-
-def wait_for_checkpoints(folder: Path, count: int) -> None:
-    wait_until(lambda: len(list(folder.glob("step-*"))) >= count, "checkpoints", seconds=100)
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The last line of an uninterrupted run on two ranks."""
-    return last_line(torchrun(tmp_path_factory.mktemp("whole")))
-
-
-def test_ranks_killed_at_random_moments() -> None:
-    """Three ranks: the sum of two is the same in either order."""
-    kills = [str(FAULTS / "kills.py"), "--kills", "5", "--ranks", "3"]
-    with started(sys.executable, *kills, *SURVIVE, "--epochs", "1") as process:
-        assert "all the same" in output_of(process)
-
-
-def test_a_rank_restarted_by_torchrun(tmp_path: Path, expected: str) -> None:
-    with started(*TORCHRUN, "2", "--max-restarts", "2", *SURVIVE, "--folder", str(tmp_path),
-                 *SLOWLY) as process:
-        wait_for_checkpoints(tmp_path, 2)
-        workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-        os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
-        output = output_of(process)
-    assert "resuming after step" in output
-    assert last_line(output) == expected
-
-
-def test_a_killed_mpiexec_resumed_under_torchrun(
-        tmp_path: Path, expected: str, need: Callable[[str], Path]) -> None:
-    with started(str(need("mpich")), "-n", "2", sys.executable, *SURVIVE, "--folder", str(tmp_path),
-                 *SLOWLY) as process:
-        wait_for_checkpoints(tmp_path, 2)
+    training = [*SLOWLY, "--folder", str(folder)]
+    with started(output, str(need("mpich")), "-n", "2", sys.executable, *training) as process:
+        wait_for_progress()
+        wait_for_progress()
         process.kill()
-        ranks = ["pgrep", "-f", str(tmp_path)]
+        ranks = ["pgrep", "-f", str(folder)]
         wait_until(lambda: subprocess.run(ranks, stdout=subprocess.DEVNULL).returncode == 1,
                    "the ranks to end with it", seconds=60)
-    resumed = torchrun(tmp_path)
-    assert "resuming after step" in resumed
-    assert last_line(resumed) == expected
 
-
-def test_a_stop_signal_under_launch_py(tmp_path: Path, expected: str) -> None:
-    with started(*LAUNCH, *SURVIVE, "--folder", str(tmp_path), *SLOWLY) as process:
-        wait_for_checkpoints(tmp_path, 1)
+    with started(output, *LAUNCH, *training) as process:
+        wait_for_progress()
         process.send_signal(signal.SIGUSR1)
-        output = output_of(process, status=75)
-    stopped = re.search(r"stopped at step (\d+)", output)
-    assert stopped is not None, output
-    resumed = torchrun(tmp_path)
-    assert f"resuming after step {stopped[1]}" in resumed
-    assert last_line(resumed) == expected
+        assert process.wait(200) == 75, output.read_text()
+    text = output.read_text()
+    stopped = re.search(r"stopped at step (\d+)", text)
+    assert "resuming after step" in text and stopped is not None, text
+
+    with started(output, *TORCHRUN, "--max-restarts", "2", *training) as process:
+        wait_for_progress()
+        workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
+        assert process.wait(200) == 0, output.read_text()
+    text = output.read_text()
+    assert f"resuming after step {stopped[1]}" in text and text.count("resuming after step") == 2, text
+    assert done_line(text) == whole
 
 
 def test_another_number_of_ranks_keeps_the_global_batch(tmp_path: Path) -> None:
-    torchrun(tmp_path, "--epochs", "1", ranks=4)
-    output = torchrun(tmp_path, ranks=3)
+    arguments = ["--folder", str(tmp_path / "checkpoints"), "--epochs"]
+    output = run_ranks(tmp_path, SURVIVE[0], (4, [*arguments, "1"]), (3, [*arguments, "2"]))
     assert "resuming after step 48" in output and "done after 96 steps" in output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, need: Callable[[str], Path]) -> Iterator[Path]:
+    """A file system of 32 MiB."""
+    need("hosts")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("example, options, still_full", [
+    ("tests/faults/survive.py", [*SLOWLY[1:], "--epochs", "20", "--folder"], True),
+    ("examples/03_text_lm.py", ["--save-every", "5", "--steps", "100000", "--layers", "1", "--log-every", "5",
+                                "--checkpoints"], False)], ids=["survive", "text_lm"])
+def test_a_full_disk_costs_a_save_and_a_stop_waits_for_space(
+        example: str, options: list[str], still_full: bool, small_disk: Path, tmp_path: Path) -> None:
+    output, ballast = tmp_path / "output", small_disk / "ballast"
+
+    def wait_for_failure() -> None:
+        def has_failed() -> bool:
+            with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+                file.write(bytes(shutil.disk_usage(small_disk).free))
+            return output.read_text().count("no space is left") > before or process.poll() is not None
+
+        before = output.read_text().count("no space is left")
+        wait_until(has_failed, "a failed save", seconds=200)
+
+    with started(output, *LAUNCH, str(ROOT / example), "--backend", "gloo", *options, str(small_disk)) as process:
+        wait_until(lambda: any(small_disk.glob("step-*")) or process.poll() is not None, "a save", seconds=100)
+        wait_for_failure()
+        if still_full:
+            process.send_signal(signal.SIGUSR1)
+            wait_for_failure()
+        ballast.unlink()
+        if not still_full:
+            process.send_signal(signal.SIGUSR1)
+        process.wait(200)
+    text = output.read_text()
+    stopped = re.search(r"stopped (?:at|after) step (\d+)", text)
+    assert process.returncode == 75 and stopped is not None, text
+    assert max(path.name for path in small_disk.glob("step-*")) == f"step-{int(stopped[1]):09d}"
+    assert not list(small_disk.glob(".saving-*"))

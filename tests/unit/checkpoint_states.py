@@ -1,7 +1,9 @@
-"""States as a checkpoint file holds them, and states compared bit for bit; for test_checkpoint_*.py."""
+"""What a checkpoint file holds, states compared bit for bit, and a disk that fails; for test_checkpoint_*.py."""
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -10,8 +12,19 @@ import torch
 from utils.checkpoint.pack import pack
 from utils.checkpoint.restore import Restorer
 from utils.checkpoint.unpack import unpack
+from utils.checkpoint.values import StateError
 
 Saved = tuple[Any, dict[str, torch.Tensor], dict[str, Any]]
+
+
+class ChangedDisk:
+    """The real disk, with some of its calls replaced."""
+
+    def __init__(self, **calls: Any) -> None:
+        vars(self).update(calls)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
 
 def saved(state: Any) -> Saved:
@@ -19,8 +32,7 @@ def saved(state: Any) -> Saved:
     packed = pack(state)
     tree, own = json.loads(json.dumps([packed.tree, packed.own]))
     tensors = {**packed.common, **packed.main, **packed.local, **packed.mine}
-    return tree, {name: one.resolve_conj().contiguous().clone()
-                  for name, one in tensors.items()}, own
+    return tree, {name: one.resolve_conj().contiguous().clone() for name, one in tensors.items()}, own
 
 
 def unpacked(state: Any) -> Any:
@@ -29,14 +41,38 @@ def unpacked(state: Any) -> Any:
 
 
 def restored(source: Any, state: Any) -> Any:
-    """Save `source` and restore it into `state`."""
-    restorer = Restorer(state, *saved(source))
+    """Save `source`, restore it into `state`, and overwrite the memory that was read."""
+    tree, tensors, own = saved(source)
+    restorer = Restorer(state, tree, tensors, own)
     assert restorer.mismatches == []
-    return restorer.restore()
+    found = restorer.restore()
+    for tensor in tensors.values():
+        tensor.zero_()
+    return found
 
 
-def mismatches(source: Any, state: Any) -> str:
-    return "; ".join(Restorer(state, *saved(source)).mismatches)
+def refusal(source: Any, state: Any) -> str:
+    """Why `source` cannot be restored into `state`; "" if it can."""
+    try:
+        return "; ".join(Restorer(state, *saved(source)).mismatches)
+    except StateError as error:
+        return str(error)
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Metadata and numpy arrays of a file without gaps in which every array is aligned to its elements."""
+    raw = path.read_bytes()
+    start = end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    metadata, arrays = header.pop("__metadata__"), {}
+    for name, field in header.items():
+        dtype = numpy.dtype({"F32": "<f4", "I64": "<i8", "BOOL": "?", "U8": "u1"}[field["dtype"]])
+        first, last = (start + offset for offset in field["data_offsets"])
+        assert first == end and first % dtype.itemsize == 0
+        arrays[name] = numpy.frombuffer(raw[first:last], dtype).reshape(field["shape"])
+        end = last
+    assert end == len(raw)
+    return metadata, arrays
 
 
 def bits(value: Any) -> Any:
