@@ -72,6 +72,8 @@ def test_values_are_restored_in_type_and_every_bit(value: Any) -> None:
     if isinstance(value, numpy.ndarray):
         assert len(tensors) == 1 and back.flags.writeable
         assert value.dtype.kind == "V" or back.flags.fnc == value.flags.fnc
+        (data,) = pack([value]).main.values()
+        assert data.data_ptr() == value.ctypes.data or not value.flags.forc or not value.size, "it is not copied"
     if isinstance(value, torch.Tensor):
         (back,) = unpack(pack([value]).tree, pack([value]).main)
         assert back.stride() == value.stride()
