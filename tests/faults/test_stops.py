@@ -25,7 +25,7 @@ from utils.checkpoint.rank_file import read_rank_file
 
 pytest_plugins = ["tests.cluster.pbs_fixture", "tests.cluster.slurm_fixture"]
 
-STOPS = int(os.environ.get("DDPKIT_STOPS", "4"))
+STOPS = int(os.environ.get("DDPKIT_STOPS", "3"))
 BEGUN = re.compile(r"^(?:starting|resuming after step (\d+))", re.MULTILINE)
 ENDED = re.compile(r"^(?:stopped at step|done after) (\d+)", re.MULTILINE)
 

@@ -30,7 +30,7 @@ def started(output: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("words", [
-    ["--kills", "2", "--after-save", "habits.py"], ["--kills", "4", "survive.py", *SURVIVE[1:], "--epochs", "1"]],
+    ["--kills", "2", "--after-save", "habits.py"], ["--kills", "2", "survive.py", *SURVIVE[1:], "--epochs", "1"]],
     ids=["habits", "survive"])
 def test_ranks_killed_at_random_moments(words: list[str], tmp_path: Path) -> None:
     """Three ranks: the sum of two is the same in either order. kills.py does it as often as it is asked to."""

@@ -81,6 +81,8 @@ def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         raw = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
         return [str(value.dtype), list(value.shape), raw]
+    if isinstance(value, numpy.ma.MaskedArray):
+        return [kind, *map(bits, (value.data, value.mask, value.fill_value, value.hardmask))]
     if isinstance(value, numpy.ndarray):
         return [kind, str(value.dtype.descr), value.shape, value.tobytes()]
     if isinstance(value, dict):

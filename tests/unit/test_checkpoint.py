@@ -82,21 +82,17 @@ def test_a_process_that_ends_without_close_finishes_its_save(tmp_path: Path) -> 
     assert list_steps(tmp_path) == [1]
 
 
-def test_the_last_and_the_multiples_are_kept(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, keep=2, keep_every=10) as checkpoints:
-        for step in (5, 10, 15, 20, 25, 30, 35):
-            checkpoints.save(step, {})
-    assert list_steps(tmp_path) == [10, 20, 30, 35] and len(os.listdir(tmp_path)) == 4
-
-
-@pytest.mark.parametrize("best, expected", [("min", [1, 4, 6]), ("max", [0, 6])])
-def test_the_best_are_kept_as_well(best: str, expected: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options, expected", [
+    ({"keep": 2, "keep_every": 3}, [0, 3, 5, 6]), ({"keep": 1, "keep_best": 2}, [1, 4, 6]),
+    ({"keep": 1, "keep_best": 2, "best": "max"}, [0, 6])])
+def test_the_last_the_multiples_and_the_best_are_kept(
+        options: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
     losses = [5.0, 1.0, float("nan"), 4.0, 2.0, 3.0, 6.0]
     for steps in (range(4), range(4, 7)):  # a second process reads the metrics of the first
-        with Checkpointer(tmp_path, keep=1, keep_best=2, best=best) as checkpoints:
+        with Checkpointer(tmp_path, **options) as checkpoints:
             for step in steps:
                 checkpoints.save(step, {}, metric=losses[step])
-    assert list_steps(tmp_path) == expected
+    assert list_steps(tmp_path) == expected and len(os.listdir(tmp_path)) == len(expected)
 
 
 def test_a_step_saved_again_replaces_the_first_when_it_is_safe(tmp_path: Path) -> None:
