@@ -1,7 +1,7 @@
 """Several hosts on one machine: Linux network namespaces, each with its own host name, hosts file and sshd.
 
-Everything lives in the namespaces of one holder process per host, so that ending the processes there removes
-interfaces, names and mounts. A guard process does it when this one is killed.
+One process per host holds its namespaces: when the processes there have ended, interfaces, names and mounts are gone.
+A guard process ends them when this one is killed.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = "DDPKIT_HOSTS"  # in the environment of every holder: the folder of its h
 
 
 def why_impossible() -> str | None:
-    """The reason why hosts cannot be raised here, or None where they can."""
+    """Return the reason why hosts cannot be started here, or None where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "unshare", "nsenter", "mount"):
@@ -33,30 +33,26 @@ def why_impossible() -> str | None:
 
 
 class Hosts:
-    """`count` hosts named PREFIX1 .. PREFIXn with addresses SUBNET.1 .. SUBNET.n on a common bridge.
+    """`count` hosts PREFIX1, PREFIX2, ... with the addresses SUBNET.1, SUBNET.2, ... on a common bridge.
 
     names: "right" gives every host a hosts file with all addresses; "debian" gives each host the line
     "127.0.1.1 own-name", as the Debian installer writes it; "none" leaves every name but localhost unresolvable.
     """
 
-    def __init__(self, count: int = 3, *, prefix: str = "h", subnet: str = "10.79.1", names: str = "right",
-                 folder: Path | None = None) -> None:
-        if names not in ("right", "debian", "none"):
-            raise ValueError(f"names is {names!r}; expected right, debian or none")
+    def __init__(self, count: int = 3, *, prefix: str = "h", subnet: str = "10.79.1", names: str = "right") -> None:
         self.hosts = [f"{prefix}{i + 1}" for i in range(count)]
         self.address = {host: f"{subnet}.{i + 1}" for i, host in enumerate(self.hosts)}
         self.names = names
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._guard: subprocess.Popen[bytes] | None = None
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="hosts-"))
-        self.folder.mkdir(exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
 
     def __enter__(self) -> Hosts:
         guard = [sys.executable, "-I", __file__, str(self.folder)]
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
         try:
-            self._raise_hosts()
+            self._start_hosts()
         except BaseException:
             self.close()
             raise
@@ -65,7 +61,7 @@ class Hosts:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _raise_hosts(self) -> None:
+    def _start_hosts(self) -> None:
         self._hold("switch", None)
         self._in("switch", ["ip", "link", "add", "br0", "type", "bridge"])
         self._in("switch", ["ip", "link", "set", "br0", "up"])
@@ -89,7 +85,7 @@ class Hosts:
         return path
 
     def _hold(self, host: str, hosts_file: Path | None) -> int:
-        """Start the process whose namespaces are the host; returns its process id."""
+        """Start the process that holds the namespaces of a host; return its process id."""
         script = ('hostname "$1"; if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi; echo $$ > "$3"; '
                   'exec sleep infinity </dev/null >/dev/null 2>&1')
         ready = self.folder / f"ready.{host}"
@@ -104,22 +100,21 @@ class Hosts:
         subprocess.run(self.enter(host) + list(command), check=True, capture_output=True, text=True)
 
     def enter(self, host: str) -> list[str]:
-        """The command prefix that runs what follows on `host`."""
+        """Return the words before a command that run it on `host`."""
         return ["nsenter", "-t", str(self.pid(host)), "--net", "--uts", "--mount", "--"]
 
     def pid(self, host: str) -> int:
-        """Process id of the holder of `host`, also where another process raised it."""
-        holder = self._holders.get(host)
-        return holder.pid if holder else int((self.folder / f"ready.{host}").read_text())
+        """Return the id of the process that holds the namespaces of `host`."""
+        return self._holders[host].pid
 
     def popen(self, host: str, command: Sequence[str], *, env: dict[str, str] | None = None,
               **options: object) -> subprocess.Popen[str]:
-        """Start `command` on `host` with a login's environment plus `env`, in a process group of its own."""
+        """Start `command` on `host` with a login's environment plus `env`, in a separate process group."""
         return subprocess.Popen(self.enter(host) + list(command), env={**CLEAN_ENV, **(env or {})},  # type: ignore[call-overload,no-any-return]
                                 text=True, start_new_session=True, **options)
 
     def start_sshd(self) -> Path:
-        """Run an sshd on every host; returns the path of an `ssh` command that logs in anywhere without questions."""
+        """Start an sshd on every host; return the path of an `ssh` command that logs in anywhere without a prompt."""
         sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
         if sshd is None:
             raise RuntimeError("sshd is missing (Debian package openssh-server)")
@@ -146,11 +141,11 @@ class Hosts:
                        f"sshd on {host}")
         return ssh
 
-    def keep(self) -> None:
-        """Let the hosts outlive this process; close(), here or in another one, ends them."""
-        if self._guard is not None:
-            self._guard.communicate(b"keep")
-            self._guard = None
+    def stay_until_interrupted(self) -> None:
+        """Wait for ctrl-C or SIGTERM."""
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
 
     def close(self) -> None:
         end_hosts(self.folder)
@@ -158,11 +153,13 @@ class Hosts:
             process.wait()
         self._daemons.clear()
         self._holders.clear()
-        self.keep()
+        if self._guard is not None:
+            self._guard.communicate()
+            self._guard = None
 
 
 def end_hosts(folder: Path) -> None:
-    """End every process on the hosts that were raised with this folder, by whomever, and remove the folder."""
+    """End every process on the hosts of this folder, and remove the folder."""
     mark, own = f"{MARK}={folder}".encode(), os.readlink("/proc/self/ns/net")
     networks: set[str] = set()
     while True:
@@ -172,7 +169,7 @@ def end_hosts(folder: Path) -> None:
                 marked = mark in (process / "environ").read_bytes().split(b"\0")
                 seen.append((int(process.name), os.readlink(process / "ns/net"), marked))
         networks.update(network for _, network, marked in seen if marked and network != own)
-        # The holders last: they tell the next call, should this one be killed, where the others are.
+        # The holders last: with them another call, should this one be killed, finds the others.
         found = ([pid for pid, network, marked in seen if network in networks and not marked]
                  or [pid for pid, _, marked in seen if marked])
         if not found:
@@ -198,7 +195,7 @@ def wait_until(condition: Callable[[], bool], what: str, process: subprocess.Pop
 
 @contextlib.contextmanager
 def killed_at_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """End the whole process group of `process` on leaving, so that no test leaves a rank behind."""
+    """End the process group of `process` at the end of the block."""
     try:
         yield process
     finally:
@@ -207,6 +204,6 @@ def killed_at_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[s
         process.wait()
 
 
-if __name__ == "__main__":  # the guard: it waits until the process that raised the hosts in argv[1] is gone
-    if sys.stdin.read() != "keep":
-        end_hosts(Path(sys.argv[1]))
+if __name__ == "__main__":  # the guard: it waits until the process that started the hosts of argv[1] has ended
+    sys.stdin.read()
+    end_hosts(Path(sys.argv[1]))

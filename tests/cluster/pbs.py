@@ -1,21 +1,18 @@
 #!/usr/bin/env python3
 """PBS for tests: a stand-in on hosts in network namespaces, or a real OpenPBS, used in the same way.
 
-python tests/cluster/pbs.py up [--count 3]      as root; it stays until ctrl-C and prints how to enter its hosts
+python tests/cluster/pbs.py up [--count 3]      as root; it runs until ctrl-C and prints how to enter its hosts
 
-Jobs are alice's, who exists only on these hosts. With --real-pbs PREFIX (pytest) tests run on a real OpenPBS instead,
-whose server is on pbs-head and whose execution hosts are n1, n2, ...: `PREFIX HOST USER command...` has to run a
-command there, in the current folder.
+Jobs belong to alice, who exists only on these hosts. With --real-pbs PREFIX (pytest) the tests run on a real OpenPBS,
+whose server is on pbs-head and whose execution hosts are n1, n2, ... There, `PREFIX HOST USER command...` has to run a
+command in the current folder.
 """
 from __future__ import annotations
 
 import argparse
-import compileall
 import json
 import os
 import shlex
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -27,21 +24,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for use by hand
 from tests.cluster.hosts import Hosts, killed_at_end, wait_until
-from tests.cluster.pbs_standin.messages import send_request
+from tests.cluster.pbs_standin.commands import COMMANDS
+from tests.cluster.pbs_standin.jobs import DOMAIN, FINISHED, HOME, SERVER, UID, USER
+from tests.cluster.pbs_standin.resources import Node
+from tests.cluster.pbs_standin.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD, DOMAIN, USER = "pbs-head", "pbs.lab", "alice"
-UID = 1999
-WORK = f"/home/{USER}/jobs"
-COMMANDS = ("qsub", "qstat", "qdel", "qsig", "qrerun", "qhold", "qrls", "qselect", "pbsnodes", "pbsdsh", "pbs_tmrsh")
-QUEUES = {"workq": {}, "small": {"resources_max": {"ncpus": 8, "walltime": "00:10:00"},
-                                 "resources_default": {"walltime": "00:05:00"}}}
+CLIENT = ROOT / "tests" / "cluster" / "pbs_standin" / "client.py"
+HEAD = SERVER
+WORK = f"{HOME}/jobs"
 PROFILE = """\
 if [ "$(id -u)" = 0 ]; then PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 else PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games; fi
 export PATH="$PATH:/opt/pbs/bin" MANPATH="$MANPATH:/opt/pbs/share/man"
 """
-# Each changes only what the host in whose mount namespace it is run sees.
+# They change only what the host sees in whose mount namespace they run.
 MOUNTS = """\
 aside() { mkdir -p "$private/old$1"; mount --rbind "$1" "$private/old$1"; mount -t tmpfs -o mode=755 tmpfs "$1"; }
 add() {  # FOLDER NAME SOURCE: the folder as it is, but with NAME in it, which is SOURCE
@@ -69,49 +66,42 @@ class Result:
 
 
 class Pbs(ABC):
-    """What tests do with PBS, whichever it is. Paths are those on its hosts; local() is where this machine has them."""
-
-    home = f"/home/{USER}"
-    work = WORK
+    """What tests do with either PBS. Paths are those on its hosts; local() is where this machine has them."""
 
     @abstractmethod
     def local(self, path: str) -> Path:
-        """Where this machine has a path of the hosts."""
+        """Return where this machine has a path of the hosts."""
 
     @abstractmethod
     def command(self, host: str, command: Sequence[str], user: str, cwd: str,
                 env: Mapping[str, str]) -> list[str]:
-        """The words that run a command on a host as a user, in a folder and with a fresh login's environment."""
+        """Return the words that run a command on a host as a user, in a folder and with a fresh login's environment."""
 
     def run(self, host: str, command: Sequence[str], *, user: str = USER, cwd: str = WORK,
-            env: Mapping[str, str] | None = None, stdin: str = "", seconds: float = 60) -> Result:
+            env: Mapping[str, str] | None = None, seconds: float = 60) -> Result:
         """Run a command on a host in the folder `cwd`; AssertionError when it takes longer than `seconds`."""
         process = subprocess.Popen(self.command(host, command, user, cwd, env or {}), text=True,
-                                   errors="surrogateescape", start_new_session=True, stdin=subprocess.PIPE,
+                                   errors="surrogateescape", start_new_session=True, stdin=subprocess.DEVNULL,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         with killed_at_end(process):
             try:
-                out, err = process.communicate(stdin, timeout=seconds)
+                out, err = process.communicate(timeout=seconds)
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"{shlex.join(command)} on {host}: still running after {seconds} s") from None
         return Result(process.returncode, out, err)
 
-    def write(self, path: str, text: str, mode: int = 0o644) -> str:
-        """Make a file of the user's; returns its path."""
+    def write(self, path: str, text: str) -> str:
+        """Make a file of the user's; return its path."""
         local = self.local(os.path.join(WORK, path))
         local.parent.mkdir(parents=True, exist_ok=True)
         local.write_text(text)
-        local.chmod(mode)
         for each in (local, local.parent):
-            os.chown(each, self.uid(), -1)
+            os.chown(each, self.local(WORK).stat().st_uid, -1)
         return path
-
-    def uid(self) -> int:
-        return self.local(WORK).stat().st_uid
 
     def submit(self, *words: str, script: str = "", name: str = "job.sh", cwd: str = WORK,
                env: Mapping[str, str] | None = None) -> str:
-        """qsub; returns the job's id. script: the text of a script that is written to `name` before."""
+        """Run qsub; return the job's id. script: the text of a script that is written to `name` before."""
         if script:
             words = (*words, self.write(os.path.join(cwd, name), script))
         done = self.run(HEAD, ["qsub", *words], cwd=cwd, env=env)
@@ -120,7 +110,7 @@ class Pbs(ABC):
         return done.stdout.strip()
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """What `qstat -xf -F json` says of a job."""
+        """Return what `qstat -xf -F json` reports of a job."""
         done = self.run(HEAD, ["qstat", "-x", "-f", "-F", "json", job_id])
         if done.status != 0:
             raise RuntimeError(f"qstat {job_id}: {done.output}")
@@ -130,7 +120,7 @@ class Pbs(ABC):
         return str(self.job(job_id)["job_state"])
 
     def wait_for(self, job_id: str, states: str, seconds: float = 60) -> dict[str, Any]:
-        """Wait until a job is in one of the states ("RF"); returns what job() says then."""
+        """Wait until a job is in one of the states ("RF"); return its attributes."""
         limit = time.monotonic() + seconds
         while self.state(job_id) not in states:
             if time.monotonic() > limit:
@@ -140,12 +130,12 @@ class Pbs(ABC):
         return self.job(job_id)
 
     def wait(self, job_id: str, seconds: float = 60) -> dict[str, Any]:
-        """Wait until a job has ended and its output is where it belongs."""
+        """Wait until a job has ended; return its attributes."""
         return self.wait_for(job_id, "F", seconds)
 
-    def output(self, job: Mapping[str, Any], name: str = "Output_Path") -> str:
-        """What the job wrote, as text; name: Output_Path or Error_Path."""
-        path = self.local(str(job[name]).partition(":")[2])
+    def output(self, job: Mapping[str, Any]) -> str:
+        """Return what a job has written."""
+        path = self.local(str(job["Output_Path"]).partition(":")[2])
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def delete_all(self) -> None:
@@ -159,15 +149,16 @@ class Pbs(ABC):
         return self.run(HEAD, ["qselect"]).stdout.split()
 
 
-def login(user: str, home: str, env: Mapping[str, str], cwd: str, command: Sequence[str]) -> list[str]:
-    """The words that run a command with a fresh login's environment, and nothing of the caller's."""
+def login(user: str, env: Mapping[str, str], cwd: str, command: Sequence[str]) -> list[str]:
+    """Return the words that run a command with a fresh login's environment, and nothing of the caller's."""
+    home = HOME if user == USER else f"/{user}"
     own = {"PATH": "/opt/pbs/bin:/usr/local/bin:/usr/bin:/bin", "HOME": home, "USER": user, "LOGNAME": user,
            "SHELL": "/bin/bash", "LANG": "C.UTF-8", "PWD": cwd, **env}
     return ["env", "-i", "-C", cwd, *(f"{name}={value}" for name, value in own.items()), *command]
 
 
 class RealPbs(Pbs):
-    """An OpenPBS that somebody else has raised; prefix: see the top of this file."""
+    """An OpenPBS that somebody else has started; prefix: see the top of this file."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = shlex.split(prefix)
@@ -178,84 +169,59 @@ class RealPbs(Pbs):
 
     def command(self, host: str, command: Sequence[str], user: str, cwd: str,
                 env: Mapping[str, str]) -> list[str]:
-        home = self.home if user == USER else f"/{user}"
-        return [*self.prefix, host, user, *login(user, home, env, cwd, command)]
+        return [*self.prefix, host, user, *login(user, env, cwd, command)]
 
 
 class PbsCluster(Hosts, Pbs):
-    """The stand-in: pbs-head and `count` execution hosts n1, n2, ... A context manager.
+    """The stand-in: pbs-head and `count` hosts n1, n2, ... with four CPUs and four GPUs each. A context manager."""
 
-    cpus, gpus: of each host. kill_delay: seconds from SIGTERM to SIGKILL. short: hosts whose names have no domain.
-    readable: more folders that alice may read, besides the repository and Python.
-    """
+    kill_delay = 10.0  # seconds from SIGTERM to SIGKILL
 
-    def __init__(self, count: int = 3, *, cpus: int = 4, gpus: int = 4, kill_delay: float = 10,
-                 short: Sequence[str] = (), readable: Sequence[Path] = (), subnet: str = "10.79.3",
-                 folder: Path | None = None) -> None:
-        super().__init__(count, prefix="n", subnet=subnet, folder=folder)
+    def __init__(self, count: int = 3) -> None:
+        subnet = "10.79.3"
+        super().__init__(count, prefix="n", subnet=subnet)
         self.nodes = list(self.hosts)
         self.hosts.insert(0, HEAD)
         self.address[HEAD] = f"{subnet}.{count + 1}"
-        self.short = short
-        self.kill_delay = kill_delay
-        self.each = {"ncpus": cpus, "ngpus": gpus, "mem": 24684096}
-        self.readable = [ROOT, Path(sys.prefix), Path(sys.base_prefix), *readable]
+        nodes = {name: Node(name, f"{name}.{DOMAIN}", {"ncpus": 4, "ngpus": 4}) for name in self.nodes}
+        self._server = Server(nodes, self.address, self.kill_delay, self.enter, self.local)
 
     def __enter__(self) -> PbsCluster:
         super().__enter__()
         return self
 
-    def local(self, path: str) -> Path:
-        return self.folder / path.lstrip("/") if Path(path).is_relative_to(self.home) else Path(path)
+    def local(self, path: str, host: str = HEAD) -> Path:
+        if Path(path).is_relative_to("/var"):
+            return self.folder / "hosts" / host / path.lstrip("/")
+        return self.folder / path.lstrip("/") if Path(path).is_relative_to(HOME) else Path(path)
 
     def command(self, host: str, command: Sequence[str], user: str, cwd: str,
                 env: Mapping[str, str]) -> list[str]:
         as_user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"] if user == USER else []
-        home = self.home if user == USER else f"/{user}"
-        return [*self.enter(host), *as_user, *login(user, home, env, cwd, command)]
+        return [*self.enter(host), *as_user, *login(user, env, cwd, command)]
 
-    # The same as Pbs has them, without a command for each look.
+    # These two need no command here.
 
     def state(self, job_id: str) -> str:
-        return str(self._jobs(job_id)[0][1]["job_state"])
+        return str(self._server.find(job_id).shown()["job_state"])
 
     def unfinished(self) -> list[str]:
-        return [job_id for job_id, job in self._jobs() if job["job_state"] != "F"]
-
-    def _jobs(self, *ids: str) -> list[tuple[str, dict[str, Any]]]:
-        request = {"do": "stat", "jobs": ids, "finished": True, "elements": False}
-        return list(next(send_request(str(self.folder / "server"), request))["jobs"])
+        return [job.id for job in list(self._server.jobs.values()) if job.state != FINISHED]
 
     # Starting --------------------------------------------------------------------------------------------------------
 
     def _hosts_file(self, host: str) -> Path:
         path = super()._hosts_file(host)
-        lines = [f"{self.address[each]} {'' if each in self.short else f'{each}.{DOMAIN} '}{each}"
-                 for each in self.hosts]
-        path.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+        lines = [f"{self.address[each]} {each}.{DOMAIN} {each}" for each in self.hosts]
+        path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         return path
 
-    def _raise_hosts(self) -> None:
-        super()._raise_hosts()
+    def _start_hosts(self) -> None:
+        super()._start_hosts()
         self._write_files()
         for host in self.hosts:
             subprocess.run([*self.enter(host), "sh", "-euc", MOUNTS + self._mounts(host)], check=True)
-        environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-        module = "tests.cluster.pbs_standin"
-        for host in self.nodes:
-            self._start(host, [f"{module}.mom", str(self.folder / f"mom.{host}")], environment)
-        self._start(HEAD, [f"{module}.server", str(self.folder)], environment)
-
-    def _start(self, host: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        socket = self.folder / ("server" if host == HEAD else f"mom.{host}")
-        with (self.folder / f"log.{host}").open("wb") as log:
-            process = subprocess.Popen([*self.enter(host), sys.executable, "-m", *words], env=dict(environment),
-                                       stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        self._daemons.append(process)
-        try:
-            wait_until(socket.exists, f"the stand-in on {host}", process)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{(self.folder / f'log.{host}').read_text()}") from None
+        self._server.serve(self.folder / "server")
 
     def _write_files(self) -> None:
         self.folder.chmod(0o755)
@@ -266,40 +232,26 @@ class PbsCluster(Hosts, Pbs):
         commands = self.folder / "exec" / "bin"
         commands.mkdir(parents=True)
         for name in COMMANDS:
-            path = commands / name
-            code = ("import sys; sys.path.insert(0, '/opt/pbs/lib'); from tests.cluster.pbs_standin import client; "
-                    f"sys.exit(client.main({name!r}, {str(self.folder / 'server')!r}))")
+            client = shlex.join([sys.executable, "-IS", str(CLIENT), str(self.folder / "server"), name])
             # By a shell: the path of python may have a space, which a #! line cannot have.
-            path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-IS", "-c", code])} "$@"\n')
-            path.chmod(0o755)
-        # The commands run from a compiled copy: their user could not write down what Python compiles, each time anew.
-        copy = self.folder / "exec" / "lib"
-        shutil.copytree(ROOT / "tests" / "cluster" / "pbs_standin", copy / "tests" / "cluster" / "pbs_standin",
-                        ignore=shutil.ignore_patterns("__pycache__"))
-        for package in ("tests", "tests/cluster"):
-            (copy / package / "__init__.py").touch()
-        compileall.compile_dir(copy, quiet=1)
+            (commands / name).write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+            (commands / name).chmod(0o755)
         for host in self.hosts:
-            private = self.folder / "hosts" / host
-            for name in ("aux", "spool", "undelivered", "mom_priv/jobs"):
-                (private / "var/spool/pbs" / name).mkdir(parents=True)
-            (private / "var/tmp").mkdir()
-            (private / "var/tmp").chmod(0o1777)
+            for path in ("/var/spool/pbs/aux", "/var/spool/pbs/spool", "/var/spool/pbs/mom_priv/jobs", "/var/tmp"):
+                self.local(path, host).mkdir(parents=True)
+                self.local(path, host).chmod(0o1777)
         machine = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith(f"{USER}:")]
-        alice = f"{USER}:x:{UID}:{UID}::{self.home}:/bin/bash"
-        (self.folder / "passwd").write_text("\n".join([*machine, alice]) + "\n")
+        (self.folder / "passwd").write_text("\n".join([*machine, f"{USER}:x:{UID}:{UID}::{HOME}:/bin/bash", ""]))
         (self.folder / "profile").write_text(PROFILE)
-        moms = {host: host if host in self.short else f"{host}.{DOMAIN}" for host in self.nodes}
-        (self.folder / "settings.json").write_text(json.dumps(
-            {"moms": moms, "each": self.each, "queues": QUEUES, "kill_delay": self.kill_delay}))
 
     def _mounts(self, host: str) -> str:
-        """Shell lines that give the host its own /var/spool and /var/tmp, PBS below /opt, and alice with her home."""
+        """Return the shell lines that give a host its own /var/spool and /var/tmp, PBS below /opt, and alice's home."""
+        readable = [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
         private = self.folder / "hosts" / host
         lines = [f"private={shlex.quote(str(private))}"]
-        for folder in dict.fromkeys(closed for path in self.readable if (closed := closed_above(path))):
+        for folder in dict.fromkeys(closed for path in readable if (closed := closed_above(path))):
             lines.append(f"aside {shlex.quote(str(folder))}")
-            for path in dict.fromkeys(path for path in self.readable if closed_above(path) == folder):
+            for path in dict.fromkeys(path for path in readable if closed_above(path) == folder):
                 old, new = shlex.quote(f"{private}/old{path}"), shlex.quote(str(path))
                 lines.append(f'mkdir -p {new}; mount --rbind {old} {new}')
         lines += [f'mount --bind "$private/var/{name}" /var/{name}' for name in ("spool", "tmp")]
@@ -310,15 +262,13 @@ class PbsCluster(Hosts, Pbs):
 
 
 def closed_above(path: Path) -> Path | None:
-    """The uppermost folder above `path` that others cannot pass."""
+    """Return the uppermost folder above `path` that others cannot pass."""
     return next((folder for folder in reversed(path.resolve().parents) if not folder.stat().st_mode & 0o001), None)
 
 
-# By hand -------------------------------------------------------------------------------------------------------------
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="A stand-in for PBS on this machine, as root.")
-    parser.add_argument("action", choices=["up"], help="raise it; it stays until ctrl-C")
+    parser.add_argument("action", choices=["up"], help="start it; it runs until ctrl-C")
     parser.add_argument("--count", type=int, default=3, help="execution hosts")
     args = parser.parse_args()
     if os.geteuid() != 0:
@@ -326,12 +276,8 @@ def main() -> int:
     with PbsCluster(args.count) as cluster:
         enter = shlex.join(cluster.command(HEAD, ["bash"], USER, WORK, {"TERM": os.environ.get("TERM", "dumb")}))
         print(f"{HEAD} and {', '.join(cluster.nodes)} are up. A shell as {USER} on {HEAD}:\n  {enter}\n"
-              f"Her home is {cluster.local(cluster.home)} on this machine. ctrl-C ends everything.", flush=True)
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        try:
-            signal.pause()
-        except KeyboardInterrupt:
-            print()
+              f"Her home is {cluster.local(HOME)} on this machine. ctrl-C ends everything.", flush=True)
+        cluster.stay_until_interrupted()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The fixtures `pbs` and `lab`: an idle PBS, the stand-in or with --real-pbs PREFIX a real OpenPBS."""
+"""The fixture `pbs`: an idle PBS, the stand-in or with --real-pbs PREFIX a real OpenPBS."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.pbs import Pbs, PbsCluster, RealPbs
-
-pytest.register_assert_rewrite("tests.cluster.pbs_recordings")
 
 
 @pytest.fixture(scope="session")
@@ -24,15 +22,6 @@ def pbs_cluster(request: pytest.FixtureRequest, need: Callable[[str], Path]) -> 
 
 @pytest.fixture
 def pbs(pbs_cluster: Pbs) -> Iterator[Pbs]:
-    """An idle PBS of pbs-head and n1, n2, n3 with four CPUs and four GPUs each, the stand-in or a real one."""
+    """An idle PBS of pbs-head and n1, n2, n3 with four CPUs and four GPUs each."""
     yield pbs_cluster
     pbs_cluster.delete_all()
-
-
-@pytest.fixture
-def lab(pbs: Pbs) -> Pbs:
-    """PBS with the scripts of the recordings in its user's folder."""
-    from tests.cluster.pbs_recordings import write_scripts  # not on top, for it is rewritten as tests are
-
-    write_scripts(pbs)
-    return pbs

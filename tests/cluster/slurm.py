@@ -1,21 +1,14 @@
 #!/usr/bin/env python3
 """A real Slurm on one machine: a controller and a few nodes with fake GPUs, on hosts in network namespaces.
 
-python tests/cluster/slurm.py up                       as root, with Debian's slurm-wlm, munge and iproute2
-python tests/cluster/slurm.py run sinfo                run a command on the login host, `head`
-python tests/cluster/slurm.py run --host node2 bash    or on a node
-python tests/cluster/slurm.py status
-python tests/cluster/slurm.py down
+python tests/cluster/slurm.py up [--nodes 4]    as root; it runs until ctrl-C and prints how to enter its login host
 
-All its files are in one folder; nothing outside of it is written. It is the system's Slurm, or with --slurm-home
-FOLDER (pytest, up) or DDPKIT_SLURM_HOME another installation: the folder that holds bin/srun and sbin/slurmctld. Not
-here: the hosts (hosts.py), what runs on the cluster (tests/launch/test_slurm.py, tests/cluster/test_*.py).
+It needs Debian's slurm-wlm, munge and iproute2. With --slurm-home FOLDER (pytest) or DDPKIT_SLURM_HOME it is another
+installation of Slurm: the folder that holds bin/srun and sbin/slurmctld.
 """
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import os
 import re
 import shlex
@@ -23,13 +16,12 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for use by hand
-from tests.cluster.hosts import CLEAN_ENV, Hosts, end_hosts, killed_at_end, wait_until
+from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
 from tests.launch.launchers import Lab, Result
 
 HEAD = "head"
@@ -66,11 +58,10 @@ SchedulerParameters=sched_interval=1,bf_interval=1,bf_resolution=1
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 KillWait={kill_wait}
-SlurmdTimeout={slurmd_timeout}
+SlurmdTimeout=30
 MinJobAge=300
 ReturnToService=2
 GresTypes=gpu
-{extra}
 {nodes}
 PartitionName=main Nodes=ALL Default=YES State=UP
 PartitionName=short Nodes=ALL MaxTime=10 State=UP
@@ -78,9 +69,9 @@ PartitionName=short Nodes=ALL MaxTime=10 State=UP
 
 
 def search_path(path: str, home: Path | str | None = None) -> str:
-    """The search path for the programs of Slurm: those of the installation in `home` before those in `path`.
+    """Return the search path for the programs of Slurm: those of the installation in `home` before those in `path`.
 
-    home: None: DDPKIT_SLURM_HOME, else the system's Slurm. ValueError where it holds no installation.
+    home: the default is DDPKIT_SLURM_HOME, or the system's Slurm. ValueError where it holds no installation.
     """
     home = home or os.environ.get("DDPKIT_SLURM_HOME")
     if not home:
@@ -94,28 +85,24 @@ def search_path(path: str, home: Path | str | None = None) -> str:
 
 
 class SlurmCluster(Hosts):
-    """`nodes` nodes called node1, node2, ... and the login host `head`, where the controller runs. A context manager.
+    """`nodes` nodes node1, node2, ... and the login host `head`, where the controller runs. A context manager.
 
-    cpus, gpus: of each node; the GPUs are devices that nothing can compute on. kill_wait: seconds from SIGTERM to
-    SIGKILL. slurmd_timeout: seconds after which a silent node is down. options: further lines of slurm.conf.
-    names, folder: see Hosts. home: the folder of an installation of Slurm; None: DDPKIT_SLURM_HOME, else the system's.
+    A node has four CPUs, and two GPUs that are devices without a driver. kill_wait: seconds from SIGTERM to SIGKILL.
+    names: see Hosts.
     """
 
-    def __init__(self, nodes: int = 4, *, cpus: int = 4, gpus: int = 2, names: str = "right", kill_wait: int = 5,
-                 slurmd_timeout: int = 30, options: Mapping[str, str] | None = None, subnet: str = "10.79.2",
-                 folder: Path | None = None, home: Path | None = None) -> None:
-        self.programs = search_path(CLEAN_ENV["PATH"], home)
-        super().__init__(nodes, prefix="node", subnet=subnet, names=names, folder=folder)
+    cpus, gpus = 4, 2  # of each node
+
+    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 5, subnet: str = "10.79.2") -> None:
+        self.programs = search_path(CLEAN_ENV["PATH"])
+        super().__init__(nodes, prefix="node", subnet=subnet, names=names)
         self.nodes = list(self.hosts)
         self.hosts.insert(0, HEAD)
         self.address[HEAD] = f"{subnet}.{nodes + 1}"
-        self.cpus, self.gpus = cpus, gpus
-        self.settings = {"kill_wait": kill_wait, "slurmd_timeout": slurmd_timeout,
-                         "extra": "\n".join(f"{name}={value}" for name, value in (options or {}).items())}
+        self.kill_wait = kill_wait
         self.work = self.folder / "work"  # where commands run and jobs write their output
         self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
                             "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
-        self._scripts = itertools.count(1)
 
     def __enter__(self) -> SlurmCluster:
         super().__enter__()
@@ -123,8 +110,8 @@ class SlurmCluster(Hosts):
 
     # Starting --------------------------------------------------------------------------------------------------------
 
-    def _raise_hosts(self) -> None:
-        super()._raise_hosts()
+    def _start_hosts(self) -> None:
+        super()._start_hosts()
         self._write_files()
         for host in self.hosts:
             self._start_munged(host)
@@ -140,7 +127,7 @@ class SlurmCluster(Hosts):
         self.wait_for_nodes()
 
     def _start_munged(self, host: str) -> None:
-        """Each host has one of its own at the same path: one for all takes a credential's second use for a replay."""
+        """Start munged on each host: one for all would reject the second use of a credential as a replay."""
         munge = self.folder / "munge"
         own = munge / "own"
         self._in(host, ["mount", "--bind", str(munge / host), str(own)])
@@ -162,18 +149,16 @@ class SlurmCluster(Hosts):
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        gpus = f" Gres=gpu:{self.gpus}" if self.gpus else ""
         nodes = "\n".join(f"NodeName={node} NodeAddr={self.address[node]} CPUs={self.cpus} "
-                          f"CoresPerSocket={self.cpus} RealMemory=4000{gpus}" for node in self.nodes)
+                          f"CoresPerSocket={self.cpus} RealMemory=4000 Gres=gpu:{self.gpus}" for node in self.nodes)
         etc = self.folder / "etc"
         (etc / "slurm.conf").write_text(CONFIG.format(folder=self.folder, head=HEAD, head_address=self.address[HEAD],
-                                                      nodes=nodes, **self.settings))
+                                                      nodes=nodes, kill_wait=self.kill_wait))
         (etc / "cgroup.conf").touch()
         for number in range(self.gpus):
             # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.
             os.mknod(self.folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{self.gpus - 1}]\n"
-                                       if self.gpus else "")
+        (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{self.gpus - 1}]\n")
         # Without a data base sacct knows only jobs that ended, and only when a file is configured.
         sacct = self.folder / "bin" / "sacct"
         sacct.write_text(f'#!/bin/sh\nexec {self.program("sacct")} -c "$@"\n')
@@ -185,17 +170,12 @@ class SlurmCluster(Hosts):
                                        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self._daemons.append(process)
 
-    def start_slurmd(self, node: str) -> None:
-        """Start the daemon of a node again, after a test has ended it."""
-        self._daemon(node, ["slurmd", "-D"])
-        self.wait_for_nodes()
-
     def wait_for_nodes(self) -> None:
         """Wait until every node is ready for jobs."""
         def ready() -> bool:
-            asked = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"])
-            words = asked.output.split()
-            return asked.status == 0 and sorted(words[::2]) == sorted(self.nodes) and set(words[1::2]) == {"idle"}
+            done = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"])
+            words = done.output.split()
+            return done.status == 0 and sorted(words[::2]) == sorted(self.nodes) and set(words[1::2]) == {"idle"}
 
         try:
             wait_until(ready, "the nodes of Slurm", seconds=30)
@@ -203,24 +183,24 @@ class SlurmCluster(Hosts):
             raise RuntimeError(f"{error}\n{self._log_tail()}") from None
 
     def _log_tail(self) -> str:
-        """The last lines of each daemon's log."""
+        """Return the last lines of each daemon's log."""
         logs = sorted((self.folder / "log").glob("slurm*"))
         return "\n".join(f"{log.name}:\n  " + "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
                          for log in logs)
 
     def program(self, name: str) -> str:
-        """The path of a program of this Slurm, past the wrappers in the cluster's own folder."""
+        """Return the path of a program of this Slurm, past the wrappers in the cluster's folder."""
         found = shutil.which(name, path=self.programs)
         if found is None:
-            raise RuntimeError(f"{name} was not found in {self.programs}. Expected an installation of Slurm: install "
-                               f"it, or set DDPKIT_SLURM_HOME to the folder that holds bin/{name}")
+            raise RuntimeError(f"{name} was not found in {self.programs}. Install Slurm, or set DDPKIT_SLURM_HOME to "
+                               f"the folder that holds bin/{name}")
         return found
 
     # Using -----------------------------------------------------------------------------------------------------------
 
     def start(self, command: Sequence[str], host: str = HEAD, *, env: Mapping[str, str] | None = None,
               cwd: Path | str | None = None, **options: object) -> subprocess.Popen[str]:
-        """Start a command on a host as a person who logged in there would, in the folder `cwd` (default: work)."""
+        """Start a command on a host with a login's environment, in the folder `cwd` (default: work)."""
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
         # Entering the host's mounts changes the working folder.
         return self.popen(host, ["env", "-C", str(cwd or self.work), *command],
@@ -233,9 +213,9 @@ class SlurmCluster(Hosts):
             return Lab.wait(process, seconds)
 
     def sbatch(self, *words: str, script: str = "", env: Mapping[str, str] | None = None) -> str:
-        """Submit a job from head; returns its id. words: what follows `sbatch`; script: the text of a script."""
+        """Submit a job from head; return its id. words: what follows `sbatch`; script: the text of a script."""
         if script:
-            path = self.work / f"script{next(self._scripts)}.sh"
+            path = self.work / f"script{time.monotonic_ns()}.sh"
             path.write_text(script)
             words = (*words, str(path))
         done = self.run(["sbatch", "--parsable", *words], env=env)
@@ -244,7 +224,7 @@ class SlurmCluster(Hosts):
         return done.output.split()[-1].partition(";")[0]
 
     def jobs(self, job_id: str) -> list[dict[str, str]]:
-        """What `scontrol show job` says: one mapping, or one for each element of an array or component of a job."""
+        """Return what `scontrol show job` reports, for each element of an array and each component of a job."""
         done = self.run(["scontrol", "--oneliner", "show", "job", job_id])
         if done.status != 0:
             raise RuntimeError(f"scontrol show job {job_id}: {done.output}")
@@ -255,7 +235,7 @@ class SlurmCluster(Hosts):
         return self.jobs(job_id)[0]
 
     def wait(self, job_id: str, seconds: float = 120) -> dict[str, str]:
-        """Wait until a job has ended, with all its elements or components; returns what job() says then."""
+        """Wait until a job has ended, with all its elements or components; return what scontrol reports of it."""
         self.wait_for(job_id, ENDED, seconds)
         return self.job(job_id)
 
@@ -270,61 +250,26 @@ class SlurmCluster(Hosts):
             time.sleep(0.1)
 
     def output(self, job_id: str) -> str:
-        """What a job has written so far; empty before it has started."""
+        """Return what a job has written so far; nothing before it has started."""
         path = Path(self.job(job_id).get("StdOut", ""))
         return path.read_text(errors="replace") if path.is_file() else ""
 
 
-# By hand -------------------------------------------------------------------------------------------------------------
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="A real Slurm on this machine, as root.")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "ddpkit-slurm",
-                        help="where the cluster lives (default: %(default)s)")
-    actions = parser.add_subparsers(dest="action", required=True)
-    up = actions.add_parser("up", help="raise the cluster; it stays until `down`")
-    up.add_argument("--nodes", type=int, default=4)
-    up.add_argument("--cpus", type=int, default=4, help="of each node")
-    up.add_argument("--gpus", type=int, default=2, help="of each node")
-    up.add_argument("--slurm-home", type=Path, metavar="FOLDER", default=os.environ.get("DDPKIT_SLURM_HOME"),
-                    help="an installation of Slurm instead of the system's (also DDPKIT_SLURM_HOME)")
-    run = actions.add_parser("run", help="run a command, or a shell, on a host of the cluster, in this directory")
-    run.add_argument("--host", default=HEAD)
-    run.add_argument("command", nargs=argparse.REMAINDER)
-    actions.add_parser("status", help="whether it is up, and what sinfo and squeue say")
-    actions.add_parser("down", help="end everything on it, and remove its folder")
+    parser.add_argument("action", choices=["up"], help="start it; it runs until ctrl-C")
+    parser.add_argument("--nodes", type=int, default=4)
     args = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("network namespaces need root")
-
-    settings = args.folder / "cluster.json"  # written last: where it is missing, raising was not completed
-    if args.action == "down":
-        end_hosts(args.folder)
-        return 0
-    if args.action == "up":
-        if settings.exists():
-            print(f"{args.folder}: it is up already")
-            return 0
-        end_hosts(args.folder)
-        shape = {"nodes": args.nodes, "cpus": args.cpus, "gpus": args.gpus,
-                 "home": str(args.slurm_home.resolve()) if args.slurm_home else None}
-        raised = SlurmCluster(**shape, folder=args.folder).__enter__()  # no `with`: it stays when this process ends
-        settings.write_text(json.dumps(shape))
-        raised.keep()
-        again = shlex.join([sys.executable, __file__, "--folder", str(args.folder), "run", "sinfo"])
-        print(f"{args.nodes} nodes are up. Next: {again}")
-        return 0
-    if not settings.exists():
-        print(f"{args.folder}: no cluster is up. Raise it: {sys.executable} {__file__} up", file=sys.stderr)
-        return 1
-    cluster = SlurmCluster(**json.loads(settings.read_text()), folder=args.folder)
-    if args.action == "status":
-        print(cluster.run(["sh", "-c", "sinfo -N -p main -o '%N %T %c CPUs %G' && squeue"]).output, end="")
-        return 0
-    if args.host not in cluster.hosts:
-        parser.error(f"there is no host {args.host}; the hosts are {', '.join(cluster.hosts)}")
-    command = [*cluster.enter(args.host), "env", "-C", os.getcwd(), *(args.command or ["bash"])]
-    os.execvpe(command[0], command, {**CLEAN_ENV, **cluster.environment, "TERM": os.environ.get("TERM", "dumb")})
+    with SlurmCluster(args.nodes) as cluster:
+        environment = {**CLEAN_ENV, **cluster.environment, "TERM": os.environ.get("TERM", "dumb")}
+        words = [f"{name}={value}" for name, value in environment.items()]
+        enter = shlex.join([*cluster.enter(HEAD), "env", "-i", "-C", str(cluster.work), *words, "bash"])
+        print(f"{HEAD} and {args.nodes} nodes are up. A shell on {HEAD}:\n  {enter}\nctrl-C ends everything.",
+              flush=True)
+        cluster.stay_until_interrupted()
+    return 0
 
 
 if __name__ == "__main__":

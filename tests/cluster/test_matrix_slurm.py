@@ -9,44 +9,50 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.job_ranks import ROOT, ranks_on
+from tests.cluster.jobs import ranks_on
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import RANK_PROGRAM
+from tests.launch.launchers import RANK_PROGRAM, ROOT
 
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 TAKEN = re.compile(r"on (\S+), by (\S+), GPU (\d+),")
 # The --launcher of launch.py -> the launcher that the ranks detect.
 LAUNCHERS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}
-# Requests of a job, the ranks expected on its nodes, and the launchers to try: each pair of a kind of request and a
-# launcher that treats it differently. All 75 combinations passed once.
-JOBS: dict[str, tuple[str, list[int], str]] = {
-    "2x2": ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun torchrun openmpi"),
-    "4x1": ("-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1], "mpich"),
-    "3 on 2": ("-N2 -n3 --gpus-per-node=2", [1, 2], "srun impi"),
-    "cyclic": ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi"),
-    # One task per node is requested, and two GPUs.
-    "gpus-per-node": ("-N2 --gpus-per-node=2", [2, 2], "openmpi torchrun"),
-    "gpus-per-task": ("-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2], "srun torchrun mpich"),
-    "two GPUs for a task": ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun impi"),
-    "uneven GPUs": ("-N2 -n3 --gpus-per-task=1", [1, 2], "torchrun openmpi"),
-    "gpus": ("-N2 -n2 --gpus=3", [1, 2], "mpich openmpi"),
-    "gpu-bind": ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1", [2, 2], "mpich impi"),
-    "gres": ("-N2 --ntasks-per-node=2 --gres=gpu:2", [2, 2], "srun torchrun"),
-    "exclusive": ("-N2 --exclusive", [2, 2], "srun impi"),  # no GPUs are requested: a step gets none
-    "exclusive, heterogeneous": ("-N1 --exclusive : -N2 --exclusive", [2, 2, 2], "srun mpich"),
-    "heterogeneous": ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2],
-                      "srun openmpi"),
-    "heterogeneous, gpus-per-task": ("-n1 --gpus-per-task=1 : -N1 -n2 --gpus-per-task=1", [1, 2],
-                                     "torchrun mpich")}
+RUN = "exec {launch} {rank}"
+IN_A_STEP = "exec srun -N1 -n1 {launch} {rank}"
+PRINTED = 'command=$({launch} --dry-run {rank}) && eval "$command"'
+NTASKS_PER_NODE = '[ "$SLURM_TASKS_PER_NODE" = 3,1 ] && exec {launch} --ntasks-per-node 2 {rank}'
+# A job's request, the ranks expected on its nodes, the launchers to try, and what the job runs: each kind of request
+# with launchers that treat it differently. All 75 combinations passed once.
+JOBS = [
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun openmpi", RUN),
+    ("-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1], "mpich", RUN),
+    ("-N2 -n3 --gpus-per-node=2", [1, 2], "impi", RUN),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi", RUN),
+    ("-N2 --gpus-per-node=2", [2, 2], "torchrun", RUN),  # one task per node is requested, and two GPUs
+    ("-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2], "srun torchrun", RUN),
+    ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun impi", RUN),
+    ("-N2 -n3 --gpus-per-task=1", [1, 2], "torchrun openmpi", RUN),
+    ("-N2 -n2 --gpus=3", [1, 2], "mpich openmpi", RUN),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1", [2, 2], "mpich impi", RUN),
+    ("-N2 --ntasks-per-node=2 --gres=gpu:2", [2, 2], "torchrun", RUN),
+    ("-N2 --exclusive", [2, 2], "srun impi", RUN),  # no GPUs are requested: a step gets none
+    ("-N1 --exclusive : -N2 --exclusive", [2, 2, 2], "srun mpich", RUN),
+    ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2], "srun openmpi", RUN),
+    ("-n1 --gpus-per-task=1 : -N1 -n2 --gpus-per-task=1", [1, 2], "torchrun mpich", RUN),
+    ("-N2 -n4 --gpus-per-node=2", [2, 2], "srun openmpi", NTASKS_PER_NODE),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun torchrun openmpi", IN_A_STEP),
+    ("-N2 -n3 --gpus-per-node=2", [1, 2], "srun", PRINTED),
+    ("-N2 --gpus-per-node=2", [2, 2], "openmpi", PRINTED),
+    ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2], "mpich impi", PRINTED)]
 
 
-def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: str, launcher: str,
-             *more: str, run: str = "exec {launch} {rank}") -> str:
-    """The output of a job that launch.py starts with this launcher, after it has ended well."""
-    by = {"srun": ["--launcher", "srun"], "torchrun": ["--torchrun"]}.get(launcher) or [
+def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: str, launcher: str, *more: str,
+             run: str = RUN) -> str:
+    """Return the output of a job that has started launch.py with this launcher, and has completed."""
+    chosen = {"srun": ["--launcher", "srun"], "torchrun": ["--torchrun"]}.get(launcher) or [
         "--launcher", str(need(launcher))]
-    launch = shlex.join([sys.executable, str(ROOT / "scripts" / "launch.py"), *by, *more])
+    launch = shlex.join([sys.executable, str(ROOT / "scripts" / "launch.py"), *chosen, *more])
     line = run.format(launch=launch, rank=shlex.quote(str(RANK_PROGRAM)))
     job_id = slurm.sbatch(*options.split(), script=f"#!/bin/bash\n{line}\n")
     job = slurm.wait(job_id)
@@ -55,50 +61,19 @@ def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: str, lau
     return output
 
 
-@pytest.mark.parametrize(("name", "launcher"), [
-    (name, launcher) for name, (_, _, launchers) in JOBS.items() for launcher in launchers.split()])
-def test_each_rank_has_a_gpu_to_itself(slurm: SlurmCluster, need: Callable[[str], Path], name: str,
-                                       launcher: str) -> None:
-    options, expected, _ = JOBS[name]
-    output = launched(slurm, need, options, launcher)
+@pytest.mark.parametrize(("options", "expected", "launcher", "run"), [
+    (options, expected, launcher, run) for options, expected, launchers, run in JOBS for launcher in launchers.split()])
+def test_each_rank_has_a_gpu_to_itself(slurm: SlurmCluster, need: Callable[[str], Path], options: str,
+                                       expected: list[int], launcher: str, run: str) -> None:
+    output = launched(slurm, need, options, launcher, run=run)
     assert sorted(ranks_on(output).values()) == expected
     taken = TAKEN.findall(output)
     assert {detected for _, detected, _ in taken} == {LAUNCHERS[launcher]}
     assert len({(host, gpu) for host, _, gpu in taken}) == sum(expected), output
 
 
-@pytest.mark.parametrize("launcher", ["srun", "openmpi"])
-def test_ntasks_per_node_overrides_the_tasks_of_the_job(
-        slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
-    output = launched(slurm, need, "-N2 -n4 --gpus-per-node=2", launcher, "--ntasks-per-node", "2",
-                      run="echo tasks on $SLURM_TASKS_PER_NODE && exec {launch} {rank}")
-    assert "tasks on 3,1\n" in output
-    assert sorted(ranks_on(output).values()) == [2, 2]
-    assert len(set(TAKEN.findall(output))) == 4, output
-
-
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "openmpi"])
-def test_a_launch_inside_a_step_shares_its_resources(slurm: SlurmCluster, need: Callable[[str], Path],
-                                                     launcher: str) -> None:
-    output = launched(slurm, need, "-N2 --ntasks-per-node=2 --gpus-per-node=2", launcher,
-                      run="exec srun -N1 -n1 {launch} {rank}")
-    assert sorted(ranks_on(output).values()) == [2, 2]
-    assert len(set(TAKEN.findall(output))) == 4, output
-
-
-@pytest.mark.parametrize(("name", "launcher"), [("3 on 2", "srun"), ("gpus-per-node", "openmpi"),
-                                                ("heterogeneous", "mpich"), ("heterogeneous", "impi")])
-def test_the_printed_command_starts_the_same_ranks(slurm: SlurmCluster, need: Callable[[str], Path], name: str,
-                                                   launcher: str) -> None:
-    options, expected, _ = JOBS[name]
-    output = launched(slurm, need, options, launcher,
-                      run="command=$({launch} --dry-run {rank}) && eval \"$command\"")
-    assert sorted(ranks_on(output).values()) == expected
-    assert len(set(TAKEN.findall(output))) == sum(expected), output
-
-
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpich"])
-def test_a_launch_on_a_part_of_a_job(slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
+def test_launch_on_a_part_of_a_job(slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
     output = launched(slurm, need, "-N4 --ntasks-per-node=2 --gpus=8", launcher, "--nodelist", "node[3-4]")
     assert sorted(TAKEN.findall(output)) == [
         (host, LAUNCHERS[launcher], gpu) for host in ("node3", "node4") for gpu in "01"], output

@@ -1,4 +1,6 @@
-"""A stand-in for OpenPBS 23.06: what its commands, messages and jobs do in tests/recordings/pbs, and nothing more.
+"""A stand-in for OpenPBS 23.06: of what tests/recordings/pbs holds, the part that the kit and its tests use.
 
-server.py keeps the jobs, mom.py starts processes on a host, client.py holds the commands.
+server.py keeps and runs the jobs, in the process of the tests. client.py is what runs on the hosts as qsub, qstat and
+so on: it passes its words, environment and open files to the server, where qsub.py and commands.py do the work. What
+the stand-in does not support is refused.
 """

@@ -1,260 +1,169 @@
-"""The stand-in's server and scheduler: the queue of jobs, and what the commands ask of it.
+"""The stand-in's server: it queues jobs, and runs them as pbs_mom does on their hosts.
 
-Run on pbs-head as `python -m tests.cluster.pbs_standin.server FOLDER`.
+As recorded, signals go to every process of a job's sessions on its first host, the login shell dies of them, and then
+the job ends.
 """
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import re
+import shutil
 import signal
+import socket
+import socketserver
+import struct
+import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.pbs_standin import execution, messages
-from tests.cluster.pbs_standin.jobs import FINISHED, SERVER, SYSTEM_HOLD, USER_HOLD, Job, Task, moment_in_comment
-from tests.cluster.pbs_standin.messages import Message
-from tests.cluster.pbs_standin.resources import Node, Refused, placed, resource_list, seconds, walltime, why_not
+from tests.cluster.pbs_standin import commands
+from tests.cluster.pbs_standin.jobs import DOMAIN, FINISHED, SERVER, SYSTEM_HOLD, UID, USER, Job
+from tests.cluster.pbs_standin.resources import Node, Refused, placed, resource_list, seconds
 
 UNMET: dict[str, Callable[[int], bool]] = {
     "afterok": lambda status: status != 0, "afternotok": lambda status: status == 0, "afterany": lambda status: False}
-DEFAULT_QUEUE = "workq"
+# What a task runs on its host: become the user, and execute the program.
+START = """\
+import os, sys
+uid, program, *words = sys.argv[1:]
+os.setgroups([])
+os.setgid(int(uid))
+os.setuid(int(uid))
+os.umask(0o077)
+os.chdir(os.environ["HOME"])
+try:
+    os.execvp(program, words)
+except OSError as error:
+    os.write(2, f"{program}: {error.strerror}\\n".encode())
+    os._exit(254)
+"""
 
 
 class Server:
-    def __init__(self, folder: Path) -> None:
-        settings = json.loads((folder / "settings.json").read_text())
-        self.nodes = {name: Node(name, mom, dict(settings["each"]), changed=int(time.time()))
-                      for name, mom in settings["moms"].items()}
-        self.places = execution.Places(folder, self.nodes)
-        self.queues: dict[str, dict[str, Any]] = settings["queues"]
-        self.kill_delay: float = settings["kill_delay"]
+    """The queue of jobs. enter: gives the words that run a command on a host; local: see PbsCluster."""
+
+    def __init__(self, nodes: Mapping[str, Node], address: Mapping[str, str], kill_delay: float,
+                 enter: Callable[[str], list[str]], local: Callable[[str, str], Path]) -> None:
+        self.nodes, self.address, self.kill_delay = nodes, address, kill_delay
+        self.enter, self.local = enter, local
         self.jobs: dict[str, Job] = {}
         self.numbers = itertools.count()
         self.cookie = uuid.uuid4().hex.upper()
         self.lock = threading.RLock()
 
+    def serve(self, path: Path) -> None:
+        """Respond to commands at this socket, in threads of this process."""
+        server = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with contextlib.suppress(BrokenPipeError):  # the command was killed; what it started goes on
+                    self.request.sendall(str(server.respond(self.request)).encode())
+
+        listener = socketserver.ThreadingUnixStreamServer(str(path), Handler)
+        listener.daemon_threads = True
+        path.chmod(0o666)
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+
+    def respond(self, connection: socket.socket) -> int:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+        with (open(descriptors[0], "w", errors="surrogateescape") as out,
+              open(descriptors[1], "w", errors="surrogateescape") as errors,
+              connection.makefile("rb") as lines):
+            request = json.loads(lines.readline())
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid, uid, _ = struct.unpack("3i", credentials)
+            return commands.run(self, request["name"], commands.Call(
+                request["words"], request["environment"], request["folder"], f"/proc/{pid}/root", uid == 0, out,
+                errors))
+
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def response(self, request: Message) -> Iterator[Message]:
-        """What the commands ask for; a refusal is a response too."""
-        try:
-            yield from getattr(self, f"do_{request['do']}")(request)
-        except Refused as refused:
-            yield {"status": refused.status, "message": refused.message}
-
-    def do_submit(self, request: Message) -> Iterator[Message]:
-        number = next(self.numbers)  # a refused job has used its number up
-        if request["uid"] == 0:
-            raise Refused(175, "Bad UID for job execution")
-        queue = request["queue"].partition("@")[0] or DEFAULT_QUEUE
-        if queue not in self.queues:
+    def submit(self, request: dict[str, Any]) -> str:
+        """Queue a job; return its id."""
+        if request["queue"] != "workq":
             raise Refused(170, "Unknown queue")
         resources = resource_list(request["resources"])
-        rules = self.queues[queue]
-        for name, value in rules.get("resources_default", {}).items():
-            resources = dict(sorted({name: value, **resources}.items()))
-        for name, most in rules.get("resources_max", {}).items():
-            requested = resources.get(name, "0")
-            if (seconds(requested if ":" in requested else walltime(requested)) > seconds(most) if name == "walltime"
-                    else int(requested) > most):
-                raise Refused(188, "Job violates queue and/or server resource limits")
-        if not rules.get("enabled", True):
-            raise Refused(173, "Queue is not enabled")
-        brackets = "[]" if request["array"] else ""
         with self.lock:
-            job = Job(f"{number}{brackets}.{SERVER}", request, resources, queue)
+            job = Job(f"{next(self.numbers)}{'[]' if request['array'] else ''}.{SERVER}", request, resources)
             self.jobs[job.id] = job
-            if request["array"]:
-                job.elements = [Job(job.id.replace("[]", f"[{index}]"), request, resources, queue, parent=job,
-                                    index=index) for index in indices(request["array"])]
-            if request["hold"]:
-                job.state, job.substate, job.holds = "H", 20, USER_HOLD
+            job.elements = [Job(job.id.replace("[]", f"[{index}]"), request, resources, parent=job, index=index)
+                            for index in indices(request["array"])]
             self._depend(job)
-            self.schedule()
-        yield {"status": 0, "id": job.id}
-        if request["block"]:
-            with job.changed:
-                job.changed.wait_for(lambda: job.state == FINISHED)
-            yield {"status": job.exit_status or 0}
+            self._schedule()
+        return job.id
 
-    def do_stat(self, request: Message) -> Iterator[Message]:
-        """Jobs by id, or all; errors apart, as qstat goes on after one."""
-        jobs, errors = [], []
-        for word in request["jobs"]:
-            try:
-                job = self.find(word)
-                if job.state == FINISHED and not request["finished"] and job.parent is None:
-                    raise Refused(35, f"{job.id} Job has finished, use -x or -H to obtain historical job information")
-                jobs.append(job)
-            except Refused as refused:
-                errors.append((refused.status, refused.message))
-        if not request["jobs"]:
-            with self.lock:
-                jobs = [job for job in self.jobs.values() if request["finished"] or job.state != FINISHED]
-        if request["elements"]:
-            jobs = [each for job in jobs for each in (job, *job.elements)]
-        yield {"status": 0, "jobs": [[job.id, job.shown()] for job in jobs], "errors": errors}
+    def find(self, word: str) -> Job:
+        """Return the job with this id: "12", "12.pbs-head", "79[]", "79[2].pbs-head"."""
+        job_id = f"{word.partition('.')[0]}.{SERVER}"
+        with self.lock:
+            for job in self.jobs.values():
+                for each in (job, *job.elements):
+                    if each.id == job_id:
+                        return each
+        if re.match(r"\d", word):
+            raise Refused(153, f"Unknown Job Id {job_id}")
+        raise Refused(170, f"Unknown queue destination {word}")
 
-    def do_delete(self, request: Message) -> Iterator[Message]:
-        job = self.find(request["job"])
-        self._owned(job, request)
+    def delete(self, word: str, force: bool) -> None:
+        job = self.find(word)
         if job.state == FINISHED:
             raise Refused(35, f"Job has finished {job.id}")
         with self.lock:
             for each in job.elements or [job]:
-                self._delete(each, f"{request['user']}@{request['host']}", request["force"])
+                if each.state in "RE":
+                    each.comment += f" and terminated by {USER}@{SERVER}.{DOMAIN}"
+                    self._terminate(each, "deleted", signal.SIGKILL if force else signal.SIGTERM)
+                elif each.state != FINISHED:  # jobs that wait for one that never ran stay held for ever
+                    each.finish(91, "terminated")
+                    if each.parent is not None:
+                        each.comment, each.exit_status = "Subjob finished", 1 if job.state == "B" else None
             if job.elements:
                 job.ended_by = "deleted"
-            if job.elements and not any(each.state in "RE" for each in job.elements):
-                self._array_ended(job)
-            self.schedule()
-        yield {"status": 0}
+                self._end_array(job)
+            self._schedule()
 
-    def _delete(self, job: Job, by: str, force: bool) -> None:
-        if job.state in "RE":
-            job.comment += f" and terminated by {by}"
-            execution.begin_to_kill(job, "deleted", None if force else self.kill_delay)
-        elif job.state != FINISHED:
-            # Jobs that wait for one that never ran stay held for ever.
-            job.finish(91, "terminated")
-            if job.parent is not None:
-                job.comment = "Subjob finished"
-                job.exit_status = 1 if job.parent.state == "B" else None
-            with job.changed:
-                job.changed.notify_all()
-
-    def do_signal(self, request: Message) -> Iterator[Message]:
-        job = self.find(request["job"])
-        if job.state == FINISHED and job.parent is None:
-            raise Refused(35, "Job has finished")
-        self._owned(job, request)
-        name = request["signal"]
-        if name in ("suspend", "resume"):
-            raise Refused(159, f"Unauthorized Request  {job.id}")
-        number = int(name) if name.isdigit() else getattr(signal, f"SIG{name.upper().removeprefix('SIG')}", None)
-        targets = [each for each in job.elements or [job] if each.state == "R"]
-        if number is None:
-            raise Refused(165, f"Unknown/illegal signal name {job.id}")
-        if not targets:
-            raise Refused(168, f"Request invalid for state of job {job.id}")
-        for each in targets:
-            execution.signal_job(each, number)
-        yield {"status": 0}
-
-    def do_hold(self, request: Message) -> Iterator[Message]:
-        job = self.find(request["job"])
-        self._changeable(job, request)
-        with self.lock:
-            job.holds = "".join(sorted({*job.holds, USER_HOLD}))
-            if job.state == "Q":
-                job.state, job.substate = "H", 20
-            elif job.state == "R":
-                job.comment = f"Job held by {request['user']} on {time.strftime('%a %b %d %H:%M:%S %Y')}"
-        yield {"status": 0}
-
-    def do_release(self, request: Message) -> Iterator[Message]:
-        job = self.find(request["job"])
-        self._changeable(job, request)
-        with self.lock:
-            job.holds = job.holds.replace(USER_HOLD, "")
-            if job.state == "H" and not job.holds:
-                job.state, job.substate = "Q", 10
-            self.schedule()
-        yield {"status": 0}
-
-    def do_rerun(self, request: Message) -> Iterator[Message]:
-        job = self.find(request["job"])
-        if job.state == FINISHED:
-            raise Refused(35, "Job has finished")
-        if request["uid"] != 0:
-            raise Refused(159, f"Unauthorized Request  {job.id}")
-        if not job.request["rerunnable"]:
-            raise Refused(190, f"job is not rerunnable {job.id}")
+    def signal(self, word: str, number: int) -> None:
+        job = self.find(word)
         if job.state != "R":
             raise Refused(168, f"Request invalid for state of job {job.id}")
-        with job.changed:
-            job.ended_by, job.kill_at = "rerun", time.monotonic()
-            job.changed.notify_all()
-        yield {"status": 0}
+        send(job.sessions(job.hosts[0]), number)
 
-    def do_nodes(self, request: Message) -> Iterator[Message]:
+    def rerun(self, word: str, by_root: bool) -> None:
+        job = self.find(word)
+        if not by_root:
+            raise Refused(159, f"Unauthorized Request  {job.id}")
+        if job.state != "R" or not job.request["rerunnable"]:
+            raise Refused(168, f"Request invalid for state of job {job.id}")
+        self._terminate(job, "rerun", signal.SIGKILL)
+
+    def run_task(self, job: Job, host: str, program: list[str]) -> int:
+        """Start a task of a running job, and return its exit status when that is reported."""
         with self.lock:
-            yield {"status": 0, "nodes": {node.name: {
-                "mom": node.mom, "total": node.total, "jobs": list(node.used), "changed": node.changed,
-                "last_used": node.last_used,
-                "used": {name: node.total[name] - node.free(name) for name in node.total},
-                "exclusive": bool(node.exclusive)} for node in self.nodes.values()}}
-
-    def do_queues(self, request: Message) -> Iterator[Message]:
-        with self.lock:
-            counts = {name: {state: sum(job.state == state and job.queue == name for job in self.jobs.values())
-                             for state in "QHWRE"} for name in self.queues}
-            history = sum(job.state == FINISHED for job in self.jobs.values())
-        yield {"status": 0, "queues": self.queues, "counts": counts, "default": DEFAULT_QUEUE, "history": history}
-
-    # Tasks of a job (pbsdsh, pbs_tmrsh) ------------------------------------------------------------------------------
-
-    def do_lines(self, request: Message) -> Iterator[Message]:
-        """The hosts of a job as in its node file: for each line the name there, the host's own, and its address."""
-        job = self.find(request["job"])
-        yield {"status": 0, "lines": [[self.nodes[part.host].mom, part.host] for part in job.chunks
-                                      for _ in range(part.lines)]}
-
-    def do_task(self, request: Message) -> Iterator[Message]:
-        job = self.find(request["job"])
-        self._owned(job, request)
-        if job.state != "R":
-            raise Refused(255, f"job {job.id} is not running")
-        with self.lock:
-            number = job.task_numbers[request["host_name"]] = job.task_numbers.get(
-                request["host_name"], 1 if request["host_name"] == job.hosts[0] else 0) + 1
-        with_lines = [part.host for part in job.chunks if part.lines]
-        # That a task on the first host of the node file has ended is not reported to a first host that is not in it,
-        # unless the task has ended before the request.
-        lost = job.hosts[0] not in with_lines and with_lines[0] == request["host_name"]
+            if job.state != "R":
+                raise Refused(255, f"job {job.id} is not running")
+            job.task_numbers[host] += 1
+            number = job.task_numbers[host] + (host == job.hosts[0])  # the first task there is the job script
+            task = self._spawn(job, host, program, number=number)
         began = time.monotonic()
-        for task in execution.spawn(job, self.places, request["host_name"], request["command"], cookie=self.cookie,
-                                    number=number, missing=execution.MISSING_TASK):
-            if task.status is not None and lost and time.monotonic() - began > 0.05:
-                with job.changed:
-                    job.changed.wait_for(lambda: job.state == FINISHED)
-            else:
-                yield {"pid": task.pid} if task.status is None else {"status": task.status}
+        status = status_of(task.wait())
+        # A first host that is not in the node file is not informed that a task on the first host there has ended,
+        # unless the task has ended before the request.
+        with_lines = [part.host for part in job.chunks if part.lines]
+        if job.hosts[0] not in with_lines and host == with_lines[0] and time.monotonic() - began > 0.05:
+            while job.state != FINISHED:
+                time.sleep(0.1)
+        return status
 
-    def do_signal_task(self, request: Message) -> Iterator[Message]:
-        job = self.find(request["job"])
-        self._owned(job, request)
-        execution.send({pid for pid in execution.sessions(job) if pid == request["pid"]}, request["signal"])
-        yield {"status": 0}
-
-    # Jobs ------------------------------------------------------------------------------------------------------------
-
-    def find(self, word: str) -> Job:
-        """The job with this id: "12", "12.pbs-head", "79[]", "79[2].pbs-head"."""
-        number = word.partition(".")[0]
-        with self.lock:
-            job = self.jobs.get(f"{number}.{SERVER}")
-            if job is None and (found := re.fullmatch(r"(\d+)\[(\d+)\]", number)):
-                parent = self.jobs.get(f"{found[1]}[].{SERVER}")
-                job = next((each for each in parent.elements if each.index == int(found[2])), None) if parent else None
-        if job is None:
-            raise Refused(153, f"Unknown Job Id {number}.{SERVER}")
-        return job
-
-    def _owned(self, job: Job, request: Message) -> None:
-        if request["uid"] not in (0, job.request["uid"]):
-            raise Refused(159, f"Unauthorized Request  {job.id}")
-
-    def _changeable(self, job: Job, request: Message) -> None:
-        if job.state == FINISHED:
-            raise Refused(35, "Job has finished")
-        self._owned(job, request)
+    # Dependencies ----------------------------------------------------------------------------------------------------
 
     def _depend(self, job: Job) -> None:
         """Check a new job's dependencies: it may run, has to wait, or never will."""
@@ -263,118 +172,162 @@ class Server:
                 try:
                     other = self.find(word)
                 except Refused:
+                    other = None
+                if other is None or other.state != FINISHED:
                     job.depend.setdefault(kind, []).append(f"{word.partition('.')[0]}.{SERVER}")
-                    self._never(job)
+                # One that never ran counts as a success here, unlike in _update_dependents.
+                if other is None or other.state == FINISHED and UNMET[kind](other.exit_status or 0):
+                    self._never_run(job)
                     return
-                if other.state == FINISHED:
-                    # One that never ran counts as a success here, unlike in _update_dependents.
-                    if UNMET[kind](other.exit_status or 0):
-                        job.depend.setdefault(kind, []).append(other.id)
-                        self._never(job)
-                        return
-                else:
-                    job.depend.setdefault(kind, []).append(other.id)
-                    other.depend.setdefault(kind.replace("after", "before"), []).append(job.id)
         if job.depend:
-            job.state, job.substate, job.holds = "H", 22, SYSTEM_HOLD + job.holds
+            job.state, job.substate, job.holds = "H", 22, SYSTEM_HOLD
 
-    def _never(self, job: Job) -> None:
-        """A condition cannot be met any more: the job is finished as if nothing was wrong, without an Exit_status."""
-        job.holds = SYSTEM_HOLD + job.holds.replace(SYSTEM_HOLD, "")
+    def _never_run(self, job: Job) -> None:
+        """End a job whose condition cannot be met as if nothing was wrong, but without an Exit_status."""
+        job.holds = SYSTEM_HOLD
         job.finish(92, "")
         self._update_dependents(job)
 
-    def _update_dependents(self, job: Job) -> None:
-        """The job has ended: those that wait for it may run, or never will."""
-        for kind, children in job.depend.items():
-            after = kind.replace("before", "after")
-            if not kind.startswith("before"):
-                continue
-            for child in (self.jobs[word] for word in children):
-                if child.state != "H" or job.id not in child.depend.get(after, []):
-                    continue
-                if job.exit_status is None or UNMET[after](job.exit_status):
-                    self._never(child)
-                    continue
-                child.depend[after].remove(job.id)
-                child.depend = {kind: jobs for kind, jobs in child.depend.items() if jobs}
-                if not any(kind.startswith("after") for kind in child.depend):
-                    child.holds = child.holds.replace(SYSTEM_HOLD, "")
-                    if not child.holds:
-                        child.state, child.substate = "Q", 10
+    def _update_dependents(self, ended: Job) -> None:
+        """Let the jobs that wait for this one run, or end those that never will."""
+        for job in list(self.jobs.values()):
+            for kind in [kind for kind, others in job.depend.items() if ended.id in others and job.state == "H"]:
+                if ended.exit_status is None or UNMET[kind](ended.exit_status):
+                    self._never_run(job)
+                    break
+                job.depend[kind].remove(ended.id)
+                job.depend = {kind: others for kind, others in job.depend.items() if others}
+                if not job.depend:
+                    job.state, job.substate, job.holds = "Q", 10, ""
 
-    # Scheduling ------------------------------------------------------------------------------------------------------
+    # Running ---------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> None:
+    def _schedule(self) -> None:
         """Start what can be started, first come first served; a job without room does not keep back later ones."""
-        nodes = list(self.nodes.values())
+        for job in [element for each in self.jobs.values() for element in (each.elements or [each])]:
+            if job.state != "Q" or (job.parent or job).state not in "QB":
+                continue
+            found = placed(job.chunks, job.resources["place"], self.nodes.values())
+            if found is None:
+                job.comment = "Not Running: Not enough free nodes available"
+                continue
+            for part, node in zip(job.chunks, found, strict=True):
+                node.take(part, job.id)
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        now = time.time()
+        moment = time.strftime("%a %b %d at %H:%M", time.localtime(now))
+        job.state, job.substate, job.started, job.run_count = "R", 42, now, job.run_count + 1
+        job.ended_by, job.kill_at = "", None
+        job.task_numbers.clear()
+        job.comment = f"Job run at {moment} on {'+'.join(part.vnode() for part in job.chunks)}"
+        if job.parent is not None and job.parent.started is None:
+            job.parent.state, job.parent.substate, job.parent.started = "B", 70, now
+            job.parent.comment = f"Job Array Began at {moment}"
+        script = self._prepare(job)
+        if job.request["command"]:
+            shell = self._spawn(job, job.hosts[0], job.request["command"])
+        else:
+            program = job.request["shell"] or "/bin/bash"
+            shell = self._spawn(job, job.hosts[0], [f"-{Path(program).name}"], program=program, line=script)
+        threading.Thread(target=self._run, args=(job, shell), daemon=True).start()
+
+    def _prepare(self, job: Job) -> str:
+        """Write the job's files on its hosts; return the path of its script."""
+        lines = [f"{self.nodes[part.host].mom}\n" for part in job.chunks for _ in range(part.lines)]
+        for host in job.hosts:
+            self.local(f"/var/spool/pbs/aux/{job.id}", host).write_text("".join(lines))
+            scratch = self.local(f"/var/tmp/pbs.{job.id}", host)
+            scratch.mkdir(exist_ok=True)
+            os.chown(scratch, UID, UID)
+        path = f"/var/spool/pbs/mom_priv/jobs/{job.id}.SC"
+        script = self.local(path, job.hosts[0])
+        script.write_text(job.request["script"], errors="surrogateescape")
+        script.chmod(0o700)
+        os.chown(script, UID, UID)
+        return path
+
+    def _spawn(self, job: Job, host: str, words: list[str], *, number: int = 0, program: str = "",
+               line: str = "") -> subprocess.Popen[bytes]:
+        """Start a task as the leader of a session. line: what it reads from its standard input."""
+        start = [*self.enter(host), sys.executable, "-IS", "-c", START, str(UID), program or words[0], *words]
+        output, errors = self._streams(job)
+        with output.open("ab") as out, errors.open("ab") as err:
+            for file in (out, err):
+                os.fchmod(file.fileno(), 0o600)
+                os.fchown(file.fileno(), UID, UID)
+            process = subprocess.Popen(start, env=job.environment(host, number, self.cookie), start_new_session=True,
+                                       stdin=subprocess.PIPE if line else subprocess.DEVNULL, stdout=out, stderr=err)
+        if process.stdin is not None:
+            process.stdin.write(f"{line}\n".encode())
+            process.stdin.close()
+        job.tasks.append((host, process))
+        return process
+
+    def _streams(self, job: Job) -> tuple[Path, Path]:
+        """Return the files that the job writes: spooled on its first host, or in place (-k doe)."""
+        paths = {letter: destination(job, letter) if letter in job.request["keep"] else
+                 f"/var/spool/pbs/spool/{job.id}.{letter}" for letter in "oe"}
+        joined = "o" if job.request["join"] == "oe" else "e"
+        return self.local(paths["o"], job.hosts[0]), self.local(paths[joined], job.hosts[0])
+
+    def _terminate(self, job: Job, why: str, number: int) -> None:
+        """Send a signal, and SIGKILL when the kill delay is over or the first session is empty."""
         with self.lock:
-            for job in [element for each in self.jobs.values() for element in (each.elements or [each])]:
-                if (job.parent or job).state not in "QB" or job.state != "Q" or self._at_limit(job):
-                    continue
-                found = (placed(job.chunks, job.resources["place"], nodes)
-                         if self.queues[job.queue].get("started", True) else None)
-                if found is None:
-                    job.comment = (why_not(job.chunks, job.resources["place"], nodes)
-                                   if self.queues[job.queue].get("started", True) else
-                                   "Not Running: Queue not started.")
-                    continue
-                self._start(job, found)
+            if job.kill_at is None:
+                job.ended_by = why
+                job.kill_at = time.monotonic() + (0 if number == signal.SIGKILL else self.kill_delay)
+                send(job.sessions(job.hosts[0]), number)
 
-    def _at_limit(self, job: Job) -> bool:
-        most = job.parent.request["array"].partition("%")[2] if job.parent else ""
-        return bool(most) and sum(each.state in "RE" for each in job.parent.elements) >= int(most)  # type: ignore[union-attr]
-
-    def _start(self, job: Job, hosts: list[str]) -> None:
-        for part, host in zip(job.chunks, hosts, strict=True):
-            node = self.nodes[host]
-            part.host = host
-            part.slot = next(number for number in itertools.count() if number not in node.slots)
-            node.slots[part.slot] = job.id
-            used = node.used.setdefault(job.id, dict.fromkeys(node.total, 0))
-            for name in used:
-                used[name] += part.count(name)
-            if "excl" in job.resources["place"]:
-                node.exclusive.add(job.id)
-        job.state, job.substate, job.stime, job.mtime = "R", 41, time.time(), time.time()
-        job.ended_by, job.kill_at, job.reported, job.task_numbers = "", None, False, {}
-        job.run_count += 1
-        where = "+".join(part.vnode() for part in job.chunks)
-        job.comment = f"Job run at {moment_in_comment(job.stime)} on {where}"
-        if job.parent is not None and job.parent.stime is None:
-            job.parent.state, job.parent.substate, job.parent.stime = "B", 70, job.stime
-            job.parent.comment = f"Job Array Began at {moment_in_comment(job.stime)}"
-        threading.Thread(target=self._run, args=(job,), daemon=True).start()
-
-    def _run(self, job: Job) -> None:
-        def started(task: Task) -> None:
-            job.reported, job.substate = True, 42
-
-        status = execution.run(job, self.places, self.cookie, lambda: self.kill_delay, started)
-        if job.ended_by != "rerun":
+    def _run(self, job: Job, shell: subprocess.Popen[bytes]) -> None:
+        self._follow(job, shell)
+        with self.lock:
             job.state, job.substate = "E", 51
-            if status != -3 and not execution.deliver(job, self.places):
-                time.sleep(execution.UNDELIVERABLE_SECONDS)
-        execution.clean_up(job, self.places)
+        send(job.sessions(), signal.SIGKILL)
+        status = status_of([process.wait() for _, process in job.tasks][0])
+        job.tasks.clear()
+        if job.ended_by != "rerun":
+            self._deliver(job)
+        for host in job.hosts:
+            shutil.rmtree(self.local(f"/var/tmp/pbs.{job.id}", host), ignore_errors=True)
+            self.local(f"/var/spool/pbs/aux/{job.id}", host).unlink(missing_ok=True)
         with self.lock:
             for node in self.nodes.values():
-                if node.used.pop(job.id, None):
-                    node.last_used = int(time.time())
-                node.slots = {slot: each for slot, each in node.slots.items() if each != job.id}
-                node.exclusive.discard(job.id)
+                node.release(job.id)
             if job.ended_by == "rerun":
                 job.state, job.substate = "Q", 10
-            elif status == -3:  # after 20 more trials
-                job.state, job.substate, job.holds, job.run_count = "H", 20, SYSTEM_HOLD, 21
-                job.exit_status, job.comment = status, "job held, too many failed attempts to run"
-                job.end = time.time()
+                for part in job.chunks:
+                    part.host = ""
             else:
-                self._ended(job, status)
-            for part in job.chunks if job.state in "QH" else []:
-                part.host = ""
-            self.schedule()
-        with job.changed:
-            job.changed.notify_all()
+                self._ended(job, -29 if job.ended_by == "walltime" else status)
+            self._schedule()
+
+    def _follow(self, job: Job, shell: subprocess.Popen[bytes]) -> None:
+        """Wait until the job has to end."""
+        limit = seconds(job.resources["walltime"]) + 1 if "walltime" in job.resources else None
+        began = time.monotonic()
+        while True:
+            ended, now = shell.poll() is not None, time.monotonic()
+            if job.kill_at is None and ended:
+                return
+            if job.kill_at is not None and (now >= job.kill_at or ended and not in_sessions({shell.pid})):
+                return
+            if limit is not None and job.kill_at is None and now > began + limit:
+                with self._streams(job)[1].open("a") as file:
+                    file.write(f"=>> PBS: job killed: walltime {int(now - began)} exceeded limit {limit - 1}\n")
+                self._terminate(job, "walltime", signal.SIGTERM)
+            time.sleep(0.05)
+
+    def _deliver(self, job: Job) -> None:
+        """Copy what the job wrote to where its submitter wants it."""
+        for letter in "oe":
+            spooled = self.local(f"/var/spool/pbs/spool/{job.id}.{letter}", job.hosts[0])
+            if spooled.exists():
+                path = self.local(destination(job, letter), SERVER)
+                shutil.copy(spooled, path)
+                os.chown(path, UID, UID)
+                spooled.unlink()
 
     def _ended(self, job: Job, status: int) -> None:
         if job.ended_by == "deleted":
@@ -384,25 +337,48 @@ class Server:
         else:
             job.finish(92 if status == 0 else 93, "finished" if status == 0 else "failed", status)
         self._update_dependents(job)
-        if job.parent is not None and all(each.state == FINISHED for each in job.parent.elements):
-            self._array_ended(job.parent)
+        if job.parent is not None:
+            self._end_array(job.parent)
 
-    def _array_ended(self, parent: Job) -> None:
-        ran = [each.exit_status for each in parent.elements if each.exit_status is not None]
-        failed = any(ran)
-        substate, how = (91, "terminated") if parent.ended_by else (93, "failed") if failed else (92, "finished")
-        parent.finish(substate, how, int(failed) if ran else None)
-        self._update_dependents(parent)
-        with parent.changed:
-            parent.changed.notify_all()
-
-
-def indices(array: str) -> list[int]:
-    """"0-4:2%1" -> [0, 2, 4]."""
-    first, last, step = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?:%\d+)?", array).groups()  # type: ignore[union-attr]
-    return list(range(int(first), int(last) + 1, int(step or 1)))
+    def _end_array(self, array: Job) -> None:
+        """End an array all of whose elements have ended."""
+        if any(element.state != FINISHED for element in array.elements):
+            return
+        ran = [element.exit_status for element in array.elements if element.exit_status is not None]
+        substate, how = (91, "terminated") if array.ended_by else (93, "failed") if any(ran) else (92, "finished")
+        array.finish(substate, how, int(any(ran)) if ran else None)
+        self._update_dependents(array)
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    messages.serve(str(folder / "server"), Server(folder).response, mode=0o666)
+def indices(array: str) -> Iterator[int]:
+    """Yield 0, 2 and 4 for "0-4:2"."""
+    if array:
+        first, last, step = (int(word or 1) for word in re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", array).groups())  # type: ignore[union-attr]
+        yield from range(first, last + 1, step)
+
+
+def status_of(code: int) -> int:
+    """Return 256+N where signal N ended a process."""
+    return code if code >= 0 else 256 - code
+
+
+def destination(job: Job, letter: str) -> str:
+    path = job.output(letter)
+    return f"{path}{job.id}.{'OU' if letter == 'o' else 'ER'}" if path.endswith("/") else path
+
+
+def in_sessions(sessions: set[int]) -> list[int]:
+    """Return the living processes of these sessions."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, _, _, session = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(session) in sessions and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def send(sessions: set[int], number: int) -> None:
+    for pid in in_sessions(sessions):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,106 @@
+"""Jobs of Slurm and PBS as tests submit them, and the ranks that their output reports."""
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.cluster.hosts import wait_until
+from tests.cluster.pbs import HEAD, WORK, Pbs
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import ROOT, Result
+
+TRAIN = "my rank.py"
+RANK = f"import runpy; runpy.run_path({str(ROOT / 'tests' / 'rank_program.py')!r}, run_name='__main__')\n"
+LINE = re.compile(r"^(?:.*: )?rank (\d+) of (\d+), local (\d+) of (\d+), on (\S+), by (\S+), ", re.MULTILINE)
+
+
+def ranks_on(output: str) -> dict[str, int]:
+    """Return the number of ranks per host; all ranks must be there, with the right numbers."""
+    found = sorted((int(rank), int(size), int(local), int(local_size), host)
+                   for rank, size, local, local_size, host, _ in LINE.findall(output))
+    assert [(rank, size) for rank, size, *_ in found] == [(rank, len(found)) for rank in range(len(found))], output
+    count = Counter(host for *_, host in found)
+    for rank, (_, _, local, local_size, host) in enumerate(found):
+        assert local == sum(other[-1] == host for other in found[:rank]), output
+        assert local_size == count[host], output
+    return dict(count)
+
+
+class Jobs(ABC):
+    """A scheduler, and a new folder with a training script; both have spaces in their names."""
+
+    scheduler = ""
+    folder: Path  # where this machine has it
+
+    @abstractmethod
+    def run(self, words: Sequence[str], *, seconds: float = 120, env: Mapping[str, str] | None = None) -> Result:
+        """Run a command on the login host, in the folder."""
+
+    @abstractmethod
+    def start(self, options: Sequence[str], *arguments: str) -> str:
+        """Submit the ready script jobs/slurm.sh or jobs/pbs.sh; return the job id."""
+
+    @abstractmethod
+    def ended(self, job_id: str, seconds: float = 120) -> Result:
+        """Wait until a job has ended; return its exit status and output."""
+
+    def submit_py(self, *words: str, seconds: float = 120) -> Result:
+        """Run scripts/submit.py."""
+        return self.run([sys.executable, str(ROOT / "scripts" / "submit.py"), *words], seconds=seconds)
+
+    def submit(self, *words: str, seconds: float = 120) -> Result:
+        """Submit with submit.py. Without the checks: the nodes share /tmp, which is an error elsewhere."""
+        return self.submit_py("run", "--site", f"generic-{self.scheduler}", "--no-check", *words, seconds=seconds)
+
+
+class SlurmJobs(Jobs):
+    scheduler = "slurm"
+
+    def __init__(self, slurm: SlurmCluster) -> None:
+        self.cluster = slurm
+        self.folder = slurm.work / f"jobs of {time.monotonic_ns()}"
+        self.folder.mkdir()
+        (self.folder / TRAIN).write_text(RANK)
+
+    def run(self, words: Sequence[str], *, seconds: float = 120, env: Mapping[str, str] | None = None) -> Result:
+        return self.cluster.run(words, cwd=self.folder, seconds=seconds, env={"PYTHON": sys.executable, **(env or {})})
+
+    def start(self, options: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None) -> str:
+        done = self.run(["sbatch", "--parsable", *options, str(ROOT / "jobs" / "slurm.sh"), *arguments], env=env)
+        assert done.status == 0, done.output
+        return done.output.split()[-1]
+
+    def ended(self, job_id: str, seconds: float = 120) -> Result:
+        job = self.cluster.wait(job_id, seconds)
+        return Result(int(job["ExitCode"].partition(":")[0]), self.cluster.output(job_id))
+
+
+class PbsJobs(Jobs):
+    scheduler = "pbs"
+
+    def __init__(self, pbs: Pbs) -> None:
+        self.cluster = pbs
+        self.path = f"{WORK}/jobs of {time.monotonic_ns()}"
+        self.folder = pbs.local(pbs.write(f"{self.path}/{TRAIN}", RANK)).parent
+
+    def run(self, words: Sequence[str], *, seconds: float = 120, env: Mapping[str, str] | None = None) -> Result:
+        done = self.cluster.run(HEAD, words, cwd=self.path, seconds=seconds,
+                                env={"PYTHON": sys.executable, **(env or {})})
+        return Result(done.status, done.output)
+
+    def start(self, options: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None) -> str:
+        done = self.run(["qsub", "-V", *options, str(ROOT / "jobs" / "pbs.sh")],
+                        env={"ARGS": shlex.join(arguments), **(env or {})})
+        assert done.status == 0, done.output
+        return done.output.strip()
+
+    def ended(self, job_id: str, seconds: float = 120) -> Result:
+        job = self.cluster.wait(job_id, seconds)
+        wait_until(lambda: bool(self.cluster.output(job)), f"the output of {job_id}")
+        return Result(int(job.get("Exit_status", -999)), self.cluster.output(job))

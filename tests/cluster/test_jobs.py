@@ -1,0 +1,374 @@
+"""The ready scripts and submit.py in jobs of Slurm and PBS: right ranks, exit statuses, stops, arrays, chains, errors.
+
+Slurm is a real one; PBS is the stand-in, or with --real-pbs a real OpenPBS.
+"""
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from tests.cluster.hosts import killed_at_end, wait_until
+from tests.cluster.jobs import RANK, TRAIN, Jobs, PbsJobs, SlurmJobs, ranks_on
+from tests.cluster.pbs import HEAD, Pbs
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
+from tests.unit.pythons import make_environment
+
+pytest_plugins = ["tests.cluster.pbs_fixture", "tests.cluster.slurm_fixture"]
+
+BOTH = pytest.mark.parametrize("jobs", ["slurm", "pbs"], indirect=True)
+ONE_RANK = ["--nodes", "1", "--ntasks-per-node", "1"]
+TWO_BY_TWO = "select=2:ncpus=2:mpiprocs=2"
+# Rank 1 requests a stop in the first run; the second one runs to its end.
+STOPS_ONCE = f"""\
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from utils import setup_distributed
+from utils.preemption import StopSignal, requeue
+with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
+    again = os.path.exists("saved")
+    dist.barrier()
+    if dist.rank == 1 and not again:
+        stop.request("a test")
+    while not again and not stop.should_stop():
+        time.sleep(0.01)
+    if dist.is_main:
+        print("continues" if again else "saves", flush=True)
+        open("saved", "w").close()
+if stop.stopped and dist.is_main:
+    requeue()
+sys.exit(stop.exit_status)
+"""
+# Each rank writes its signals, and needs two seconds to save after SIGTERM.
+SLOW = f"""\
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from utils.launchers import detect
+rank = detect().rank
+def note(number, frame):
+    open(f"got {{rank}}", "a").write(signal.Signals(number).name + " ")
+    if number == signal.SIGTERM:
+        time.sleep(2)
+        open(f"saved {{rank}}", "w").write("yes")
+        sys.exit(3)
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, note)
+open(f"runs {{rank}}", "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def jobs(request: pytest.FixtureRequest) -> Jobs:
+    return request.getfixturevalue(f"{request.param}_jobs")  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def slurm_jobs(slurm: SlurmCluster) -> SlurmJobs:
+    return SlurmJobs(slurm)
+
+
+@pytest.fixture
+def pbs_jobs(pbs: Pbs) -> PbsJobs:
+    return PbsJobs(pbs)
+
+
+def ids_of(submitted: Result) -> list[str]:
+    assert submitted.status == 0, submitted.output
+    return re.findall(r"^(\d\S*)$", submitted.output, re.MULTILINE)
+
+
+# Ready scripts -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("jobs", "options", "expected"), [
+    ("slurm", "-N4", [2, 2, 2, 2]),  # a rank for each GPU of whole nodes
+    ("slurm", "-N2 --gres=gpu:2", [2, 2]),
+    ("slurm", "-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1]),
+    ("slurm", "-N2 -n3", [1, 2]),
+    ("slurm", "-N2 --ntasks-per-node=2 --distribution=cyclic", [2, 2]),
+    ("slurm", "-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2]),
+    ("pbs", f"-l {TWO_BY_TWO} -l place=scatter", [2, 2]),
+    ("pbs", f"-l {TWO_BY_TWO} -l place=pack", [4]),
+    ("pbs", "-l select=2:ncpus=2:mpiprocs=1 -l place=scatter", [1, 1]),
+    ("pbs", "-l select=2:ncpus=1:ngpus=2 -l place=scatter", [2, 2]),
+    ("pbs", "-l select=1:ncpus=1:mpiprocs=1+1:ncpus=2:mpiprocs=2 -l place=scatter", [1, 2]),
+    ("pbs", "-l select=1:ncpus=2:mpiprocs=2+1:ncpus=2:mpiprocs=0 -l place=scatter", [2]),
+    ("pbs", "-l select=1:ncpus=1:host=n1+1:ncpus=1:host=n2+1:ncpus=1:host=n1 -l place=free", [1, 2]),
+], indirect=["jobs"])
+def test_every_task_slot_or_gpu_gets_a_rank(jobs: Jobs, options: str, expected: list[int]) -> None:
+    done = jobs.ended(jobs.start(options.split(), TRAIN))
+    assert done.status == 0, done.output
+    assert sorted(ranks_on(done.output).values()) == expected
+
+
+@pytest.mark.parametrize(("jobs", "options"), [
+    ("slurm", ["-N2"]), ("slurm", ["-N4"]), ("pbs", ["-l", TWO_BY_TWO])], indirect=["jobs"])
+def test_one_torchrun_agent_on_each_host_starts_the_ranks(jobs: Jobs, options: Sequence[str]) -> None:
+    done = jobs.ended(jobs.start(options, "--torchrun", TRAIN))
+    assert done.status == 0, done.output
+    assert sorted(ranks_on(done.output).values()) == [2] * (4 if "-N4" in options else 2)
+    assert "by torchrun" in done.output
+
+
+@pytest.mark.parametrize(("jobs", "options"), [("slurm", ["-N2"]), ("pbs", ["-l", TWO_BY_TWO])], indirect=["jobs"])
+def test_ranks_and_torchrun_agents_train_to_the_same_loss(jobs: Jobs, options: Sequence[str]) -> None:
+    ids = [jobs.start(options, *agents, *MINIMAL[1:]) for agents in ([], ["--torchrun"])]
+    ended = [jobs.ended(job_id, 200) for job_id in ids]
+    assert [done.status for done in ended] == [0, 0], ended
+    assert ended[0].line("final loss:") == ended[1].line("final loss:")
+
+
+def test_elements_of_a_pbs_array_are_separate_launches(pbs_jobs: PbsJobs) -> None:
+    array = pbs_jobs.start(["-J", "0-2", "-l", "select=1:ncpus=1:mpiprocs=2"], TRAIN)
+    for index in range(3):
+        done = pbs_jobs.ended(array.replace("[]", f"[{index}]"))
+        assert done.status == 0 and list(ranks_on(done.output).values()) == [2], done.output
+
+
+@pytest.mark.parametrize("agents", [[], ["--torchrun"]])
+def test_conda_base_without_torch_does_not_hide_the_kits_python(slurm_jobs: SlurmJobs, agents: Sequence[str]) -> None:
+    base = make_environment(slurm_jobs.folder / "base", torch=False)
+    done = slurm_jobs.ended(slurm_jobs.start(["-N2"], *agents, TRAIN, env={
+        "PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": str(slurm_jobs.folder / "base"),
+        "PATH": f"{base.parent}:{slurm_jobs.cluster.environment['PATH']}"}))
+    assert sorted(ranks_on(done.output).values()) == [2, 2], done.output
+    assert f"{ROOT}/.venv/bin/python (the kit's .venv). Passed over: {base} (CONDA_PREFIX) has no torch" in done.output
+
+
+def test_job_is_requeued_after_a_stop_under_torchrun(slurm_jobs: SlurmJobs) -> None:
+    (slurm_jobs.folder / "stops.py").write_text(STOPS_ONCE)
+    job_id = slurm_jobs.start(["-N2", "-n2", "--ntasks-per-node=1", "--gpus-per-node=1", "--requeue"],
+                              "--torchrun", "stops.py")
+    output = slurm_jobs.ended(job_id).output
+    job = slurm_jobs.cluster.job(job_id)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), output
+    assert output.index("saves\n") < output.index("continues\n")
+
+
+# Stops and failures in jobs of PBS; for Slurm see tests/launch/test_launch_slurm.py ----------------------------------
+
+def running(jobs: PbsJobs, *words: str, env: dict[str, str] | None = None) -> str:
+    """Start a job of four slow ranks on two hosts, and wait until all of them run."""
+    (jobs.folder / "slow.py").write_text(SLOW)
+    done = jobs.run(["qsub", *(words or ["-V"]), "-l", TWO_BY_TWO, str(ROOT / "jobs" / "pbs.sh")],
+                    env={"ARGS": "slow.py", **(env or {})})
+    wait_for_notes(jobs, "runs")
+    return done.output.strip()
+
+
+def wait_for_notes(jobs: PbsJobs, what: str) -> None:
+    wait_until(lambda: len(list(jobs.folder.glob(f"{what} *"))) == 4, f"4 ranks to write {what!r}", seconds=60)
+
+
+def assert_no_rank_is_left(jobs: PbsJobs) -> None:
+    pids = [file.read_text() for file in jobs.folder.glob("runs *")]
+    for host in ("n1", "n2", "n3"):
+        shown = jobs.cluster.run(host, ["ps", "-o", "args=", "-p", ",".join(pids)]).stdout
+        assert not [line for line in shown.splitlines() if ".py" in line and "defunct" not in line]
+
+
+def test_exit_status_is_that_of_the_rank_that_failed_first(pbs_jobs: PbsJobs) -> None:
+    (pbs_jobs.folder / "fails.py").write_text(
+        SLOW.replace("time.sleep(60)", "sys.exit(7) if rank == 3 else time.sleep(600)"))
+    done = pbs_jobs.ended(pbs_jobs.start(["-l", TWO_BY_TWO], "fails.py"))
+    assert done.status == 7, done.output
+    assert_no_rank_is_left(pbs_jobs)
+
+
+def test_stop_reaches_the_ranks_of_every_host_and_leaves_them_time(pbs_jobs: PbsJobs) -> None:
+    pbs, job_id = pbs_jobs.cluster, running(pbs_jobs)
+    assert pbs.run(HEAD, ["qsig", "-s", "USR1", job_id]).status == 0
+    wait_for_notes(pbs_jobs, "got")
+    assert pbs.state(job_id) == "R"
+    assert pbs.run(HEAD, ["qdel", job_id]).status == 0
+    assert pbs_jobs.ended(job_id).status == 3
+    assert len(list(pbs_jobs.folder.glob("saved *"))) == 4
+    notes = Counter(file.read_text() for file in pbs_jobs.folder.glob("got *"))
+    assert notes == {"SIGUSR1 SIGTERM ": 4}
+    assert_no_rank_is_left(pbs_jobs)
+
+
+@pytest.mark.parametrize(("words", "environment"), [
+    (["-V"], {"BASH_ENV": "/dev/null"}),  # as Lmod sets it where the job is submitted
+    (["-v", f"ARGS=slow.py,PYTHON={sys.executable}"], {})])
+def test_login_shell_that_would_end_the_job_is_reported(pbs_jobs: PbsJobs, words: list[str],
+                                                        environment: dict[str, str]) -> None:
+    job_id = running(pbs_jobs, *words, env=environment)
+    pbs_jobs.run(["qsig", "-s", "USR1", job_id])
+    done = pbs_jobs.ended(job_id)
+    assert done.status == 266, done.output  # the warning was right
+    assert re.search("warning: the login shell of this job .* ends at USR1 and TERM", done.output), done.output
+
+
+def test_ready_script_without_v_has_nothing_to_run(pbs_jobs: PbsJobs) -> None:
+    submitted = pbs_jobs.run(["qsub", "-l", "select=1:ncpus=1", str(ROOT / "jobs" / "pbs.sh")], env={"ARGS": TRAIN})
+    done = pbs_jobs.ended(submitted.output.strip())
+    assert done.status == 2 and "there is nothing to run" in done.output, done.output
+
+
+# submit.py -----------------------------------------------------------------------------------------------------------
+
+@BOTH
+def test_following_shows_output_and_ends_with_the_jobs_status(jobs: Jobs) -> None:
+    package = jobs.folder / "package"
+    package.mkdir()
+    (package / "module.py").write_text(f"import sys\n{RANK}sys.exit(5)\n")
+    done = jobs.submit("--nodes", "2", "--ntasks-per-node", "2", "--cpus-per-task", "1", "--gpus-per-node", "0",
+                       "--time", "5:00", "--follow", "-m", "package.module", "a b", "1")
+    assert done.status == 5 and "failed, exit status 5" in done.output, done.output
+    assert sorted(ranks_on(done.output).values()) == [2, 2]
+    assert done.output.count("arguments ['a b', '1']") == 4
+
+
+@BOTH
+def test_following_an_array_names_each_element(jobs: Jobs) -> None:
+    (jobs.folder / "index.py").write_text(
+        "import os, sys\nindex = os.environ.get('SLURM_ARRAY_TASK_ID') or os.environ['PBS_ARRAY_INDEX']\n"
+        "print('this is', index)\nsys.exit(75 if index == '1' else 0)\n")
+    done = jobs.submit(*ONE_RANK, "--array", "0-2", "--time", "5", "--follow", "index.py")
+    assert done.status == 75 and "stopped after saving, to be continued" in done.output, done.output
+    pieces = re.split(r"==> array element (\d): .*\n", done.output)
+    for index in range(3):  # each may come in several pieces
+        text = "".join(piece for of, piece in zip(pieces[1::2], pieces[2::2], strict=True) if of == str(index))
+        assert re.findall(r"this is (\d)", text) == [str(index)], done.output
+
+
+@BOTH
+def test_jobs_of_a_chain_run_one_after_the_other(jobs: Jobs) -> None:
+    (jobs.folder / "step.py").write_text("import time\nfor _ in range(2):\n"
+                                         "    open('times', 'a').write(f'{time.time()} ')\n    time.sleep(0.5)\n")
+    done = jobs.submit(*ONE_RANK, "--chain", "3", "--follow", "step.py")
+    assert done.status == 0, done.output
+    times = [float(word) for word in (jobs.folder / "times").read_text().split()]
+    assert len(times) == 6 and times == sorted(times)
+
+
+@BOTH
+def test_nothing_of_a_chain_runs_after_a_failure(jobs: Jobs) -> None:
+    (jobs.folder / "fails.py").write_text("import sys, time\nopen('runs', 'a').write('x')\ntime.sleep(2)\n"
+                                          "sys.exit(3)\n")
+    done = jobs.submit(*ONE_RANK, "--chain", "3", "--follow", "fails.py")
+    assert done.status == 3, done.output
+    assert (jobs.folder / "runs").read_text() == "x"
+    record = next(jobs.folder.glob("jobs-out/*/submission.json"))
+    done = jobs.submit_py("status", json.loads(record.read_text())["job_ids"][-1])
+    assert done.status == 1 and "earlier in its chain" in done.output, done.output
+
+
+@BOTH
+def test_job_of_a_chain_does_not_start_after_a_failed_one_that_is_forgotten(jobs: Jobs) -> None:
+    """What the job itself has kept decides: the scheduler does not know its predecessor any more."""
+    (jobs.folder / "train.py").write_text("open('runs', 'a').write('x')\n")
+    ids = ids_of(jobs.submit(*ONE_RANK, "--chain", "2", "train.py"))
+    assert jobs.ended(ids[1]).status == 0
+    [script] = jobs.folder.glob("jobs-out/*/job-2.sh")
+    script.write_text(re.sub(r"(?<=PREVIOUS=)\d+", "999999", script.read_text()))
+    for kept, starts in (("3", False), ("75", True)):
+        (jobs.folder / "runs").unlink()
+        (script.parent / "999999.status").write_text(kept)
+        if isinstance(jobs, SlurmJobs):
+            job_id = jobs.run(["sbatch", "--parsable", "--dependency=", str(script)]).output.split()[-1]
+        else:
+            job_id = jobs.run(["qsub", "-l", "select=1:ncpus=1", "-j", "oe", "--", "/bin/bash", "-l",
+                               f"{jobs.path}/{script.relative_to(jobs.folder)}"]).output.strip()
+        done = jobs.ended(job_id)
+        assert (done.status == 0, (jobs.folder / "runs").exists()) == (starts, starts), (kept, done.output)
+        (jobs.folder / "runs").touch()
+
+
+def test_chain_continues_after_the_time_limit_and_after_a_stop(slurm_jobs: SlurmJobs) -> None:
+    (slurm_jobs.folder / "steps.py").write_text(
+        "import sys, time\nopen('runs', 'a').write('x')\nruns = len(open('runs').read())\n"
+        "sys.exit(75) if runs == 1 else time.sleep(100) if runs == 2 else sys.exit(0)\n")
+    done = slurm_jobs.submit(*ONE_RANK, "--time", "1s", "--chain", "3", "--follow", "steps.py", seconds=240)
+    assert done.status == 0, done.output
+    assert "stopped after saving, to be continued" in done.output and "timeout" in done.output, done.output
+    assert (slurm_jobs.folder / "runs").read_text() == "xxx"
+    assert "time limit" in {file.read_text().strip() for file in slurm_jobs.folder.glob("jobs-out/*/*.status")}
+
+
+def test_chain_continues_after_a_stop_under_torchrun(pbs_jobs: PbsJobs) -> None:
+    """torchrun takes the stop for a failure."""
+    (pbs_jobs.folder / "stops.py").write_text(STOPS_ONCE)
+    done = pbs_jobs.submit("--nodes", "2", "--gpus-per-node", "0", "--launcher", "torchrun", "--chain", "2", "--follow",
+                           "stops.py")
+    assert done.status == 0, done.output
+    assert "stopped after saving, to be continued, exit status 75" in done.output, done.output
+    assert re.findall("^(?:saves|continues)$", done.output, re.MULTILINE) == ["saves", "continues"], done.output
+
+
+@BOTH
+def test_cancelling_a_job_ends_its_chain(jobs: Jobs) -> None:
+    (jobs.folder / "long.py").write_text("import time\nopen('runs', 'a').write('x')\ntime.sleep(100)\n")
+    ids = ids_of(jobs.submit(*ONE_RANK, "--chain", "3", "long.py"))
+    wait_until((jobs.folder / "runs").exists, "the first job to run", seconds=60)
+    assert jobs.submit_py("cancel", ids[0]).status == 0
+    for job_id in ids:
+        wait_until(lambda one=job_id: "cancelled" in jobs.submit_py("status", one).output,  # type: ignore[misc]
+                   f"{job_id} to be cancelled", seconds=60)
+    assert (jobs.folder / "runs").read_text() == "x"
+
+
+@pytest.mark.parametrize(("jobs", "words", "message", "line"), [
+    ("slurm", ["--queue", "nosuch"], "Invalid partition name specified", "#SBATCH --partition=nosuch"),
+    ("slurm", ["--directive=--no-such-option=1"], "unrecognized option '--no-such-option=1'",
+     "#SBATCH --no-such-option=1"),
+    ("slurm", ["--array", "0-99999999"], "Invalid job array specification", "#SBATCH --array=0-99999999"),
+    ("slurm", ["--directive=--gres=gpu:7"], "Requested node configuration is not available", "#SBATCH --gres=gpu:7"),
+    ("slurm", ["--mem", "9999G"], "Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
+    ("slurm", ["--directive=--constraint=foo"], "Invalid feature specification", "#SBATCH --constraint=foo"),
+    ("pbs", ["--queue", "nosuch"], "nknown queue", "#PBS -q nosuch"),
+], indirect=["jobs"])
+def test_refusal_is_shown_with_the_line_that_caused_it(jobs: Jobs, words: Sequence[str], message: str,
+                                                       line: str) -> None:
+    done = jobs.submit(*words, TRAIN)
+    assert done.status == 1, done.output
+    assert message in done.output and line in done.output
+    assert not (jobs.folder / "jobs-out").exists()
+
+
+def test_what_the_partition_does_not_allow_is_found_before(slurm_jobs: SlurmJobs) -> None:
+    done = slurm_jobs.submit_py("run", "--site", "generic-slurm", "--queue", "short", "--time", "5:00:00", "--nodes",
+                                "5", "--gpus-per-node", "3", TRAIN)
+    assert done.status == 1
+    for words in ("00:10:00", "nodes: 5", "GPUs", "nothing was submitted"):
+        assert words in done.output, done.output
+    assert not (slurm_jobs.folder / "jobs-out").exists()
+
+
+def test_restart_is_reported_in_the_output(slurm_jobs: SlurmJobs) -> None:
+    (slurm_jobs.folder / "twice.py").write_text(
+        "import os, time\nif not os.environ.get('SLURM_RESTART_COUNT'):\n"
+        "    open('runs', 'w').close()\n    time.sleep(100)\nprint('done')\n")
+    [job_id] = ids_of(slurm_jobs.submit(*ONE_RANK, "--time", "5", "--requeue", "twice.py"))
+    wait_until((slurm_jobs.folder / "runs").exists, "the first run", seconds=60)
+    assert slurm_jobs.run(["scontrol", "requeue", job_id]).status == 0
+    done = slurm_jobs.submit_py("logs", "--follow", job_id)
+    assert done.status == 0, done.output
+    assert done.output.count("restart ") == 1 and f"restart 1 of Slurm job {job_id}" in done.output, done.output
+
+
+def test_heterogeneous_job_is_one_launch(slurm_jobs: SlurmJobs) -> None:
+    done = slurm_jobs.submit("--nodes", "1", "--gpus-per-node", "1", "--component=--nodes=2 --gpus-per-node=2",
+                             "--time", "5:00", "--follow", TRAIN)
+    assert done.status == 0 and "completed, exit status 0" in done.output, done.output
+    assert sorted(ranks_on(done.output).values()) == [1, 2, 2]
+
+
+def test_running_job_can_be_followed_queried_and_cancelled(slurm_jobs: SlurmJobs) -> None:
+    (slurm_jobs.folder / "long.py").write_text("import time\nprint('it runs', flush=True)\ntime.sleep(60)\n")
+    [job_id] = ids_of(slurm_jobs.submit("--nodes", "2", "--time", "5:00", "long.py"))
+    follow = [sys.executable, str(ROOT / "scripts" / "submit.py"), "logs", "--follow", job_id]
+    with killed_at_end(slurm_jobs.cluster.start(follow, cwd=slurm_jobs.folder)) as process:
+        wait_until(lambda: "it runs" in slurm_jobs.submit_py("logs", job_id).output, "the output", seconds=60)
+        done = slurm_jobs.submit_py("status", job_id)
+        assert done.status == 0 and "running, on " in done.output
+        assert slurm_jobs.submit_py("cancel", job_id).status == 0
+        followed = Lab.wait(process)
+    assert followed.status not in (0, None) and "it runs" in followed.output and "cancelled" in followed.output
+    assert slurm_jobs.submit_py("status", job_id).status == 1
