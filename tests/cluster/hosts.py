@@ -15,9 +15,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 # What a login by ssh gives: nothing of the caller's environment.
 CLEAN_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", "LANG": "C.UTF-8"}
+Self = TypeVar("Self", bound="Hosts")
 MARK = "DDPKIT_HOSTS"  # in the environment of every holder: the folder of its hosts
 
 
@@ -48,7 +50,7 @@ class Hosts:
         self._guard: subprocess.Popen[bytes] | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self: Self) -> Self:
         guard = [sys.executable, "-I", __file__, str(self.folder)]
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
         try:
@@ -140,12 +142,6 @@ class Hosts:
             wait_until(lambda command=login: subprocess.run(command, capture_output=True).returncode == 0,  # type: ignore[misc]
                        f"sshd on {host}")
         return ssh
-
-    def stay_until_interrupted(self) -> None:
-        """Wait for ctrl-C or SIGTERM."""
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
 
     def close(self) -> None:
         end_hosts(self.folder)

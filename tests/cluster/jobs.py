@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,23 +31,16 @@ def ranks_on(output: str) -> dict[str, int]:
     return dict(count)
 
 
-class Jobs(ABC):
-    """A scheduler, and a new folder with a training script; both have spaces in their names."""
+class Jobs:
+    """A new folder with a training script, whose names have spaces, and what its classes do there with a scheduler.
 
-    scheduler = ""
+    run: run a command on the login host. start: submit the ready script jobs/slurm.sh or jobs/pbs.sh; return the id.
+    ended: wait until a job has ended; return its exit status and output. path: of the folder, on the hosts.
+    """
+
+    scheduler: str
+    path: str
     folder: Path  # where this machine has it
-
-    @abstractmethod
-    def run(self, words: Sequence[str], *, seconds: float = 120, env: Mapping[str, str] | None = None) -> Result:
-        """Run a command on the login host, in the folder."""
-
-    @abstractmethod
-    def start(self, options: Sequence[str], *arguments: str) -> str:
-        """Submit the ready script jobs/slurm.sh or jobs/pbs.sh; return the job id."""
-
-    @abstractmethod
-    def ended(self, job_id: str, seconds: float = 120) -> Result:
-        """Wait until a job has ended; return its exit status and output."""
 
     def submit_py(self, *words: str, seconds: float = 120) -> Result:
         """Run scripts/submit.py."""
@@ -64,20 +56,21 @@ class SlurmJobs(Jobs):
 
     def __init__(self, slurm: SlurmCluster) -> None:
         self.cluster = slurm
-        self.folder = slurm.work / f"jobs of {time.monotonic_ns()}"
+        self.path = f"{slurm.work}/jobs of {time.monotonic_ns()}"
+        self.folder = Path(self.path)
         self.folder.mkdir()
         (self.folder / TRAIN).write_text(RANK)
 
-    def run(self, words: Sequence[str], *, seconds: float = 120, env: Mapping[str, str] | None = None) -> Result:
-        return self.cluster.run(words, cwd=self.folder, seconds=seconds, env={"PYTHON": sys.executable, **(env or {})})
+    def run(self, words: Sequence[str], *, seconds: float = 120) -> Result:
+        return self.cluster.run(words, cwd=self.folder, seconds=seconds, env={"PYTHON": sys.executable})
 
-    def start(self, options: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        done = self.run(["sbatch", "--parsable", *options, str(ROOT / "jobs" / "slurm.sh"), *arguments], env=env)
+    def start(self, options: Sequence[str], *arguments: str) -> str:
+        done = self.run(["sbatch", "--parsable", *options, str(ROOT / "jobs" / "slurm.sh"), *arguments])
         assert done.status == 0, done.output
         return done.output.split()[-1]
 
-    def ended(self, job_id: str, seconds: float = 120) -> Result:
-        job = self.cluster.wait(job_id, seconds)
+    def ended(self, job_id: str) -> Result:
+        job = self.cluster.wait(job_id, 120)
         return Result(int(job["ExitCode"].partition(":")[0]), self.cluster.output(job_id))
 
 
@@ -95,12 +88,13 @@ class PbsJobs(Jobs):
         return Result(done.status, done.output)
 
     def start(self, options: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        done = self.run(["qsub", "-V", *options, str(ROOT / "jobs" / "pbs.sh")],
+        first = [] if "-v" in options else ["-V"]
+        done = self.run(["qsub", *first, *options, str(ROOT / "jobs" / "pbs.sh")],
                         env={"ARGS": shlex.join(arguments), **(env or {})})
         assert done.status == 0, done.output
         return done.output.strip()
 
-    def ended(self, job_id: str, seconds: float = 120) -> Result:
-        job = self.cluster.wait(job_id, seconds)
+    def ended(self, job_id: str) -> Result:
+        job = self.cluster.wait(job_id, 120)
         wait_until(lambda: bool(self.cluster.output(job)), f"the output of {job_id}")
         return Result(int(job.get("Exit_status", -999)), self.cluster.output(job))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """PBS for tests: a stand-in on hosts in network namespaces, or a real OpenPBS, used in the same way.
 
-python tests/cluster/pbs.py up [--count 3]      as root; it runs until ctrl-C and prints how to enter its hosts
+python tests/cluster/pbs.py up      as root; it runs until ctrl-C and prints how to enter its hosts
 
 Jobs belong to alice, who exists only on these hosts. With --real-pbs PREFIX (pytest) the tests run on a real OpenPBS,
 whose server is on pbs-head and whose execution hosts are n1, n2, ... There, `PREFIX HOST USER command...` has to run a
@@ -9,14 +9,14 @@ command in the current folder.
 """
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,17 +65,12 @@ class Result:
         return self.stdout + self.stderr
 
 
-class Pbs(ABC):
-    """What tests do with either PBS. Paths are those on its hosts; local() is where this machine has them."""
+class Pbs:
+    """What tests do with either PBS, whose classes define two methods.
 
-    @abstractmethod
-    def local(self, path: str) -> Path:
-        """Return where this machine has a path of the hosts."""
-
-    @abstractmethod
-    def command(self, host: str, command: Sequence[str], user: str, cwd: str,
-                env: Mapping[str, str]) -> list[str]:
-        """Return the words that run a command on a host as a user, in a folder and with a fresh login's environment."""
+    Paths are those on the hosts; local(path) returns where this machine has one. command(host, command, user, cwd, env)
+    returns the words that run a command on a host as a user, in a folder, with a fresh login's environment and `env`.
+    """
 
     def run(self, host: str, command: Sequence[str], *, user: str = USER, cwd: str = WORK,
             env: Mapping[str, str] | None = None, seconds: float = 60) -> Result:
@@ -119,8 +114,8 @@ class Pbs(ABC):
     def state(self, job_id: str) -> str:
         return str(self.job(job_id)["job_state"])
 
-    def wait_for(self, job_id: str, states: str, seconds: float = 60) -> dict[str, Any]:
-        """Wait until a job is in one of the states ("RF"); return its attributes."""
+    def wait(self, job_id: str, seconds: float = 60, *, states: str = "F") -> dict[str, Any]:
+        """Wait until a job has ended, or is in another state; return its attributes."""
         limit = time.monotonic() + seconds
         while self.state(job_id) not in states:
             if time.monotonic() > limit:
@@ -128,10 +123,6 @@ class Pbs(ABC):
                                      f"{self.job(job_id)}")
             time.sleep(0.1)
         return self.job(job_id)
-
-    def wait(self, job_id: str, seconds: float = 60) -> dict[str, Any]:
-        """Wait until a job has ended; return its attributes."""
-        return self.wait_for(job_id, "F", seconds)
 
     def output(self, job: Mapping[str, Any]) -> str:
         """Return what a job has written."""
@@ -167,8 +158,7 @@ class RealPbs(Pbs):
     def local(self, path: str) -> Path:
         return Path(path)
 
-    def command(self, host: str, command: Sequence[str], user: str, cwd: str,
-                env: Mapping[str, str]) -> list[str]:
+    def command(self, host: str, command: Sequence[str], user: str, cwd: str, env: Mapping[str, str]) -> list[str]:
         return [*self.prefix, host, user, *login(user, env, cwd, command)]
 
 
@@ -186,17 +176,12 @@ class PbsCluster(Hosts, Pbs):
         nodes = {name: Node(name, f"{name}.{DOMAIN}", {"ncpus": 4, "ngpus": 4}) for name in self.nodes}
         self._server = Server(nodes, self.address, self.kill_delay, self.enter, self.local)
 
-    def __enter__(self) -> PbsCluster:
-        super().__enter__()
-        return self
-
     def local(self, path: str, host: str = HEAD) -> Path:
         if Path(path).is_relative_to("/var"):
             return self.folder / "hosts" / host / path.lstrip("/")
         return self.folder / path.lstrip("/") if Path(path).is_relative_to(HOME) else Path(path)
 
-    def command(self, host: str, command: Sequence[str], user: str, cwd: str,
-                env: Mapping[str, str]) -> list[str]:
+    def command(self, host: str, command: Sequence[str], user: str, cwd: str, env: Mapping[str, str]) -> list[str]:
         as_user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"] if user == USER else []
         return [*self.enter(host), *as_user, *login(user, env, cwd, command)]
 
@@ -266,20 +251,14 @@ def closed_above(path: Path) -> Path | None:
     return next((folder for folder in reversed(path.resolve().parents) if not folder.stat().st_mode & 0o001), None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A stand-in for PBS on this machine, as root.")
-    parser.add_argument("action", choices=["up"], help="start it; it runs until ctrl-C")
-    parser.add_argument("--count", type=int, default=3, help="execution hosts")
-    args = parser.parse_args()
-    if os.geteuid() != 0:
-        parser.error("network namespaces need root")
-    with PbsCluster(args.count) as cluster:
+def main() -> None:
+    with PbsCluster() as cluster:
         enter = shlex.join(cluster.command(HEAD, ["bash"], USER, WORK, {"TERM": os.environ.get("TERM", "dumb")}))
         print(f"{HEAD} and {', '.join(cluster.nodes)} are up. A shell as {USER} on {HEAD}:\n  {enter}\n"
               f"Her home is {cluster.local(HOME)} on this machine. ctrl-C ends everything.", flush=True)
-        cluster.stay_until_interrupted()
-    return 0
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main() if sys.argv[1:] == ["up"] else sys.exit(__doc__)

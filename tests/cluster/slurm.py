@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """A real Slurm on one machine: a controller and a few nodes with fake GPUs, on hosts in network namespaces.
 
-python tests/cluster/slurm.py up [--nodes 4]    as root; it runs until ctrl-C and prints how to enter its login host
+python tests/cluster/slurm.py up    as root; it runs until ctrl-C and prints how to enter its login host
 
 It needs Debian's slurm-wlm, munge and iproute2. With --slurm-home FOLDER (pytest) or DDPKIT_SLURM_HOME it is another
 installation of Slurm: the folder that holds bin/srun and sbin/slurmctld.
 """
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -49,8 +50,6 @@ SlurmdPidFile={folder}/run/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-JobCompType=jobcomp/filetxt
-JobCompLoc={folder}/log/jobs.txt
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
@@ -91,8 +90,6 @@ class SlurmCluster(Hosts):
     names: see Hosts.
     """
 
-    cpus, gpus = 4, 2  # of each node
-
     def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 5, subnet: str = "10.79.2") -> None:
         self.programs = search_path(CLEAN_ENV["PATH"])
         super().__init__(nodes, prefix="node", subnet=subnet, names=names)
@@ -101,12 +98,9 @@ class SlurmCluster(Hosts):
         self.address[HEAD] = f"{subnet}.{nodes + 1}"
         self.kill_wait = kill_wait
         self.work = self.folder / "work"  # where commands run and jobs write their output
+        # bin: for wrappers of a test
         self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
                             "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
-
-    def __enter__(self) -> SlurmCluster:
-        super().__enter__()
-        return self
 
     # Starting --------------------------------------------------------------------------------------------------------
 
@@ -115,27 +109,26 @@ class SlurmCluster(Hosts):
         self._write_files()
         for host in self.hosts:
             self._start_munged(host)
-        self._daemon(HEAD, ["slurmctld", "-D"])
         log = self.folder / "log" / "slurmctld.log"
         try:
+            self._daemon(HEAD, ["slurmctld", "-D"])
             wait_until(lambda: log.exists() and "Running as primary" in log.read_text(errors="replace"), "slurmctld",
                        self._daemons[-1])
+            for node in self.nodes:
+                self._daemon(node, ["slurmd", "-D"])
+            self.wait_for_nodes()
         except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{self._log_tail()}") from None
-        for node in self.nodes:
-            self._daemon(node, ["slurmd", "-D"])
-        self.wait_for_nodes()
+            logs = [f"{path.name}:\n{path.read_text(errors='replace')[-1000:]}" for path in log.parent.glob("slurm*")]
+            raise RuntimeError("\n".join([str(error), *logs])) from None
 
     def _start_munged(self, host: str) -> None:
         """Start munged on each host: one for all would reject the second use of a credential as a replay."""
         munge = self.folder / "munge"
         own = munge / "own"
         self._in(host, ["mount", "--bind", str(munge / host), str(own)])
-        started = self.run(["munged", "--force", "--num-threads=2", f"--key-file={munge}/key", f"--socket={own}/socket",
-                            f"--pid-file={own}/pid", f"--log-file={own}/log", f"--seed-file={own}/seed"], host,
-                           cwd="/")  # it returns when it is ready
-        if started.status != 0:
-            raise RuntimeError(f"munged did not start on {host}: {started.output}")
+        self._in(host, [self.program("munged"), "--force", "--num-threads=2", f"--key-file={munge}/key",
+                        f"--socket={own}/socket", f"--pid-file={own}/pid", f"--log-file={own}/log",
+                        f"--seed-file={own}/seed"])  # it returns when it is ready
 
     def _write_files(self) -> None:
         for name in ("etc", "munge", "state", "spool", "run", "log", "dev", "bin", "work"):
@@ -149,20 +142,16 @@ class SlurmCluster(Hosts):
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        nodes = "\n".join(f"NodeName={node} NodeAddr={self.address[node]} CPUs={self.cpus} "
-                          f"CoresPerSocket={self.cpus} RealMemory=4000 Gres=gpu:{self.gpus}" for node in self.nodes)
+        nodes = "\n".join(f"NodeName={node} NodeAddr={self.address[node]} CPUs=4 CoresPerSocket=4 RealMemory=4000 "
+                          "Gres=gpu:2" for node in self.nodes)
         etc = self.folder / "etc"
         (etc / "slurm.conf").write_text(CONFIG.format(folder=self.folder, head=HEAD, head_address=self.address[HEAD],
                                                       nodes=nodes, kill_wait=self.kill_wait))
         (etc / "cgroup.conf").touch()
-        for number in range(self.gpus):
+        for number in range(2):
             # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.
             os.mknod(self.folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{self.gpus - 1}]\n")
-        # Without a data base sacct knows only jobs that ended, and only when a file is configured.
-        sacct = self.folder / "bin" / "sacct"
-        sacct.write_text(f'#!/bin/sh\nexec {self.program("sacct")} -c "$@"\n')
-        sacct.chmod(0o755)
+        (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-1]\n")
 
     def _daemon(self, host: str, command: Sequence[str]) -> None:
         with (self.folder / "log" / f"{command[0]}.{host}.out").open("wb") as log:
@@ -177,16 +166,7 @@ class SlurmCluster(Hosts):
             words = done.output.split()
             return done.status == 0 and sorted(words[::2]) == sorted(self.nodes) and set(words[1::2]) == {"idle"}
 
-        try:
-            wait_until(ready, "the nodes of Slurm", seconds=30)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{self._log_tail()}") from None
-
-    def _log_tail(self) -> str:
-        """Return the last lines of each daemon's log."""
-        logs = sorted((self.folder / "log").glob("slurm*"))
-        return "\n".join(f"{log.name}:\n  " + "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
-                         for log in logs)
+        wait_until(ready, "the nodes of Slurm", seconds=30)
 
     def program(self, name: str) -> str:
         """Return the path of a program of this Slurm, past the wrappers in the cluster's folder."""
@@ -255,22 +235,15 @@ class SlurmCluster(Hosts):
         return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A real Slurm on this machine, as root.")
-    parser.add_argument("action", choices=["up"], help="start it; it runs until ctrl-C")
-    parser.add_argument("--nodes", type=int, default=4)
-    args = parser.parse_args()
-    if os.geteuid() != 0:
-        parser.error("network namespaces need root")
-    with SlurmCluster(args.nodes) as cluster:
+def main() -> None:
+    with SlurmCluster() as cluster:
         environment = {**CLEAN_ENV, **cluster.environment, "TERM": os.environ.get("TERM", "dumb")}
         words = [f"{name}={value}" for name, value in environment.items()]
         enter = shlex.join([*cluster.enter(HEAD), "env", "-i", "-C", str(cluster.work), *words, "bash"])
-        print(f"{HEAD} and {args.nodes} nodes are up. A shell on {HEAD}:\n  {enter}\nctrl-C ends everything.",
-              flush=True)
-        cluster.stay_until_interrupted()
-    return 0
+        print(f"{', '.join(cluster.hosts)} are up. A shell on {HEAD}:\n  {enter}\nctrl-C ends everything.", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main() if sys.argv[1:] == ["up"] else sys.exit(__doc__)

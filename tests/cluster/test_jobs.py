@@ -7,23 +7,23 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from tests.cluster.hosts import killed_at_end, wait_until
+from tests.cluster.hosts import wait_until
 from tests.cluster.jobs import RANK, TRAIN, Jobs, PbsJobs, SlurmJobs, ranks_on
 from tests.cluster.pbs import HEAD, Pbs
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MINIMAL, ROOT, Lab, Result
-from tests.unit.pythons import make_environment
+from tests.launch.launchers import ROOT, Result
 
 pytest_plugins = ["tests.cluster.pbs_fixture", "tests.cluster.slurm_fixture"]
 
 BOTH = pytest.mark.parametrize("jobs", ["slurm", "pbs"], indirect=True)
 ONE_RANK = ["--nodes", "1", "--ntasks-per-node", "1"]
 TWO_BY_TWO = "select=2:ncpus=2:mpiprocs=2"
+# Each rank writes its process id and its signals, and ends after SIGTERM with status 5.
+WAITS = f"import sys\nsys.argv += ['--notes', 'notes', '--wait']\n{RANK}"
 # Rank 1 requests a stop in the first run; the second one runs to its end.
 STOPS_ONCE = f"""\
 import os, sys, time
@@ -43,23 +43,6 @@ with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
 if stop.stopped and dist.is_main:
     requeue()
 sys.exit(stop.exit_status)
-"""
-# Each rank writes its signals, and needs two seconds to save after SIGTERM.
-SLOW = f"""\
-import os, signal, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from utils.launchers import detect
-rank = detect().rank
-def note(number, frame):
-    open(f"got {{rank}}", "a").write(signal.Signals(number).name + " ")
-    if number == signal.SIGTERM:
-        time.sleep(2)
-        open(f"saved {{rank}}", "w").write("yes")
-        sys.exit(3)
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, note)
-open(f"runs {{rank}}", "w").write(str(os.getpid()))
-time.sleep(60)
 """
 
 
@@ -106,21 +89,11 @@ def test_every_task_slot_or_gpu_gets_a_rank(jobs: Jobs, options: str, expected: 
     assert sorted(ranks_on(done.output).values()) == expected
 
 
-@pytest.mark.parametrize(("jobs", "options"), [
-    ("slurm", ["-N2"]), ("slurm", ["-N4"]), ("pbs", ["-l", TWO_BY_TWO])], indirect=["jobs"])
-def test_one_torchrun_agent_on_each_host_starts_the_ranks(jobs: Jobs, options: Sequence[str]) -> None:
-    done = jobs.ended(jobs.start(options, "--torchrun", TRAIN))
+def test_one_torchrun_agent_on_each_host_starts_the_ranks(pbs_jobs: PbsJobs) -> None:
+    done = pbs_jobs.ended(pbs_jobs.start(["-l", TWO_BY_TWO], "--torchrun", TRAIN))
     assert done.status == 0, done.output
-    assert sorted(ranks_on(done.output).values()) == [2] * (4 if "-N4" in options else 2)
+    assert sorted(ranks_on(done.output).values()) == [2, 2]
     assert "by torchrun" in done.output
-
-
-@pytest.mark.parametrize(("jobs", "options"), [("slurm", ["-N2"]), ("pbs", ["-l", TWO_BY_TWO])], indirect=["jobs"])
-def test_ranks_and_torchrun_agents_train_to_the_same_loss(jobs: Jobs, options: Sequence[str]) -> None:
-    ids = [jobs.start(options, *agents, *MINIMAL[1:]) for agents in ([], ["--torchrun"])]
-    ended = [jobs.ended(job_id, 200) for job_id in ids]
-    assert [done.status for done in ended] == [0, 0], ended
-    assert ended[0].line("final loss:") == ended[1].line("final loss:")
 
 
 def test_elements_of_a_pbs_array_are_separate_launches(pbs_jobs: PbsJobs) -> None:
@@ -128,16 +101,6 @@ def test_elements_of_a_pbs_array_are_separate_launches(pbs_jobs: PbsJobs) -> Non
     for index in range(3):
         done = pbs_jobs.ended(array.replace("[]", f"[{index}]"))
         assert done.status == 0 and list(ranks_on(done.output).values()) == [2], done.output
-
-
-@pytest.mark.parametrize("agents", [[], ["--torchrun"]])
-def test_conda_base_without_torch_does_not_hide_the_kits_python(slurm_jobs: SlurmJobs, agents: Sequence[str]) -> None:
-    base = make_environment(slurm_jobs.folder / "base", torch=False)
-    done = slurm_jobs.ended(slurm_jobs.start(["-N2"], *agents, TRAIN, env={
-        "PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": str(slurm_jobs.folder / "base"),
-        "PATH": f"{base.parent}:{slurm_jobs.cluster.environment['PATH']}"}))
-    assert sorted(ranks_on(done.output).values()) == [2, 2], done.output
-    assert f"{ROOT}/.venv/bin/python (the kit's .venv). Passed over: {base} (CONDA_PREFIX) has no torch" in done.output
 
 
 def test_job_is_requeued_after_a_stop_under_torchrun(slurm_jobs: SlurmJobs) -> None:
@@ -152,50 +115,43 @@ def test_job_is_requeued_after_a_stop_under_torchrun(slurm_jobs: SlurmJobs) -> N
 
 # Stops and failures in jobs of PBS; for Slurm see tests/launch/test_launch_slurm.py ----------------------------------
 
-def running(jobs: PbsJobs, *words: str, env: dict[str, str] | None = None) -> str:
-    """Start a job of four slow ranks on two hosts, and wait until all of them run."""
-    (jobs.folder / "slow.py").write_text(SLOW)
-    done = jobs.run(["qsub", *(words or ["-V"]), "-l", TWO_BY_TWO, str(ROOT / "jobs" / "pbs.sh")],
-                    env={"ARGS": "slow.py", **(env or {})})
-    wait_for_notes(jobs, "runs")
-    return done.output.strip()
-
-
-def wait_for_notes(jobs: PbsJobs, what: str) -> None:
-    wait_until(lambda: len(list(jobs.folder.glob(f"{what} *"))) == 4, f"4 ranks to write {what!r}", seconds=60)
+def running(jobs: PbsJobs, *options: str, env: dict[str, str] | None = None, program: str = WAITS) -> str:
+    """Start a job of four ranks on two hosts, and wait until all of them run; return its id."""
+    jobs.cluster.write(f"{jobs.path}/notes/.keep", "")
+    (jobs.folder / "waits.py").write_text(program)
+    job_id = jobs.start([*options, "-l", TWO_BY_TWO], "waits.py", env=env)
+    wait_until(lambda: len(list(jobs.folder.glob("notes/[0-3]"))) == 4, "four ranks", seconds=60)
+    return job_id
 
 
 def assert_no_rank_is_left(jobs: PbsJobs) -> None:
-    pids = [file.read_text() for file in jobs.folder.glob("runs *")]
+    pids = [(jobs.folder / "notes" / str(rank)).read_text() for rank in range(4)]
     for host in ("n1", "n2", "n3"):
         shown = jobs.cluster.run(host, ["ps", "-o", "args=", "-p", ",".join(pids)]).stdout
         assert not [line for line in shown.splitlines() if ".py" in line and "defunct" not in line]
 
 
 def test_exit_status_is_that_of_the_rank_that_failed_first(pbs_jobs: PbsJobs) -> None:
-    (pbs_jobs.folder / "fails.py").write_text(
-        SLOW.replace("time.sleep(60)", "sys.exit(7) if rank == 3 else time.sleep(600)"))
-    done = pbs_jobs.ended(pbs_jobs.start(["-l", TWO_BY_TWO], "fails.py"))
+    done = pbs_jobs.ended(running(pbs_jobs, program=WAITS.replace("'--wait'", "'--wait', '--fault', 'exit=7:3'")))
     assert done.status == 7, done.output
     assert_no_rank_is_left(pbs_jobs)
 
 
-def test_stop_reaches_the_ranks_of_every_host_and_leaves_them_time(pbs_jobs: PbsJobs) -> None:
+def test_stop_reaches_the_ranks_of_every_host(pbs_jobs: PbsJobs) -> None:
     pbs, job_id = pbs_jobs.cluster, running(pbs_jobs)
+    notes = [pbs_jobs.folder / "notes" / f"{rank}.signals" for rank in range(4)]
     assert pbs.run(HEAD, ["qsig", "-s", "USR1", job_id]).status == 0
-    wait_for_notes(pbs_jobs, "got")
+    wait_until(lambda: all(note.read_text() == "SIGUSR1\n" for note in notes), "USR1 in all ranks")
     assert pbs.state(job_id) == "R"
     assert pbs.run(HEAD, ["qdel", job_id]).status == 0
-    assert pbs_jobs.ended(job_id).status == 3
-    assert len(list(pbs_jobs.folder.glob("saved *"))) == 4
-    notes = Counter(file.read_text() for file in pbs_jobs.folder.glob("got *"))
-    assert notes == {"SIGUSR1 SIGTERM ": 4}
+    assert pbs_jobs.ended(job_id).status == 5
+    assert [note.read_text() for note in notes] == ["SIGUSR1\nSIGTERM\n"] * 4
     assert_no_rank_is_left(pbs_jobs)
 
 
 @pytest.mark.parametrize(("words", "environment"), [
-    (["-V"], {"BASH_ENV": "/dev/null"}),  # as Lmod sets it where the job is submitted
-    (["-v", f"ARGS=slow.py,PYTHON={sys.executable}"], {})])
+    ([], {"BASH_ENV": "/dev/null"}),  # as Lmod sets it where the job is submitted
+    (["-v", f"ARGS=waits.py,PYTHON={sys.executable}"], {})])
 def test_login_shell_that_would_end_the_job_is_reported(pbs_jobs: PbsJobs, words: list[str],
                                                         environment: dict[str, str]) -> None:
     job_id = running(pbs_jobs, *words, env=environment)
@@ -203,12 +159,6 @@ def test_login_shell_that_would_end_the_job_is_reported(pbs_jobs: PbsJobs, words
     done = pbs_jobs.ended(job_id)
     assert done.status == 266, done.output  # the warning was right
     assert re.search("warning: the login shell of this job .* ends at USR1 and TERM", done.output), done.output
-
-
-def test_ready_script_without_v_has_nothing_to_run(pbs_jobs: PbsJobs) -> None:
-    submitted = pbs_jobs.run(["qsub", "-l", "select=1:ncpus=1", str(ROOT / "jobs" / "pbs.sh")], env={"ARGS": TRAIN})
-    done = pbs_jobs.ended(submitted.output.strip())
-    assert done.status == 2 and "there is nothing to run" in done.output, done.output
 
 
 # submit.py -----------------------------------------------------------------------------------------------------------
@@ -268,17 +218,12 @@ def test_job_of_a_chain_does_not_start_after_a_failed_one_that_is_forgotten(jobs
     assert jobs.ended(ids[1]).status == 0
     [script] = jobs.folder.glob("jobs-out/*/job-2.sh")
     script.write_text(re.sub(r"(?<=PREVIOUS=)\d+", "999999", script.read_text()))
-    for kept, starts in (("3", False), ("75", True)):
-        (jobs.folder / "runs").unlink()
-        (script.parent / "999999.status").write_text(kept)
-        if isinstance(jobs, SlurmJobs):
-            job_id = jobs.run(["sbatch", "--parsable", "--dependency=", str(script)]).output.split()[-1]
-        else:
-            job_id = jobs.run(["qsub", "-l", "select=1:ncpus=1", "-j", "oe", "--", "/bin/bash", "-l",
-                               f"{jobs.path}/{script.relative_to(jobs.folder)}"]).output.strip()
-        done = jobs.ended(job_id)
-        assert (done.status == 0, (jobs.folder / "runs").exists()) == (starts, starts), (kept, done.output)
-        (jobs.folder / "runs").touch()
+    (script.parent / "999999.status").write_text("3")
+    path = f"{jobs.path}/{script.relative_to(jobs.folder)}"
+    command = {"slurm": ["sbatch", "--parsable", "--dependency=", path],
+               "pbs": ["qsub", "-l", "select=1:ncpus=1", "-j", "oe", "--", "/bin/bash", "-l", path]}
+    done = jobs.ended(jobs.run(command[jobs.scheduler]).output.split()[-1])
+    assert done.status == 1 and (jobs.folder / "runs").read_text() == "xx", done.output
 
 
 def test_chain_continues_after_the_time_limit_and_after_a_stop(slurm_jobs: SlurmJobs) -> None:
@@ -303,15 +248,17 @@ def test_chain_continues_after_a_stop_under_torchrun(pbs_jobs: PbsJobs) -> None:
 
 
 @BOTH
-def test_cancelling_a_job_ends_its_chain(jobs: Jobs) -> None:
-    (jobs.folder / "long.py").write_text("import time\nopen('runs', 'a').write('x')\ntime.sleep(100)\n")
+def test_running_job_is_queried_and_cancelled_with_its_chain(jobs: Jobs) -> None:
+    (jobs.folder / "long.py").write_text("import time\nprint('it runs', flush=True)\ntime.sleep(100)\n")
     ids = ids_of(jobs.submit(*ONE_RANK, "--chain", "3", "long.py"))
-    wait_until((jobs.folder / "runs").exists, "the first job to run", seconds=60)
+    wait_until(lambda: "it runs" in jobs.submit_py("logs", ids[0]).output, "the output", seconds=60)
+    done = jobs.submit_py("status", ids[0])
+    assert done.status == 0 and "running, on " in done.output
     assert jobs.submit_py("cancel", ids[0]).status == 0
     for job_id in ids:
-        wait_until(lambda one=job_id: "cancelled" in jobs.submit_py("status", one).output,  # type: ignore[misc]
-                   f"{job_id} to be cancelled", seconds=60)
-    assert (jobs.folder / "runs").read_text() == "x"
+        jobs.cluster.wait(job_id)
+        done = jobs.submit_py("status", job_id)
+        assert done.status == 1 and "cancelled" in done.output, done.output
 
 
 @pytest.mark.parametrize(("jobs", "words", "message", "line"), [
@@ -360,15 +307,3 @@ def test_heterogeneous_job_is_one_launch(slurm_jobs: SlurmJobs) -> None:
     assert sorted(ranks_on(done.output).values()) == [1, 2, 2]
 
 
-def test_running_job_can_be_followed_queried_and_cancelled(slurm_jobs: SlurmJobs) -> None:
-    (slurm_jobs.folder / "long.py").write_text("import time\nprint('it runs', flush=True)\ntime.sleep(60)\n")
-    [job_id] = ids_of(slurm_jobs.submit("--nodes", "2", "--time", "5:00", "long.py"))
-    follow = [sys.executable, str(ROOT / "scripts" / "submit.py"), "logs", "--follow", job_id]
-    with killed_at_end(slurm_jobs.cluster.start(follow, cwd=slurm_jobs.folder)) as process:
-        wait_until(lambda: "it runs" in slurm_jobs.submit_py("logs", job_id).output, "the output", seconds=60)
-        done = slurm_jobs.submit_py("status", job_id)
-        assert done.status == 0 and "running, on " in done.output
-        assert slurm_jobs.submit_py("cancel", job_id).status == 0
-        followed = Lab.wait(process)
-    assert followed.status not in (0, None) and "it runs" in followed.output and "cancelled" in followed.output
-    assert slurm_jobs.submit_py("status", job_id).status == 1

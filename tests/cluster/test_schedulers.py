@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +58,11 @@ def test_job_and_smaller_step_know_the_allocation(slurm: SlurmCluster, options: 
         assert 200 < seen["left"] <= 300 and seen["restart_count"] == 0
 
 
-def test_array_element_knows_its_index_and_time(slurm: SlurmCluster) -> None:
-    job_id = slurm.sbatch("--time=5", "--array=3-5", "-N1", "-n2", script=f"#!/bin/bash\n{SHOW_IN_JOB}\n")
-    slurm.wait(job_id)
-    seen = [one for job in slurm.jobs(job_id) for one in found(Path(job["StdOut"]).read_text())]
-    assert sorted(one["array_index"] for one in seen) == [3, 4, 5]
-    assert all(one["ranks_per_host"] == [2] and 200 < one["left"] <= 300 for one in seen)
-
-
-@pytest.fixture
-def call(slurm: SlurmCluster) -> Callable[..., Any]:
-    """Call a method of Slurm on the login host; returns its result."""
-    def on_login_host(method: str, *arguments: str) -> Any:
-        done = slurm.run([sys.executable, "-c", CALL, method, *arguments])
-        assert done.status == 0, done.output
-        return json.loads(done.output)
-    return on_login_host
+def call(slurm: SlurmCluster, method: str, *arguments: str) -> Any:
+    """Return the result of a method of Slurm that is called on the login host."""
+    done = slurm.run([sys.executable, "-c", CALL, method, *arguments])
+    assert done.status == 0, done.output
+    return json.loads(done.output)
 
 
 def rendered(slurm: SlurmCluster, body: str, **values: Any) -> str:
@@ -84,50 +72,40 @@ def rendered(slurm: SlurmCluster, body: str, **values: Any) -> str:
     return str(path)
 
 
-def ends(slurm: SlurmCluster, call: Callable[..., Any], *job_ids: str) -> list[tuple[str, int | None]]:
+def ends(slurm: SlurmCluster, *job_ids: str) -> list[tuple[str, int | None]]:
     """Return state and exit code of each job, when all have ended."""
     for job_id in job_ids:
         slurm.wait(job_id)
-    seen = [call("status", job_id) for job_id in job_ids]
+    seen = [call(slurm, "status", job_id) for job_id in job_ids]
     return [(one["state"], one["exit_code"]) for one in seen]
 
 
-def test_each_end_of_a_job_is_its_status(slurm: SlurmCluster, call: Callable[..., Any]) -> None:
-    failed = call("submit", rendered(slurm, "exit 3"))
-    after_success = call("submit", rendered(slurm, "exit 0", dependency=f"afterok:{failed}"))
-    after_any = call("submit", rendered(slurm, "exit 0", dependency=f"afterany:{failed}"))
-    array = call("submit", rendered(slurm, "exit $SLURM_ARRAY_TASK_ID", array="0-2"))
-    killed = call("submit", rendered(slurm, "kill -9 $$"))
-    assert ends(slurm, call, failed, after_any, array, killed) == [
+def test_each_end_of_a_job_is_its_status(slurm: SlurmCluster) -> None:
+    failed = call(slurm, "submit", rendered(slurm, "exit 3"))
+    after_success = call(slurm, "submit", rendered(slurm, "exit 0", dependency=f"afterok:{failed}"))
+    after_any = call(slurm, "submit", rendered(slurm, "exit 0", dependency=f"afterany:{failed}"))
+    array = call(slurm, "submit", rendered(slurm, "exit $SLURM_ARRAY_TASK_ID", array="0-2"))
+    killed = call(slurm, "submit", rendered(slurm, "kill -9 $$"))
+    assert ends(slurm, failed, after_any, array, killed) == [
         ("failed", 3), ("completed", 0), ("failed", 2), ("failed", 137)]
-    wait_until(lambda: call("status", after_success)["state"] == "never_ran", "the job after a failure", seconds=60)
+    wait_until(lambda: call(slurm, "status", after_success)["state"] == "never_ran", "the state", seconds=60)
 
 
-def test_pending_job_has_a_position_and_is_cancelled(slurm: SlurmCluster, call: Callable[..., Any]) -> None:
+def test_pending_job_has_a_position_and_is_cancelled(slurm: SlurmCluster) -> None:
     all_nodes: dict[str, Any] = {"nodes": 4, "directives": ("--exclusive",)}
-    first = call("submit", rendered(slurm, "sleep 100", **all_nodes))
+    first = call(slurm, "submit", rendered(slurm, "sleep 100", **all_nodes))
     slurm.wait_for(first, {"RUNNING"})
-    second = call("submit", rendered(slurm, "true", **all_nodes))
-    status = call("status", second)
+    second = call(slurm, "submit", rendered(slurm, "true", **all_nodes))
+    status = call(slurm, "status", second)
     assert (status["state"], status["position"]) == ("queued", 1)
     for job_id in (second, first, first):
-        call("cancel", job_id)
-    assert [state for state, _ in ends(slurm, call, first, second)] == ["cancelled", "cancelled"]
+        call(slurm, "cancel", job_id)
+    assert [state for state, _ in ends(slurm, first, second)] == ["cancelled", "cancelled"]
 
 
-def test_sbatch_reads_quoted_directives(slurm: SlurmCluster, call: Callable[..., Any]) -> None:
+def test_sbatch_reads_quoted_directives(slurm: SlurmCluster) -> None:
     output = str(slurm.work) + "/a  b 'c' \"d\" # $(touch x) \u00e9;&.out"
-    job_id = call("submit", rendered(slurm, "echo here", output=output, name="run.1"))
-    assert ends(slurm, call, job_id) == [("completed", 0)]
-    assert (call("status", job_id)["output"], slurm.job(job_id)["JobName"]) == (output, "run.1")
+    job_id = call(slurm, "submit", rendered(slurm, "echo here", output=output, name="run.1"))
+    assert ends(slurm, job_id) == [("completed", 0)]
+    assert (call(slurm, "status", job_id)["output"], slurm.job(job_id)["JobName"]) == (output, "run.1")
     assert Path(output).read_text() == "here\n"
-
-
-def test_requeued_job_counts_its_restart(slurm: SlurmCluster, call: Callable[..., Any]) -> None:
-    body = f'{SHOW_IN_JOB}\n[ -n "${{SLURM_RESTART_COUNT-}}" ] || sleep 100\n'
-    job_id = call("submit", rendered(slurm, body, requeue=True))
-    slurm.wait_for(job_id, {"RUNNING"})
-    call("requeue", job_id)
-    assert ends(slurm, call, job_id) == [("completed", 0)]
-    assert found(slurm.output(job_id))[-1]["restart_count"] == 1
-    assert call("status", job_id)["restart_count"] == 1

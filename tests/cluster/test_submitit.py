@@ -1,4 +1,4 @@
-"""04_submitit.py on a real Slurm and on this machine: the loss of 01_ddp_minimal.py, also after a requeue."""
+"""04_submitit.py on a real Slurm and on this machine: after a requeue the loss is that of 01_ddp_minimal.py."""
 from __future__ import annotations
 
 import contextlib
@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ pytest.importorskip("submitit")
 pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 EPOCHS = ["--epochs", "12"]
-SUBMIT = [sys.executable, str(ROOT / "examples" / "04_submitit.py"), *EPOCHS]
 ON_TWO_NODES = ["--cluster", "slurm", "--nodes", "2", "--tasks-per-node", "1", "--gpus-per-node", "1"]
 ON_THIS_MACHINE = ["--cluster", "local", "--tasks-per-node", "2"]
 
@@ -45,8 +44,8 @@ class Submitted:
         assert found, first + process.stdout.read()
         self.process, self.job_id, self._log = process, found[1], Path(found[2])
 
-    def log(self, rank: int = 0, kind: str = "out") -> str:
-        path = self._log.with_name(f"{self.job_id}_{rank}_log.{kind}")
+    def log(self, kind: str = "out") -> str:
+        path = self._log.with_name(f"{self.job_id}_0_log.{kind}")
         return path.read_text() if path.exists() else ""
 
     def wait_for_epoch(self, epoch: int) -> None:
@@ -55,50 +54,36 @@ class Submitted:
     def end(self) -> Result:
         return Lab.wait(self.process, 240)
 
+    def assert_resumed(self, expected: str) -> None:
+        """The second start leaves out the epochs of the first, and the loss is as expected."""
+        done, log = self.end(), self.log()
+        assert done.status == 0, done.output
+        assert done.line("final loss:") == expected
+        found = re.search(r"resuming after epoch (\d+)", log)
+        assert found and int(found[1]) >= 2 and log.count("epoch 1/") == 1 and log.count(" by ") == 2, log
+
 
 @contextlib.contextmanager
-def on_slurm(slurm: SlurmCluster, folder: Path) -> Iterator[Submitted]:
-    with killed_at_end(slurm.start([*SUBMIT, *ON_TWO_NODES, "--folder", str(folder)])) as process:
-        yield Submitted(process)
-
-
-@contextlib.contextmanager
-def on_this_machine(folder: Path) -> Iterator[Submitted]:
-    process = subprocess.Popen([*SUBMIT, *ON_THIS_MACHINE, "--folder", str(folder)], text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def submitted(folder: Path, options: Sequence[str], slurm: SlurmCluster | None = None) -> Iterator[Submitted]:
+    command = [sys.executable, str(ROOT / "examples" / "04_submitit.py"), *EPOCHS, *options, "--folder", str(folder)]
+    process = slurm.start(command) if slurm else subprocess.Popen(
+        command, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with killed_at_end(process):
         yield Submitted(process)
 
 
-def went_on(job: Submitted) -> bool:
-    """Whether the second start left out the epochs of the first."""
-    log = job.log()
-    found = re.search(r"resuming after epoch (\d+)", log)
-    return found is not None and int(found[1]) >= 2 and log.count("epoch 1/") == 1 and log.count(" by ") == 2
-
-
-def test_the_result_comes_back_from_two_nodes(slurm: SlurmCluster, tmp_path: Path, expected: str) -> None:
-    with on_slurm(slurm, tmp_path / "a folder") as job:
-        done = job.end()
-    assert done.status == 0, done.output
-    assert done.line("final loss:") == expected
-    assert "2 ranks on 2 hosts by slurm" in job.log()
-
-
 @pytest.mark.usefixtures("slow_requeue")
-def test_a_requeued_job_goes_on_where_it_stopped(slurm: SlurmCluster, tmp_path: Path, expected: str) -> None:
-    with on_slurm(slurm, tmp_path) as job:
+def test_requeued_job_resumes_where_it_stopped(slurm: SlurmCluster, tmp_path: Path, expected: str) -> None:
+    with submitted(tmp_path / "a folder", ON_TWO_NODES, slurm) as job:
         job.wait_for_epoch(3)
         slurm.run(["scancel", "--signal=USR2", job.job_id])
-        done = job.end()
-    assert done.status == 0, done.output
-    assert done.line("final loss:") == expected
-    assert went_on(job), job.log()
+        job.assert_resumed(expected)
+    assert "2 ranks on 2 hosts by slurm" in job.log()
     assert slurm.job(job.job_id)["Restarts"] == "1"
 
 
-def test_a_killed_rank_is_an_error_with_the_cause(slurm: SlurmCluster, tmp_path: Path) -> None:
-    with on_slurm(slurm, tmp_path) as job:
+def test_killed_rank_is_an_error_with_the_cause(slurm: SlurmCluster, tmp_path: Path) -> None:
+    with submitted(tmp_path, ON_TWO_NODES, slurm) as job:
         job.wait_for_epoch(1)
         listed = slurm.run(["scontrol", "listpids", f"{job.job_id}.0"], host="node2").output
         rows = [line.split() for line in listed.splitlines()]
@@ -108,16 +93,13 @@ def test_a_killed_rank_is_an_error_with_the_cause(slurm: SlurmCluster, tmp_path:
     assert done.status == 1
     # Rank 0 is in a collective, or in a save.
     assert re.search("by peer|lost the connection to rank 1, which has ended", done.output), done.output
-    assert "died without a message" in job.log(kind="err")
+    assert "died without a message" in job.log("err")
 
 
-def test_the_local_executor_goes_on_too(tmp_path: Path, expected: str) -> None:
-    with on_this_machine(tmp_path) as job:
+def test_local_executor_resumes_too(tmp_path: Path, expected: str) -> None:
+    with submitted(tmp_path, ON_THIS_MACHINE) as job:
         job.wait_for_epoch(3)
         tasks = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()
         for task in tasks:
             os.kill(int(task), signal.SIGUSR2)
-        done = job.end()
-    assert done.status == 0, done.output
-    assert done.line("final loss:") == expected
-    assert went_on(job), job.log()
+        job.assert_resumed(expected)

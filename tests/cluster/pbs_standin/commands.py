@@ -5,35 +5,19 @@ import getopt
 import json
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tests.cluster.pbs_standin import qsub
-from tests.cluster.pbs_standin.jobs import FINISHED, SERVER, Job
+from tests.cluster.pbs_standin.jobs import FINISHED, SERVER
 from tests.cluster.pbs_standin.resources import Refused
 
 if TYPE_CHECKING:
     from tests.cluster.pbs_standin.server import Server
 
 VERSION = "23.06.06"
-PBSDSH_USAGE = """\
-Usage: pbsdsh [-c copies][-s][-v][-o] -- program [args...]
-       pbsdsh [-n node_index][-s][-v][-o] -- program [args...]
-       pbsdsh --version
-Where -c copies =  run a copy of "program" on the first "copies" nodes,
-      -n node_index = run a copy of "program" on the "node_index"-th node,
-      -h hostname = run a copy of "program" on the node named by hostname,
-      -s = forces synchronous execution,
-      -v = forces verbose output.
-      -o = no obits are waited for.
-"""
-TMRSH_USAGE = ("usage: pbs_tmrsh [-n][-l username] host [-n][-l username] command\n"
-               "       pbs_tmrsh --version\n")
-
-
 @dataclass
 class Call:
     """A command that a user runs. root: where that process has its file system."""
@@ -42,7 +26,6 @@ class Call:
     environment: Mapping[str, str]
     folder: str
     root: str
-    by_root: bool
     out: TextIO
     errors: TextIO
 
@@ -56,14 +39,10 @@ class Call:
 
 def run(server: Server, name: str, call: Call) -> int:
     """Run a command; return its exit status."""
-    if call.words == ["--version"]:
-        print(f"pbs_version = {VERSION}", file=call.out)
-        return 0
     try:
         return COMMANDS[name](server, call)
     except Refused as refused:
-        usage = refused.message.lower().startswith("usage")
-        print(refused.message.rstrip("\n") if usage else f"{name}: {refused.message}", file=call.errors)
+        print(f"{name}: {refused.message}", file=call.errors)
         return refused.status
 
 
@@ -72,8 +51,6 @@ def run(server: Server, name: str, call: Call) -> int:
 def submit(server: Server, call: Call) -> int:
     folder = call.environment.get("PWD", call.folder)
     request = qsub.request(call.words, call.environment, folder, call.root)
-    if call.by_root:
-        raise Refused(175, "Bad UID for job execution")
     print(server.submit(request), file=call.out)
     return 0
 
@@ -91,7 +68,7 @@ def send_signal(server: Server, call: Call) -> int:
 
 
 def rerun(server: Server, call: Call) -> int:
-    return for_each(call.words, "qrerun", call, lambda job: server.rerun(job, call.by_root))
+    return for_each(call.words, "qrerun", call, server.rerun)
 
 
 def for_each(jobs: list[str], name: str, call: Call, act: Callable[[str], None]) -> int:
@@ -133,22 +110,10 @@ def show(server: Server, call: Call) -> int:
                     **({"Jobs": json_value("Jobs", shown)} if shown else {})}
         print(json.dumps(document, indent="\t", separators=(",", ":\t"), ensure_ascii=False), file=call.out)
     else:
-        for name, attributes in shown.items():
-            print("\n".join([f"Job Id: {name}", *lines(attributes)]) + "\n", file=call.out)
+        for name, attributes in shown.items():  # without Resource_List and Variable_List
+            lines = [f"    {key} = {value}" for key, value in attributes.items() if isinstance(value, str)]
+            print("\n".join([f"Job Id: {name}", *lines]) + "\n", file=call.out)
     return status
-
-
-def lines(attributes: Mapping[str, Any]) -> list[str]:
-    """Return the attributes of a job as qstat -f -w shows them."""
-    result = []
-    for name, value in attributes.items():
-        if name == "Variable_List":
-            value = ",".join(f"{variable}={text.replace(',', chr(92) + ',')}" for variable, text in value.items())
-        if isinstance(value, Mapping):
-            result += [f"    {name}.{part} = {each}" for part, each in value.items()]
-        else:
-            result.append(f"    {name} = {value}")
-    return result
 
 
 def json_value(name: str, value: Any) -> Any:
@@ -165,39 +130,12 @@ def json_value(name: str, value: Any) -> Any:
 
 # Tasks of the job that a command is called in ------------------------------------------------------------------------
 
-def own_job(server: Server, call: Call) -> Job:
-    return server.find(call.environment["PBS_JOBID"])
-
-
 def pbsdsh(server: Server, call: Call) -> int:
-    """Start a task for each line of the node file, or for one (-n, -h); 0 however the tasks end."""
-    try:
-        # Options are looked for among the program's arguments too, unless "--" is before it.
-        found, program = getopt.gnu_getopt(call.words, "c:n:h:")
-    except getopt.GetoptError as error:
-        print(f"pbsdsh: invalid option -- '{error.opt}'", file=call.errors)
-        raise Refused(1, PBSDSH_USAGE) from None
-    options, job = dict(found), own_job(server, call)
-    hosts = [part.host for part in job.chunks for _ in range(part.lines)]
-    if "-c" in options:
-        return 0  # as recorded where it is not a number; the kit does not use it
-    if "-h" in options:
-        hosts = [host for host in hosts if server.nodes[host].mom == options["-h"]][:1]
-    elif "-n" in options:
-        hosts = [hosts[int(options["-n"]) % len(hosts)]]
-    if not hosts or not program:
-        raise Refused(1, PBSDSH_USAGE)
-
-    def follow(index: int, host: str) -> None:
-        status = server.run_task(job, host, program)
-        if status != 0:
-            print(f"pbsdsh: task 0x{index:08X} exit status {status}", file=call.errors, flush=True)
-
-    threads = [threading.Thread(target=follow, args=(index, host), daemon=True) for index, host in enumerate(hosts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """pbsdsh -h HOST -- program: run a program on one host; 0 however it ends."""
+    options, program = call.options("h:")
+    status = server.run_task(call.environment["PBS_JOBID"], options["-h"], program)
+    if status != 0:
+        print(f"pbsdsh: task 0x00000000 exit status {status}", file=call.errors)
     return 0
 
 
@@ -209,17 +147,10 @@ def pbs_tmrsh(server: Server, call: Call) -> int:
         if word == "-l" and program:
             program.pop(0)
         elif word.startswith("-") and word != "-n":
-            raise Refused(255, TMRSH_USAGE)
+            raise Refused(255, "usage")
         elif not word.startswith("-"):
             host = word
-    if not program:
-        raise Refused(255, TMRSH_USAGE)
-    job = own_job(server, call)
-    with_lines = [part.host for part in job.chunks if part.lines]
-    found = next((name for name in with_lines if host in (server.nodes[name].mom, server.address[name])), None)
-    if found is None:
-        raise Refused(255, f'host "{host}" is not a node in job <{job.id}>')
-    return server.run_task(job, found, program) & 0xFF
+    return server.run_task(call.environment["PBS_JOBID"], host, program) & 0xFF
 
 
 COMMANDS: dict[str, Callable[[Server, Call], int]] = {

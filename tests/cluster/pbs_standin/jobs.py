@@ -42,10 +42,6 @@ class Job:
         self.chunks: list[Chunk] = chunks(self.resources["select"])
 
     @property
-    def number(self) -> str:
-        return self.id.partition(".")[0].partition("[")[0]
-
-    @property
     def hosts(self) -> list[str]:
         """The hosts, each once, in order."""
         return list(dict.fromkeys(part.host for part in self.chunks if part.host))
@@ -58,8 +54,8 @@ class Job:
         """Return the path on pbs-head of the output (letter "o") or the errors ("e")."""
         path = str(self.request[letter])
         if not path:
-            suffix = ".^array_index^" if "[" in self.id else ""
-            path = f"{self.request['folder']}/{self.request['name']}.{letter}{self.number}{suffix}"
+            number, bracket, _ = self.id.removesuffix(f".{SERVER}").partition("[")
+            path = f"{self.request['folder']}/{self.request['name']}.{letter}{number}{bracket and '.^array_index^'}"
         return path if self.index is None else path.replace("^array_index^", str(self.index))
 
     def finish(self, substate: int, how: str, status: int | None = None) -> None:
@@ -71,46 +67,29 @@ class Job:
             self.comment += f" and {how}"
 
     def shown(self) -> dict[str, Any]:
-        """Return its attributes as text; a mapping stands for NAME.part. Of the times only stime is there."""
-        request, at = self.request, f"{SERVER}.{DOMAIN}"
-        running = [part for part in self.chunks if part.host]
+        """Return the attributes that the kit reads, as text; a mapping stands for NAME.part."""
+        placed = [part for part in self.chunks if part.host]
         every: dict[str, Any] = {
-            "Job_Name": request["name"], "Job_Owner": f"{USER}@{at}", "queue": "workq", "server": SERVER,
-            "job_state": self.state, "substate": self.substate, "comment": self.comment,
+            "Job_Name": self.request["name"], "job_state": self.state, "queue": "workq",
+            "substate": self.substate, "comment": self.comment, "run_count": self.run_count or "",
             "depend": ",".join(f"{kind}:{':'.join(f'{job}@{SERVER}' for job in jobs)}"
                                for kind, jobs in self.depend.items()),
-            "Account_Name": request["account"], "Join_Path": request["join"], "Keep_Files": request["keep"],
-            "Output_Path": f"{at}:{self.output('o')}", "Error_Path": f"{at}:{self.output('e')}",
-            "exec_host": "+".join(part.place() for part in running),
-            "exec_vnode": "+".join(part.vnode() for part in running),
-            "Mail_Points": "a", "Priority": "0", "project": "_pbs_project_default", "Submit_Host": at,
-            "Rerunable": str(request["rerunnable"]), "Resource_List": self.resources,
+            "Output_Path": f"{SERVER}.{DOMAIN}:{self.output('o')}",
+            "exec_host": "+".join(part.place() for part in placed),
+            "exec_vnode": "+".join(part.vnode() for part in placed),
             "stime": time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(self.started)) if self.started else "",
-            "Shell_Path_List": request["shell"], "Variable_List": self.variables(),
-            "run_count": self.run_count or "", "Exit_status": "" if self.exit_status is None else self.exit_status,
-            "Stageout_status": "1" if self.state == FINISHED and self.exit_status is not None else "",
-            **request["executable"],
+            "Resource_List": self.resources, "Variable_List": self.variables(),
+            "Exit_status": "" if self.exit_status is None else self.exit_status,
+            "array": "True" if self.elements else "",
         }
-        if self.started and not self.elements:
-            every["jobdir"] = HOME
-        if self.parent:
+        if self.parent is None:
+            every |= {"Hold_Types": self.holds or "n", "Submit_arguments": self.request["arguments"]}
+        else:
+            every["array_index"] = self.index
             if self.state == FINISHED and self.parent.state != FINISHED:
                 every["job_state"] = "X"
-            every |= {"array_id": self.parent.id, "array_index": str(self.index)}
-        else:
-            every |= {"Checkpoint": "u", "Hold_Types": self.holds or "n", "Submit_arguments": request["arguments"]}
-        if self.elements:
-            every |= self.array_attributes()
         # Settings that were not made are not shown; a Variable_List may hold empty values.
         return {name: value if isinstance(value, dict) else str(value) for name, value in every.items() if value != ""}
-
-    def array_attributes(self) -> dict[str, str]:
-        counts = [sum(element.state in states for element in self.elements) for states in ("QHW", "R", "E", "F")]
-        left = [str(element.index) for element in self.elements if element.state in "QHW"]
-        return {"array": "True", "array_indices_submitted": self.request["array"],
-                "array_indices_remaining": ",".join(left) or "-",
-                "array_state_count": "Queued:{} Running:{} Exiting:{} Expired:{}".format(
-                    *(counts if self.state != FINISHED else [0] * 4))}
 
     def variables(self) -> dict[str, str]:
         """Return the Variable_List."""

@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 import getopt
-import html
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tests.cluster.pbs_standin.resources import Refused
@@ -105,11 +104,11 @@ def request(words: list[str], environment: Mapping[str, str], folder: str, root:
         else:
             found[letter] = value
     return {
-        "command": rest if is_command else None, "script": script, "executable": executable(rest) if is_command else {},
+        "command": rest if is_command else None, "script": script,
         "name": found.get("-N", os.path.basename(rest[0])), "queue": found.get("-q", "workq"), "resources": resources,
         "variables": variables(found, environment, folder), "folder": folder, "arguments": " ".join(words),
         "o": destination(found.get("-o", ""), folder, root), "e": destination(found.get("-e", ""), folder, root),
-        "join": found.get("-j", "n"), "keep": found.get("-k", "n"), "account": found.get("-A", ""),
+        "join": found.get("-j", "n"), "keep": found.get("-k", "n"),
         "rerunnable": found.get("-r") != "n", "array": found.get("-J", ""), "shell": found.get("-S", ""),
         "depend": dependencies(found.get("-W", "")),
     }
@@ -124,14 +123,6 @@ def read_script(path: str) -> str:
     if "\r\n" in script:
         raise Refused(1, "script contains cr, lf")
     return script
-
-
-def executable(command: Sequence[str]) -> dict[str, str]:
-    """The attributes of a job of `qsub -- command`."""
-    first, *others = (html.escape(word, quote=False).replace('"', "&quot;").replace("'", "&apos;") for word in command)
-    tag = "jsdl-hpcpa"
-    return {"executable": f"<{tag}:Executable>{first}</{tag}:Executable>",
-            "argument_list": "".join(f"<{tag}:Argument>{word}</{tag}:Argument>" for word in others)}
 
 
 def destination(path: str, folder: str, root: str) -> str:

@@ -18,8 +18,8 @@ class Refused(Exception):
         self.status, self.message = status, message
 
 
-def illegal(name: str = "") -> Refused:
-    return Refused(166, f"Illegal attribute or resource value{' ' + name if name else ''}")
+def illegal(name: str) -> Refused:
+    return Refused(166, f"Illegal attribute or resource value {name}")
 
 
 def walltime(text: str) -> str:
@@ -75,10 +75,8 @@ def chunks(select: str) -> list[Chunk]:
     for group in select.split("+"):
         words = group.split(":")
         number = "1" if "=" in words[0] else words.pop(0)
-        if not number.isdigit():
+        if not re.fullmatch("[1-9][0-9]*", number):
             raise illegal("Resource_List.select")
-        if int(number) == 0:
-            raise illegal()
         requested = {}
         for word in words:
             name, equals, value = word.partition("=")
@@ -87,7 +85,7 @@ def chunks(select: str) -> list[Chunk]:
             if name not in KNOWN:
                 raise Refused(187, f"Unknown resource: {name}")
             if name != "host" and not value.isdigit():
-                raise illegal("" if name == "ngpus" else f"select.{name}")
+                raise illegal(f"select.{name}")
             requested[name] = value
         result += [Chunk(dict(requested)) for _ in range(int(number))]
     return result

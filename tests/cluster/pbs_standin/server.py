@@ -80,10 +80,9 @@ class Server:
               connection.makefile("rb") as lines):
             request = json.loads(lines.readline())
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid, uid, _ = struct.unpack("3i", credentials)
+            root = f"/proc/{struct.unpack('3i', credentials)[0]}/root"
             return commands.run(self, request["name"], commands.Call(
-                request["words"], request["environment"], request["folder"], f"/proc/{pid}/root", uid == 0, out,
-                errors))
+                request["words"], request["environment"], request["folder"], root, out, errors))
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -109,9 +108,7 @@ class Server:
                 for each in (job, *job.elements):
                     if each.id == job_id:
                         return each
-        if re.match(r"\d", word):
-            raise Refused(153, f"Unknown Job Id {job_id}")
-        raise Refused(170, f"Unknown queue destination {word}")
+        raise Refused(153, f"Unknown Job Id {job_id}")
 
     def delete(self, word: str, force: bool) -> None:
         job = self.find(word)
@@ -137,19 +134,20 @@ class Server:
             raise Refused(168, f"Request invalid for state of job {job.id}")
         send(job.sessions(job.hosts[0]), number)
 
-    def rerun(self, word: str, by_root: bool) -> None:
+    def rerun(self, word: str) -> None:
         job = self.find(word)
-        if not by_root:
-            raise Refused(159, f"Unauthorized Request  {job.id}")
         if job.state != "R" or not job.request["rerunnable"]:
             raise Refused(168, f"Request invalid for state of job {job.id}")
         self._terminate(job, "rerun", signal.SIGKILL)
 
-    def run_task(self, job: Job, host: str, program: list[str]) -> int:
-        """Start a task of a running job, and return its exit status when that is reported."""
+    def run_task(self, word: str, name: str, program: list[str]) -> int:
+        """Start a task on a host of a job's node file, and return its exit status when that is reported."""
+        job = self.find(word)
+        with_lines = [part.host for part in job.chunks if part.lines]
+        host = next((each for each in with_lines if name in (self.nodes[each].mom, self.address[each])), None)
         with self.lock:
-            if job.state != "R":
-                raise Refused(255, f"job {job.id} is not running")
+            if host is None or job.state != "R":
+                raise Refused(255, f'host "{name}" is not a node in job <{job.id}>')
             job.task_numbers[host] += 1
             number = job.task_numbers[host] + (host == job.hosts[0])  # the first task there is the job script
             task = self._spawn(job, host, program, number=number)
@@ -157,7 +155,6 @@ class Server:
         status = status_of(task.wait())
         # A first host that is not in the node file is not informed that a task on the first host there has ended,
         # unless the task has ended before the request.
-        with_lines = [part.host for part in job.chunks if part.lines]
         if job.hosts[0] not in with_lines and host == with_lines[0] and time.monotonic() - began > 0.05:
             while job.state != FINISHED:
                 time.sleep(0.1)
