@@ -1,4 +1,4 @@
-"""qsub: its options and directives, and what of the submitter's environment goes with the job."""
+"""qsub: its options and directives, and what of the submitter's environment the job gets."""
 from __future__ import annotations
 
 import getopt

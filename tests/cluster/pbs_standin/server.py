@@ -65,7 +65,7 @@ class Server:
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(BrokenPipeError):  # the command was killed; what it started goes on
+                with contextlib.suppress(BrokenPipeError):  # the command was killed; what it started continues
                     self.request.sendall(str(server.respond(self.request)).encode())
 
         listener = socketserver.ThreadingUnixStreamServer(str(path), Handler)
@@ -317,7 +317,7 @@ class Server:
             time.sleep(0.05)
 
     def _deliver(self, job: Job) -> None:
-        """Copy what the job wrote to where its submitter wants it."""
+        """Copy what the job wrote to the files that its submitter named."""
         for letter in "oe":
             spooled = self.local(f"/var/spool/pbs/spool/{job.id}.{letter}", job.hosts[0])
             if spooled.exists():
