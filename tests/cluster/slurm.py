@@ -50,6 +50,8 @@ SlurmdPidFile={folder}/run/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/log/jobs.txt
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
@@ -98,7 +100,6 @@ class SlurmCluster(Hosts):
         self.address[HEAD] = f"{subnet}.{nodes + 1}"
         self.kill_wait = kill_wait
         self.work = self.folder / "work"  # where commands run and jobs write their output
-        # bin: for wrappers of a test
         self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
                             "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
 
@@ -152,6 +153,10 @@ class SlurmCluster(Hosts):
             # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.
             os.mknod(self.folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-1]\n")
+        # submitit needs sacct. Without a data base it knows only jobs that ended, and only when a file is configured.
+        sacct = self.folder / "bin" / "sacct"
+        sacct.write_text(f'#!/bin/sh\nexec {self.program("sacct")} -c "$@"\n')
+        sacct.chmod(0o755)
 
     def _daemon(self, host: str, command: Sequence[str]) -> None:
         with (self.folder / "log" / f"{command[0]}.{host}.out").open("wb") as log:

@@ -216,7 +216,7 @@ def test_job_of_a_chain_does_not_start_after_a_failed_one_that_is_forgotten(jobs
     """The scheduler does not know its predecessor any more: what that job has written decides."""
     (jobs.folder / "train.py").write_text("open('runs', 'a').write('x')\n")
     ids = ids_of(jobs.submit(*ONE_RANK, "--chain", "2", "train.py"))
-    assert jobs.ended(ids[1]).status == 0
+    jobs.cluster.wait(ids[1])
     [script] = jobs.folder.glob("jobs-out/*/job-2.sh")
     script.write_text(re.sub(r"(?<=PREVIOUS=)\d+", "999999", script.read_text()))
     (script.parent / "999999.status").write_text("3")
@@ -270,7 +270,7 @@ def test_running_job_is_queried_and_cancelled_with_its_chain(jobs: Jobs) -> None
     ("slurm", ["--directive=--gres=gpu:7"], "Requested node configuration is not available", "#SBATCH --gres=gpu:7"),
     ("slurm", ["--mem", "9999G"], "Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
     ("slurm", ["--directive=--constraint=foo"], "Invalid feature specification", "#SBATCH --constraint=foo"),
-    ("pbs", ["--queue", "nosuch"], "nknown queue", "#PBS -q nosuch"),
+    ("pbs", ["--queue", "nosuch"], "nknown queue", "-q nosuch"),
 ], indirect=["jobs"])
 def test_refusal_is_shown_with_the_line_that_caused_it(jobs: Jobs, words: Sequence[str], message: str,
                                                        line: str) -> None:

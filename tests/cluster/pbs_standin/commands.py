@@ -67,10 +67,6 @@ def send_signal(server: Server, call: Call) -> int:
     return for_each(jobs, "qsig", call, lambda job: server.signal(job, number))
 
 
-def rerun(server: Server, call: Call) -> int:
-    return for_each(call.words, "qrerun", call, server.rerun)
-
-
 def for_each(jobs: list[str], name: str, call: Call, act: Callable[[str], None]) -> int:
     status = 0
     for job in jobs:
@@ -154,6 +150,6 @@ def pbs_tmrsh(server: Server, call: Call) -> int:
 
 
 COMMANDS: dict[str, Callable[[Server, Call], int]] = {
-    "qsub": submit, "qstat": show, "qdel": delete, "qsig": send_signal, "qrerun": rerun, "qselect": select,
-    "pbsdsh": pbsdsh, "pbs_tmrsh": pbs_tmrsh,
+    "qsub": submit, "qstat": show, "qselect": select, "qdel": delete, "qsig": send_signal, "pbsdsh": pbsdsh,
+    "qrerun": lambda server, call: for_each(call.words, "qrerun", call, server.rerun), "pbs_tmrsh": pbs_tmrsh,
 }
