@@ -1,9 +1,10 @@
 """Allocations, installed programs and plans for the tests of utils/launch."""
 from __future__ import annotations
 
-import dataclasses
+import functools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from utils.launch.methods import IntelMpi, Mpich, OpenMpi, Pals
 from utils.launch.plan import HostInfo, Mpiexec, Options, Plan
@@ -19,13 +20,13 @@ HET = {**SLURM, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
 MPICH, INTEL = Mpiexec("/mpich/mpiexec", Mpich, 5), Mpiexec("/intel/mpiexec", IntelMpi)
 OPENMPI4, OPENMPI5 = Mpiexec("/o4/mpiexec", OpenMpi, 4), Mpiexec("/o5/mpiexec", OpenMpi, 5)
 PALS = Mpiexec("/opt/cray/pals/default/bin/mpiexec", Pals)
+Counts = tuple[int | None, ...]
 
 
-@dataclasses.dataclass
-class Programs:
+class Programs(NamedTuple):
     """The programs that are installed."""
 
-    paths: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(TOOLS))
+    paths: Mapping[str, str] = TOOLS
     mpiexec: Mpiexec | None = None
     pals: Mpiexec | None = None
 
@@ -33,9 +34,8 @@ class Programs:
         return self.paths.get(name)
 
 
-def job(scheduler: str = "slurm", ranks: tuple[int, ...] = (2, 2),
-        gpus: tuple[int | None, ...] | None = None, cores: tuple[int | None, ...] | None = None,
-        hosts: tuple[str, ...] | None = None) -> Allocation:
+def job(scheduler: str = "slurm", ranks: tuple[int, ...] = (2, 2), gpus: Counts | None = None,
+        cores: Counts | None = None, hosts: tuple[str, ...] | None = None) -> Allocation:
     """A job on hosts n1, n2, ... with these slots, GPUs and cores."""
     hosts = hosts or tuple(f"n{i + 1}" for i in range(len(ranks)))
     unknown = (None,) * len(ranks)
@@ -46,7 +46,7 @@ def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None
          command: tuple[str, ...] = ("train.py", "--name", "a b"), programs: Programs | None = None,
          mpiexec: Mpiexec | None = None, gpus: int = 0, host: str = "n1", root: bool = False,
          python: str = PYTHON, **options: object) -> Plan:
-    """The plan on host n1 of a job, or on a laptop; mpiexec: the one that is used."""
+    """The plan on host n1 of a job, or on a laptop; gpus: of that host; mpiexec: the one that is used."""
     if environ is None:
         of_job = {"slurm": SLURM, "pbs": PBS}
         environ = of_job[allocation.scheduler] if allocation else {}
@@ -54,7 +54,20 @@ def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None
         programs = Programs(TOOLS if programs is None else programs.paths, mpiexec)
         options["launcher"] = "mpiexec"
     info = HostInfo(host, gpus, python, programs or Programs(), root)
-    return make_plan(command, Options(**options), allocation, info, environ)  # type: ignore[arg-type]
+    return make_plan(command, Options(**options), allocation, info, environ)
+
+
+def in_job(base: Mapping[str, str], environ: Mapping[str, str] | None = None, *, ranks: tuple[int, ...] = (2, 2),
+           gpus: Counts | None = None, cores: Counts | None = None, gpus_here: int = 0,
+           **options: object) -> Callable[[], Plan]:
+    """Plans a launch in a job. base: the variables of every such job; gpus_here: that n1 itself has."""
+    allocation = job("pbs" if base is PBS else "slurm", ranks, gpus, cores)
+    return functools.partial(make, allocation, {**base, **(environ or {})}, gpus=gpus_here, **options)
+
+
+slurm, pbs = functools.partial(in_job, SLURM), functools.partial(in_job, PBS)
+het = functools.partial(in_job, HET, ranks=(1, 2, 2))
+alone = functools.partial(functools.partial, make, None)  # on a host without a job
 
 
 def line(plan: Plan) -> str:

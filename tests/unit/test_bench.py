@@ -22,9 +22,14 @@ def test_ranks_join_where_rank_0_may_open_few_files(tmp_path: Path) -> None:
     assert int(rows[2][1]) == 256 < int(rows[2][2])
 
 
-def test_both_sides_launch_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_startup_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_startup, "DETECT_PROCESSES", 1)
+    monkeypatch.setattr(bench_startup, "IMPORT_PAIRS", 2)
+    bench_startup.main(["--pairs", "0"])
     bench_startup.bench_launches([bench_startup.direct()], 1)
     printed = capsys.readouterr().out
+    assert len(re.findall(r"^(?:srun|PALS), .* +\d+\.\d{3} +\d+\.\d{3}$", printed, re.M)) == 4
+    assert re.search(r"^bytecode (cached|not cached.*?)  +\S+ +\S+ +\S+ +\S+ to \S+$", printed, re.M)
     assert "direct: pair 1 of 1" in printed
     for until in ("first all-reduce", "end"):
         assert re.search(rf"^direct +{until}( +\d+\.\d{{3}}){{4}} to \d+\.\d{{3}}$", printed, re.M)
@@ -35,16 +40,6 @@ def test_failed_launch_is_an_error_with_its_output(tmp_path: Path) -> None:
     program.write_text("raise ValueError('no such rank')")
     with pytest.raises(SystemExit, match=r"(?s)bare\.py ended with status 1 and 1\..*no such rank"):
         bench_startup.run("direct", bench_startup.direct().bare, program, tmp_path)
-
-
-def test_detection_and_import_are_measured(monkeypatch: pytest.MonkeyPatch,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench_startup, "DETECT_PROCESSES", 1)
-    monkeypatch.setattr(bench_startup, "IMPORT_PAIRS", 2)
-    bench_startup.main(["--pairs", "0"])
-    printed = capsys.readouterr().out
-    assert len(re.findall(r"^(?:srun|PALS), .* +\d+\.\d{3} +\d+\.\d{3}$", printed, re.M)) == 4
-    assert re.search(r"^bytecode (cached|not cached.*?)  +\S+ +\S+ +\S+ +\S+ to \S+$", printed, re.M)
 
 
 def test_ratio_is_the_median_of_the_pairs() -> None:

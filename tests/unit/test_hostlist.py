@@ -53,7 +53,7 @@ def test_counts_per_node_are_expanded() -> None:
 def test_any_text_is_expanded_or_a_value_error(
         expand: Callable[[str], list[str] | list[int]], alphabet: str, error: str) -> None:
     chance = random.Random(1)
-    for _ in range(10000):
+    for _ in range(3000):
         text = "".join(chance.choice(alphabet) for _ in range(chance.randint(0, 20)))
         try:
             found = expand(text)
@@ -70,63 +70,23 @@ def random_list(chance: random.Random) -> str:
     for _ in range(chance.randint(1, 4)):
         numbers = []
         for _ in range(chance.randint(1, 3)):
-            first = chance.randint(0, 120)
-            width = chance.choice([0, 0, 2, 3])
+            first, width = chance.randint(0, 120), chance.choice([0, 0, 2, 3])
             last = f"-{first + chance.randint(0, 12):0{width}d}" if chance.random() < 0.6 else ""
             numbers.append(f"{first:0{width}d}{last}")
-        inside = ",".join(numbers)
-        words = ["n", "rack", "a-b", "gpu", "x9y"]
-        prefix = "".join(chance.choice(words) for _ in range(chance.randint(1, 2)))
+        prefix, inside = chance.choice(["n", "rackn", "a-b", "x9ygpu"]), ",".join(numbers)
         parts.append(chance.choice([
             prefix, f"{prefix}{chance.randint(0, 99)}", *[f"{prefix}[{inside}]"] * 2,
             f"{prefix}[0-1]n[{inside}]", f"r[1-2]c[0,3]{prefix}[{inside}]"]))
     return ",".join(parts)
 
 
-def mutated(chance: random.Random, text: str) -> str:
-    """The text with a few characters changed, removed or inserted."""
-    letters = list(text)
-    for _ in range(chance.randint(1, 3)):
-        place = chance.randrange(len(letters) + 1)
-        new = chance.choice(["[", "]", ",", "-", "0", "9", "a", "", ".", "_"])
-        letters[place:place + chance.randint(0, 1)] = new
-    return "".join(letters)
-
-
-def expanded_by_slurm(scontrol: str, lists: list[str], at_once: int) -> dict[str, list[str]]:
-    """What scontrol makes of each list that it accepts. One call expands several, split by "="."""
-    found: dict[str, list[str]] = {}
-    work = [lists[start:start + at_once] for start in range(0, len(lists), at_once)]
-    while work:
-        batch = work.pop()
-        shown = subprocess.run([scontrol, "show", "hostnames", ",=,".join(batch)],
-                               capture_output=True, text=True, timeout=20)
-        groups: list[list[str]] = [[]]
-        for host in shown.stdout.split():
-            groups.append([]) if host == "=" else groups[-1].append(host)
-        if shown.returncode == 0 and not shown.stderr and len(groups) == len(batch):
-            found.update(zip(batch, groups, strict=True))
-        elif len(batch) > 1:
-            work += [batch[:len(batch) // 2], batch[len(batch) // 2:]]
-    return found
-
-
-def test_ten_thousand_node_lists_are_expanded_as_by_scontrol(scontrol: str) -> None:
+def test_node_lists_are_expanded_as_by_scontrol(scontrol: str) -> None:
     chance = random.Random(7)
-    valid = [*filter(None, KNOWN), *(random_list(chance) for _ in range(9500))]
-    ours = {text: expand_hostlist(text) for text in valid}
+    valid = [*filter(None, KNOWN), *(random_list(chance) for _ in range(2000))]
     newer_form = re.compile(r"\][^][,]+(,|$)")  # older versions refuse text behind the last bracket
-    known_to_all = [text for text in valid if not newer_form.search(text)]
-    assert len(known_to_all) >= len(valid) - 1
-    slurms = expanded_by_slurm(scontrol, known_to_all, 500)
-    assert slurms == {text: ours[text] for text in known_to_all}
-
-    for text in [mutated(chance, text) for text in valid[-500:]]:
-        try:
-            ours[text] = expand_hostlist(text)
-        except ValueError as error:
-            assert "node list" in str(error)
-    changed = [text for text in ours if text not in valid and not newer_form.search(text)]
-    slurms = expanded_by_slurm(scontrol, changed, 8)
-    assert len(slurms) > 0.9 * len(changed) > 100  # scontrol itself refuses the others
-    assert {text: hosts for text, hosts in slurms.items() if ours[text] != hosts} == {}
+    lists = [text for text in valid if not newer_form.search(text)]
+    assert len(lists) >= len(valid) - 1
+    for start in range(0, len(lists), 200):
+        text = ",".join(lists[start:start + 200])
+        done = subprocess.run([scontrol, "show", "hostnames", text], capture_output=True, text=True, timeout=20)
+        assert done.stdout.split() == expand_hostlist(text), done.stderr

@@ -17,12 +17,7 @@ from utils import process
 from utils.launch.connection import connect
 from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.launch.reserved_port import ReservedPort
-from utils.launch.result import (
-    END_DELAY,
-    END_DELAY_AFTER_STOP,
-    LaunchResult,
-    describe_status,
-)
+from utils.launch.result import END_DELAY, END_DELAY_AFTER_STOP, LaunchResult, describe_status
 from utils.launch.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +41,12 @@ def is_running(pid: int) -> bool:
     return process.start_time(pid) is not None
 
 
+def start(processes: Processes, *words: str, **environ: str) -> subprocess.Popen[bytes]:
+    child = processes.start(list(words), {**os.environ, **environ}, stdout=subprocess.PIPE)
+    assert child is not None and child.stdout is not None
+    return child
+
+
 def wait_for_end(processes: Processes) -> list[tuple[int, int]]:
     ended: list[tuple[int, int]] = []
 
@@ -59,13 +60,10 @@ def wait_for_end(processes: Processes) -> list[tuple[int, int]]:
 
 
 def test_nothing_is_left_of_a_process_and_its_children() -> None:
-    with Processes("unit.1") as processes:
-        child = processes.start([sys.executable, "-c", WITH_CHILD], os.environ, stdout=subprocess.PIPE)
-        assert child is not None and child.stdout is not None
-        grandchild = int(child.stdout.readline())
+    with Processes("unit.1") as processes, start(processes, sys.executable, "-c", WITH_CHILD).stdout as output:
+        grandchild = int(output.readline())
         assert is_running(grandchild)
-        child.stdout.close()
-    assert not is_running(child.pid) and not is_running(grandchild)
+    assert not is_running(grandchild) and not find_processes("unit.1", [])
 
 
 def test_reaper_ends_everything_when_its_parent_is_killed() -> None:
@@ -78,23 +76,18 @@ with Processes("unit.2") as processes:
     time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         grandchild = int(parent.stdout.readline())
         parent.kill()
-    wait_for(lambda: not is_running(grandchild))
-    wait_for(lambda: not find_processes("unit.2", []))
+    wait_for(lambda: not is_running(grandchild) and not find_processes("unit.2", []))
 
 
 def test_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("utils.launch.processes.TERMINATE_SECONDS", 0.2)
     program = "trap '' TERM; echo; sleep 60 & wait; wait"
-    with Processes("unit.3") as processes:
-        child = processes.start(["sh", "-c", program], os.environ, stdout=subprocess.PIPE)
-        assert child is not None and child.stdout is not None
-        child.stdout.readline()
+    with Processes("unit.3") as processes, start(processes, "sh", "-c", program).stdout as output:
+        output.readline()
         processes.end(time.monotonic())
         assert wait_for_end(processes) == [(0, 128 + signal.SIGKILL)]
-        child.stdout.close()
 
 
 @pytest.mark.parametrize(("words", "status"), [
@@ -108,28 +101,16 @@ def test_exit_status_is_that_of_a_shell(words: list[str], status: int) -> None:
 
 def test_signal_reaches_workers_of_torchrun_and_not_torchrun() -> None:
     worker = 'trap "echo worker; exit 0" USR1; echo ready; while :; do sleep .05; done'
-    program = f"trap 'echo parent' USR1; sh -c '{worker}'"
-    with Processes("unit.5") as processes:
-        child = processes.start(["sh", "-c", program], os.environ, stdout=subprocess.PIPE)
-        assert child is not None and child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
+    program = f"trap 'echo parent' USR1; echo ${LAUNCH_VARIABLE}; sh -c '{worker}'"
+    with Processes("unit.5") as processes, start(
+            processes, "sh", "-c", program, **{LAUNCH_VARIABLE: "outer"}).stdout as output:
+        assert output.readline() == b"outer/unit.5\n"  # the ids of the launches around it
+        assert output.readline() == b"ready\n"
         processes.signal(signal.SIGUSR1, to_workers=True)
-        assert child.stdout.read() == b"worker\n"
-        child.stdout.close()
+        assert output.read() == b"worker\n"
 
 
-def test_process_has_the_ids_of_the_launches_around_it() -> None:
-    environ = {**os.environ, LAUNCH_VARIABLE: "outer"}
-    with Processes("inner") as processes:
-        words = ["sh", "-c", f"echo ${LAUNCH_VARIABLE}"]
-        child = processes.start(words, environ, stdout=subprocess.PIPE)
-        assert child is not None and child.stdout is not None
-        assert child.stdout.read() == b"outer/inner\n"
-        child.stdout.close()
-
-
-def test_rank_that_ends_while_others_are_looked_at_is_noticed(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch waited for ever where a rank ended between two steps of its loop."""
     ended = Processes.ended
 
@@ -183,8 +164,9 @@ def test_first_failure_gives_the_status(capsys: pytest.CaptureFixture[str]) -> N
     result.process_ended("rank 2 on n2", 137, 2.0, others=True)
     result.process_ended("rank 1 on n1", 143, 2.1, others=False)
     assert (result.status, result.end_at) == (137, 2.0 + END_DELAY)
-    assert capsys.readouterr().err == ("launch.py: rank 2 on n2 was ended by SIGKILL (exit status "
-                                       "137), the others will be ended\n")
+    assert capsys.readouterr().err == (
+        "launch.py: rank 2 on n2 was ended by SIGKILL (exit status 137), the others will be ended\n")
+    assert describe_status(255) == "ended with exit status 255"  # no signal
 
 
 def test_after_a_stop_the_others_have_time_to_save() -> None:
@@ -196,35 +178,21 @@ def test_after_a_stop_the_others_have_time_to_save() -> None:
 
 def test_second_interrupt_ends_everything() -> None:
     result = LaunchResult()
-    assert not result.is_last_stop(signal.SIGINT, 1.0)
-    assert result.is_last_stop(signal.SIGINT, 2.0)
+    assert [result.is_last_stop(signal.SIGINT, now) for now in (1.0, 2.0)] == [False, True]
     result.end_now(signal.SIGINT, 2.0)
     assert (result.status, result.end_at) == (130, 2.0)
 
 
-def test_unknown_signal_is_described_by_its_number() -> None:
-    assert describe_status(255) == "ended with exit status 255"
-
-
-# Connections
-
-
-@pytest.mark.parametrize(("errors", "expected"), [
-    ({"10.0.0.1": TimeoutError, "172.17.0.1": ConnectionRefusedError}, 60.0),
-    ({"10.0.0.1": ConnectionRefusedError, "172.17.0.1": ConnectionRefusedError}, 5.0)])
+@pytest.mark.parametrize(("first", "expected"), [(TimeoutError, 60.0), (ConnectionRefusedError, 5.0)])
 def test_refusal_at_one_address_does_not_shorten_the_wait_for_others(
-        errors: dict[str, type[OSError]], expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
+        first: type[OSError], expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
 
     def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
-        raise errors[address[0]]
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
+        raise {"10.0.0.1": first, "172.17.0.1": ConnectionRefusedError}[address[0]]
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    assert connect(list(errors), 1) is None
-    assert expected <= now < expected + 1
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now[-1] + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: now[-1])
+    assert connect(["10.0.0.1", "172.17.0.1"], 1) is None
+    assert expected <= now[-1] < expected + 1

@@ -2,9 +2,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,8 @@ from utils.gpus import count_gpus, gpu_vendor
 from utils.launch.container import in_container
 from utils.launch.methods import IntelMpi, Mpich, OpenMpi, Pals
 from utils.launch.plan import Method, Mpiexec, PlanError
-from utils.launch.programs import Programs, from_version, identify
+from utils.launch.programs import Programs, from_version
 
-ROOT = Path(__file__).resolve().parents[2]
 OPENMPI5 = "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
 OPENMPI4 = "mpiexec.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: Fri\n"
@@ -26,18 +22,9 @@ INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (i
     (OPENMPI5, OpenMpi, 5), (OPENMPI4, OpenMpi, 4), (MPICH, Mpich, 5), (INTEL, IntelMpi, 0),
     ("PALS version 1.3.4\n", Pals, 0), ("pbs_version = 23.06.06\n", None, 0), ("", None, 0),
     ("usage: mpiexec\n", None, 0)])
-def test_mpiexec_is_identified_by_its_version(
-        output: str, method: type[Method] | None, major: int) -> None:
+def test_mpiexec_is_identified_by_its_version(output: str, method: type[Method] | None, major: int) -> None:
     expected = None if method is None else Mpiexec("/x/mpiexec", method, major)
     assert from_version("/x/mpiexec", output) == expected
-
-
-@pytest.mark.parametrize(("name", "method"), [
-    ("mpich", Mpich), ("openmpi", OpenMpi), ("impi", IntelMpi)])
-def test_real_mpiexec_is_identified(
-        name: str, method: type[Method], need: Callable[[str], Path]) -> None:
-    found = identify(str(need(name)))
-    assert found is not None and found.method is method
 
 
 def program(path: Path, text: str) -> Path:
@@ -55,10 +42,9 @@ def test_look_alikes_on_path_are_passed_over(tmp_path: Path) -> None:
     prints(tmp_path / "pbs/mpiexec", "pbs_version = 23.06.06\n")
     program(tmp_path / "torque/mpiexec", "#!/usr/bin/perl -w\n# starts ranks in Slurm\nexec 'srun';\n")
     real = prints(tmp_path / "mpi/mpiexec", OPENMPI5)
-    folders = [f"{tmp_path}/{name}" for name in ("pbs", "torque", "mpi")]
-    path = os.pathsep.join([*folders, "/usr/bin", "/bin"])
-    found = Programs({"PATH": path}, pals_folder=tmp_path / "none").mpiexec
-    assert found == Mpiexec(str(real), OpenMpi, 5)
+    path = f"{tmp_path}/pbs:{tmp_path}/torque:{tmp_path}/mpi:/usr/bin:/bin"
+    assert Programs({"PATH": path}, pals_folder=tmp_path / "none").mpiexec == Mpiexec(str(real), OpenMpi, 5)
+    assert Programs({"PATH": str(tmp_path / "pbs")}, pals_folder=tmp_path).mpiexec is None
 
 
 def test_pals_of_the_loaded_module_precedes_an_mpiexec_on_path(tmp_path: Path) -> None:
@@ -81,70 +67,35 @@ def test_srun_beside_an_mpiexec_may_be_another_one(tmp_path: Path, first: str, o
     assert found == Mpiexec(str(tmp_path / "mpi/mpiexec"), OpenMpi, 4, other_srun=other)
 
 
-def test_no_mpiexec(tmp_path: Path) -> None:
-    assert Programs({"PATH": str(tmp_path)}, pals_folder=tmp_path).mpiexec is None
-
-
-def test_pbs_tmrsh_works_only_in_a_task_of_pbs(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pbs_tmrsh_works_only_in_a_task_of_pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = program(tmp_path / "pbs_tmrsh", "#!/bin/sh\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert Programs({"PATH": str(tmp_path)}).find("pbs_tmrsh") is None
-    in_task = Programs({"PATH": str(tmp_path), "PBS_JOBCOOKIE": "c"})
-    assert in_task.find("pbs_tmrsh") == str(found)
+    assert Programs({"PATH": str(tmp_path), "PBS_JOBCOOKIE": "c"}).find("pbs_tmrsh") == str(found)
 
 
-# GPUs
+NVIDIA = [f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0" for number in range(4)]
+IN_CONTAINER = ["dev/nvidia0", "dev/nvidia3", "dev/nvidiactl", "dev/nvidia-uvm"]
+AMD = [f"sys/class/kfd/kfd/topology/nodes/{number}/properties" for number in range(4)]  # two CPUs and two GPUs
 
 
-def nvidia(root: Path, count: int) -> Path:
-    for number in range(count):
-        (root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0").mkdir(parents=True)
-    return root
-
-
-def nvidia_in_a_container(root: Path) -> Path:
-    (root / "dev").mkdir()
-    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
-        (root / "dev" / name).touch()
-    return root
-
-
-def amd(root: Path) -> Path:
-    """Two CPUs and two GPUs."""
-    for number, units in enumerate((0, 0, 440, 440)):
-        node = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
-        node.mkdir(parents=True)
-        (node / "properties").write_text(
-            f"cpu_cores_count 0\nsimd_count {units}\nmem_banks_count 1\n")
-    return root
-
-
-@pytest.mark.parametrize(("make", "environ", "count", "vendor"), [
-    (lambda root: root, {}, 0, None), (lambda root: nvidia(root, 4), {}, 4, "nvidia"),
-    (nvidia_in_a_container, {}, 2, "nvidia"), (amd, {}, 2, "amd"),
-    (amd, {"ROCR_VISIBLE_DEVICES": "1"}, 1, "amd")])
-def test_gpus_are_counted(make: Callable[[Path], Path], environ: dict[str, str], count: int,
-                          vendor: str | None, tmp_path: Path) -> None:
-    root = make(tmp_path)
-    assert (count_gpus(environ, root), gpu_vendor(root)) == (count, vendor)
-
-
-@pytest.mark.parametrize(("mask", "left"), [
-    ("", 0), ("0", 1), ("2,3", 2), ("GPU-aa,GPU-bb,GPU-cc", 3), ("-1", 0), ("0,-1,1", 1),
-    ("NoDevFiles", 0), ("0,1,2,3,4,5,6,7", 4)])
-def test_only_visible_gpus_count(mask: str, left: int, tmp_path: Path) -> None:
-    assert count_gpus({"CUDA_VISIBLE_DEVICES": mask}, nvidia(tmp_path, 4)) == left
-
-
-# Containers
+@pytest.mark.parametrize(("files", "environ", "count", "vendor"), [
+    ([], {}, 0, None), (NVIDIA, {}, 4, "nvidia"), (IN_CONTAINER, {}, 2, "nvidia"), (AMD, {}, 2, "amd"),
+    (AMD, {"ROCR_VISIBLE_DEVICES": "1"}, 1, "amd"),
+    *((NVIDIA, {"CUDA_VISIBLE_DEVICES": mask}, left, "nvidia") for mask, left in (
+        ("", 0), ("0", 1), ("2,3", 2), ("GPU-aa,GPU-bb,GPU-cc", 3), ("-1", 0), ("0,-1,1", 1),
+        ("NoDevFiles", 0), ("0,1,2,3,4,5,6,7", 4)))])
+def test_visible_gpus_are_counted(
+        files: list[str], environ: dict[str, str], count: int, vendor: str | None, tmp_path: Path) -> None:
+    for number, file in enumerate(files):
+        program(tmp_path / file, f"cpu_cores_count 0\nsimd_count {440 * (number > 1)}\nmem_banks_count 1\n")
+    assert (count_gpus(environ, tmp_path), gpu_vendor(tmp_path)) == (count, vendor)
 
 
 @pytest.mark.parametrize(("installed", "vendor", "command", "words"), [
     (("apptainer", "singularity"), "nvidia", ["train.py", "-x"],
      ["apptainer", "exec", "--nv", "a b.sif", "python", "-u", "train.py", "-x"]),
-    (("apptainer",), "amd", ["-m", "a"],
-     ["apptainer", "exec", "--rocm", "a b.sif", "python", "-u", "-m", "a"]),
+    (("apptainer",), "amd", ["-m", "a"], ["apptainer", "exec", "--rocm", "a b.sif", "python", "-u", "-m", "a"]),
     (("singularity",), "intel", ["hostname"], ["singularity", "exec", "a b.sif", "hostname"]),
     (("singularity",), None, ["hostname"], ["singularity", "exec", "a b.sif", "hostname"])])
 def test_command_in_a_container(installed: tuple[str, ...], vendor: str | None,
@@ -158,12 +109,3 @@ def test_command_in_a_container(installed: tuple[str, ...], vendor: str | None,
 def test_missing_container_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="neither apptainer nor singularity is on PATH"):
         in_container("a.sif", ["hostname"], None, Programs({"PATH": str(tmp_path)}))
-
-
-def test_script_may_exist_in_the_container_only(tmp_path: Path) -> None:
-    program(tmp_path / "singularity", '#!/bin/sh\necho "$@"\n')
-    options = ["-n", "1", "--container", "a b.sif", "--gpu-vendor", "amd", "/opt/train.py", "-x"]
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "launch.py"), *options],
-                          env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "exec --rocm a b.sif python -u /opt/train.py -x\n"

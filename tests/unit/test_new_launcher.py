@@ -4,9 +4,6 @@ The class is what a new file in utils/launchers/ would contain.
 """
 from __future__ import annotations
 
-import contextlib
-import io
-import runpy
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,26 +61,24 @@ class Acme(Launcher):
 
 RANK = {"ACME_RANK": "3", "ACME_SIZE": "8", "ACME_LOCAL_RANK": "1", "ACME_LOCAL_SIZE": "2",
         "ACME_TOKEN": "b71f", "ACME_HOSTS": "h2 h1"}
-OPENMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
 PLACEMENT = Placement("acme", 3, 8, 1, 2)
-ACME = Acme()
 
 
 @pytest.fixture(autouse=True)
-def entry() -> Iterator[None]:
-    """The entry of the launcher in the list."""
-    LAUNCHERS.insert(0, ACME)
-    yield
-    LAUNCHERS.remove(ACME)
-
-
-# Detection
+def acme() -> Iterator[Acme]:
+    """The launcher, which is in the list."""
+    LAUNCHERS.insert(0, Acme())
+    yield LAUNCHERS[0]  # type: ignore[misc]
+    del LAUNCHERS[0]
 
 
 def test_its_ranks_are_detected() -> None:
-    assert detect(RANK) == PLACEMENT
-    assert detect(RANK, launcher="acme") == PLACEMENT
+    openmpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}  # also_sets
+    assert detect({**RANK, **openmpi}) == detect(RANK, launcher="acme") == PLACEMENT
+    assert clean({**RANK, "PATH": "/bin"}) == {"ACME_HOSTS": "h2 h1", "PATH": "/bin"}
+    with pytest.raises(LaunchError, match="acme: ACME_SIZE not set, but ACME_RANK='3'"):
+        detect({"ACME_RANK": "3"})
 
 
 @pytest.mark.parametrize(("ancestors", "launcher"), [
@@ -94,26 +89,9 @@ def test_its_parent_process_decides(ancestors: list[str], launcher: str) -> None
     assert detect({**SRUN, **RANK}, ancestors=ancestors).launcher == launcher
 
 
-def test_variables_that_it_sets_for_others_get_no_note() -> None:
-    assert detect({**RANK, **OPENMPI}).notes == ()
-    (note,) = detect({**RANK, **OPENMPI, "RANK": "5"}).notes
-    assert "RANK=5 was ignored: acme started this process as rank 3 of 8" in note
-
-
-def test_its_errors_name_its_variables() -> None:
-    with pytest.raises(LaunchError, match="acme: ACME_SIZE not set, but ACME_RANK='3'"):
-        detect({"ACME_RANK": "3"})
-    with pytest.raises(LaunchError, match="'acme' was requested.* not set ACME_RANK and ACME_SIZE"):
-        detect({}, launcher="acme")
-
-
-# Rendezvous
-
-
-def test_its_hosts_and_identity_lead_to_rank_0() -> None:
-    first = find_endpoints(ACME, PLACEMENT, RANK, timeout=1)
-    again = find_endpoints(ACME, PLACEMENT, RANK, timeout=1)
-    other = find_endpoints(ACME, PLACEMENT, {**RANK, "ACME_TOKEN": "c822"}, timeout=1)
+def test_its_hosts_and_identity_lead_to_rank_0(acme: Acme) -> None:
+    first, again, other = (
+        find_endpoints(acme, PLACEMENT, {**RANK, "ACME_TOKEN": token}, timeout=1) for token in ("b71f", "b71f", "c822"))
     assert (first.hosts, first.source) == (["h2", "h1"], "ACME_HOSTS")
     assert (first.token, first.ports) == (again.token, again.ports)
     assert first.token != other.token and first.ports != other.ports
@@ -136,8 +114,7 @@ def test_its_ranks_meet(by_name_service: bool, tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join(90)
-    assert sorted(results) == [0, 1, 2]
-    assert len({(one.master_addr, one.master_port) for one in results.values()}) == 1
+    assert len({(results[rank].master_addr, results[rank].master_port) for rank in range(3)}) == 1
     assert (tmp_path / "address").exists() == by_name_service
     for rank in (1, 2, 0):
         monitor, listener = results[rank].monitor, results[rank].listener
@@ -146,31 +123,3 @@ def test_its_ranks_meet(by_name_service: bool, tmp_path: Path) -> None:
         monitor.leave("")
         if listener is not None:
             listener.close()
-
-
-def test_an_unavailable_name_service_is_in_the_error() -> None:
-    environ = {**RANK, "ACME_HOSTS": "", "ACME_FOLDER": "/nowhere"}
-    expected = "started by acme: rank 0's address is unknown .ACME_FOLDER=/nowhere is no folder"
-    with pytest.raises(LaunchError, match=expected):
-        find_endpoints(ACME, PLACEMENT, environ, timeout=1)
-
-
-# Starting other launches, and the explanation
-
-
-def test_a_new_launch_gets_a_clean_environment() -> None:
-    assert clean({**RANK, "PATH": "/bin"}) == {"ACME_HOSTS": "h2 h1", "PATH": "/bin"}
-
-
-def test_the_explanation_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in RANK.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", ["launchers"])
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as ended:
-        runpy.run_module("utils.launchers", run_name="__main__")
-    lines = dict(line.split(maxsplit=1) for line in output.getvalue().splitlines())
-    assert ended.value.code == 0
-    assert lines["launcher"].startswith("acme: its variables are set")
-    assert lines["decided"].removeprefix("by").strip() == " ".join(
-        f"{name}={value}" for name, value in RANK.items())

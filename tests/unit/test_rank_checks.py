@@ -2,19 +2,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from utils.launchers import LaunchError, Placement
-from utils.rendezvous.checks import (
-    Assignment,
-    CheckResult,
-    RankReport,
-    check_reports,
-    make_report,
-    ranges,
-)
+from utils.rendezvous.checks import RankReport, check_reports, make_report, ranges
 
 
 def report(host: str = "n1", **changes: Any) -> RankReport:
@@ -29,185 +23,122 @@ def gpus(host: str, *devices: str, **changes: Any) -> RankReport:
                            "device_masks": "CUDA_VISIBLE_DEVICES=0", **changes})
 
 
-def check(*reports: RankReport) -> CheckResult:
-    return check_reports(reports)
+def two_agents(*masks: str) -> list[RankReport]:
+    """Two agents of torchrun with two workers each on one host; the GPUs that each agent sees."""
+    return [gpus("n1", *masks[rank // 2], launcher="torchrun", local_rank=rank % 2, local_world_size=2)
+            for rank in range(4)]
 
 
-def refusal(*reports: RankReport) -> str:
-    with pytest.raises(LaunchError) as caught:
-        check_reports(reports)
-    return str(caught.value)
+def local(*numbers: tuple[int | None, int | None]) -> list[RankReport]:
+    return [report(local_rank=rank, local_world_size=size) for rank, size in numbers]
 
 
-def values(field: str, *reports: RankReport) -> list[Any]:
-    return [assignment[field] for assignment in check(*reports).assignments]  # type: ignore[literal-required]
+def bound(*masks: str, **changes: Any) -> list[RankReport]:
+    return [report(cores=mask, **changes) for mask in masks]
 
 
-# What is refused ---------------------------------------------------------------------------------
-
-@pytest.mark.parametrize(("field", "name", "other"), [
-    ("torch_version", "torch version", "2.6.0"), ("kit_version", "kit version", "0.2.0"),
-    ("launcher", "launcher", "openmpi"), ("backend", "backend", "nccl")])
-def test_ranks_that_differ_are_shown_in_a_table(field: str, name: str, other: str) -> None:
-    text = refusal(report("n1"), report("n1"), report("n2", **{field: other}))
-    assert f"differ in {name}" in text
-    assert f"{other}: 1 ranks, the first is rank 2 on n2" in text
-    assert f"{report()[field]}: 2 ranks, the first is rank 0 on n1" in text  # type: ignore[literal-required]
-
-
-def test_two_ranks_on_one_gpu_are_shown_in_a_table() -> None:
-    text = refusal(gpus("n1", "GPU-a"), *(
-        gpus("n2", "GPU-b", local_rank=rank, local_world_size=2) for rank in range(2)))
-    assert "several ranks on n2 use the same GPU" in text and "GPU-a" not in text
-    for rank in (1, 2):
-        assert (f"rank {rank} (local rank {rank - 1}): index 0 = GPU-b, CUDA_VISIBLE_DEVICES=0"
-                in text)
-
-
-def test_two_ranks_on_one_gpu_without_local_ranks() -> None:
-    assert "several ranks on n1 use the same GPU" in refusal(gpus("n1", "GPU-a"), gpus("n1", "GPU-a"))
-
-
-def test_fewer_gpus_than_ranks_are_refused() -> None:
-    text = refusal(*[gpus("n1", "GPU-0", "GPU-1")] * 3)
-    for part in ("local rank 0", "sees 2 GPUs for 3 ranks", "CUDA_VISIBLE_DEVICES=0"):
-        assert part in text
-
-
-def test_loopback_for_gloo_is_refused_on_several_hosts_only() -> None:
-    check(*[report("n1", gloo_interfaces="lo")] * 2)
-    text = refusal(report("n1"), report("n2", gloo_interfaces="eth0,lo"))
-    assert "rank 1 on n2 has GLOO_SOCKET_IFNAME=eth0,lo" in text
+ASSIGNED: dict[str, tuple[Sequence[RankReport], dict[str, list[int | None]]]] = {
+    "ranks in blocks": ([report(host) for host in "aabb"], {
+        "node_rank": [0, 0, 1, 1], "local_rank": [0, 1, 0, 1], "local_world_size": [2] * 4, "num_nodes": [2] * 4}),
+    "hosts in turn": ([report(host) for host in "baba"], {
+        "node_rank": [0, 1, 0, 1], "local_rank": [0, 0, 1, 1], "local_world_size": [2] * 4}),
+    "uneven hosts": ([report(host) for host in "abbcbb"], {
+        "node_rank": [0, 1, 1, 2, 1, 1], "local_rank": [0, 0, 1, 0, 2, 3],
+        "local_world_size": [1, 4, 4, 1, 4, 4], "num_nodes": [3] * 6}),
+    "two hosts with one name": (
+        [report("localhost", boot_id="x"), report("localhost", boot_id="y")], {"node_rank": [0, 1]}),
+    "local ranks of the launcher": (
+        local((1, 2), (0, 2)), {"local_rank": [1, 0], "local_world_size": [2, 2]}),
+    "local ranks of one rank alone": (
+        local((1, 2), (None, None)), {"local_rank": [0, 1], "local_world_size": [2, 2]}),
+    "one GPU each": ([gpus("n1", name) for name in "abc"], {"device_index": [0, 0, 0]}),
+    "a GPU for each rank": ([gpus("n1", *"abc")] * 3, {"device_index": [0, 1, 2]}),
+    "more GPUs than ranks": ([gpus("n1", *"abcdefgh")] * 3, {"device_index": [0, 1, 2]}),
+    "no GPU": ([gpus("n1")] * 2, {"device_index": [None, None]}),
+    "one GPU name on two hosts": ([gpus("n1", "0"), gpus("n2", "0")], {"device_index": [0, 0]}),
+    "two agents on one host": (two_agents("", ""), {
+        "local_rank": [0, 1, 2, 3], "local_world_size": [4] * 4, "num_nodes": [1] * 4}),
+    "two agents with their own GPUs": (two_agents("ab", "cd"), {"device_index": [0, 1, 0, 1]}),
+    "two agents with the same GPUs": (two_agents("abcd", "abcd"), {"device_index": [0, 1, 2, 3]}),
+    "three ranks on 8 cores": (bound("ff", "ff", "ff"), {"threads": [2, 2, 2]}),
+    "cores of their own": (bound("1", "fe"), {"threads": [1, 7]}),
+    "cores partly shared": (bound("f", "3c"), {"threads": [3, 3]}),
+    "three ranks on one core": (bound("1", "1", "1"), {"threads": [1, 1, 1]}),
+    "cores of each host": ([report(host) for host in "abb"], {"threads": [4, 2, 2]}),
+}
 
 
-# Devices -----------------------------------------------------------------------------------------
-
-EIGHT = [f"GPU-{index}" for index in range(8)]
-
-
-@pytest.mark.parametrize(("devices", "expected"), [
-    ([EIGHT[:1], EIGHT[1:2], EIGHT[2:3]], [0, 0, 0]),
-    ([EIGHT[:3]] * 3, [0, 1, 2]),
-    ([EIGHT] * 3, [0, 1, 2]),
-    ([[], []], [None, None])], ids=["one each", "as many as ranks", "more than ranks", "CPU"])
-def test_device_of_a_rank(devices: list[list[str]], expected: list[int | None]) -> None:
-    assert values("device_index", *(gpus("n1", *visible) for visible in devices)) == expected
-
-
-def test_one_gpu_name_on_two_hosts_is_two_gpus() -> None:
-    assert values("device_index", gpus("n1", "0"), gpus("n2", "0")) == [0, 0]
-
-
-# Hosts and local ranks ---------------------------------------------------------------------------
-
-@pytest.mark.parametrize(("hosts", "expected"), [
-    ("aabb", [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]),
-    ("baba", [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]),
-    ("abbcbb", [(0, 0, 1), (1, 0, 4), (1, 1, 4), (2, 0, 1), (1, 2, 4), (1, 3, 4)])])
-def test_local_ranks_are_counted_per_host(hosts: str, expected: list[tuple[int, ...]]) -> None:
-    found: list[Assignment] = check(*map(report, hosts)).assignments
-    assert [(one["node_rank"], one["local_rank"], one["local_world_size"])
-            for one in found] == expected
-    assert {one["num_nodes"] for one in found} == {len(set(hosts))}
-
-
-@pytest.mark.parametrize(("reported", "expected"), [
-    ([(1, 2), (0, 2)], [1, 0]), ([(1, 2), (None, None)], [0, 1])], ids=["kept", "incomplete"])
-def test_local_ranks_of_the_launcher(reported: list[tuple[int, int]], expected: list[int]) -> None:
-    reports = [report(local_rank=rank, local_world_size=size) for rank, size in reported]
-    assert values("local_rank", *reports) == expected
-    assert values("local_world_size", *reports) == [2, 2]
-
-
-def test_host_names_and_boot_ids_tell_hosts_apart() -> None:
-    localhosts = report("localhost", boot_id="x"), report("localhost", boot_id="y")
-    assert values("node_rank", *localhosts) == [0, 1]
-    assert values("num_nodes", report("a"), report("b")) == [2, 2]
-
-
-# Several agents of torchrun on one host ----------------------------------------------------------
-
-def agents_report(rank: int, *devices: str) -> RankReport:
-    """The report of a rank of two agents with two workers each."""
-    return gpus("n1", *devices, launcher="torchrun", local_rank=rank % 2, local_world_size=2)
-
-
-def test_two_agents_on_one_host_share_its_local_ranks() -> None:
-    reports = [agents_report(rank) for rank in range(4)]
-    assert values("local_rank", *reports) == [0, 1, 2, 3]
-    assert values("local_world_size", *reports) == [4] * 4
-    assert values("num_nodes", *reports) == [1] * 4
-
-
-@pytest.mark.parametrize(("masks", "expected"), [
-    (("ab", "cd"), [0, 1, 0, 1]), (("abcd", "abcd"), [0, 1, 2, 3])])
-def test_two_agents_on_one_host_hold_a_gpu_per_rank(masks: tuple[str, str],
-                                                    expected: list[int]) -> None:
-    reports = [agents_report(rank, *masks[rank // 2]) for rank in range(4)]
-    assert values("device_index", *reports) == expected
-
-
-def test_two_agents_on_one_host_with_one_mask_are_refused() -> None:
-    reports = [agents_report(rank, "a", "b") for rank in range(4)]
-    assert "sees 2 GPUs for 4 ranks" in refusal(*reports)
-
-
-# Threads -----------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize(("masks", "expected"), [
-    (["ff", "ff"], [4, 4]), (["ff"] * 3, [2, 2, 2]), (["f", "f0"], [4, 4]), (["1", "fe"], [1, 7]),
-    (["f", "3c"], [3, 3]), (["1"] * 3, [1, 1, 1])])
-def test_threads_share_the_cores(masks: list[str], expected: list[int]) -> None:
-    assert values("threads", *(report(cores=mask) for mask in masks)) == expected
-
-
-def test_threads_are_shared_within_a_host_only() -> None:
-    assert values("threads", report("a"), report("b"), report("b")) == [4, 2, 2]
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_assignments(name: str) -> None:
+    reports, expected = ASSIGNED[name]
+    found = check_reports(reports).assignments
+    assert {field: [one[field] for one in found] for field in expected} == expected  # type: ignore[literal-required]
 
 
 def test_threads_of_a_host_never_exceed_its_cores() -> None:
     for count in range(1, 40):
-        threads = values("threads", *[report(cores="ffffffff")] * count)
+        threads = [one["threads"] for one in check_reports(bound(*["ffffffff"] * count)).assignments]
         assert sum(threads) <= max(32, count) and min(threads) >= 1
 
 
-# Notes and the table -----------------------------------------------------------------------------
+REFUSED: dict[str, tuple[Sequence[RankReport], list[str]]] = {
+    **{name: ([report("n1"), report("n1"), report("n2", **{field: other})], [
+        f"differ in {name}", f"{other}: 1 ranks, the first is rank 2 on n2",
+        ": 2 ranks, the first is rank 0 on n1"])
+       for field, name, other in [
+           ("torch_version", "torch version", "2.6.0"), ("kit_version", "kit version", "0.2.0"),
+           ("launcher", "launcher", "openmpi"), ("backend", "backend", "nccl")]},
+    "two ranks on one GPU": (
+        [gpus("n1", "GPU-a"), *(gpus("n2", "GPU-b", local_rank=rank, local_world_size=2) for rank in (0, 1))],
+        ["several ranks on n2 use the same GPU",
+         "\n  rank 1 (local rank 0): index 0 = GPU-b, CUDA_VISIBLE_DEVICES=0\n"
+         "  rank 2 (local rank 1): index 0 = GPU-b, CUDA_VISIBLE_DEVICES=0\n"]),
+    "two ranks on one GPU without local ranks": (
+        [gpus("n1", "GPU-a")] * 2, ["several ranks on n1 use the same GPU"]),
+    "fewer GPUs than ranks": (
+        [gpus("n1", "GPU-0", "GPU-1")] * 3,
+        ["local rank 0", "sees 2 GPUs for 3 ranks", "CUDA_VISIBLE_DEVICES=0"]),
+    "two agents with too few GPUs": (two_agents("ab", "ab"), ["sees 2 GPUs for 4 ranks"]),
+    "loopback for gloo": (
+        [report("n1"), report("n2", gloo_interfaces="eth0,lo")], ["rank 1 on n2 has GLOO_SOCKET_IFNAME=eth0,lo"]),
+}
 
-def test_all_ranks_of_a_host_on_one_core_are_noted() -> None:
-    (note,) = check(report("a"), report("b", cores="4"), report("b", cores="4")).notes
-    assert "all 2 ranks of b may run on core 2 only, of 4" in note
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranks_that_cannot_train_together_are_refused(name: str) -> None:
+    reports, parts = REFUSED[name]
+    with pytest.raises(LaunchError) as caught:
+        check_reports(reports)
+    for part in parts:
+        assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("masks", "host_cores"), [
-    (["1"], 4), (["1", "2"], 4), (["3", "3"], 4), (["1", "1"], 1)])
-def test_other_core_masks_are_not_noted(masks: list[str], host_cores: int) -> None:
-    assert check(*(report(cores=mask, host_cores=host_cores) for mask in masks)).notes == []
-
-
-def test_equal_notes_are_counted_and_different_ones_cut() -> None:
-    assert check(*[report(notes=["RANK=7 was ignored"])] * 3).notes == [
-        "RANK=7 was ignored (3 ranks)"]
-    notes = check(*(report(notes=[f"note {rank}"]) for rank in range(10))).notes
-    assert notes[:3] == ["note 0", "note 1", "note 2"] and "7 more" in notes[3] and len(notes) == 4
+@pytest.mark.parametrize(("reports", "notes"), [
+    ([report("a"), *bound("4", "4", host="b")], ["all 2 ranks of b may run on core 2 only, of 4"]),
+    (bound("1"), []), (bound("1", "2"), []), (bound("3", "3"), []), (bound("1", "1", host_cores=1), []),
+    ([report(gloo_interfaces="lo")] * 2, []),
+    ([report(notes=["RANK=7 was ignored"])] * 3, ["RANK=7 was ignored (3 ranks)"]),
+    ([report(notes=[f"note {rank}"]) for rank in range(10)], ["note 0", "note 1", "note 2", "... and 7 more"])])
+def test_notes_for_the_user(reports: Sequence[RankReport], notes: list[str]) -> None:
+    found = check_reports(reports).notes
+    assert len(found) == len(notes) and all(map(str.startswith, found, notes)), found
 
 
 def test_table_has_one_row_per_host() -> None:
-    table = check(report("login", cores="ff"), report("node17", cores="3"),
-                  report("login", cores="ff")).table
+    table = check_reports([report("login", cores="ff"), report("node17", cores="3"), report("login", cores="ff")]).table
     assert [line.split() for line in table.splitlines()] == [
         ["host", "ranks", "device", "cores/rank", "threads"], ["login", "0,2", "cpu", "8", "4"],
         ["node17", "1", "cpu", "2", "2"]]
 
 
-@pytest.mark.parametrize(("hosts", "lines", "last"), [(40, 18, "... and 24 more hosts"),
-                                                      (16, 17, "4")])
+@pytest.mark.parametrize(("hosts", "lines", "last"), [(40, 18, "... and 24 more hosts"), (16, 17, "4")])
 def test_table_of_many_hosts_is_cut(hosts: int, lines: int, last: str) -> None:
-    table = check(*(report(f"n{number}") for number in range(hosts))).table
+    table = check_reports([report(f"n{number}") for number in range(hosts)]).table
     assert len(table.splitlines()) == lines and table.endswith(last)
 
 
 @pytest.mark.parametrize(("ranks", "text"), [
-    ([], ""), ([3], "3"), ([1, 2, 3, 7], "1-3,7"), ([0, 2, 4], "0,2,4"), ([0, 1], "0-1"),
+    ([], ""), ([3], "3"), ([1, 2, 3, 7], "1-3,7"), ([0, 2, 4], "0,2,4"),
     ([*range(0, 100, 2)], ",".join(map(str, range(0, 40, 2))) + " ...")])
 def test_ranks_are_written_as_ranges(ranks: list[int], text: str) -> None:
     assert ranges(ranks) == text
@@ -219,7 +150,3 @@ def test_report_survives_json_and_carries_the_placement() -> None:
     assert (one["launcher"], one["local_rank"], one["local_world_size"], one["notes"],
             one["error"]) == ("slurm", 1, 4, ["note"], "no GPU")
     assert int(one["cores"], 16) > 0
-
-
-def test_four_thousand_ranks_are_checked() -> None:
-    check(*(report(f"n{rank // 8}", notes=[f"note {rank}"]) for rank in range(4000)))

@@ -8,64 +8,53 @@ from pathlib import Path
 
 import pytest
 
-from utils.launchers import Placement, detect
+from utils.launchers import detect
 from utils.rank_variables import MARKER, set_variables, without_inherited
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
           "NODE_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29000"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
-         "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_GTIDS": "0,1",
-         "SLURM_NODEID": "0"}
-TORCHRUN = {**VALUES, "TORCHELASTIC_RUN_ID": "none",
-            "TORCHELASTIC_ERROR_FILE": "/tmp/1/error.json"}
+         "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_GTIDS": "0,1", "SLURM_NODEID": "0"}
+TORCHRUN = {**VALUES, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/1/error.json"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 LAUNCHERS = {"slurm": SLURM, "torchrun": TORCHRUN, "env": VALUES, "mpich": MPICH, "none": {}}
 
 
-def left_by_a_rank(environ: dict[str, str]) -> dict[str, str]:
-    """The environment of a program that a rank with this environment has started."""
-    found = dict(environ)
+def left_by_a_rank(launcher: str) -> dict[str, str]:
+    """The environment of a program that a rank of this launcher has started."""
+    found = dict(LAUNCHERS[launcher])
     set_variables(VALUES, found)
     return found
 
 
-def place(found: Placement) -> tuple[str, int, int]:
-    return found.launcher, found.rank, found.world_size
-
-
-@pytest.mark.parametrize("between", [[], ["bash eval.sh"], ["python pool.py"]])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_program_of_a_rank_is_no_rank(launcher: str, between: list[str]) -> None:
-    found = detect(left_by_a_rank(LAUNCHERS[launcher]), ancestors=between)
-    assert place(found) == ("single", 0, 1)
-    (note,) = found.notes
-    assert f"started by rank 1 of 4 (process {os.getpid()}) and by no launcher" in note
+def test_a_program_of_a_rank_is_no_rank(launcher: str) -> None:
+    for between in ([], ["bash eval.sh"], ["python pool.py"]):
+        found = detect(left_by_a_rank(launcher), ancestors=between)
+        assert (found.launcher, found.rank, found.world_size) == ("single", 0, 1)
+        (note,) = found.notes
+        assert f"started by rank 1 of 4 (process {os.getpid()}) and by no launcher" in note
 
 
-@pytest.mark.parametrize("agent", ["python -m torch.distributed.run", "python own_agent.py"])
-def test_a_torchrun_below_a_rank_starts_ranks(agent: str) -> None:
-    worker = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2",
-              "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/2/error.json"}
-    environ = {**left_by_a_rank(TORCHRUN), **worker}
-    assert place(detect(environ, ancestors=[agent, "bash"])) == ("torchrun", 1, 2)
+PROXY = ["hydra_pmi_proxy --control-port h1:1", "mpiexec -n 2 python x.py"]
+SPAWNED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29501"}
+WORKER = {**SPAWNED, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/2/error.json"}
 
 
-@pytest.mark.parametrize("outer", ["slurm", "torchrun", "none"])
-def test_an_mpiexec_below_a_rank_starts_ranks(outer: str) -> None:
-    environ = {**left_by_a_rank(LAUNCHERS[outer]), **MPICH}
-    parents = ["hydra_pmi_proxy --control-port h1:1", "mpiexec -n 2 python x.py"]
-    found = detect(environ, ancestors=parents)
-    assert place(found) == ("mpich", 1, 2) and found.notes == ()
-    assert "MASTER_ADDR" not in without_inherited(environ)
-
-
-@pytest.mark.parametrize("outer", ["slurm", "torchrun", "env", "none"])
-def test_variables_that_are_set_anew_make_a_rank(outer: str) -> None:
-    spawned = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-               "MASTER_PORT": "29501"}  # by a program that uses torch.multiprocessing.spawn()
-    environ = {**left_by_a_rank(LAUNCHERS[outer]), **spawned}
-    assert place(detect(environ, ancestors=["python pool.py"])) == ("env", 0, 2)
+@pytest.mark.parametrize(("outer", "changes", "ancestors", "expected"), [
+    ("torchrun", WORKER, ["python -m torch.distributed.run", "bash"], "torchrun"),
+    ("torchrun", WORKER, ["python own_agent.py", "bash"], "torchrun"),
+    *((outer, MPICH, PROXY, "mpich") for outer in ("slurm", "torchrun", "none")),
+    # By torch.multiprocessing.spawn()
+    *((outer, SPAWNED, ["python pool.py"], "env") for outer in ("slurm", "torchrun", "env", "none"))])
+def test_a_launch_below_a_rank_has_ranks(
+        outer: str, changes: dict[str, str], ancestors: list[str], expected: str) -> None:
+    environ = {**left_by_a_rank(outer), **changes}
+    found = detect(environ, ancestors=ancestors)
+    assert (found.launcher, found.rank, found.world_size) == (expected, 1, 2)
+    if expected == "mpich":
+        assert found.notes == () and "MASTER_ADDR" not in without_inherited(environ)
 
 
 @pytest.mark.parametrize(("changes", "ancestors", "launcher"), [
@@ -74,7 +63,7 @@ def test_variables_that_are_set_anew_make_a_rank(outer: str) -> None:
     ({"SLURM_STEP_ID": "3"}, ["slurmstepd: [7.3]", "slurmd"], "slurm")])
 def test_a_rank_submits_a_job_or_starts_a_step(
         changes: dict[str, str], ancestors: list[str], launcher: str) -> None:
-    environ = {**left_by_a_rank(SLURM), **changes}
+    environ = {**left_by_a_rank("slurm"), **changes}
     assert detect(environ, ancestors=ancestors).launcher == launcher
 
 
@@ -82,8 +71,6 @@ def test_a_rank_submits_a_job_or_starts_a_step(
 def test_a_malformed_marker_is_ignored(marker: str) -> None:
     assert detect({**VALUES, MARKER: marker}, ancestors=["bash"]).launcher == "env"
 
-
-# Real processes
 
 SET_VARIABLES = f"""
 import os, subprocess, sys
@@ -101,6 +88,5 @@ show = [sys.executable, "-c", "from utils.launchers import detect; print(detect(
     ids=["the rank after exec", "a process after exec", "a program of a rank"])
 def test_the_process_decides(environ: dict[str, str], action: str, expected: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", SET_VARIABLES + action], cwd=ROOT,
-                          env={"PATH": "/usr/bin:/bin", **environ}, capture_output=True, text=True,
-                          timeout=100)
+                          env={"PATH": "/usr/bin:/bin", **environ}, capture_output=True, text=True, timeout=100)
     assert done.stdout.split() == expected, done.stderr

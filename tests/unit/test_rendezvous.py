@@ -1,20 +1,22 @@
 """All ranks find rank 0 and join, or all learn why not. The ranks are threads; no torch."""
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import re
+import resource
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -32,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "tests" / "recordings"
 LIMIT = 60.0  # seconds until a rank has to end
 NEVER = 2 * LIMIT  # a rank that ends does not end by this time-out
+Launch = dict[int, Future[Rendezvous]]  # by rank
 
 
 def free_port() -> int:
@@ -64,71 +67,50 @@ def report_of(placement: Placement, **changes: Any) -> RankReport:
     return {**make_report(placement), **host, **changes}  # type: ignore[typeddict-item]
 
 
-@dataclass
-class Rank:
-    """A rank in a thread, and what agree() returned or raised there."""
+def start_rank(placement: Placement, environ: Mapping[str, str], timeout: float = NEVER,
+               name_service: NameService | None = None, **changes: Any) -> Future[Rendezvous]:
+    """Start a rank in a thread; what agree() returns or raises there. changes: of its report."""
+    future: Future[Rendezvous] = Future()
 
-    placement: Placement
-    environ: Mapping[str, str]
-    timeout: float = NEVER
-    changes: dict[str, Any] = field(default_factory=dict)  # of the report
-    name_service: NameService | None = None
-    keep: bool = False  # keep the listener open
-    found: Rendezvous | None = None
-    failure: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self.found = agree(
-                self.placement, report_of(self.placement, **self.changes),
-                launcher=launcher_named(self.placement.launcher), timeout=self.timeout,
-                environ=self.environ, name_service=self.name_service)
-            if self.found.monitor is not None:
-                self.found.monitor.started()
-                self.found.monitor.leave("")
-            if self.found.listener is not None and not self.keep:
-                self.found.listener.close()
+            found = agree(placement, report_of(placement, **changes), launcher=launcher_named(placement.launcher),
+                          timeout=timeout, environ=environ, name_service=name_service)
+            assert found.monitor is not None and bool(found.listener) == (placement.rank == 0)
+            found.monitor.started()
+            found.monitor.leave("")
+            if found.listener is not None:
+                found.listener.close()
+            future.set_result(found)
         except BaseException as error:  # noqa: B036 - the test looks at it
-            self.failure = error
+            future.set_exception(error)
 
-    def end(self) -> None:
-        self._thread.join(LIMIT)
-        assert not self._thread.is_alive(), f"rank {self.placement.rank} did not end"
-
-    @property
-    def cause(self) -> str:
-        """The message of its LaunchError."""
-        self.end()
-        assert isinstance(self.failure, LaunchError), repr(self.failure or self.found)
-        return str(self.failure)
-
-    @property
-    def result(self) -> Rendezvous:
-        self.end()
-        assert self.found is not None, repr(self.failure)
-        return self.found
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
-def start(*ranks: int, size: int, port: int, **options: Any) -> list[Rank]:
+def start(*ranks: int, size: int, port: int, **options: Any) -> Launch:
     """Start some ranks of a launch by hand on this host."""
-    return [Rank(placed(rank, size), by_hand(port), **options) for rank in ranks]
+    return {rank: start_rank(placed(rank, size), by_hand(port), **options) for rank in ranks}
 
 
-def start_slurm(environ: Mapping[str, str], size: int = 2, **options: Any) -> list[Rank]:
-    return [Rank(placed(rank, size, "slurm", size), environ, **options) for rank in range(size)]
+def start_slurm(environ: Mapping[str, str], *ranks: int, size: int = 2, **options: Any) -> Launch:
+    return {rank: start_rank(placed(rank, size, "slurm", size), environ, **options) for rank in ranks or range(size)}
 
 
-def assert_joined(ranks: list[Rank]) -> None:
-    """All ranks of a launch have one address and port, and the node rank that rank 0 assigned."""
-    results = [one.result for one in reversed(ranks)][::-1]  # rank 0 may wait for one that failed
-    assert len({(one.master_addr, one.master_port) for one in results}) == 1
-    for rank, result in zip(ranks, results, strict=True):
-        assert result.assignment["node_rank"] == rank.placement.rank
-        assert result.assignment["num_nodes"] == len(ranks)
+def cause(rank: Future[Rendezvous]) -> str:
+    with pytest.raises(LaunchError) as caught:
+        rank.result(LIMIT)
+    return str(caught.value)
+
+
+def assert_joined(launch: Launch) -> Rendezvous:
+    """All ranks have one address and port, and the node rank that rank 0 assigned. Return rank 0's."""
+    results = {rank: launch[rank].result(LIMIT) for rank in sorted(launch, reverse=True)}
+    assert len({(one.master_addr, one.master_port) for one in results.values()}) == 1
+    assert {rank: one.assignment["node_rank"] for rank, one in results.items()} == {rank: rank for rank in launch}
+    assert {one.assignment["num_nodes"] for one in results.values()} == {len(launch)}
+    return results[0]
 
 
 def connect(port: int) -> socket.socket:
@@ -142,90 +124,36 @@ def connect(port: int) -> socket.socket:
             time.sleep(0.002)
 
 
-def first_message(rank: int, size: int, port: int) -> bytes:
-    """What a rank sends first."""
-    placement = placed(rank, size)
-    found = find_endpoints(launcher_named("env"), placement, by_hand(port), timeout=1)
-    message = {"kit": PROTOCOL, "token": found.token, "rank": rank, "world_size": size,
-               "report": report_of(placement, host="there", pid=77)}
-    return json.dumps(message).encode() + b"\n"
-
-
 class Memory(NameService):
     """A name service within this process."""
 
     def __init__(self) -> None:
-        self._text, self._is_published = "", threading.Event()
+        self._text: Future[str] = Future()
 
     def publish(self, text: str, timeout: float) -> None:
-        self._text = text
-        self._is_published.set()
+        self._text.set_result(text)
 
     def look_up(self, timeout: float) -> str | None:
-        return self._text if self._is_published.wait(timeout) else None
-
-
-class Refusing(NameService):
-    def publish(self, text: str, timeout: float) -> None:
-        raise NameServiceUnavailable("mpiexec refused")
-
-    def look_up(self, timeout: float) -> str | None:
-        raise NameServiceUnavailable("mpiexec refused")
-
-
-@pytest.fixture
-def other_program() -> Iterator[Callable[[bytes], int]]:
-    """other_program(banner) -> the port of a program that sends `banner` to every client, or b""."""
-    listeners: list[socket.socket] = []
-
-    def listen(banner: bytes) -> int:
-        listeners.append(socket.create_server(("", 0)))
-        if banner:
-            threading.Thread(target=greet, args=(listeners[-1], banner), daemon=True).start()
-        return int(listeners[-1].getsockname()[1])
-
-    def greet(listener: socket.socket, banner: bytes) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                with contextlib.suppress(OSError), client:
-                    client.recv(1 << 20)
-                    client.sendall(banner)
-
-    yield listen
-    for listener in listeners:
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            return self._text.result(timeout)
+        return None
 
 
 # All ranks join
 
 
-@pytest.mark.parametrize("size", [2, 5, 40])
-def test_all_ranks_agree_on_master_addr_and_port(size: int) -> None:
+@pytest.mark.parametrize(("size", "note_bytes"), [(2, 0), (5, 100_000), (40, 0)])
+def test_all_ranks_agree_on_master_addr_and_port(size: int, note_bytes: int) -> None:
     port = free_port()
-    launch = start(*reversed(range(size)), size=size, port=port)
-    assert_joined(launch)
-    assert launch[0].result.master_port == port
+    launch = start(*reversed(range(size)), size=size, port=port, notes=["x" * note_bytes])
+    assert assert_joined(launch).master_port == port
 
 
-def test_a_name_service_leads_to_a_free_port() -> None:
+@pytest.mark.parametrize("launcher", ["mpich", "torchrun"])
+def test_a_name_service_leads_to_a_free_port(launcher: str) -> None:
     service, port = Memory(), free_port()
-    for launcher, environ in (("mpich", {}), ("torchrun", by_hand(port))):
-        launch = [Rank(placed(rank, 4, launcher), environ, name_service=service)
-                  for rank in range(4)]
-        assert_joined(launch)
-        assert launch[0].result.master_port != port  # the store of torchrun's agent is there
-        service = Memory()
-
-
-def test_rank_0_keeps_listening() -> None:
-    first, second = start(0, 1, size=2, port=free_port(), keep=True)
-    listener = first.result.listener
-    assert listener is not None and second.result.listener is None
-    with listener, socket.create_connection(("127.0.0.1", second.result.master_port), timeout=5):
-        assert listener.accept()
+    launch = {rank: start_rank(placed(rank, 4, launcher), by_hand(port), name_service=service) for rank in range(4)}
+    assert assert_joined(launch).master_port != port  # the store of torchrun's agent is there
 
 
 def test_ranks_wait_for_a_late_rank_0() -> None:
@@ -236,91 +164,68 @@ def test_ranks_wait_for_a_late_rank_0() -> None:
             client = early.accept()[0]
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()  # with a reset: the rank may see it before it has sent anything
-    assert_joined([*start(0, size=3, port=port), *launch])
-
-
-def test_large_reports_arrive_whole() -> None:
-    notes = {"notes": ["x" * 100_000]}
-    assert_joined(start(0, 1, 2, size=3, port=free_port(), changes=notes))
+    assert_joined(start(0, size=3, port=port) | launch)
 
 
 # Some ranks do not join
 
 
-def test_a_missing_rank_is_named_on_all_others() -> None:
-    for one in start(0, 1, 2, 4, size=6, port=free_port(), timeout=0.7):
-        assert "2 of 6 ranks did not join: rank 3,5" in one.cause
-
-
-def test_the_shortest_time_out_ends_the_wait_of_all() -> None:
+def test_missing_ranks_are_named_on_all_others_at_the_shortest_time_out() -> None:
     port = free_port()
-    launch = start(0, size=4, port=port, timeout=3) + start(1, size=4, port=port)
-    for one in launch + start(2, size=4, port=port, timeout=0.5):
-        assert "1 of 4 ranks did not join: rank 3" in one.cause
+    launch = start(0, size=6, port=port, timeout=3) | start(1, 2, size=6, port=port)
+    for one in (launch | start(4, size=6, port=port, timeout=0.5)).values():
+        assert "2 of 6 ranks did not join: rank 3,5" in cause(one)
 
 
 def test_without_rank_0_the_others_name_what_they_tried() -> None:
     port = free_port()
-    (one,) = start(1, size=2, port=port, timeout=0.4)
-    for part in ("rank 1 of 2", "did not find rank 0", "MASTER_ADDR",
-                 f"127.0.0.1 port {port}: Connection refused"):
-        assert part in one.cause
+    text = cause(start(1, size=2, port=port, timeout=0.4)[1])
+    for part in ("rank 1 of 2", "did not find rank 0", "MASTER_ADDR", f"127.0.0.1 port {port}: Connection refused"):
+        assert part in text
 
 
 def test_a_rank_that_ends_is_named_at_once() -> None:
-    port = free_port()
-    launch = start(0, size=5, port=port, timeout=3) + start(1, 3, size=5, port=port)
+    port, placement = free_port(), placed(2, 5)
+    launch = start(0, size=5, port=port, timeout=3) | start(1, 3, size=5, port=port)
+    token = find_endpoints(launcher_named("env"), placement, by_hand(port), timeout=1).token
     with connect(port) as connection:
-        connection.sendall(first_message(2, 5, port))
+        message = {"kit": PROTOCOL, "token": token, "rank": 2, "world_size": 5,
+                   "report": report_of(placement, host="there", pid=77)}
+        connection.sendall(json.dumps(message).encode() + b"\n")
         connection.recv(1 << 16)
-    for one in launch:
-        assert "rank 2 on there (pid 77) ended while the ranks were starting" in one.cause
+    for one in launch.values():
+        assert "rank 2 on there (pid 77) ended while the ranks were starting" in cause(one)
 
 
 def test_a_rank_0_that_ends_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
-        (one,) = start(1, size=2, port=port)
-        connection, _ = listener.accept()
-        with connection:
+        launch = start(1, size=2, port=port)
+        with listener.accept()[0] as connection:
             token = json.loads(connection.recv(1 << 16))["token"]
-            response = {"kit": PROTOCOL, "token": token, "joined": True}
-            connection.sendall(json.dumps(response).encode() + b"\n")
-        assert f"rank 0 at 127.0.0.1 port {port} ended while the ranks were starting" in one.cause
+            connection.sendall(json.dumps({"kit": PROTOCOL, "token": token, "joined": True}).encode() + b"\n")
+        assert f"rank 0 at 127.0.0.1 port {port} ended while the ranks were starting" in cause(launch[1])
 
 
 @pytest.mark.parametrize(("last", "size", "changes", "expected"), [
     (1, 3, {}, "two processes report as rank 1"),
     (2, 4, {}, "disagree on the world size.*has 3, rank 2 on h2 .pid 2. has 4"),
-    (2, 3, {"torch_version": "1.0"}, "the ranks differ in torch version")])
+    (2, 3, {"torch_version": "1.0"}, "the ranks differ in torch version"),
+    (2, 3, {"error": "it sees no GPU"}, r"rank 2 on h2 \(pid 2\) cannot start: it sees no GPU")])
 def test_a_rank_that_does_not_match_fails_all(
         last: int, size: int, changes: dict[str, Any], expected: str) -> None:
     port = free_port()
-    launch = start(0, size=3, port=port, timeout=3) + start(1, size=3, port=port)
-    launch += start(last, size=size, port=port, changes=changes)
+    launch = [*start(0, size=3, port=port, timeout=3).values(), *start(1, size=3, port=port).values()]
+    launch += start(last, size=size, port=port, **changes).values()
     for one in launch:
-        assert re.search(expected, one.cause)
-
-
-def test_a_rank_that_cannot_start_ends_the_wait_of_all() -> None:
-    port = free_port()
-    launch = start(0, size=3, port=port)
-    with connect(port) as connection:  # rank 1, which waits
-        connection.sendall(first_message(1, 3, port))
-        assert b"joined" in connection.recv(1 << 16)
-        launch += start(2, size=3, port=port, changes={"error": "it sees no GPU"})
-        result = json.loads(connection.makefile("rb").readline())
-    assert result["error"] == "rank 2 on h2 (pid 2) cannot start: it sees no GPU"
-    assert [one.cause for one in launch] == [result["error"]] * 2
+        assert re.search(expected, cause(one))
 
 
 def test_a_late_rank_receives_the_cause_of_the_failure() -> None:
     port = free_port()
-    launch = start(0, size=3, port=port)
-    launch += start(1, size=3, port=port, changes={"error": "it sees no GPU"})
-    assert "it sees no GPU" in launch[1].cause
-    (late,) = start(2, size=3, port=port)
-    assert "it sees no GPU" in late.cause
+    launch = start(0, size=3, port=port) | start(1, size=3, port=port, error="it sees no GPU")
+    assert "it sees no GPU" in cause(launch[1])
+    assert "it sees no GPU" in cause(start(2, size=3, port=port)[2])
 
 
 # Other clients and other programs
@@ -349,115 +254,119 @@ def test_other_clients_disturb_no_launch(stays: bool) -> None:
                 connection.sendall(text)
             if not stays:
                 connection.close()
-        launch += start(2, size=3, port=port)
-        assert_joined(launch)
+        assert_joined(launch | start(2, size=3, port=port))
 
 
 def test_a_rank_of_another_launch_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: [port])
-    first = Rank(placed(0, 2, "slurm", 2), slurm_job(1))
+    launch = start_slurm(slurm_job(1), 0)
     connect(port).close()
-    other = Rank(placed(1, 2, "slurm", 2), slurm_job(2), timeout=0.5)
-    assert "another launch of this kit listens there" in other.cause
-    assert_joined([first, Rank(placed(1, 2, "slurm", 2), slurm_job(1))])
+    other = start_slurm(slurm_job(2), 1, timeout=0.5)
+    assert "another launch of this kit listens there" in cause(other[1])
+    assert_joined(launch | start_slurm(slurm_job(1), 1))
 
 
-def test_a_silent_program_at_master_port_is_named(other_program: Callable[[bytes], int]) -> None:
-    port = other_program(b"")
-    first, second = start(0, 1, size=2, port=port, timeout=0.6)
-    assert f"rank 0 cannot listen on MASTER_PORT={port}" in first.cause
-    assert "Address already in use" in first.cause
-    assert "accepts connections but sends nothing; another program runs there" in second.cause
+def test_a_silent_program_at_master_port_is_named() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = int(other.getsockname()[1])
+        launch = start(0, 1, size=2, port=port, timeout=0.6)
+        assert f"rank 0 cannot listen on MASTER_PORT={port}" in cause(launch[0])
+        assert "Address already in use" in cause(launch[0])
+        assert "accepts connections but sends nothing; another program runs there" in cause(launch[1])
 
 
-@pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.2\r\n", b"\x00\xff\n", b"[" * 99_999 + b"\n",
-                                    b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_a_sending_program_at_master_port_is_named(
-        banner: bytes, other_program: Callable[[bytes], int]) -> None:
-    (one,) = start(1, size=2, port=other_program(banner), timeout=0.4)
-    assert "another program runs there" in one.cause
+def test_a_sending_program_at_master_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.1)
+        launch = start(1, size=2, port=int(other.getsockname()[1]), timeout=0.4)
+        while not launch[1].done():
+            with contextlib.suppress(OSError), other.accept()[0] as client:
+                client.recv(1 << 16)
+                client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+    text = cause(launch[1])
+    assert "another program runs there" in text and "sends nothing" not in text
 
 
 def test_a_silent_program_on_the_likeliest_port_is_passed_over() -> None:
     environ = slurm_job(77)
-    placement = placed(0, 2, "slurm", 2)
-    ports = candidate_ports(launcher_named("slurm").identity(environ, placement))
+    ports = candidate_ports(launcher_named("slurm").identity(environ, placed(0, 2, "slurm", 2)))
     with socket.create_server(("127.0.0.1", ports[0])):
-        launch = start_slurm(environ)
-        assert_joined(launch)
-        assert launch[0].result.master_port == ports[1]
+        assert assert_joined(start_slurm(environ)).master_port == ports[1]
 
 
-# MASTER_ADDR and MASTER_PORT
+def test_a_launch_without_a_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+        ports = [int(server.getsockname()[1]) for server in (one, other)]
+        monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: ports)
+        text = cause(start_slurm(slurm_job(7), 0, timeout=1)[0])
+    assert f"cannot listen on ports {ports[0]}, {ports[1]} of" in text
 
 
-@pytest.mark.parametrize(("address", "expected"), [
-    ("no-such-host.invalid", "no-such-host.invalid: the name does not resolve"),
-    ("192.0.2.1", "Tried 192.0.2.1 port 29500: ")])
-def test_a_wrong_master_addr_is_named(address: str, expected: str) -> None:
-    assert expected in Rank(placed(1, 2), by_hand(29500, address), timeout=0.5).cause
+@pytest.mark.parametrize(("count", "same_port"), [(200, False), (60, True)])
+def test_launches_that_start_at_once_do_not_mix(
+        count: int, same_port: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All start on one host, and have their likeliest port in common or not."""
+    if same_port:
+        port = free_port()
+        monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: [port, *candidate_ports(identity)[1:]])
+    launches = [start_slurm(slurm_job(1000 + number), kit_version=str(number)) for number in range(count)]
+    for pair in launches:
+        assert_joined(pair)  # ranks of two launches would differ in kit version
 
 
-def test_rank_0_reports_that_master_addr_is_not_its_own() -> None:
-    cause = Rank(placed(0, 2), by_hand(free_port(), "192.0.2.1"), timeout=0.5).cause
-    assert "1 of 2 ranks did not join" in cause
-    assert "MASTER_ADDR=192.0.2.1 is no address of rank 0's host" in cause
+# Where rank 0 may be
+
+
+@pytest.mark.parametrize(("rank", "address", "expected"), [
+    (1, "no-such-host.invalid", "no-such-host.invalid: the name does not resolve"),
+    (1, "192.0.2.1", "Tried 192.0.2.1 port 29500: "),
+    (0, "192.0.2.1", "1 of 2 ranks did not join.*MASTER_ADDR=192.0.2.1 is no address of rank 0's host")])
+def test_a_wrong_master_addr_is_named(rank: int, address: str, expected: str) -> None:
+    port = 29500 if rank else free_port()
+    assert re.search(expected, cause(start_rank(placed(rank, 2), by_hand(port, address), timeout=0.5)))
 
 
 SLURM_ON_TWO_HOSTS = placed(3, 4, "slurm", 2)
-ENDPOINT_ERRORS = [
-    *((placed(rank, 2), by_hand(29500) | changes, expected) for rank in (0, 1)
-      for changes, expected in [
-          *(({"MASTER_PORT": text}, "MASTER_PORT is ") for text in [
-              "x", "0", "65536", "-1", "1.5", "29500x", "\u0663\u0663\u0663\u0663", "9" * 5000]),
-          ({"MASTER_ADDR": " "}, "MASTER_ADDR=''.*expected both"),
-          ({"MASTER_PORT": " "}, "MASTER_PORT=''.*expected both")]),
+
+
+@pytest.mark.parametrize(("placement", "environ", "expected"), [
+    *((placed(1, 2), by_hand(29500) | {"MASTER_PORT": text}, "MASTER_PORT is ") for text in (
+        "x", "0", "65536", "-1", "1.5", "29500x", "\u0663\u0663\u0663\u0663", "9" * 5000)),
+    (placed(0, 2), by_hand(29500) | {"MASTER_ADDR": " "}, "MASTER_ADDR=''.*expected both"),
+    (placed(1, 2), by_hand(29500) | {"MASTER_PORT": " "}, "MASTER_PORT=''.*expected both"),
     (SLURM_ON_TWO_HOSTS, slurm_job(5) | by_hand(29500),
      "MASTER_ADDR=127.0.0.1 is this host alone.*4 ranks run on several hosts"),
     (SLURM_ON_TWO_HOSTS, slurm_job(6) | {"SLURM_STEP_NODELIST": "n[1"}, r"NODELIST.*n\[1"),
-    (placed(1, 4, "mvapich", 2), {}, "rank 0's address is unknown.*mpi4py.*Export MASTER_ADDR")]
-
-
-@pytest.mark.parametrize(("placement", "environ", "expected"), ENDPOINT_ERRORS)
+    (placed(1, 4, "mvapich", 2), {}, "rank 0's address is unknown.*mpi4py.*Export MASTER_ADDR")])
 def test_what_cannot_lead_to_rank_0_is_an_error(
-        placement: Placement, environ: dict[str, str], expected: str,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        placement: Placement, environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(LaunchError, match=expected):
         find_endpoints(launcher_named(placement.launcher), placement, environ, timeout=1)
 
 
 def test_a_master_addr_set_with_a_stale_rank_is_ignored_with_a_note() -> None:
-    environ = {**slurm_job(3), "RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere",
-               "MASTER_PORT": "bad"}
-    for one in start_slurm(environ):
-        (note,) = one.result.notes
+    stale = {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "MASTER_PORT": "bad"}
+    for one in start_slurm(slurm_job(3) | stale).values():
+        (note,) = one.result(LIMIT).notes
         assert "MASTER_ADDR=nowhere MASTER_PORT=bad was ignored" in note
 
 
 def test_a_stale_rank_that_matches_one_rank_keeps_nobody_apart() -> None:
     environ = {**slurm_job(3), "SLURM_STEP_NODELIST": "127.0.0.1", "RANK": "7", "WORLD_SIZE": "8",
                "MASTER_ADDR": "no-such-host.invalid"}
-    assert_joined([Rank(placed(rank, 8, "slurm", 4), environ) for rank in range(8)])
+    assert_joined({rank: start_rank(placed(rank, 8, "slurm", 4), environ) for rank in range(8)})
 
 
-def test_on_one_host_rank_0_listens_at_master_addr() -> None:
+def test_on_one_host_rank_0_listens_at_master_addr_and_port() -> None:
     address, *_ = network.local_addresses()
     environ = by_hand(free_port(), address)
-    launch = [Rank(placed(rank, 2, "env", 2), environ) for rank in range(2)]
+    launch = {rank: start_rank(placed(rank, 2, "env", 2), environ) for rank in range(2)}
     assert_joined(launch)
-    assert launch[1].result.rank_0_addr == address
-
-
-def test_a_master_port_under_a_launcher_is_used() -> None:
+    assert launch[1].result().rank_0_addr == address
     port = free_port()
-    launch = start_slurm({**slurm_job(4), "MASTER_PORT": str(port)})
-    assert_joined(launch)
-    assert launch[0].result.master_port == port
-
-
-# Where rank 0 may be
+    assert assert_joined(start_slurm({**slurm_job(4), "MASTER_PORT": str(port)})).master_port == port
 
 
 def recorded_processes(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -479,91 +388,31 @@ def test_all_ranks_of_a_recorded_launch_have_one_identity() -> None:
     identities: dict[str, set[str]] = {}
     for name, process in recorded_processes("mpi/*.json"):
         found = find_launcher(process["environ"])
-        identity = found.launcher.identity(process["environ"], found.placement)
-        identities.setdefault(name, set()).add(identity)
+        identities.setdefault(name, set()).add(found.launcher.identity(process["environ"], found.placement))
     assert len(identities) > 15
     assert {name: len(found) for name, found in identities.items() if len(found) > 1} == {}
-
-
-def test_candidate_ports_depend_on_the_identity_alone() -> None:
-    assert candidate_ports("slurm:1") == candidate_ports("slurm:1") != candidate_ports("slurm:2")
-    for number in range(500):
-        assert all(20000 <= port < 32000 for port in candidate_ports(f"slurm:{number}"))
 
 
 @pytest.mark.parametrize(("rank", "expected"), [
     (0, "rank 0 on .* cannot publish its address: mpiexec refused"),
     (1, "rank 1 on .* cannot look up rank 0's address: mpiexec refused")])
 def test_a_failing_name_service_is_an_error(rank: int, expected: str) -> None:
-    placement = placed(rank, 2, "mpich")
-    with pytest.raises(LaunchError, match=expected):
-        agree(placement, make_report(placement), launcher=launcher_named("mpich"), timeout=1,
-              environ={}, name_service=Refusing())
+    service = create_autospec(NameService, instance=True)
+    service.publish.side_effect = service.look_up.side_effect = NameServiceUnavailable("mpiexec refused")
+    assert re.match(expected, cause(start_rank(placed(rank, 2, "mpich"), {}, 1, service)))
 
 
 def test_an_unpublished_address_is_an_error_in_time() -> None:
-    one = Rank(placed(1, 2, "mpich"), {}, name_service=Memory(), timeout=0.3)
-    assert "rank 0 has published no address" in one.cause
-
-
-# Many launches on one host
-
-
-def assert_pairs_join(count: int) -> None:
-    """Each of many launches that start at once finds its own rank 0."""
-    launches = [start_slurm(slurm_job(1000 + number), changes={"kit_version": str(number)})
-                for number in range(count)]
-    for pair in launches:
-        assert_joined(pair)  # ranks of two launches would differ in kit version
-
-
-def test_200_launches_do_not_mix() -> None:
-    assert_pairs_join(200)
-
-
-def test_60_launches_with_one_likeliest_port_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setattr(endpoints, "candidate_ports",
-                        lambda identity: [port, *candidate_ports(identity)[1:]])
-    assert_pairs_join(60)
-
-
-def test_a_launch_without_a_free_port_is_an_error(
-        monkeypatch: pytest.MonkeyPatch, other_program: Callable[[bytes], int]) -> None:
-    ports = [other_program(b""), other_program(b"")]
-    monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: ports)
-    cause = Rank(placed(0, 2, "slurm", 2), slurm_job(7), timeout=1).cause
-    assert f"cannot listen on ports {ports[0]}, {ports[1]} of" in cause
+    assert "rank 0 has published no address" in cause(start_rank(placed(1, 2, "mpich"), {}, 0.3, Memory()))
 
 
 # Limits
 
-OPEN_FILES = """
-import resource, sys
-from utils.launchers import LaunchError, Placement
-from utils.launchers.by_hand import ByHand
-from utils.rendezvous import agree
-from utils.rendezvous.checks import make_report
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-placement = Placement("env", 0, 100, None, None)
-environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
-try:
-    agree(placement, make_report(placement), launcher=ByHand(), timeout=0.2, environ=environ)
-except LaunchError as error:
-    print(error, resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
-
-
-@pytest.mark.parametrize(("hard_limit", "expected"), [
-    (64, ["may open 64 files, but 100 ranks need 456", "(64, 64)"]),
-    (1000, ["99 of 100 ranks did not join", "(456, 1000)"])])
-def test_the_limit_of_open_files_is_raised_or_reported(
-        hard_limit: int, expected: list[str]) -> None:
-    command = [sys.executable, "-c", OPEN_FILES, str(hard_limit), str(free_port())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    for part in expected:
-        assert part in done.stdout, done.stderr
+def test_a_limit_of_open_files_that_cannot_be_raised_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    text = cause(start(0, size=100, port=free_port(), timeout=0.2)[0])
+    assert "may open 64 files, but 100 ranks need 456" in text
 
 
 def test_a_launch_leaves_no_connection_open() -> None:
@@ -577,8 +426,8 @@ def test_a_launch_leaves_no_connection_open() -> None:
     before = sockets()
     for _ in range(3):
         assert_joined(start(0, 1, 2, size=3, port=free_port()))
-        for one in start(0, 1, size=3, port=free_port(), timeout=0.2):
-            assert one.cause
+        for one in start(0, 1, size=3, port=free_port(), timeout=0.2).values():
+            assert cause(one)
     limit = time.monotonic() + LIMIT
     while not sockets() <= before:
         assert time.monotonic() < limit, sockets() - before
