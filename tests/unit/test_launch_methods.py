@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch_plans import INTEL, MPICH, OPENMPI4, OPENMPI5, PALS, PYTHON, Programs, het, line, make, pbs, slurm
+from tests.unit.launch_plans import INTEL, MPICH, OPENMPI4, OPENMPI5, PALS, Programs, het, line, make, pbs, slurm
 from utils.launch import remote_shell
 from utils.launch.methods.srun import Srun, srun_ports, step_of
 from utils.launch.plan import Mpiexec, Plan, PlanError
@@ -91,8 +91,8 @@ OF_HOST = {"CUDA_VISIBLE_DEVICES": "0", "HOSTNAME": "n1", "FOO": "1"}
     (pbs({"FOO": "a\nb", "HOSTNAME": "n1", "TMPDIR": "/tmp/1", "SSH_TTY": "x", "OMPI_MCA_x": "1"}, mpiexec=OPENMPI5),
      "--bind-to none --hostfile @hosts@ -x FOO -x PATH -n 4"),
     (pbs(mpiexec=OPENMPI4), "/o4/mpiexec --mca "),
-    (pbs(mpiexec=OPENMPI4), f"--mca plm_rsh_agent '{PYTHON} -I "),
-    (pbs(mpiexec=OPENMPI5), f"--prtemca plm_ssh_agent '{PYTHON} -I "),
+    (pbs(mpiexec=OPENMPI4), "--mca plm_rsh_agent '/env/bin/python -I "),
+    (pbs(mpiexec=OPENMPI5), "--prtemca plm_ssh_agent '/env/bin/python -I "),
     (pbs(mpiexec=OPENMPI4, root=True), "/o4/mpiexec --allow-run-as-root "),
     (pbs(mpiexec=OPENMPI4, label=True), "--tag-output"),
     (pbs(mpiexec=OPENMPI5, label=True), "--output tag"),
@@ -242,7 +242,7 @@ def test_srun_gets_the_component_of_the_host() -> None:
 
 
 def test_remote_shell_survives_splitting_and_double_quotes() -> None:
-    assert not set("".join(remote_shell.words(PYTHON))) & set(' "$`\\')
+    assert not set("".join(remote_shell.words("/env/bin/python"))) & set(' "$`\\')
 
 
 # What srun and scontrol report

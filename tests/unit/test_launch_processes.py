@@ -37,10 +37,6 @@ def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
-def is_running(pid: int) -> bool:
-    return process.start_time(pid) is not None
-
-
 def start(processes: Processes, *words: str, **environ: str) -> subprocess.Popen[bytes]:
     child = processes.start(list(words), {**os.environ, **environ}, stdout=subprocess.PIPE)
     assert child is not None and child.stdout is not None
@@ -62,8 +58,8 @@ def wait_for_end(processes: Processes) -> list[tuple[int, int]]:
 def test_nothing_is_left_of_a_process_and_its_children() -> None:
     with Processes("unit.1") as processes, start(processes, sys.executable, "-c", WITH_CHILD).stdout as output:
         grandchild = int(output.readline())
-        assert is_running(grandchild)
-    assert not is_running(grandchild) and not find_processes("unit.1", [])
+        assert process.start_time(grandchild)
+    assert not process.start_time(grandchild) and not find_processes("unit.1", [])
 
 
 def test_reaper_ends_everything_when_its_parent_is_killed() -> None:
@@ -78,7 +74,7 @@ with Processes("unit.2") as processes:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         grandchild = int(parent.stdout.readline())
         parent.kill()
-    wait_for(lambda: not is_running(grandchild) and not find_processes("unit.2", []))
+    wait_for(lambda: not process.start_time(grandchild) and not find_processes("unit.2", []))
 
 
 def test_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """All ranks find rank 0 and join, or all learn why not. The ranks are threads; no torch."""
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -134,9 +133,7 @@ class Memory(NameService):
         self._text.set_result(text)
 
     def look_up(self, timeout: float) -> str | None:
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            return self._text.result(timeout)
-        return None
+        return self._text.result(timeout)
 
 
 # All ranks join
@@ -177,13 +174,6 @@ def test_missing_ranks_are_named_on_all_others_at_the_shortest_time_out() -> Non
         assert "2 of 6 ranks did not join: rank 3,5" in cause(one)
 
 
-def test_without_rank_0_the_others_name_what_they_tried() -> None:
-    port = free_port()
-    text = cause(start(1, size=2, port=port, timeout=0.4)[1])
-    for part in ("rank 1 of 2", "did not find rank 0", "MASTER_ADDR", f"127.0.0.1 port {port}: Connection refused"):
-        assert part in text
-
-
 def test_a_rank_that_ends_is_named_at_once() -> None:
     port, placement = free_port(), placed(2, 5)
     launch = start(0, size=5, port=port, timeout=3) | start(1, 3, size=5, port=port)
@@ -210,8 +200,7 @@ def test_a_rank_0_that_ends_is_named_at_once() -> None:
 @pytest.mark.parametrize(("last", "size", "changes", "expected"), [
     (1, 3, {}, "two processes report as rank 1"),
     (2, 4, {}, "disagree on the world size.*has 3, rank 2 on h2 .pid 2. has 4"),
-    (2, 3, {"torch_version": "1.0"}, "the ranks differ in torch version"),
-    (2, 3, {"error": "it sees no GPU"}, r"rank 2 on h2 \(pid 2\) cannot start: it sees no GPU")])
+    (2, 3, {"torch_version": "1.0"}, "the ranks differ in torch version")])
 def test_a_rank_that_does_not_match_fails_all(
         last: int, size: int, changes: dict[str, Any], expected: str) -> None:
     port = free_port()
@@ -224,8 +213,8 @@ def test_a_rank_that_does_not_match_fails_all(
 def test_a_late_rank_receives_the_cause_of_the_failure() -> None:
     port = free_port()
     launch = start(0, size=3, port=port) | start(1, size=3, port=port, error="it sees no GPU")
-    assert "it sees no GPU" in cause(launch[1])
-    assert "it sees no GPU" in cause(start(2, size=3, port=port)[2])
+    assert cause(launch[1]) == "rank 1 on h1 (pid 1) cannot start: it sees no GPU"
+    assert cause(start(2, size=3, port=port)[2]) == cause(launch[0]) == cause(launch[1])
 
 
 # Other clients and other programs
@@ -319,12 +308,14 @@ def test_launches_that_start_at_once_do_not_mix(
 
 
 @pytest.mark.parametrize(("rank", "address", "expected"), [
+    (1, "127.0.0.1", "rank 1 of 2.*did not find rank 0.*MASTER_ADDR.*127.0.0.1 port {port}: Connection refused"),
     (1, "no-such-host.invalid", "no-such-host.invalid: the name does not resolve"),
-    (1, "192.0.2.1", "Tried 192.0.2.1 port 29500: "),
+    (1, "192.0.2.1", "Tried 192.0.2.1 port {port}: "),
     (0, "192.0.2.1", "1 of 2 ranks did not join.*MASTER_ADDR=192.0.2.1 is no address of rank 0's host")])
 def test_a_wrong_master_addr_is_named(rank: int, address: str, expected: str) -> None:
-    port = 29500 if rank else free_port()
-    assert re.search(expected, cause(start_rank(placed(rank, 2), by_hand(port, address), timeout=0.5)))
+    port = free_port()
+    text = cause(start_rank(placed(rank, 2), by_hand(port, address), timeout=0.5))
+    assert re.search(expected.format(port=port), text)
 
 
 SLURM_ON_TWO_HOSTS = placed(3, 4, "slurm", 2)
@@ -393,17 +384,14 @@ def test_all_ranks_of_a_recorded_launch_have_one_identity() -> None:
     assert {name: len(found) for name, found in identities.items() if len(found) > 1} == {}
 
 
-@pytest.mark.parametrize(("rank", "expected"), [
-    (0, "rank 0 on .* cannot publish its address: mpiexec refused"),
-    (1, "rank 1 on .* cannot look up rank 0's address: mpiexec refused")])
-def test_a_failing_name_service_is_an_error(rank: int, expected: str) -> None:
+@pytest.mark.parametrize(("rank", "found", "expected"), [
+    (0, NameServiceUnavailable("mpiexec refused"), "rank 0 on .* cannot publish its address: mpiexec refused"),
+    (1, NameServiceUnavailable("mpiexec refused"), "rank 1 on .* cannot look up rank 0's address: mpiexec refused"),
+    (1, None, "rank 0 has published no address")])
+def test_a_name_service_without_an_address_is_an_error(rank: int, found: Exception | None, expected: str) -> None:
     service = create_autospec(NameService, instance=True)
-    service.publish.side_effect = service.look_up.side_effect = NameServiceUnavailable("mpiexec refused")
-    assert re.match(expected, cause(start_rank(placed(rank, 2, "mpich"), {}, 1, service)))
-
-
-def test_an_unpublished_address_is_an_error_in_time() -> None:
-    assert "rank 0 has published no address" in cause(start_rank(placed(1, 2, "mpich"), {}, 0.3, Memory()))
+    service.publish.side_effect = service.look_up.side_effect = [found] * 1000
+    assert re.search(expected, cause(start_rank(placed(rank, 2, "mpich"), {}, 0.3, service)))
 
 
 # Limits
