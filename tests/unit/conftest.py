@@ -1,9 +1,13 @@
-"""Fixtures of the unit tests."""
+"""Fixtures that several unit tests share."""
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+
+from tests.unit.scheduler_commands import ROOT, Commands
+from tests.unit.submission import Login
 
 
 @pytest.fixture
@@ -11,3 +15,30 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     """pytest's own, with the log of the kit also where setup_logging() was called in this process."""
     monkeypatch.setattr(logging.getLogger("ddpkit"), "propagate", True)
     return caplog
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """No command of a scheduler but those that the test adds; the repository as current folder."""
+    made = Commands(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(made.folder))
+    monkeypatch.delenv("PBS_EXEC", raising=False)
+    monkeypatch.setenv("PBS_CONF_FILE", str(made.folder / "pbs.conf"))
+    monkeypatch.setenv("SLURM_CONF", str(made.folder / "slurm.conf"))
+    monkeypatch.setattr("utils.schedulers.pbs.programs.DEFAULT_PREFIX", "")  # may hold a real PBS
+    monkeypatch.chdir(ROOT)
+    return made
+
+
+@pytest.fixture
+def login(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+          capfd: pytest.CaptureFixture[str]) -> Login:
+    """A login host of Slurm that shares all its folders with the nodes."""
+    monkeypatch.setattr("utils.schedulers.checks.NODE_LOCAL", ())
+    commands.add_submitter("sbatch")
+    commands.add("scancel")
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    (folder / "train.py").touch()
+    monkeypatch.chdir(folder)
+    return Login(folder, commands, capfd)

@@ -9,9 +9,11 @@ import pytest
 
 from utils.connection import Connection
 
+Pair = tuple[Connection, socket.socket]
+
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Connection, socket.socket]]:
+def pair() -> Iterator[Pair]:
     """A connection, and the plain socket at its other end."""
     ours, theirs = socket.socketpair()
     connection = Connection(ours, longest_bytes=1 << 16)
@@ -20,48 +22,42 @@ def pair() -> Iterator[tuple[Connection, socket.socket]]:
     theirs.close()
 
 
-def test_messages_arrive_whole_and_in_order(pair: tuple[Connection, socket.socket]) -> None:
+def test_messages_arrive_whole_in_order_and_before_the_end(pair: Pair) -> None:
     connection, other = pair
+    with pytest.raises(TimeoutError):
+        connection.receive_one(0.01)
+
     other.sendall(b'{"a":1}\n{"b":')
     assert connection.receive() == [{"a": 1}]
-    other.sendall(b'2}\n{"c":3}\n')
+    other.sendall(b'2}\n{"c":3}\n{"d":4}\n')
     assert connection.receive_one(5) == {"b": 2}
-    assert connection.receive() == [{"c": 3}]
+    assert connection.receive() == [{"c": 3}, {"d": 4}]
+
+    other.sendall(b'{"e":5}\n')
+    other.close()
+    connection.send({"lost": True})
+    assert connection.receive_one(5) == {"e": 5}
+    assert connection.receive_one(5) is None and connection.problem == "it closed the connection"
 
 
-@pytest.mark.parametrize("text", [b"SSH-2.0-OpenSSH\r\n", b"[1]\n", b"\x00\xff\n",
-                                  b"[" * 60_000 + b"\n", b"x" * (1 << 17)])
-def test_other_programs_close_the_connection(pair: tuple[Connection, socket.socket],
-                                             text: bytes) -> None:
+@pytest.mark.parametrize("text", [
+    b"SSH-2.0-OpenSSH\r\n", b"[1]\n", b"\x00\xff\n", b"[" * 60_000 + b"\n", b"x" * (1 << 17)],
+    ids=["ssh", "no object", "no text", "too deep", "too long"])
+def test_other_programs_close_the_connection(pair: Pair, text: bytes) -> None:
     connection, other = pair
-    sender = threading.Thread(target=other.sendall, args=(text,), daemon=True)
-    sender.start()
+    threading.Thread(target=other.sendall, args=(text,), daemon=True).start()
     assert connection.receive_one(10) is None
     assert connection.closed and "another program" in connection.problem
 
 
-def test_messages_before_the_end_are_received(pair: tuple[Connection, socket.socket]) -> None:
+def test_large_message_waits_for_the_receiver(pair: Pair) -> None:
     connection, other = pair
-    other.sendall(b'{"a":1}\n')
-    other.close()
-    connection.send({"lost": True})
-    assert connection.receive_one(5) == {"a": 1}
-    assert connection.receive_one(5) is None and connection.problem == "it closed the connection"
-
-
-def test_waiting_for_a_message_ends_in_time(pair: tuple[Connection, socket.socket]) -> None:
-    with pytest.raises(TimeoutError):
-        pair[0].receive_one(0.01)
-
-
-def test_large_message_waits_for_the_receiver(pair: tuple[Connection, socket.socket]) -> None:
-    connection, other = pair
-    connection.send({"text": "x" * (1 << 22)})
+    message = {"text": "x" * (1 << 22)}
+    connection.send(message)
     assert connection.unsent_bytes
-    receiver = Connection(other)
-    reading = threading.Thread(target=lambda: received.append(receiver.receive_one(20)))
     received: list[object] = []
+    reading = threading.Thread(target=lambda: received.append(Connection(other).receive_one(20)))
     reading.start()
     connection.send({}, timeout=20)
     reading.join(20)
-    assert connection.unsent_bytes == 0 and received == [{"text": "x" * (1 << 22)}]
+    assert connection.unsent_bytes == 0 and received == [message]

@@ -10,33 +10,25 @@ import torch.distributed
 
 from utils.coordination import RankLost, RankTimeout, StoreCommunicator, StoreLost
 
-RANKS = 3
 
-
-def make_communicators(timeout_seconds: float = 20.0) -> list[StoreCommunicator]:
+def make_communicators(ranks: int = 3, timeout_seconds: float = 20.0) -> list[StoreCommunicator]:
     store = torch.distributed.HashStore()
-    return [StoreCommunicator("test", rank, RANKS, store, timeout_seconds=timeout_seconds)
-            for rank in range(RANKS)]
+    return [StoreCommunicator("test", rank, ranks, store, timeout_seconds=timeout_seconds) for rank in range(ranks)]
 
 
-def on_all_ranks(communicators: list[StoreCommunicator],
-                 action: Callable[[StoreCommunicator], Any]) -> list[Any]:
-    with ThreadPoolExecutor(RANKS) as threads:
+def on_all_ranks(communicators: list[StoreCommunicator], action: Callable[[StoreCommunicator], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(communicators)) as threads:
         return list(threads.map(action, communicators))
 
 
-def test_broadcast_sends_the_value_of_rank_0() -> None:
-    made = on_all_ranks(make_communicators(), lambda ranks: ranks.broadcast(
-        "folder", lambda: {"name": f"of rank {ranks.rank}"}))
-    assert made == [{"name": "of rank 0"}] * RANKS
-
-
-def test_decide_gathers_in_order_and_sends_the_decision() -> None:
+def test_broadcast_and_decide_give_all_ranks_one_value() -> None:
     communicators = make_communicators()
+    made = on_all_ranks(communicators, lambda ranks: ranks.broadcast("folder", lambda: {"name": ranks.rank}))
+    assert made == [{"name": 0}] * 3
     for topic in ("first", "second"):
-        decisions = on_all_ranks(communicators, lambda ranks, topic=topic: ranks.decide(  # type: ignore[misc]
+        decisions = on_all_ranks(communicators, lambda ranks, topic=topic: ranks.decide(
             topic, ranks.rank * 10, lambda reports: {"seen": reports}))
-        assert decisions == [{"seen": [0, 10, 20]}] * RANKS
+        assert decisions == [{"seen": [0, 10, 20]}] * 3
 
 
 def test_decide_names_the_rank_that_does_not_report() -> None:
@@ -50,39 +42,23 @@ def test_decide_names_the_rank_that_does_not_report() -> None:
             other.result()
 
 
+def test_at_most_16_missing_ranks_are_named() -> None:
+    zero = make_communicators(20, timeout_seconds=0.05)[0]
+    with pytest.raises(RankTimeout, match=r"19 of 20 ranks did not .*: 1, 2, .*, 15, 16 \.\.\.\. "):
+        zero.decide("save", 0, len)
+
+
 def test_decide_does_not_wait_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    zero, one, two = make_communicators(timeout_seconds=600)
-    with ThreadPoolExecutor(2) as threads:
-        for rank in (one, two):
-            threads.submit(rank.decide, "first", rank.rank, len)
-        assert zero.decide("first", 0, len) == 3
+    zero, one, two = communicators = make_communicators(timeout_seconds=600)
+    assert on_all_ranks(communicators, lambda ranks: ranks.decide("first", 0, len)) == [3] * 3
     monkeypatch.setattr("utils.coordination.departed_ranks", lambda: {1: "rank 1 on n1 was killed"})
     with ThreadPoolExecutor(1) as threads:
         reported = threads.submit(two.decide, "second", 2, len)
         with pytest.raises(RankLost, match="lost the connection to rank 1, .*: rank 1 on n1 was killed"):
             zero.decide("second", 0, len)
         two.cancel()
-        assert isinstance(reported.exception(), RankTimeout)
-
-
-def test_cancel_ends_the_wait() -> None:
-    zero = make_communicators()[0]
-    zero.cancel()
-    with pytest.raises(RankTimeout, match="before this rank ended: 1, 2"):
-        zero.decide("save", 0, len)
-
-
-def test_the_last_rank_to_report_decides() -> None:
-    zero, one, two = make_communicators()
-    assert not one.is_proposed("stop")
-    assert two.propose("stop", "SIGTERM") == one.propose("stop", "SIGUSR1") == "SIGTERM"
-    assert zero.is_proposed("stop")
-    for ranks, boundary in ((zero, 7), (two, 9)):
-        ranks.report("stop", boundary, max)
-    assert zero.missing("stop") == [1]
-    one.report("stop", 8, max)
-    assert zero.missing("stop") == [] and zero.reports("stop") == [7, 8, 9]
-    assert [ranks.receive("stop") for ranks in (zero, one, two)] == [9, 9, 9]
+        with pytest.raises(RankTimeout, match="before this rank ended"):
+            reported.result()
 
 
 def test_a_lost_store_is_an_error_of_its_own() -> None:
@@ -93,9 +69,3 @@ def test_a_lost_store_is_an_error_of_its_own() -> None:
     del server
     with pytest.raises(StoreLost, match="rank 1 on .* lost the connection to rank 0's store"):
         one.broadcast("folder", dict)
-
-
-def test_at_most_16_missing_ranks_are_named() -> None:
-    zero = StoreCommunicator("test", 0, 20, torch.distributed.HashStore(), timeout_seconds=0.05)
-    with pytest.raises(RankTimeout, match=r"19 of 20 ranks did not .*: 1, 2, .*, 15, 16 \.\.\.\. "):
-        zero.decide("save", 0, len)

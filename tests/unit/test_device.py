@@ -32,12 +32,13 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.mark.parametrize(("kind", "uuids", "backend"), [
-    (None, [], "gloo"), ("cuda", ["a"], "nccl"), ("xpu", ["a"], "xccl"), ("cuda", [], "gloo"),
-    ("mps", ["a"], "gloo")])
-def test_backend_follows_the_accelerator(accelerator: Install, kind: str | None, uuids: list[str],
-                                         backend: str) -> None:
+    (None, [], "gloo"), ("cuda", ["a"], "nccl"), ("xpu", ["a"], "xccl"), ("cuda", [], "gloo"), ("mps", ["a"], "gloo")])
+def test_backend_follows_the_accelerator(
+        accelerator: Install, kind: str | None, uuids: list[str], backend: str) -> None:
     accelerator(kind, uuids)
     assert device.choose_backend(None) == backend
+    assert device.choose_backend("gloo") == "gloo"
+    assert device.visible_devices("gloo") == [] and device.device_at("gloo", None) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("nccl", "cuda"), ("xccl", "xpu")])
@@ -45,51 +46,35 @@ def test_backend_without_its_gpu_is_a_launch_error(
         accelerator: Install, monkeypatch: pytest.MonkeyPatch, backend: str, kind: str) -> None:
     accelerator(kind)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    with pytest.raises(LaunchError, match=f"backend {backend} was requested.*no {kind} device.*"
-                                          "CUDA_VISIBLE_DEVICES=5"):
+    with pytest.raises(LaunchError, match=f"backend {backend} was requested.*no {kind} device.*CUDA_VISIBLE_DEVICES=5"):
         device.choose_backend(backend)
 
 
-def test_gloo_can_be_requested_where_there_are_gpus(accelerator: Install) -> None:
-    accelerator("cuda", ["a"])
-    assert device.choose_backend("gloo") == "gloo"
-    assert device.visible_devices("gloo") == []
-    assert device.device_at("gloo", None) == torch.device("cpu")
-
-
-def test_visible_devices_are_identified_in_order(accelerator: Install) -> None:
-    accelerator("cuda", ["GPU-0", "GPU-1"])
-    assert device.visible_devices("nccl") == ["GPU-0", "GPU-1"]
+@pytest.mark.parametrize(("uuids", "mask", "identities"), [
+    (["GPU-0", "GPU-1"], None, ["GPU-0", "GPU-1"]),
+    (["GPU-0", "GPU-0"], "MIG-a,MIG-b", ["MIG-a", "MIG-b"]),  # instances of a shared GPU
+    (["GPU-XX", "GPU-XX"], None, ["GPU-XX index 0", "GPU-XX index 1"]),  # a placeholder
+    (["", ""], None, ["no device mask is set index 0", "no device mask is set index 1"])])
+def test_visible_devices_are_identified_in_order(
+        accelerator: Install, monkeypatch: pytest.MonkeyPatch, uuids: list[str], mask: str | None,
+        identities: list[str]) -> None:
+    accelerator("cuda", uuids)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert device.visible_devices("nccl") == identities
     assert device.device_at("nccl", 1) == torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("uuid", ["GPU-XX", ""], ids=["placeholder", "none"])
-def test_devices_with_one_uuid_differ_by_index(accelerator: Install, uuid: str) -> None:
-    accelerator("cuda", [uuid, uuid])
-    assert len(set(device.visible_devices("nccl"))) == 2
-
-
-def test_instances_of_a_shared_gpu_are_identified_by_the_mask(
-        accelerator: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator("cuda", ["GPU-0", "GPU-0"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    assert device.visible_devices("nccl") == ["MIG-a", "MIG-b"]
-
-
-@pytest.mark.parametrize(("gpus", "uuids", "warned"), [
-    (4, [], True), (4, ["a"], False), (0, [], False)])
+@pytest.mark.parametrize(("gpus", "uuids", "warned"), [(4, [], True), (4, ["a"], False), (0, [], False)])
 def test_gpus_that_torch_cannot_use_are_reported(
-        accelerator: Install, monkeypatch: pytest.MonkeyPatch, gpus: int, uuids: list[str],
-        warned: bool) -> None:
+        accelerator: Install, monkeypatch: pytest.MonkeyPatch, gpus: int, uuids: list[str], warned: bool) -> None:
     accelerator("cuda", uuids)
     monkeypatch.setattr(device, "count_gpus", lambda: gpus)
     assert ("has 4 GPU(s)" in device.unused_gpus()) == warned
 
 
-def test_masks_are_shown_and_never_changed(accelerator: Install,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_shown_and_never_changed(accelerator: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator("cuda", ["a", "b"])
-    assert device.masks() == "no device mask is set"
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     device.visible_devices("nccl")

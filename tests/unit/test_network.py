@@ -2,24 +2,11 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from utils import network
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def cluster_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node whose name stands for its second network, with a bridge that every node has."""
-    addresses = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
-    monkeypatch.setattr(network, "interfaces", lambda: addresses)
-    monkeypatch.setattr(network, "resolve", lambda host: ["10.1.0.5"])
 
 
 def test_every_host_has_a_loopback_interface() -> None:
@@ -29,15 +16,13 @@ def test_every_host_has_a_loopback_interface() -> None:
     assert network.missing_interfaces(["lo", "nosuch0"]) == ["nosuch0"]
 
 
-@pytest.mark.parametrize(("address", "expected"), [
-    ("127.0.0.1", True), ("127.0.1.1", True), ("::1", True), ("localhost", True),
-    ("10.0.0.1", False), ("fe80::1%eth0", False), ("n1", False), ("", False)])
-def test_loopback_addresses(address: str, expected: bool) -> None:
-    assert network.is_loopback(address) is expected
+def test_loopback_addresses() -> None:
+    addresses = ("127.0.0.1", "127.0.1.1", "::1", "localhost", "10.0.0.1", "fe80::1%eth0", "n1", "")
+    assert [one for one in addresses if network.is_loopback(one)] == ["127.0.0.1", "127.0.1.1", "::1", "localhost"]
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 300, "..", "n\u0663.invalid",
-                                  "bad name", "x" * 64 + ".a"])
+@pytest.mark.parametrize("host", [
+    "no-such-host.invalid", "a" * 300, "..", "n\u0663.invalid", "bad name", "x" * 64 + ".a"])
 def test_an_unresolvable_name_has_no_addresses(host: str) -> None:
     assert network.resolve(host) == []
 
@@ -58,13 +43,10 @@ def test_ipv4_comes_before_ipv6_without_duplicates(monkeypatch: pytest.MonkeyPat
     ("127.0.1.1", ["10.0.0.5", "10.1.0.5", "172.17.0.1"], "127.0.1.1"),
     ("10.9.9.9", ["10.0.0.5", "10.1.0.5", "172.17.0.1"], None)])
 def test_local_addresses_depend_on_the_host_name(
-        resolved: str, local: list[str], gloo: str | None, cluster_node: None,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        resolved: str, local: list[str], gloo: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with two networks, and a bridge that every node has."""
+    interfaces = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
+    monkeypatch.setattr(network, "interfaces", lambda: interfaces)
     monkeypatch.setattr(network, "resolve", lambda host: [resolved])
     assert network.local_addresses() == local
     assert network.default_gloo_address() == gloo
-
-
-def test_network_and_rendezvous_need_no_torch() -> None:
-    code = "import sys, utils.network, utils.rendezvous; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

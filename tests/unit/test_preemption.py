@@ -7,20 +7,19 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.cluster.hosts import wait_until
 from utils.launch_report import VARIABLE, ReportListener
 from utils.preemption import EXIT_REQUEUE, SIGNALS, StopSignal, shield_worker
 from utils.preemption.agreement import StopAgreement
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +32,6 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def stop() -> Iterator[StopSignal]:
     with StopSignal() as stop:
         yield stop
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 # Requests ---------------------------------------------------------------------------------------
@@ -60,7 +50,12 @@ def test_signals_stop_the_run_at_the_next_boundary(number: signal.Signals, stop:
 def test_a_signal_is_seen_during_a_long_call_into_c(stop: StopSignal, tmp_path: Path) -> None:
     """The main thread runs no handler until system() returns, which it does on `seen` alone."""
     seen = tmp_path / "seen"
-    watcher = threading.Thread(target=lambda: until(lambda: stop.requested) and seen.touch())
+
+    def touch() -> None:
+        wait_until(lambda: stop.requested, "the request")
+        seen.touch()
+
+    watcher = threading.Thread(target=touch)
     watcher.start()
     command = f"kill -USR1 $PPID; for i in $(seq 1000); do [ -e {seen} ] && exit; sleep 0.02; done; exit 1"
     assert ctypes.CDLL(None).system(command.encode()) == 0
@@ -68,87 +63,68 @@ def test_a_signal_is_seen_during_a_long_call_into_c(stop: StopSignal, tmp_path: 
     assert stop.should_stop()
 
 
-def test_any_thread_may_request_a_stop(stop: StopSignal) -> None:
-    thread = threading.Thread(target=stop.request, args=("the loss is not a number",))
-    thread.start()
-    thread.join()
-    assert stop.should_stop()
-    assert stop.reason.startswith("the loss is not a number, rank 0 on ")
-
-
-def test_time_limit_file_and_command_stop_the_run(tmp_path: Path) -> None:
+def test_time_limit_file_command_and_threads_stop_the_run(tmp_path: Path) -> None:
     file = tmp_path / "STOP"
-    command = ["test", "-e", str(file)]
-    for options, reason, touch in (
-            ({"time_left": lambda: 100.0, "save_seconds": 200}, "time limit in", False),
-            ({"file": file}, f"file {file}", True),
-            ({"command": command}, "command test", True)):
+    options: dict[str, dict[str, Any]] = {
+        "time limit in": {"time_left": lambda: 100.0, "save_seconds": 200}, f"file {file}": {"file": file},
+        "command test": {"command": ["test", "-e", str(file)]}, "the loss is not a number, rank 0 on ": {}}
+    for reason, option in options.items():
         file.unlink(missing_ok=True)
-        with StopSignal(poll_seconds=0.01, **options) as stop:  # type: ignore[arg-type]
-            if touch:
+        with StopSignal(poll_seconds=0.01, **option) as stop:
+            if "time_left" not in option:
                 assert not stop.should_stop()
+            if option:
                 file.touch()
-            assert until(stop.should_stop)
+            else:
+                threading.Thread(target=stop.request, args=("the loss is not a number",)).start()
+            wait_until(stop.should_stop, reason)
             assert stop.reason.startswith(reason)
 
 
-def test_the_reserve_is_save_margin_and_longest_step_without_saves(stop: StopSignal) -> None:
+def test_the_reserve_is_margin_longest_save_and_longest_step_without_it(stop: StopSignal) -> None:
     assert stop.reserve_seconds == 60 + 30
+    saves = []
     start = time.monotonic()
     stop.should_stop()
+    for seconds in (0.02, 0.1, 0.0):
+        with stop.saving():
+            time.sleep(seconds)
+        saves.append(stop.save_seconds)
     time.sleep(0.02)
-    with stop.saving():
-        time.sleep(0.1)
     stop.should_stop()
     whole_step = time.monotonic() - start
     for _ in range(10):
         stop.should_stop()
+    assert 60 > saves[1] == saves[2] >= 0.1 and saves[1] > saves[0] >= 0.02
     longest_step = stop.reserve_seconds - stop.save_seconds - stop.margin
     assert 0.02 <= longest_step <= whole_step - stop.save_seconds
 
-
-def test_save_seconds_is_the_longest_measured_save(stop: StopSignal) -> None:
-    measured = []
-    for seconds in (0.02, 0.1, 0.0):
-        with stop.saving():
-            time.sleep(seconds)
-        measured.append(stop.save_seconds)
-    assert 60 > measured[1] == measured[2] >= 0.1 and measured[1] > measured[0] >= 0.02
     with pytest.raises(OSError), stop.saving():
-        time.sleep(2 * measured[1])
+        time.sleep(2 * saves[1])
         raise OSError("disk full")
-    assert stop.save_seconds == measured[1]
+    assert stop.save_seconds == saves[1]
 
 
 # Handlers -----------------------------------------------------------------------------------------
 
-def test_a_previous_handler_is_called_and_restored() -> None:
+def test_previous_handlers_and_the_wakeup_descriptor_get_the_signals_and_come_back() -> None:
     called: list[int] = []
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
     before = signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
     handler = signal.getsignal(signal.SIGUSR2)
+    before_fd = signal.set_wakeup_fd(write_end)
     try:
         with StopSignal() as stop:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert stop.should_stop()
-            assert called == [signal.SIGUSR2]
+            assert called == [signal.SIGUSR2] and os.read(read_end, 10) == bytes([signal.SIGUSR2])
         assert signal.getsignal(signal.SIGUSR2) is handler
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def test_a_previous_wakeup_descriptor_still_receives_signals() -> None:
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    before = signal.set_wakeup_fd(write_end)
-    try:
-        with StopSignal() as stop:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.should_stop()
-            assert os.read(read_end, 10) == bytes([signal.SIGUSR1])
         assert signal.set_wakeup_fd(write_end) == write_end
     finally:
-        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR2, before)
+        signal.set_wakeup_fd(before_fd)
         os.close(read_end)
         os.close(write_end)
 
@@ -161,37 +137,33 @@ def test_nothing_is_left_behind() -> None:
     for _ in range(20):
         with StopSignal():
             pass
-    assert until(lambda: resources() == before)
+    wait_until(lambda: resources() == before, "threads and descriptors to end")
 
 
-def test_only_the_main_thread_may_make_one() -> None:
-    errors: list[str] = []
+def test_only_one_is_open_and_it_belongs_to_the_main_thread(stop: StopSignal) -> None:
+    errors: list[RuntimeError] = []
 
     def make() -> None:
         try:
             StopSignal()
         except RuntimeError as error:
-            errors.append(str(error))
+            errors.append(error)
 
     thread = threading.Thread(target=make, name="loader")
     thread.start()
     thread.join()
-    assert len(errors) == 1 and "in the thread 'loader'" in errors[0] and "main" in errors[0]
-
-
-def test_a_second_one_is_refused_until_the_first_is_closed(stop: StopSignal) -> None:
+    assert "in the thread 'loader'" in str(errors[0]) and "main" in str(errors[0])
     with pytest.raises(RuntimeError, match="Another StopSignal is open"):
         StopSignal()
     stop.close()
-    with StopSignal():
-        pass
+    StopSignal().close()
 
 
 @pytest.mark.parametrize(("argument", "value"), [
     ("save_seconds", -1), ("margin", float("nan")), ("rank_timeout", 1e9), ("command", "a b")])
-def test_bad_arguments_are_refused(argument: str, value: object) -> None:
+def test_bad_arguments_are_refused(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=argument):
-        StopSignal(**{argument: value})  # type: ignore[arg-type]
+        StopSignal(**{argument: value})
 
 
 # Child processes ----------------------------------------------------------------------------------
@@ -205,25 +177,30 @@ def test_a_forked_child_ends_by_sigterm_and_does_not_stop_its_parent(stop: StopS
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     os.kill(os.getpid(), signal.SIGUSR2)  # what the child wrote into the pipe would be read first
-    assert until(stop.should_stop)
+    wait_until(stop.should_stop, "the stop")
     assert stop.reason.startswith("SIGUSR2")
 
 
-def test_a_forked_worker_is_shielded_before_its_init_function(stop: StopSignal) -> None:
-    context = multiprocessing.get_context("fork")
-    signalled = context.Event()
+def work(started: Any, is_spawned: bool) -> None:
+    """What a DataLoader's worker does: a spawned one calls its worker_init_fn first."""
+    if is_spawned:
+        shield_worker()
+    started.set()
+    time.sleep(60)
 
-    def work() -> None:
-        for number in SIGNALS:
-            os.kill(os.getpid(), number)
-        while signal.sigpending():  # a second SIGTERM would be merged with a pending one
-            time.sleep(0.001)
-        signalled.set()
-        time.sleep(60)
 
-    worker = context.Process(target=work, daemon=True)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_only_its_rank_ends_a_worker(method: str, stop: StopSignal) -> None:
+    context = multiprocessing.get_context(method)
+    started = context.Event()
+    worker = context.Process(target=work, args=(started, method == "spawn"), daemon=True)
     worker.start()
-    assert signalled.wait(20)
+    assert started.wait(20)
+    for name in ("-USR1", "-USR2", "-TERM"):  # from outside, as a scheduler does
+        subprocess.run(["kill", name, str(worker.pid)], check=True)
+    pending = Path(f"/proc/{worker.pid}/status")
+    wait_until(lambda: "SigPnd:\t0000000000000000" in pending.read_text(), "signals to be handled")
+    assert worker.is_alive()
     worker.terminate()
     worker.join(20)
     assert worker.exitcode == 0 and not stop.requested
@@ -247,82 +224,14 @@ def test_sigterm_right_after_the_fork_of_a_worker_does_not_end_it(stop: StopSign
     assert worker.exitcode == 0 and not stop.requested
 
 
-def test_dataloader_workers_outlive_the_signals_of_the_job(stop: StopSignal) -> None:
-    from torch.utils.data import DataLoader
-
-    samples: Any = range(10**6)
-    batches = iter(DataLoader(samples, num_workers=2, worker_init_fn=shield_worker))
-    next(batches), next(batches)
-    workers = multiprocessing.active_children()
-    pids = [str(worker.pid) for worker in workers]
-    for name in ("-USR1", "-USR2", "-TERM"):
-        subprocess.run(["kill", name, *pids], check=True)  # from outside, as a scheduler does
-    for _ in range(50):
-        next(batches)
-    for worker in workers:
-        assert worker.is_alive()
-        worker.terminate()
-        worker.join(20)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-
-
-# Several ranks, without a store -------------------------------------------------------------------
-
-class Communicator:
-    """Rank 1 of 3. Rank 2 does not report, or the store is lost at a call."""
-
-    rank, world_size = 1, 3
-
-    def __init__(self, lost_at: str = "") -> None:
-        self._lost_at = lost_at
-        self._cancelled = threading.Event()
-
-    def _call(self, name: str) -> None:
-        if name == self._lost_at:
-            raise RuntimeError("Connection reset by peer")
-
-    def is_proposed(self, topic: str) -> bool:
-        self._call("is_proposed")
-        return False
-
-    def propose(self, topic: str, value: str) -> str:
-        return value
-
-    def report(self, topic: str, report: object, check: object) -> None:
-        pass
-
-    def receive(self, topic: str) -> int:
-        self._call("receive")
-        self._cancelled.wait(20)
-        raise RuntimeError("cancelled")
-
-    def missing(self, topic: str) -> list[int]:
-        return [2]
-
-    def cancel(self) -> None:
-        self._cancelled.set()
-
-
-def agreement(communicator: Communicator) -> StopAgreement:
-    return StopAgreement(communicator, lambda: None, rank_timeout=0.05)  # type: ignore[arg-type]
-
-
-def test_a_rank_that_does_not_report_is_named() -> None:
-    one = agreement(Communicator())
-    one.request("a test")
-    thread = threading.Thread(target=one.advance)
-    thread.start()
-    assert until(lambda: bool(one.reason))
-    with pytest.raises(RuntimeError, match="1 of 3 ranks did not report within 0.05 s: 2. Expected"):
-        while not one.pass_boundary():
-            pass
-    one.close()
-    thread.join(20)
-    assert not thread.is_alive()
-
+# The end ------------------------------------------------------------------------------------------
 
 def test_a_store_lost_before_a_stop_lets_the_run_go_on() -> None:
-    one = agreement(Communicator(lost_at="is_proposed"))
+    def is_proposed(topic: str) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    communicator: Any = SimpleNamespace(rank=1, world_size=3, is_proposed=is_proposed)
+    one = StopAgreement(communicator, lambda: None, rank_timeout=0.05)
     with pytest.raises(RuntimeError) as lost:
         one.advance()
     one.fail(lost.value)
@@ -330,62 +239,25 @@ def test_a_store_lost_before_a_stop_lets_the_run_go_on() -> None:
     assert not one.pass_boundary()
 
 
-def test_a_store_lost_during_the_agreement_is_an_error() -> None:
-    one = agreement(Communicator(lost_at="receive"))
-    one.request("a test")
-    with pytest.raises(RuntimeError) as lost:
-        one.advance()
-    one.fail(lost.value)
-    with pytest.raises(RuntimeError, match=r"\(a test, rank 1 on .* is no longer reachable.*message of rank 0"):
-        one.pass_boundary()
-
-
-# The end ------------------------------------------------------------------------------------------
-
-PROGRAM = """
-import os, signal, sys
-from utils.preemption import StopSignal
-assert "torch" not in sys.modules
-stop = StopSignal()
-if sys.argv[1] == "stop":
-    os.kill(os.getpid(), signal.SIGTERM)
-stop.should_stop()
-sys.exit(stop.exit_status)  # without close()
-"""
-
-
-@pytest.mark.parametrize(("what", "status"), [("stop", 75), ("finish", 0)])
-def test_the_exit_status_says_whether_to_continue(what: str, status: int) -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, what], cwd=ROOT, capture_output=True,
-                           text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (status, "")
-
-
-@pytest.mark.parametrize(("error", "listens", "status", "saved"), [
-    (None, True, 0, True),  # what is between launch.py and the rank sees no failure
-    (SystemExit(EXIT_REQUEUE), True, 0, True),
-    (OSError("disk full"), True, 1, False),
-    (None, False, EXIT_REQUEUE, False)])
+@pytest.mark.parametrize(("requests", "error", "listens", "status", "saved"), [
+    (True, None, True, 0, True),  # what is between launch.py and the rank sees no failure
+    (True, SystemExit(EXIT_REQUEUE), True, 0, True),
+    (True, OSError("disk full"), True, 1, False),
+    (True, None, False, EXIT_REQUEUE, False),
+    (False, None, True, 0, False)])
 def test_leaving_a_stop_reports_that_all_have_saved(
-        error: BaseException | None, listens: bool, status: int, saved: bool,
+        requests: bool, error: BaseException | None, listens: bool, status: int, saved: bool,
         monkeypatch: pytest.MonkeyPatch) -> None:
     with ReportListener() as listener:
         monkeypatch.setenv(VARIABLE, listener.variables[VARIABLE])
         if not listens:
             listener.listener.close()
         with contextlib.suppress(SystemExit, OSError), StopSignal() as stop:
-            stop.request("a test")
-            assert until(stop.should_stop)
-            assert stop.exit_status == EXIT_REQUEUE  # launch.py does not know yet
+            if requests:
+                stop.request("a test")
+                wait_until(stop.should_stop, "the stop")
+                assert stop.exit_status == EXIT_REQUEUE  # launch.py does not know yet
             if error is not None:
                 raise error
         assert stop.exit_status == status
         assert not listens or listener.saved() == saved
-
-
-def test_a_run_that_was_not_stopped_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ReportListener() as listener:
-        monkeypatch.setenv(VARIABLE, listener.variables[VARIABLE])
-        with StopSignal() as stop:
-            assert not stop.should_stop()
-        assert (stop.exit_status, listener.saved()) == (0, False)
