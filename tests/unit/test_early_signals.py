@@ -80,11 +80,14 @@ def test_a_signal_between_two_stop_signals_is_for_the_second() -> None:
     ("python -u mine/train.py", True), ("python -m mine.train", True), ("python -m mine", True),
     ("python -m torch.distributed.run mine/train.py", True),
     ("python -m torch.distributed.run -m mine.train", True), ("python other.py", False),
-    ("python -m other", False), ("python -m torch.distributed.run", False), ("sh -c true", False)])
+    ("python -m other", False), ("python -m torch.distributed.run", False), ("sh -c true", False),
+    ("python shadowed/train.py", False)])  # another module utils comes first
 def test_scripts_and_modules_are_recognised(
         command: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.py").write_text("from utils import setup_distributed\n")
+    for name in ("mine", "shadowed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text("from utils import setup_distributed\n")
+    (tmp_path / "shadowed" / "utils.py").touch()
     (tmp_path / "mine" / "__main__.py").write_text("from utils.preemption import StopSignal\n")
     (tmp_path / "other.py").write_text("import signal\n")
     monkeypatch.chdir(tmp_path)
@@ -94,11 +97,10 @@ def test_scripts_and_modules_are_recognised(
 @pytest.mark.parametrize(("line", "expected"), [
     ("from kit import setup_distributed", True), ("import kit.preemption", True),
     ("from .kit import setup_distributed", True), ("from utils import setup_distributed", True),
-    ("from lib.utils import setup_distributed", False), ("from other import setup_distributed", False),
+    ("from lib.utils import setup_distributed", False),
     ("def setup_distributed(): ...", False), ("# like StopSignal", False), ("from 'here' on", False)])
 def test_the_package_is_recognised_by_its_files(line: str, expected: bool, tmp_path: Path) -> None:
     (tmp_path / "kit" / "preemption").mkdir(parents=True)
     (tmp_path / "kit" / "preemption" / "stop_signal.py").touch()
-    (tmp_path / "other.py").touch()
     (tmp_path / "train.py").write_text(f"import os\n{line}\n")
     assert imports_this_package(["python", str(tmp_path / "train.py")]) is expected
