@@ -48,7 +48,7 @@ CHILD = "import subprocess, sys, utils\nsys.exit(-subprocess.run(['sh', '-c', 'k
     (["-c", CHILD], signal.SIGUSR1)],
     ids=["none", "after the import", "blocked before exec", "blocked without the variable",
          "another handler", "faulthandler", "child programs have the default action"])
-def test_a_signal_after_the_import_stops_the_run_at_its_first_boundary(words: list[str], status: int) -> None:
+def test_a_signal_after_the_import_stops_the_run(words: list[str], status: int) -> None:
     ended = python(*words)
     assert (ended.returncode, ended.stderr if status == 75 else "") == (status, "")
 
@@ -56,7 +56,7 @@ def test_a_signal_after_the_import_stops_the_run_at_its_first_boundary(words: li
 @pytest.mark.parametrize(("options", "program", "status"), [
     ([], RAISE + TRAIN % "", 75), (["--torchrun"], RAISE + TRAIN % "", 75),
     ([], f"def setup_distributed(): ...  # another one\n{HANDLER}{RAISE}", 7)])
-def test_launch_py_keeps_a_signal_until_the_import_if_there_is_one(
+def test_launch_py_keeps_a_signal_until_the_import(
         options: list[str], program: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     ended = python("scripts/launch.py", *options, "-n", "1", str(tmp_path / "train.py"))
@@ -74,33 +74,30 @@ def test_a_signal_between_two_stop_signals_is_for_the_second() -> None:
         assert third.should_stop()
 
 
-# Which programs import this package ---------------------------------------------------------------
-
-@pytest.mark.parametrize(("command", "expected"), [
-    ("python -u mine/train.py", True), ("python -m mine.train", True), ("python -m mine", True),
-    ("python -m torch.distributed.run mine/train.py", True),
-    ("python -m torch.distributed.run -m mine.train", True), ("python other.py", False),
-    ("python -m other", False), ("python -m torch.distributed.run", False), ("sh -c true", False),
-    ("python shadowed/train.py", False)])  # another module utils comes first
-def test_scripts_and_modules_are_recognised(
-        command: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("mine", "shadowed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.py").write_text("from utils import setup_distributed\n")
-    (tmp_path / "shadowed" / "utils.py").touch()
-    (tmp_path / "mine" / "__main__.py").write_text("from utils.preemption import StopSignal\n")
-    (tmp_path / "other.py").write_text("import signal\n")
+@pytest.mark.parametrize(("command", "line", "expected"), [
+    ("python -u mine/train.py", "from utils import setup_distributed", True),
+    ("python -m mine.train", "from utils.preemption import StopSignal", True),
+    ("python -m mine", "import kit.preemption", False),  # which is in another folder than the module
+    ("python -m mine", "from .kit import setup_distributed", True),
+    ("python -m torch.distributed.run mine/train.py", "import kit.preemption", True),
+    ("python -m torch.distributed.run -m mine.train", "from utils import setup_distributed", True),
+    ("python -m torch.distributed.run", "from utils import setup_distributed", False),
+    ("python -m other", "from utils import setup_distributed", False),
+    ("sh -c true", "from utils import setup_distributed", False),
+    ("python mine/train.py", "from kit import setup_distributed", True),
+    ("python mine/train.py", "from lib.utils import setup_distributed", False),
+    ("python mine/train.py", "from another.kit import setup_distributed", False),
+    ("python mine/train.py", "def setup_distributed(): ...", False),
+    ("python mine/train.py", "# like StopSignal", False),
+    ("python mine/train.py", "from 'here' on", False),
+    ("python shadowed/train.py", "from utils import setup_distributed", False)])
+def test_programs_that_import_the_package_are_recognised(
+        command: str, line: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("mine/kit/preemption", "shadowed"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("mine/train.py", "mine/__main__.py", "shadowed/train.py"):
+        (tmp_path / file).write_text(f"import os\n{line}\n")
+    for file in ("mine/kit/preemption/stop_signal.py", "shadowed/utils.py"):
+        (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
     assert imports_this_package(command.split()) is expected
-
-
-@pytest.mark.parametrize(("line", "expected"), [
-    ("from kit import setup_distributed", True), ("import kit.preemption", True),
-    ("from .kit import setup_distributed", True), ("from utils import setup_distributed", True),
-    ("from lib.utils import setup_distributed", False),
-    ("def setup_distributed(): ...", False), ("# like StopSignal", False), ("from 'here' on", False)])
-def test_the_package_is_recognised_by_its_files(line: str, expected: bool, tmp_path: Path) -> None:
-    (tmp_path / "kit" / "preemption").mkdir(parents=True)
-    (tmp_path / "kit" / "preemption" / "stop_signal.py").touch()
-    (tmp_path / "train.py").write_text(f"import os\n{line}\n")
-    assert imports_this_package(["python", str(tmp_path / "train.py")]) is expected

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -84,7 +83,7 @@ def test_03_learns_from_context_and_repeats_itself(tmp_path: Path) -> None:
     outputs = [run("03_text_lm.py", "--text", str(text), "--steps", "60", *SMALL, cwd=tmp_path) for _ in range(2)]
     loss, entropy = final_losses(outputs[0])
     assert loss < entropy - 0.8 and final_losses(outputs[1]) == (loss, entropy)
-    progress = r"^step +25/60  loss [0-9.]+  lr [0-9.e-]+  [0-9,]+ tokens/s$"
+    progress = r"^step +25/60  loss [0-9.]+  lr 2.28e-03  [0-9,]+ tokens/s$"  # in the cosine decay of 3e-3
     assert re.search(progress, outputs[0], re.MULTILINE)
 
 
@@ -92,7 +91,8 @@ def test_03_reads_the_standard_library_stops_in_time_and_resumes(tmp_path: Path)
     options = [*SMALL, "--max-seconds", "0.01", "--log-every", "2", "--precision", "bfloat16",
                "--checkpoints", str(tmp_path)]
     output = run("03_text_lm.py", *options, cwd=tmp_path)
-    assert "step     2/600" in output and "step     4/600" not in output
+    assert re.search("step     2/600  loss [0-9.]+  lr 1.20e-03", output)  # in the warm-up
+    assert "step     4/600" not in output
     assert 2.5 < final_losses(output)[1] < 3.8
     again = run("03_text_lm.py", *options, cwd=tmp_path)
     assert "resuming after step 2" in again and "step     4/600" in again
@@ -127,24 +127,12 @@ def test_03_reads_the_library_in_one_order_without_tests(
     (tmp_path / "os.py").rename(tmp_path / "away")
     (tmp_path / "away").rename(tmp_path / "os.py")
     assert text_lm.standard_library() == text
-    monkeypatch.setattr(text_lm, "LIBRARY_BYTES", 10)
-    assert text_lm.standard_library() == text[:10]
 
 
-def test_03_computes_entropy_windows_and_learning_rates(text_lm: ModuleType) -> None:
-    data = torch.tensor([0, 50, 100, 255] * 8, dtype=torch.uint8)
-    assert text_lm.unigram_entropy(data) == pytest.approx(math.log(4))
-
+def test_03_predicts_the_next_byte_and_decays_matrices_only(text_lm: ModuleType) -> None:
     inputs, targets = text_lm.windows(torch.arange(100, dtype=torch.uint8), torch.tensor([0, 90]), 5)
-    assert inputs.tolist() == [[0, 1, 2, 3, 4], [90, 91, 92, 93, 94]]
-    assert (targets == inputs + 1).all()
+    assert inputs.tolist() == [[0, 1, 2, 3, 4], [90, 91, 92, 93, 94]] and (targets == inputs + 1).all()
 
-    args = argparse.Namespace(lr=2.0, warmup=10, steps=110)
-    rates = [text_lm.learning_rate(step, args) for step in (0, 4, 9, 10, 60, 110)]
-    assert rates == pytest.approx([0.2, 1.0, 2.0, 2.0, 1.1, 0.2])
-
-
-def test_03_sees_no_future_byte_and_decays_matrices_only(text_lm: ModuleType) -> None:
     model = text_lm.GPT(layers=2, heads=2, width=16, context=8)
     tokens = torch.arange(8)[None]
     changed = tokens.clone()

