@@ -61,22 +61,24 @@ def test_a_signal_is_seen_during_a_long_call_into_c(stop: StopSignal, tmp_path: 
     assert stop.should_stop()
 
 
-def test_time_limit_file_command_and_threads_stop_the_run(tmp_path: Path) -> None:
-    file = tmp_path / "STOP"
-    options: dict[str, dict[str, Any]] = {
-        "time limit in": {"time_left": lambda: 100.0, "save_seconds": 200}, f"file {file}": {"file": file},
-        "command test": {"command": ["test", "-e", str(file)]}, "the loss is not a number, rank 0 on ": {}}
-    for reason, option in options.items():
-        file.unlink(missing_ok=True)
-        with StopSignal(poll_seconds=0.01, **option) as stop:
-            if "time_left" not in option:
-                assert not stop.should_stop()
-            if option:
-                file.touch()
-            else:
-                threading.Thread(target=stop.request, args=("the loss is not a number",)).start()
-            wait_until(stop.should_stop, reason)
-            assert stop.reason.startswith(reason)
+def test_any_thread_may_request_a_stop(stop: StopSignal) -> None:
+    thread = threading.Thread(target=stop.request, args=("the loss is not a number",))
+    thread.start()
+    thread.join()
+    assert stop.should_stop() and stop.reason.startswith("the loss is not a number, rank 0 on ")
+
+
+@pytest.mark.parametrize(("options", "reason", "exists"), [
+    ({"time_left": lambda: 100.0, "save_seconds": 200}, "time limit in", True),
+    ({"file": "STOP"}, "file STOP", False), ({"command": ["test", "-e", "STOP"]}, "command test", False)])
+def test_time_limit_file_and_command_stop_the_run(options: dict[str, Any], reason: str, exists: bool, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with StopSignal(poll_seconds=0.01, **options) as stop:
+        assert exists or not stop.should_stop()
+        Path("STOP").touch()
+        wait_until(stop.should_stop, reason)
+    assert stop.reason.startswith(reason)
 
 
 def test_the_reserve_is_margin_longest_save_and_longest_step(stop: StopSignal) -> None:
