@@ -1,63 +1,67 @@
-"""Commands of a scheduler on PATH that print recorded output."""
+"""Stand-ins for the commands of Slurm and PBS, and what the real ones have printed."""
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "tests" / "recordings"
 
+SUBMITTER = """\
+count=$(($(cat count) + 1)); echo $count > count
+if [ $count = {refused} ]; then cat refusal >&2; exit {status}; fi
+echo $((100 + count)){server}
+"""
+
 
 class Commands:
-    """Programs in a folder that is PATH; each prints what it was given, and logs its arguments."""
+    """Programs in a folder that is PATH; each prints what it was given, and logs its words."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        folder.mkdir()
+        for name in ("bash", "cat", "env", "git"):
+            (folder / name).symlink_to(shutil.which(name) or name)
         self._cases: dict[str, list[str]] = {}
 
-    def add(self, name: str, output: str = "", error: str = "", status: int = 0,
-            when: str = "") -> None:
+    def add(self, name: str, output: str = "", error: str = "", status: int = 0, when: str = "") -> None:
         """Let a program print and exit. The case added last comes first.
 
         when: only for calls with this word among their arguments.
         """
         number = sum(map(len, self._cases.values()))
-        files = [self.folder / f"{number}.out", self.folder / f"{number}.err"]
-        for file, text in zip(files, (output, error), strict=True):
-            file.write_text(text, encoding="utf-8")
-        case = f'cat "{files[0]}"; cat "{files[1]}" >&2; exit {status}'
-        case = f'case " $* " in *" {when} "*) {case};; esac' if when else case
+        for stream, text in (("out", output), ("err", error)):
+            (self.folder / f"{number}.{stream}").write_text(text, encoding="utf-8")
+
+        case = f"cat {number}.out; cat {number}.err >&2; exit {status}"
         cases = self._cases.setdefault(name, [])
-        cases.insert(0, case)
-        log = f'echo "{name} $*" >> "{self.folder}/calls"'
-        self.write(name, "\n".join(["#!/bin/sh", log, *cases]))
+        cases.insert(0, f'case " $* " in *" {when} "*) {case};; esac' if when else case)
+        self._write(name, "\n".join(cases))
+
+    def add_submitter(self, name: str, *, refused: int = 0, error: str = "", status: int = 1) -> None:
+        """Add sbatch or qsub, which prints 101, 102, ..., and refuses the submission with one number."""
+        (self.folder / "count").write_text("0")
+        (self.folder / "refusal").write_text(error)
+        server = ".head" if name == "qsub" else ""
+        self._write(name, SUBMITTER.format(refused=refused, status=status, server=server))
+
+    def _write(self, name: str, lines: str) -> None:
+        log = f"cd {shlex.quote(str(self.folder))}; printf '%q ' {name} \"$@\" >> calls; echo >> calls"
+        self.write(name, f"#!/bin/bash\n{log}\n{lines}\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a program."""
         (self.folder / name).write_text(text)
         (self.folder / name).chmod(0o755)
 
-    def calls(self) -> list[str]:
-        return (self.folder / "calls").read_text().splitlines()
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """No command of a scheduler but those that the test adds; the repository as current folder."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "cat").symlink_to(shutil.which("cat") or "")
-    monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.delenv("PBS_EXEC", raising=False)
-    monkeypatch.setenv("PBS_CONF_FILE", str(folder / "pbs.conf"))
-    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    monkeypatch.setattr("utils.schedulers.pbs.programs.DEFAULT_PREFIX", "")  # may hold a real PBS
-    monkeypatch.chdir(ROOT)
-    return Commands(folder)
+    def calls(self, name: str = "") -> list[list[str]]:
+        """The words of each call, of one program or of all."""
+        log = self.folder / "calls"
+        calls = [shlex.split(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return [words for words in calls if name in ("", words[0])]
 
 
 def slurm_output(name: str) -> str:

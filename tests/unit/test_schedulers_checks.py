@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler_commands import Commands, commands, pbs_job, pbs_record, pbs_recording, slurm_output
-from utils.schedulers import Job, Pbs, Queue, Scheduler, Slurm
-from utils.schedulers.checks import check_paths, check_queue
-
-__all__ = ["commands"]  # the fixture
+from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
+from utils.schedulers import Job, Pbs, Scheduler, Slurm
+from utils.schedulers.checks import check_paths
 
 SCRIPT = ("examples/01_ddp_minimal.py",)
-NODE: dict[str, Any] = {
-    "max_nodes": 4, "cores_per_node": 4, "gpus_per_node": 2, "memory_per_node_bytes": 4 << 30}
-QUEUES = [Queue("main", is_default=True, **NODE), Queue("short", max_walltime_seconds=600, **NODE),
-          Queue("shut", is_open=False)]
 
 
 def problems(scheduler: Scheduler, **values: Any) -> list[str]:
@@ -30,73 +24,52 @@ def fields(found: list[str]) -> list[str]:
     return [problem.split(":")[0] for problem in found]
 
 
-@pytest.mark.parametrize(("values", "problem"), [
-    ({}, ""),
-    ({"queue": "shrot"}, "Did you mean short?"),
-    ({"queue": "shut"}, "takes no jobs now"),
-    ({"queue": "short", "walltime": 3600}, "walltime: 01:00:00 is more than the 00:10:00"),
-    ({"queue": "short,main", "walltime": 3600}, ""),
-    ({"walltime": 3600}, ""),
-    ({"nodes": 5}, "nodes: 5 is more than"),
-    ({"gpus_per_node": 3}, "gpus_per_node: 3 is more than the 2"),
-    ({"gpus_per_node": 2, "cores_per_rank": 2}, ""),
-    ({"gpus_per_node": 2, "cores_per_rank": 3}, "2 ranks per node have 3 cores each"),
-    ({"memory": "5G"}, "memory: 5G is more than the 4G")])
-def test_a_job_that_no_queue_or_node_fits(values: dict[str, Any], problem: str) -> None:
-    found = check_queue(Job(SCRIPT, **values), QUEUES, "partition")
-    assert len(found) == bool(problem) and problem in "".join(found)
-
-
 @pytest.mark.parametrize("scheduler", [Slurm(), Pbs()])
-def test_what_a_scheduler_does_not_report_is_no_problem(
-        commands: Commands, scheduler: Scheduler) -> None:
+def test_what_a_scheduler_does_not_report_is_no_problem(commands: Commands, scheduler: Scheduler) -> None:
     assert problems(scheduler, nodes=99, gpus_per_node=99, queue="nosuch", walltime=10**6) == []
 
 
-def test_the_partitions_of_slurm_are_queried(commands: Commands) -> None:
-    commands.add("sinfo", slurm_output("sinfo"))
-    found = problems(Slurm(), queue="short", walltime=601, gpus_per_node=3)
-    assert fields(found) == ["walltime", "gpus_per_node"]
-
-
 @pytest.mark.parametrize(("values", "problem"), [
-    ({"nodes": 2, "cores_per_rank": 2}, ""),
+    ({"cores_per_rank": 2, "walltime": 10**6}, ""),
     ({"nodes": 4}, "nodes: 4 is more than the 3 nodes of partition main"),
     ({"nodes": 1}, "nodes: 1 is less than the minimum of partition main, 2"),
-    ({"nodes": 4, "queue": "short"}, ""),
-    ({"nodes": 2, "cores_per_rank": 3}, "cores_per_rank: 3 is more than the 2"),
-    ({"nodes": 2, "memory": "2G"}, "memory: 2G is more than the 1G")])
-def test_the_limits_of_a_slurm_partition(
-        commands: Commands, values: dict[str, Any], problem: str) -> None:
+    ({"cores_per_rank": 3}, "cores_per_rank: 3 is more than the 2"),
+    ({"memory": "2G"}, "memory: 2G is more than the 1G"),
+    ({"gpus_per_node": 3}, "gpus_per_node: 3 is more than the 2 GPUs"),
+    ({"nodes": 4, "queue": "short", "memory": "3G"}, ""),
+    ({"nodes": 5, "queue": "short"}, "nodes: 5 is more than the 4 nodes of partition short"),
+    ({"queue": "short", "walltime": 601}, "walltime: 00:10:01 is more than the 00:10:00"),
+    ({"queue": "short,main", "walltime": 601}, ""),
+    ({"queue": "short", "gpus_per_node": 2, "cores_per_rank": 2}, ""),
+    ({"queue": "short", "gpus_per_node": 2, "cores_per_rank": 3}, "cores_per_rank: 6 is more than the 4 cores of the "
+     "largest node. 2 ranks per node have 3 cores each"),
+    ({"queue": "shrot"}, "queue: there is no partition shrot. Did you mean short?"),
+    ({"queue": "shut"}, "queue: partition shut takes no jobs now. Take one of: main, short.")])
+def test_the_limits_of_a_slurm_partition(commands: Commands, values: dict[str, Any], problem: str) -> None:
     main, short = slurm_output("partitions").split("\n\n", 1)
     for name, limit in {"MaxNodes": 3, "MaxCPUsPerNode": 2, "MaxMemPerNode": 1024}.items():
         main = main.replace(f"{name}=UNLIMITED", f"{name}={limit}")
     main = main.replace("MinNodes=0", "MinNodes=2")
-    commands.add("sinfo", slurm_output("sinfo"))
+    columns = slurm_output("sinfo").splitlines()[1]
+    commands.add("sinfo", slurm_output("sinfo") + columns.replace("short", "shut").replace("up", "down") + "\n")
     commands.add("scontrol", f"{main}\n\n{short}", when="partition")
-    found = problems(Slurm(), **values)
+    found = problems(Slurm(), **{"nodes": 2, **values})
     assert len(found) == bool(problem) and "".join(found).startswith(problem)
 
 
 @pytest.mark.parametrize(("values", "variable", "expected"), [
-    ({}, "", ["walltime"]),
-    ({}, "main", []),
-    ({"queue": "main"}, "", []),
-    ({"directives": ("-p main",)}, "", []),
+    ({}, "", ["walltime"]), ({}, "main", []), ({"queue": "main"}, "", []), ({"directives": ("-p main",)}, "", []),
     ({"directives": ("--partition=main",), "components": ("-p short",)}, "", []),
     ({"directives": ("-q x",)}, "", [])])
-def test_the_partition_that_sbatch_will_use_counts(
-        commands: Commands, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], variable: str,
-        expected: list[str]) -> None:
+def test_the_partition_that_sbatch_will_use_counts(commands: Commands, monkeypatch: pytest.MonkeyPatch,
+                                                   values: dict[str, Any], variable: str, expected: list[str]) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", variable)
     commands.add("sinfo", slurm_output("sinfo").replace("main*", "main").replace("short", "short*"))
     assert fields(problems(Slurm(), walltime=601, **values)) == expected
 
 
-@pytest.mark.parametrize(("account", "count"), [
-    ("projecta", 0), ("ProjectA", 0), ("other", 1), (None, 1)])
-def test_an_account_is_required_where_slurm_enforces_it(
-        commands: Commands, account: str | None, count: int) -> None:
+@pytest.mark.parametrize(("account", "count"), [("projecta", 0), ("ProjectA", 0), ("other", 1), (None, 1)])
+def test_an_account_is_required_where_slurm_enforces_it(commands: Commands, account: str | None, count: int) -> None:
     commands.add("scontrol", "AccountingStorageEnforce = associations,limits\n")
     commands.add("sacctmgr", "projecta\nprojectb\n", when="associations")
     commands.add("sacctmgr", "", when="user")
@@ -114,22 +87,26 @@ def test_the_queues_and_nodes_of_pbs_are_queried(commands: Commands) -> None:
     assert "nosuch" in problems(Pbs(), queue="nosuch")[0]
 
 
-LIMITED = {
-    "enabled": "True",
-    "resources_max": {"ncpus": 8, "ngpus": 4, "mem": "16gb", "mpiprocs": 6, "nodect": 3,
-                      "walltime": "00:10:00", "fpgas": 2, "site": "north"},
-    "resources_min": {"ncpus": 2, "walltime": "00:01:00"}}
+MAX = {"ncpus": 8, "ngpus": 4, "mem": "16gb", "mpiprocs": 6, "nodect": 3, "walltime": "00:10:00", "fpgas": 2,
+       "site": "north"}
+SERVER_QUEUES: dict[str, dict[str, Any]] = {
+    "small": {"enabled": "True", "resources_max": MAX, "resources_min": {"ncpus": 2, "walltime": "00:01:00"}},
+    "big": {"enabled": "True"},
+    "route": {"queue_type": "Route", "enabled": "True", "route_destinations": "small,big"},
+    "narrow": {"queue_type": "Route", "enabled": "True", "route_destinations": "small"}}
 
 
-def add_queues(commands: Commands, queues: dict[str, Any], server: dict[str, Any]) -> None:
+def add_queues(commands: Commands, **small: Any) -> None:
+    """Let PBS report its queues; `small`: more about the default queue."""
+    server = {"default_queue": "small", "resources_max": {"nvme": 2, "ncpus": 500, "walltime": "99:00:00"}}
+    queues = SERVER_QUEUES | {"small": SERVER_QUEUES["small"] | small}
     commands.add("qstat", json.dumps({"Queue": queues}), when="-Qf")
     commands.add("qstat", json.dumps({"Server": {"head": server}}), when="-Bf")
 
 
 @pytest.mark.parametrize(("values", "problem"), [
     ({"nodes": 2, "ranks_per_node": 3, "cores_per_rank": 1, "walltime": 600}, ""),
-    ({"nodes": 3, "cores_per_rank": 3},
-     "ncpus: 9 for the whole job is more than the 8 of queue small (resources_max)"),
+    ({"nodes": 3, "cores_per_rank": 3}, "ncpus: 9 for the whole job is more than the 8 of queue small (resources_max)"),
     ({"nodes": 2, "gpus_per_node": 3}, "ngpus: 6 for the whole job is more than the 4 of queue"),
     ({"nodes": 3, "memory": "6G"}, "mem: 18gb for the whole job is more than the 16gb of queue"),
     ({"nodes": 2, "ranks_per_node": 4}, "mpiprocs: 8 for the whole job is more than the 6"),
@@ -138,8 +115,7 @@ def add_queues(commands: Commands, queues: dict[str, Any], server: dict[str, Any
     ({"nodes": 2, "walltime": 59}, "walltime: 00:00:59 is less than the 00:01:00 of queue small"),
     ({"nodes": 1}, "ncpus: 1 for the whole job is less than the 2 of queue small (resources_min)"),
     ({"nodes": 2, "chunk": ("fpgas=2",)}, "fpgas: 4 for the whole job is more than the 2"),
-    ({"nodes": 3, "chunk": ("nvme=1",)},
-     "nvme: 3 for the whole job is more than the 2 of the server"),
+    ({"nodes": 3, "chunk": ("nvme=1",)}, "nvme: 3 for the whole job is more than the 2 of the server"),
     ({"directives": ("-l select=2:ncpus=2+1:ncpus=5",)}, "ncpus: 9 for the whole job is more"),
     ({"directives": ("-l select=ncpus=9",)}, "ncpus: 9 for the whole job is more than the 8"),
     ({"directives": ("-l nodes=3:ppn=3",)}, "mpiprocs: 9 for the whole job is more than the 6"),
@@ -150,23 +126,15 @@ def add_queues(commands: Commands, queues: dict[str, Any], server: dict[str, Any
     ({"nodes": 3, "cores_per_rank": 3, "queue": "route"}, ""),  # to big
     ({"nodes": 3, "cores_per_rank": 3, "queue": "narrow"}, "ncpus: 9 for the whole job is more"),
     ({"nodes": 60, "cores_per_rank": 10, "queue": "big"}, "ncpus: 600 for the whole job is more")])
-def test_the_limits_of_a_pbs_queue_and_server(
-        commands: Commands, values: dict[str, Any], problem: str) -> None:
-    add_queues(commands, {
-        "small": LIMITED, "big": {"enabled": "True"},
-        "route": {"queue_type": "Route", "enabled": "True", "route_destinations": "small,big"},
-        "narrow": {"queue_type": "Route", "enabled": "True", "route_destinations": "small"}},
-        {"default_queue": "small",
-         "resources_max": {"nvme": 2, "ncpus": 500, "walltime": "99:00:00"}})
+def test_the_limits_of_a_pbs_queue_and_server(commands: Commands, values: dict[str, Any], problem: str) -> None:
+    add_queues(commands)
     found = problems(Pbs(), **values)
     assert any(one.startswith(problem) for one in found) if problem else found == []
 
 
 def test_the_defaults_of_a_pbs_queue_count_as_requested(commands: Commands) -> None:
-    defaults = {"resources_default": {"walltime": "00:00:30"}, "default_chunk": {"ncpus": 4}}
-    add_queues(commands, {"small": {**defaults, **LIMITED}}, {})
-    found = problems(Pbs(), queue="small", directives=("-l select=3",))
-    assert fields(found) == ["ncpus", "walltime"]
+    add_queues(commands, resources_default={"walltime": "00:00:30"}, default_chunk={"ncpus": 4})
+    assert fields(problems(Pbs(), queue="small", directives=("-l select=3",))) == ["ncpus", "walltime"]
 
 
 @pytest.mark.parametrize(("name", "count"), [
@@ -191,46 +159,42 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     return shared, local
 
 
-@pytest.mark.parametrize(("values", "problem"), [
-    ({"command": "train.py --data=SHARED --out SHARED/new"}, ""),
-    ({"command": "train.py --data=LOCAL/train.py"}, "exists on this host only"),
-    ({"command": "train.py --data=LOCAL/filled"}, "exists on this host only"),
-    ({"command": "train.py --cache=LOCAL"}, ""),
-    ({"command": "train.py --cache=LOCAL/empty"}, ""),
-    ({"command": "train.py --cache=LOCAL/me/cache"}, ""),
-    ({"command": "train.py --cache=/mnt/bb/me/cache"}, ""),
-    ({"command": "missing.py"}, "does not exist"),
-    ({"command": "python -u missing.py"}, "does not exist"),
-    ({"command": "train.py /nowhere/at/all"}, "does not exist"),
-    ({"command": "python -m package.train"}, ""),
-    ({"command": "cancle 77"}, "nor a program on PATH"),
-    ({"command": "bash -c true"}, ""),
-    ({"command": "trainer", "setup": ("source tools",)}, ""),  # may bring it
-    ({"command": "train.py", "container": "image.sif"}, "does not exist"),
-    ({"command": "train.py", "output": "logs/x.out"}, "mkdir -p")])
-def test_paths_that_nodes_cannot_see(
-        folders: tuple[Path, Path], values: dict[str, Any], problem: str) -> None:
+@pytest.mark.parametrize(("command", "more", "problem"), [
+    ("train.py --data=SHARED --out SHARED/new", {}, ""),
+    ("train.py --data=LOCAL/train.py", {}, "exists on this host only"),
+    ("train.py --data=LOCAL/filled", {}, "exists on this host only"),
+    ("train.py --cache=LOCAL", {}, ""),
+    ("train.py --cache=LOCAL/empty", {}, ""),
+    ("train.py --cache=LOCAL/me/cache", {}, ""),
+    ("train.py --cache=/mnt/bb/me/cache", {}, ""),
+    ("missing.py", {}, "does not exist"),
+    ("python -u missing.py", {}, "does not exist"),
+    ("train.py /nowhere/at/all", {}, "does not exist"),
+    ("python -m package.train", {}, ""),
+    ("cancle 77", {}, "nor a program on PATH"),
+    ("bash -c true", {}, ""),
+    ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
+    ("trainer", {"modules": ("tools",)}, ""),
+    ("train.py", {"container": "image.sif"}, "does not exist"),
+    ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
+def test_paths_that_nodes_cannot_see(folders: tuple[Path, Path], command: str, more: dict[str, Any],
+                                     problem: str) -> None:
     shared, local = folders
-    command = values["command"].replace("SHARED", str(shared)).replace("LOCAL", str(local))
-    found = check_paths(Job(**{**values, "command": tuple(command.split())}), shared)
+    command = command.replace("SHARED", str(shared)).replace("LOCAL", str(local))
+    found = check_paths(Job(tuple(command.split()), **more), shared)
     assert problem in found[0] if problem else found == []
 
 
-def test_a_submit_folder_that_nodes_cannot_see(folders: tuple[Path, Path]) -> None:
-    assert "submit folder" in check_paths(Job(("train.py",)), folders[1])[0]
+def test_folders_that_cannot_be_used(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, local = folders
+    assert "submit folder" in check_paths(Job(("train.py",)), local)[0]
 
+    usage = shutil.disk_usage(shared)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
+    assert "1 MB free" in check_paths(Job(("train.py",)), shared)[0]  # in the home
 
-def test_a_folder_that_cannot_be_listed_is_no_problem(
-        folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    check_paths(Job(("train.py", "--data", str(folders[1] / "filled"))), folders[0])
-
-
-def test_a_full_home_is_a_problem(
-        folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(folders[0])
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
-    assert "1 MB free" in check_paths(Job(("train.py",)), folders[0])[0]
+    check_paths(Job(("train.py", "--data", str(local / "filled"))), shared)  # no traceback

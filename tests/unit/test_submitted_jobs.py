@@ -1,43 +1,62 @@
 """Submitted jobs: followed, listed, cancelled, and what each does itself inside the job."""
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.unit.submission import Programs, Scripted, slurm, submit, use_scheduler
+from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.schedulers import Job, SchedulerError, Status
 from utils.submission import following, in_job, records
 from utils.submission.records import NOT_STARTED, TIME_LIMIT, Submission
 
-pytest_plugins = ["tests.unit.submission_fixture"]
-pytestmark = pytest.mark.usefixtures("short_pauses")
-
-Run = Callable[..., int]
 DOWN = SchedulerError("scontrol does not respond")
+DONE = Status("1", "completed", 0)
+PREEMPTED = Status("1", "cancelled", scheduler_state="PREEMPTED")
+
+Query = Callable[..., Ended]
 
 
-def follow(scheduler: Scripted, chain: Submission, *job_ids: str) -> int:
-    return following.follow(scheduler.status, chain.logs, job_ids)
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MIN_QUERY_SECONDS", "MAX_QUERY_SECONDS", "LOG_SECONDS"):
+        monkeypatch.setattr(following, name, 0.01)
 
 
-@pytest.fixture()
-def with_jobs(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """Make `submit` for a scheduler that knows these jobs."""
-    def make(scheduler: Scripted | None = None, **statuses: list[Status | Exception]) -> Run:
-        use_scheduler(monkeypatch, scheduler or Scripted(**statuses))
-        return submit
-    return make
+@pytest.fixture
+def chain(login: Login) -> Submission:
+    """The submission of a chain of three jobs."""
+    folder = login.folder / "jobs-out" / "train-1"
+    folder.mkdir(parents=True)
+    records.write(folder, Job(command=("train.py",)), scheduler="slurm", site="x",
+                  job_ids=["1", "2", "3"], dependencies=[None, "a", "b"])
+    return records.read(folder)
+
+
+@pytest.fixture
+def query(login: Login, monkeypatch: pytest.MonkeyPatch) -> Query:
+    """Run `submit` where jobs have these statuses."""
+    def run(words: str, statuses: Any) -> Ended:
+        use_scheduler(monkeypatch, statuses if isinstance(statuses, Scripted) else Scripted(statuses))
+        return login.submit(*words.split())
+    return run
+
+
+def follow(chain: Submission, *statuses: Status | Exception | list[Status | Exception]) -> int:
+    """The exit status of following jobs 1, 2, ..., which have these statuses."""
+    scheduler = Scripted({str(number): one for number, one in enumerate(statuses, 1)})
+    return following.follow(scheduler.status, chain.logs, [str(number + 1) for number in range(len(statuses))])
 
 
 # --- follow
 
-def test_follow_prints_states_positions_and_output(chain: Submission,
-                                                   capfd: pytest.CaptureFixture[str]) -> None:
+def test_follow_prints_states_positions_and_output(chain: Submission, capfd: pytest.CaptureFixture[str]) -> None:
     def statuses() -> Iterator[Status]:
         yield Status("1", "queued", position=3, reason="Resources")
         yield Status("1", "queued", position=1, reason="Priority")
@@ -46,7 +65,8 @@ def test_follow_prints_states_positions_and_output(chain: Submission,
         yield Status("1", "running", hosts=("n1", "n2"))
         with (chain.folder / "1.out").open("a") as file:
             file.write("epoch 2\n")
-        yield Status("1", "completed", 0)
+        yield DONE
+
     steps = statuses()
     assert following.follow(lambda _: next(steps), chain.logs, ["1"]) == 0
     printed = capfd.readouterr()
@@ -57,195 +77,133 @@ def test_follow_prints_states_positions_and_output(chain: Submission,
         "submit.py: job 1: running, on n1 n2", "submit.py: job 1: completed, exit status 0"]
 
 
-@pytest.mark.parametrize(("status", "expected"), [
-    (Status("1", "completed", 0), 0), (Status("1", "failed", 42), 42), (Status("1", "failed", 0), 1),
-    (Status("1", "failed", 137), 137), (Status("1", "cancelled"), 1), (Status("1", "timeout", 0), 1),
-    (Status("1", "node_fail"), 1), (Status("1", "never_ran"), 1), (Status("1", "unknown"), 1),
-    (Status("1", "stopped", 75), 75), (Status("1", "held", reason="waits for ever for 7"), 1)])
-def test_exit_status_of_follow_is_the_jobs(status: Status, expected: int, chain: Submission) -> None:
-    assert follow(Scripted(_1=[status]), chain, "1") == expected
-
-
-@pytest.mark.parametrize(("first", "expected"), [
-    (Status("1", "completed", 0), 0), (Status("1", "timeout"), 0), (Status("1", "failed", 3), 3),
-    (Status("1", "cancelled"), 1), (Status("1", "never_ran"), 1), (Status("1", "node_fail"), 1),
-    (Status("1", "unknown"), 1), (Status("1", "stopped", 75), 0),
-    (Status("1", "cancelled", scheduler_state="PREEMPTED"), 0)])
-def test_chain_succeeds_if_each_job_can_be_continued(first: Status, expected: int,
-                                                     chain: Submission) -> None:
-    scheduler = Scripted(_1=[first], _2=[Status("2", "completed", 0)])
-    assert follow(scheduler, chain, "1", "2") == expected
-
-
-def test_chain_whose_last_job_reaches_the_time_limit_fails(chain: Submission) -> None:
-    scheduler = Scripted(_1=[Status("1", "completed", 0)], _2=[Status("2", "timeout")])
-    assert follow(scheduler, chain, "1", "2") == 1
+@pytest.mark.parametrize(("status", "alone", "in_chain"), [
+    (DONE, 0, 0), (Status("1", "failed", 42), 42, 42), (Status("1", "failed", 0), 1, 1),
+    (Status("1", "cancelled"), 1, 1), (PREEMPTED, 1, 0), (Status("1", "timeout", 0), 1, 0),
+    (Status("1", "node_fail"), 1, 1), (Status("1", "never_ran"), 1, 1), (Status("1", "unknown"), 1, 1),
+    (Status("1", "stopped", 75), 75, 0), (Status("1", "held", reason="waits for ever for 7"), 1, 1)])
+def test_exit_status_of_follow(status: Status, alone: int, in_chain: int, chain: Submission) -> None:
+    """A job of a chain succeeds if the next one can continue it, the last one if it completed."""
+    assert follow(chain, status) == alone
+    assert follow(chain, status, DONE) == in_chain
+    assert follow(chain, DONE, status) == alone
 
 
 def test_follow_queries_again_while_the_scheduler_is_down(chain: Submission,
                                                           capfd: pytest.CaptureFixture[str]) -> None:
-    assert follow(Scripted(_1=[DOWN, DOWN, DOWN, Status("1", "completed", 0)]), chain, "1") == 0
+    assert follow(chain, [DOWN, DOWN, DOWN, DONE]) == 0
     assert "Trying again" in capfd.readouterr().err
     with pytest.raises(SchedulerError):
-        follow(Scripted(_1=[DOWN]), chain, "1")
+        follow(chain, DOWN)
 
 
-# --- status, list, cancel
+# --- status, list, logs, cancel
 
-@pytest.mark.parametrize(("status", "expected"), [
-    (Status("1", "running"), 0), (Status("1", "queued"), 0), (Status("1", "completed", 0), 0),
-    (Status("1", "failed", 3), 1), (Status("1", "never_ran"), 1), (Status("1", "unknown"), 1),
-    (Status("1", "stopped", 75), 75)])
-def test_status_prints_the_state_and_fails_with_the_job(
-        status: Status, expected: int, chain: Submission, with_jobs: Callable[..., Run],
-        capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_jobs(_1=[status])("status", "1") == expected
-    out = capsys.readouterr().out
-    assert following.describe(status) in out and "train-1" in out
+@pytest.mark.parametrize(("words", "states", "exit_status", "message"), [
+    ("status 1", "running", 0, "job 1: running"),
+    ("status 1", "queued", 0, "job 1: queued"),
+    ("status 1", "completed", 0, "job 1: completed, exit status 0\n  record: {folder}"),
+    ("status 1", "failed", 1, "job 1: failed, exit status 3"),
+    ("status 1", "never_ran", 1, "job 1: never ran"),
+    ("status 1", "unknown", 1, "job 1: unknown"),
+    ("status 1", "stopped", 75, "job 1: stopped after saving, to be continued"),
+    ("status 1 2", "stopped failed", 1, ""),  # in any order
+    ("status 2 1", "stopped failed", 1, ""),
+    # As after scancel of one job, which the later ones do not know until they start:
+    *((f"status {number}", f"{state} completed queued", 1, message)
+      for state in ("failed", "cancelled", "never_ran", "unknown")
+      for number, message in ((2, "  earlier in its chain, job 1: "), (3, "This job will refuse to start"))),
+    ("list", "failed completed queued", 0, "3    queued, will refuse to start"),
+    ("list", "failed completed queued", 0, "2    completed  "),
+    ("list --folder nowhere", "", 0, "no submissions in nowhere"),
+    ("logs 1", "queued", 1, "No output was found of job 1: queued"),
+    ("cancel 1", "unknown", 1, "no job 1")])
+def test_exit_status_and_message_of_queries(words: str, states: str, exit_status: int, message: str,
+                                            chain: Submission, query: Query) -> None:
+    codes = {"completed": 0, "failed": 3, "stopped": 75}
+    jobs: dict[str, Any] = {str(number): Status(str(number), state, codes.get(state))  # type: ignore[arg-type]
+                            for number, state in enumerate(states.split(), 1)}
+    done = query(words, jobs)
+    assert done.status == exit_status
+    assert message.format(folder=chain.folder.relative_to(Path.cwd())) in done.out + done.err
+    assert ("refuse" in done.out) == ("refuse" in message or words == "list")
 
 
-@pytest.mark.parametrize("state", ["failed", "cancelled", "never_ran", "unknown"])
-def test_status_fails_after_an_earlier_failure_in_the_chain(
-        state: str, chain: Submission, with_jobs: Callable[..., Run],
-        capsys: pytest.CaptureFixture[str]) -> None:
-    """As after scancel of one job, which the later ones do not know until they start."""
-    jobs = {"_1": [Status("1", state)], "_2": [Status("2", "completed", 0)], "_3": [Status("3", "queued")]}
-    run = with_jobs(**jobs)
-    assert run("status", "2") == 1
-    out = capsys.readouterr().out
-    assert "earlier in its chain, job 1:" in out and "refuse" not in out
-    assert run("status", "3") == 1
-    assert "This job will refuse to start" in capsys.readouterr().out
-    assert run("list") == 0
-    assert "queued, will refuse to start" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_job_that_refused_to_start_is_no_failed_training(chain: Submission, with_jobs: Callable[..., Run],
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_that_refused_to_start_is_no_failed_training(chain: Submission, query: Query) -> None:
     records.write_status(chain.folder, "2", NOT_STARTED)
     for status in (Status("2", "failed", 1), Status("2", "unknown")):
-        run = with_jobs(_1=[Status("1", "cancelled")], _2=[status], _3=[Status("3", "queued")])
-        assert run("status", "2") == 1
-        out = capsys.readouterr().out
-        assert "job 2: never ran, exit status 1 (it refused to start: the job before it" in out
-        assert run("list") == 0
-        assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["2", "never", "ran"]
+        jobs = {"1": Status("1", "cancelled"), "2": status, "3": Status("3", "queued")}
+        done = query("status 2", jobs)
+        assert done.status == 1
+        assert "job 2: never ran, exit status 1 (it refused to start: the job before it" in done.out
+        assert query("list", jobs).out.splitlines()[2].split()[:3] == ["2", "never", "ran"]
 
 
-@pytest.mark.parametrize("order", [("1", "2"), ("2", "1")])
-def test_failed_job_is_not_hidden_by_one_that_stopped(order: tuple[str, str], chain: Submission,
-                                                      with_jobs: Callable[..., Run]) -> None:
-    run = with_jobs(_1=[Status("1", "stopped", 75)], _2=[Status("2", "failed", 1)])
-    assert run("status", *order) == 1
+def test_list_shows_the_latest_submissions_first(login: Login, query: Query) -> None:
+    for words in (["--chain", "2"], ["--job-name", "other"]):
+        assert login.submit("run", *words, "train.py").status == 0
+    folder = next(folder for folder in login.submissions() if folder.name.startswith("train"))
+    os.utime(folder / "submission.json", (1, 1))
+    records.write_status(folder, "101", 75)
 
-
-def test_list_shows_the_latest_submissions_first(programs: Programs, work: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    programs.slurm()
-    assert slurm("--chain", "2", "train.py") == slurm("--job-name", "other", "train.py") == 0
-    for folder in (work / "jobs-out").iterdir():
-        if folder.name.startswith("train"):
-            os.utime(folder / "submission.json", (1, 1))
-            records.write_status(folder, "101", 75)
-    programs.add("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
-    capsys.readouterr()
-    assert submit("list") == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    done = query("list", {job_id: Status(job_id, "unknown") for job_id in ("101", "102", "103")})
+    lines = [line.split() for line in done.out.splitlines()]
     assert [line[0] for line in lines] == ["JOB", "103", "101", "102"]
     assert lines[1][1] == "unknown" and lines[2][1:3] == ["stopped", "(75)"] and "other" in lines[1]
 
 
-def test_folder_that_cannot_be_listed_is_not_an_empty_one(
-        chain: Submission, monkeypatch: pytest.MonkeyPatch, with_jobs: Callable[..., Run],
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_cannot_be_listed_is_not_an_empty_one(chain: Submission, query: Query,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> list[str]:
         raise PermissionError(13, "Permission denied", str(path))
-    assert submit("list", "--folder", "nowhere") == 0
-    assert "no submissions in nowhere" in capsys.readouterr().err
+
     monkeypatch.setattr(os, "listdir", refuse)
-    assert submit("list") == 1
-    assert "jobs-out: Permission denied" in capsys.readouterr().err
-    assert with_jobs(_1=[Status("1", "running")])("status", "1", "--site", "generic-slurm") == 0
+    done = query("list", {})
+    assert done.status == 1 and "jobs-out: Permission denied" in done.err
+    assert query("status 1 --site generic-slurm", {"1": Status("1", "running")}).status == 0
 
 
-def test_cancel_ends_the_later_jobs_of_the_chain_too(chain: Submission, with_jobs: Callable[..., Run],
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    scheduler = Scripted(_2=[Status("2", "running")], _1=[Status("1", "unknown")])
-    run = with_jobs(scheduler)
-    assert run("cancel", "2") == 0
+def test_cancel_ends_the_later_jobs_of_the_chain_too(chain: Submission, query: Query) -> None:
+    scheduler = Scripted({"2": Status("2", "running")})
+    done = query("cancel 2", scheduler)
+    assert done.status == 0 and "later jobs of its chain" in done.out
     assert scheduler.cancelled == ["3", "2"]  # the last first, so that none starts
-    assert "later jobs of its chain" in capsys.readouterr().out
-    assert run("cancel", "1") == 1
-    assert scheduler.cancelled == ["3", "2"] and "no job 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["status", "../x"], ["cancel", "-rf"], ["logs", "train.py"]])
-def test_text_that_is_no_job_id_is_refused(words: list[str], work: Path,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit(*words) in (1, 2)
-    assert capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("requested", "known", "same"), [
     ("12", "12.head", True), ("12.head", "12.head", True), ("12.other", "12.head", False),
     ("1", "12.head", False), ("79[2].head", "79[].head", True), ("79_2", "79", True)])
-def test_job_is_found_by_its_short_id_too(requested: str, known: str, same: bool, work: Path) -> None:
-    folder = work / "jobs-out" / "x"
-    folder.mkdir(parents=True)
-    records.write(folder, Job(command=("a",)), scheduler="pbs", site="x", job_ids=[known],
-                  dependencies=[None])
-    (work / "jobs-out" / "other").mkdir()
-    (work / "jobs-out" / "other" / "submission.json").write_text("[]")
-    assert (records.find(work / "jobs-out", requested) is not None) is same
-
-
-# --- logs
-
-def test_logs_prints_what_the_job_has_written(chain: Submission, with_jobs: Callable[..., Run],
-                                              capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    (chain.folder / "2.out").write_bytes(b"loss \xff\n")
-    (chain.folder / "21.out").write_bytes(b"another job\n")
-    run = with_jobs(_2=[Status("2", "running")], _1=[Status("1", "queued")])
-    assert run("logs", "2") == 0
-    assert capfdbinary.readouterr().out == b"loss \xff\n"
-    assert run("logs", "1") == 1
-    assert b"No output was found of job 1: queued" in capfdbinary.readouterr().err
+def test_job_is_found_by_its_short_id_too(requested: str, known: str, same: bool, tmp_path: Path) -> None:
+    for folder in (tmp_path / "x", tmp_path / "other"):
+        folder.mkdir()
+    records.write(tmp_path / "x", Job(("a",)), scheduler="pbs", site="x", job_ids=[known], dependencies=[None])
+    (tmp_path / "other" / "submission.json").write_text("[]")
+    assert (records.find(tmp_path, requested) is not None) is same
 
 
 @pytest.mark.parametrize(("name", "job_id"), [
     ("slurm-9.out", "9"), ("slurm-9_2.out", "9_2"), ("train.o11", "11.head"),
     ("train.o12.3", "12[3].head"), ("13.head.OU", "13.head"), ("named-by-slurm", "14")])
-def test_output_of_a_job_without_a_record_is_found(
-        name: str, job_id: str, work: Path, with_jobs: Callable[..., Run],
-        capfd: pytest.CaptureFixture[str]) -> None:
-    (work / name).write_text("loss 0.5\n")
-    output = str(work / name) if job_id == "14" else None
-    run = with_jobs(**{f"_{job_id}": [Status(job_id, "completed", 0, output=output)]})
-    for words in (["logs", job_id], ["logs", "--follow", job_id]):
-        assert run(*words, "--site", "generic-slurm") == 0
-        assert capfd.readouterr().out.endswith("loss 0.5\n")
+def test_output_of_a_job_without_a_record_is_found(name: str, job_id: str, login: Login, query: Query) -> None:
+    (login.folder / name).write_text("loss 0.5\n")
+    output = str(login.folder / name) if job_id == "14" else None
+    status = Status(job_id, "completed", 0, output=output)
+    for option in ("", "--follow"):
+        done = query(f"logs {option} {job_id} --site generic-slurm", {job_id: status})
+        assert done.status == 0 and done.out.endswith("loss 0.5\n")
 
 
-def test_each_array_element_has_a_heading(chain: Submission, with_jobs: Callable[..., Run],
-                                          capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    for index, text in enumerate(("a\nb\n", "c")):
-        (chain.folder / f"1_{index}.out").write_text(text)
-    assert with_jobs(_1=[Status("1", "completed", 0)])("logs", "1") == 0
-    assert capfdbinary.readouterr().out == (b"==> array element 0: 1_0.out\na\nb\n"
-                                            b"==> array element 1: 1_1.out\nc")
-
-
-def test_lines_of_two_array_elements_do_not_mix(chain: Submission,
-                                                capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    files = [chain.folder / f"1_{index}.out" for index in (0, 1)]
+def test_array_elements_have_headings_and_their_lines_do_not_mix(tmp_path: Path) -> None:
+    files = [tmp_path / f"1_{index}.out" for index in (0, 1)]
     for file in files:
-        file.write_text("half a")
-    log = following.Log(lambda: files, sys.stdout.buffer)
+        file.write_bytes(b"half \xff")
+    out = io.BytesIO()
+    log = following.Log(lambda: files, out)
     assert not log.print_new(partial_lines=False)
-    files[0].write_text("half a line\n")
+    files[0].write_bytes(b"half \xff line\n")
     assert log.print_new(partial_lines=False) and log.print_new()
-    assert capfdbinary.readouterr().out == (b"==> array element 0: 1_0.out\nhalf a line\n"
-                                            b"==> array element 1: 1_1.out\nhalf a")
+    assert out.getvalue() == (b"==> array element 0: 1_0.out\nhalf \xff line\n"
+                              b"==> array element 1: 1_1.out\nhalf \xff")
 
 
 # --- recorded exit statuses
@@ -253,20 +211,20 @@ def test_lines_of_two_array_elements_do_not_mix(chain: Submission,
 @pytest.mark.parametrize(("recorded", "status", "followed", "text"), [
     (0, 0, 0, "completed"), (75, 75, 75, "stopped after saving"), (3, 1, 3, "failed, exit status 3"),
     (TIME_LIMIT, 1, 1, "timeout")])
-def test_recorded_status_counts_where_the_scheduler_has_none(
-        recorded: int | str, status: int, followed: int, text: str, chain: Submission,
-        with_jobs: Callable[..., Run], capfd: pytest.CaptureFixture[str]) -> None:
+def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str, status: int, followed: int,
+                                                             text: str, chain: Submission, query: Query) -> None:
     """Slurm without accounting forgets a job soon, PBS without history at its end."""
     (chain.folder / "1.out").write_text("loss 0.5\n")
-    assert with_jobs(_1=[DOWN])("status", "1") == 1
-    assert "does not respond" in capfd.readouterr().err
+    (chain.folder / "11.out").write_text("another job\n")
+    assert query("logs 1", {}) == (0, "loss 0.5\n", "")
+    done = query("status 1", {"1": DOWN})
+    assert done.status == 1 and "does not respond" in done.err
     records.write_status(chain.folder, "1", recorded)
     for value in (DOWN, Status("1", "unknown")):
-        assert with_jobs(_1=[value])("status", "1") == status
-        assert f"job 1: {text}" in capfd.readouterr().out
-    run = with_jobs(_1=[Status("1", "running"), Status("1", "unknown")])
-    assert run("logs", "--follow", "1") == followed
-    assert capfd.readouterr().out == "loss 0.5\n"
+        done = query("status 1", {"1": value})
+        assert done.status == status and f"job 1: {text}" in done.out
+    done = query("logs --follow 1", {"1": [Status("1", "running"), Status("1", "unknown")]})
+    assert (done.status, done.out) == (followed, "loss 0.5\n")
 
 
 class InJob:
@@ -276,78 +234,74 @@ class InJob:
         self.folder = chain.folder
         self.started = 0
         self.seconds_left: Callable[[], float | None] = lambda: None
-        self.scheduler = Scripted()
+        self.scheduler = Scripted({})
         self._monkeypatch = monkeypatch
         monkeypatch.setenv("SLURM_JOB_ID", "2")
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
         monkeypatch.setattr(in_job, "current_allocation", lambda query: self)
 
-    def run(self, launch: Callable[[], int], previous: str = "",
-            **statuses: list[Status | Exception]) -> int:
+    def run(self, launch: Callable[[], int], before: Any = None, state: Any = "running") -> int:
+        """Start the job in this state; `before`: the statuses of job 1, None where there is no such job."""
         def start(words: list[str]) -> int:
             assert words == ["--", "train.py"]
             self.started += 1
             return launch()
-        self.scheduler = Scripted(**{"_2": [Status("2", "running")], **statuses})
+
+        self.scheduler = Scripted({"1": before, "2": Status("2", state)})
         self._monkeypatch.setattr(in_job, "get_scheduler", lambda name: self.scheduler)
         self._monkeypatch.setattr("utils.launch.cli.main", start)
-        return in_job.main([str(self.folder), previous, "--", "train.py"])
+        return in_job.main([str(self.folder), "1" if before else "", "--", "train.py"])
 
     @property
     def recorded(self) -> int | str | None:
         return records.read_status(self.folder, "2")
 
 
-@pytest.fixture()
+@pytest.fixture
 def job(chain: Submission, monkeypatch: pytest.MonkeyPatch) -> InJob:
     return InJob(chain, monkeypatch)
 
 
 @pytest.mark.parametrize(("recorded", "status", "starts"), [
-    (0, DOWN, True), (75, DOWN, True), (TIME_LIMIT, DOWN, True), (3, DOWN, False),
-    (NOT_STARTED, Status("1", "completed", 0), False), (None, DOWN, False),
-    (None, Status("1", "unknown"), False), (3, Status("1", "unknown"), False),
-    (None, Status("1", "completed", 0), True), (None, Status("1", "timeout"), True),
-    (143, Status("1", "timeout"), True),
-    (143, Status("1", "cancelled", scheduler_state="PREEMPTED"), True),
-    (143, Status("1", "cancelled"), False), (None, Status("1", "failed", 1), False),
+    (0, DOWN, True), (75, DOWN, True), (TIME_LIMIT, DOWN, True), (3, DOWN, False), (NOT_STARTED, DONE, False),
+    (None, DOWN, False), (None, Status("1", "unknown"), False), (3, Status("1", "unknown"), False),
+    (None, DONE, True), (None, Status("1", "timeout"), True), (143, Status("1", "timeout"), True),
+    (143, PREEMPTED, True), (143, Status("1", "cancelled"), False), (None, Status("1", "failed", 1), False),
     (None, Status("1", "node_fail"), False), (None, Status("1", "stopped", 75), True)])
 def test_job_of_a_chain_starts_if_it_can_continue_the_one_before(
         recorded: int | str | None, status: Status | Exception, starts: bool, job: InJob,
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     if recorded is not None:
         records.write_status(job.folder, "1", recorded)
     monkeypatch.setattr(in_job, "QUERY_TIMEOUT_SECONDS", 0.0)
-    assert job.run(lambda: 0, "1", _1=[status]) == (0 if starts else 1)
+    assert job.run(lambda: 0, status) == (0 if starts else 1)
     assert job.started == starts
     assert job.recorded == (0 if starts else NOT_STARTED)
-    assert ("not started" in capsys.readouterr().err) is not starts
+    assert ("not started" in capfd.readouterr().err) is not starts
 
 
 def test_job_of_a_chain_waits_for_a_scheduler_that_is_down(
-        job: InJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        job: InJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(in_job, "QUERY_PAUSE_SECONDS", 0.0)
-    assert job.run(lambda: 0, "1", _1=[DOWN, DOWN, Status("1", "completed", 0)]) == 0
+    assert job.run(lambda: 0, [DOWN, DOWN, DONE]) == 0
     assert job.started == 1
-    message = "the state of job 1 is not known: scontrol does not respond"
-    assert capsys.readouterr().err.count(message) == 2
+    assert capfd.readouterr().err.count("the state of job 1 is not known: scontrol does not respond") == 2
 
 
 def test_recorded_status_that_cannot_be_removed_is_reported(
-        job: InJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        job: InJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def fail(folder: Path, job_id: str) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(records, "remove_status", fail)
     assert job.run(lambda: 0) == 0
-    assert "job 2 could not be removed" in capsys.readouterr().err
+    assert "job 2 could not be removed" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "state", "cancelled"), [
     (0, "running", []), (75, "running", []), (3, "running", ["3"]), (143, "ending", [])])
-def test_failure_cancels_the_rest_of_the_chain(status: int, state: str, cancelled: list[str],
-                                               job: InJob) -> None:
-    assert job.run(lambda: status, _2=[Status("2", state)]) == status  # type: ignore[arg-type]
+def test_failure_cancels_the_rest_of_the_chain(status: int, state: str, cancelled: list[str], job: InJob) -> None:
+    assert job.run(lambda: status, state=state) == status
     assert job.scheduler.cancelled == cancelled
     assert job.recorded == status
 
@@ -355,6 +309,7 @@ def test_failure_cancels_the_rest_of_the_chain(status: int, state: str, cancelle
 def test_launch_that_raises_has_failed(job: InJob) -> None:
     def fail() -> int:
         raise RuntimeError("a defect")
+
     with pytest.raises(RuntimeError):
         job.run(fail)
     assert job.recorded == 1 and job.scheduler.cancelled == ["3"]
@@ -366,6 +321,7 @@ def test_time_limit_is_recorded_when_it_is_reached(job: InJob) -> None:
         while job.recorded is None:
             pass
         return 143
+
     job.seconds_left = lambda: 0.01
     assert job.run(until_recorded) == 143
     assert job.recorded == TIME_LIMIT and job.scheduler.cancelled == []
@@ -388,6 +344,7 @@ def test_failure_after_an_extended_time_limit_is_a_failure(job: InJob) -> None:
         while job.recorded is not None:
             pass
         return 3
+
     job.seconds_left = seconds_left
     assert job.run(fail_after_extension) == 3
     assert job.recorded == 3 and job.scheduler.cancelled == ["3"]
