@@ -1,10 +1,11 @@
 """A rank that does what libraries do after setup_distributed(): they read RANK and its like, and use env://.
 
-Prints one line with what it and the programs that it starts have found.
+Prints the line of public_code.py, and one with what the programs have found that it starts.
 """
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +22,6 @@ PYTHON = [sys.executable, "-c", SHOW]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
 
 
-def reduced() -> float:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
-
-
 def output(command: list[str]) -> list[str]:
     return sorted(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines())
 
@@ -35,23 +30,18 @@ def spawned(local_rank: int, port: int) -> None:
     """A process of torch.multiprocessing.spawn(), which sets its variables itself."""
     os.environ.update(RANK=str(local_rank), WORLD_SIZE="2", LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with setup_distributed("gloo", timeout=60):
-        assert reduced() == 2
+    with setup_distributed("gloo", timeout=60) as job:
+        assert job.all_reduce_mean(1.0 + local_rank) == 1.5
 
 
 if __name__ == "__main__":
     job = setup_distributed("gloo", timeout=60)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
-    assert [int(os.environ[name]) for name in names] == [
-        job.rank, job.world_size, job.local_rank, job.local_world_size, job.node_rank, job.node_rank]
-    found = [f"rank {job.rank}", f"sum {reduced():.0f}"]
     dist.destroy_process_group()
-    dist.init_process_group("gloo")  # by env://
-    found += [f"sum by env:// {reduced():.0f}", *output(PYTHON)]
-    if job.rank == 0:
+    runpy.run_path(str(Path(__file__).with_name("public_code.py")))
+    found = output(PYTHON)
+    if job.is_main:
         found += output([*TORCHRUN, *PYTHON])
         torch.multiprocessing.spawn(spawned, (int(os.environ["MASTER_PORT"]) + 1,), nprocs=2)
         found.append("spawned")
-    dist.barrier()
-    sys.stdout.write(", ".join(found) + "\n")
+    sys.stdout.write(f"programs of rank {job.rank}: {', '.join(found)}\n")
     job.close()

@@ -8,14 +8,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import wait_until
 from tests.unit.pythons import make_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +21,7 @@ SCRIPTS = ["slurm.sh", "pbs.sh"]
 PATH = "/usr/local/bin:/usr/bin:/bin"
 SET_UP = "# Your set-up lines go here: module load ..., source .../activate\n"
 LAUNCH = """\
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, sys
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "launch"))
 import interpreter
 command, *words = sys.argv[1:]
@@ -31,11 +29,6 @@ assert command == "launch"
 python = interpreter.choose(os.environ).path if "--choose" in words else sys.executable
 print(json.dumps({"words": words, "folder": os.getcwd(), "python": python, "BASH_ENV": os.environ.get("BASH_ENV"),
                   "kit": str(pathlib.Path(__file__).parents[1])}), flush=True)
-if "--wait" in words:
-    signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"launch has USR1\\n"))
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-    pathlib.Path(words[-1]).touch()
-    time.sleep(60)
 sys.exit(int(os.environ.get("EXIT", 0)))
 """
 
@@ -83,18 +76,16 @@ class Kit:
         """What a job has reported that ended well."""
         return reported(self.run(name, *words, **options))
 
-    def login_shell(self, profile: str = "", **more: str) -> subprocess.Popen[str]:
-        """As PBS does it: -bash reads the path of the script; one session; signals go to all of it."""
+    def login_shell(self, profile: str, **more: str) -> str:
+        """The output of a job as PBS starts it: -bash reads the path of the script, in a session of its own."""
         home = self.top / "home"
         (home / ".bash_profile").write_text(profile)
         env = {"MODULEPATH_ROOT": "/none", **self.environment("pbs.sh", **more)}  # Lmod then sets no BASH_ENV
-        shell = subprocess.Popen(["-bash"], executable="/bin/bash", text=True, start_new_session=True,
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                 env={**env, "HOME": str(home), "TMPDIR": str(home)})
-        assert shell.stdin is not None
-        shell.stdin.write(f"{self.spooled('pbs.sh')}\n")
-        shell.stdin.close()
-        return shell
+        done = subprocess.run(["-bash"], executable="/bin/bash", input=f"{self.spooled('pbs.sh')}\n", text=True,
+                              start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+                              env={**env, "HOME": str(home), "TMPDIR": str(home)})
+        assert done.returncode == 0, done.stdout
+        return done.stdout
 
     def guard(self) -> str:
         """BASH_ENV of the login shell in the script."""
@@ -238,55 +229,25 @@ def test_set_up_lines_may_be_as_careless_as_those_of_sites(name: str, kit: Kit) 
     assert done.returncode == 40 + len("load python")  # the exit status is that of launch
 
 
-# --- signals
+# --- the login shell of PBS; that it outlives signals, and launch receives them, is in tests/cluster/test_jobs.py
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_signal_to_the_script_reaches_launch_once(name: str, kit: Kit) -> None:
-    started = kit.top / "started"
-    with subprocess.Popen(["bash", str(kit.spooled(name)), "--wait", str(started)], text=True,
-                          env=kit.environment(name), stdout=subprocess.PIPE, start_new_session=True) as process:
-        wait_until(started.exists, "the start", seconds=60)
-        assert process.stdout is not None and process.stdout.readline()
-        for _ in range(2):
-            process.send_signal(signal.SIGUSR1)  # to the script alone, as --signal=B:USR1 does
-            assert process.stdout.readline() == "launch has USR1\n"
-        os.killpg(process.pid, signal.SIGTERM)  # PBS: to every process of the session
-        assert process.wait(60) == 7
-
-
-@pytest.mark.parametrize("profile", ["", "echo welcome; set -u; false\n"])
-def test_login_shell_of_pbs_outlives_usr1(profile: str, kit: Kit) -> None:
-    target = kit.top / "target"
-    target.write_text("precious")
-    (kit.top / "home" / ".survive").symlink_to(target)  # by another user, in /tmp
-    started = kit.top / "started"
-    with kit.login_shell(profile, BASH_ENV=kit.guard(), ARGS=f"--wait '{started}'") as shell:
-        assert shell.stdout is not None
-        wait_until(started.exists, "the start", seconds=60)
-        lines = iter(shell.stdout.readline, "")
-        before = next(line for line in lines if line != "welcome\n")
-        assert '"words"' in before  # no warning
-        os.killpg(shell.pid, signal.SIGUSR1)
-        assert next(lines) == "launch has USR1\n"
-        os.killpg(shell.pid, signal.SIGTERM)
-        assert shell.wait(60) == 7
-    assert target.read_text() == "precious"
+WARNING = "job script: warning: the login shell of this job (-bash) ends"
 
 
 @pytest.mark.parametrize(("profile", "value", "remedy"), [
+    ("", None, None), ("echo welcome; set -u; false\n", None, None),
     ("", "/dev/null", "BASH_ENV is /dev/null"),  # as by Lmod and qsub -V
     ("export BASH_ENV=/dev/null\n", None, "env -u BASH_ENV qsub -V"),  # as by a site with Lmod
     ("", "", "BASH_ENV is not set"),  # as by qsub -v A=1
     ("trap : USR1 TERM\n", "/dev/null", None)])  # a remedy that the warning names
 def test_login_shell_that_ends_at_usr1_is_reported(profile: str, value: str | None, remedy: str | None,
                                                    kit: Kit) -> None:
-    with kit.login_shell(profile, BASH_ENV=kit.guard() if value is None else value, ARGS="train.py") as shell:
-        assert shell.stdout is not None
-        output = shell.stdout.read()
-        assert shell.wait(60) == 0
-    assert '"train.py"' in output
-    warning = "job script: warning: the login shell of this job (-bash) ends"
-    assert output.startswith(warning) == (remedy is not None)
+    target = kit.top / "target"
+    target.write_text("precious")
+    (kit.top / "home" / ".survive").symlink_to(target)  # by another user, in /tmp
+    output = kit.login_shell(profile, BASH_ENV=kit.guard() if value is None else value, ARGS="train.py")
+    assert '"train.py"' in output and target.read_text() == "precious"
+    assert (WARNING in output) == (remedy is not None)
     if remedy is not None:
         assert remedy in output and 'Add "trap : USR1 TERM" to ~/.bash_profile' in output
 

@@ -114,11 +114,6 @@ def test_a_script_has_modules_environment_setup_and_command() -> None:
     assert Slurm().render(Job(launcher="torchrun"), TEMPLATE).endswith('\nlaunch --torchrun -- "$@"\n')
 
 
-def test_a_directive_with_blanks_quotes_and_a_hash() -> None:
-    script = Slurm().render(Job(("a.py",), output='logs/a "b" # %j.out'), TEMPLATE)
-    assert '#SBATCH "--output=logs/a \\"b\\" # %j.out"' in script.split("\n")
-
-
 def test_a_script_of_pbs_sends_the_signal_itself() -> None:
     job = Job(("a.py",), walltime=3600, signal_seconds=300)
     assert '(sleep 3300 && kill -USR1 "$$")' in Pbs().render(job, TEMPLATE)
