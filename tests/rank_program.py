@@ -81,6 +81,8 @@ def join(rank: Placement, args: argparse.Namespace, fault: str) -> None:
     if args.mpi4py == "before":
         from mpi4py import MPI
     met = agree(rank, make_report(rank), launcher=find_launcher().launcher, timeout=args.timeout)
+    if args.fault:
+        time.sleep(args.timeout)  # in place of torch, which connects the ranks
     if met.monitor is not None:
         met.monitor.started()
     if args.mpi4py == "after":
