@@ -38,7 +38,7 @@ def shows(ending: str) -> str:
     ids=["works", "works with SIGTERM", "array element", "scancel", "scontrol requeue", "time limit", "preempted",
          "refused", "limit of restarts", "no job", "PBS"])
 def test_requeue(environ: dict[str, str], scontrol: str, requeued: bool, arguments: str, message: str, tmp_path: Path,
-                 monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+                 monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     program, called = tmp_path / "scontrol", tmp_path / "arguments"
     called.touch()
     program.write_text(f'#!/bin/sh\necho "$@" >> {called}\n{scontrol}\n')
@@ -47,4 +47,4 @@ def test_requeue(environ: dict[str, str], scontrol: str, requeued: bool, argumen
     assert requeue(environ, limit=5) is requeued
     assert called.read_text() == arguments
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert re.search(message, log.text)
+    assert re.search(message, caplog.text)

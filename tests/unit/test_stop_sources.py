@@ -27,7 +27,7 @@ STOP = "time limit in {} s, of which 100 s are kept for the save"
     ([1000, FAILED], [0, 900, 901], [None, "error", STOP.format(99)], 2)],
     ids=["in time", "extended", "rarely queried", "unknown", "query fails", "not a number", "query fails at the end"])
 def test_time_limit(responses: list[float | Exception | None], seconds: Iterable[int], results: list[str | None],
-                    queries: int, log: pytest.LogCaptureFixture) -> None:
+                    queries: int, caplog: pytest.LogCaptureFixture) -> None:
     """responses: of the scheduler, the last one for ever. seconds: of the checks, which have these results."""
     now, queried = 0, 0
 
@@ -49,10 +49,10 @@ def test_time_limit(responses: list[float | Exception | None], seconds: Iterable
             found.append("error")
 
     assert (found, queried) == (results, queries)
-    assert log.text.count("does not report how much time is left") == (responses == [None])
+    assert caplog.text.count("does not report how much time is left") == (responses == [None])
 
 
-def test_a_file_stops_the_run_when_it_appears_or_is_touched(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_file_stops_the_run_when_it_appears_or_is_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "STOP"
     source = StopFile(path, 1)
     assert source.check() is None
@@ -60,7 +60,7 @@ def test_a_file_stops_the_run_when_it_appears_or_is_touched(tmp_path: Path, log:
     assert source.check() == f"file {path}"
 
     again = StopFile(path, 1)
-    assert "exists already" in log.text
+    assert "exists already" in caplog.text
     assert again.check() is None
     os.utime(path, (1, 1))
     assert again.check() == f"file {path}"
@@ -95,7 +95,7 @@ def source(check: Callable[[], object]) -> SimpleNamespace:
 @pytest.mark.parametrize("action", [lambda: 1 / 0, lambda: sys.exit("user's mistake"),
                                     StopCommand(["/no/such/command"], 1).check], ids=["error", "exit", "command"])
 def test_failing_and_hanging_sources_disturb_no_other(
-        action: Callable[[], object], log: pytest.LogCaptureFixture) -> None:
+        action: Callable[[], object], caplog: pytest.LogCaptureFixture) -> None:
     failures, requested, end = threading.Semaphore(0), threading.Event(), threading.Event()
     reasons: list[str] = []
 
@@ -117,4 +117,4 @@ def test_failing_and_hanging_sources_disturb_no_other(
     threads.close()
     end.set()
     assert reasons == ["stop"]
-    assert log.text.count("'other' failed with") == 1
+    assert caplog.text.count("'other' failed with") == 1
