@@ -7,7 +7,6 @@ import random
 import pytest
 
 from tests.unit.scheduler_commands import RECORDINGS, Commands, slurm_output
-from tests.unit.test_hostlist import mutated
 from utils.schedulers import Allocation, AllocationError, current_allocation
 from utils.schedulers.slurm.output import gpu_count
 
@@ -17,6 +16,15 @@ def environments(name: str) -> list[dict[str, str]]:
     path = RECORDINGS / (name if "/" in name else f"slurm/{name}")
     recording = json.loads(path.with_name(f"{path.name}.json").read_text())
     return [process["environ"] for process in recording["processes"]]
+
+
+def mutated(chance: random.Random, text: str) -> str:
+    """The text with a few characters changed, removed or inserted."""
+    letters = list(text)
+    for _ in range(chance.randint(1, 3)):
+        place = chance.randrange(len(letters) + 1)
+        letters[place:place + chance.randint(0, 1)] = chance.choice(["[", "]", ",", "-", "0", "9", "a", "", ".", "_"])
+    return "".join(letters)
 
 
 def allocation(environ: dict[str, str], *, query: bool = False) -> Allocation:
