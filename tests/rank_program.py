@@ -2,10 +2,9 @@
 
 rank_program.py [--join | --torch] [--mpi4py before|after] [--notes FOLDER] [--wait] [--fault WHAT:RANK] [words...]
 
-Without --join and --torch the rank does not contact the others. --join is the start-up exchange alone, without torch
-(but under torchrun, whose store takes torch to read); --torch is setup_distributed() and a sum over all ranks. --notes
-writes the process id to FOLDER/RANK and the signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and
-then for SIGTERM, and exits with status 5.
+Without --join and --torch the rank does not contact the others. --join is the start-up exchange alone, without
+torch; --torch is setup_distributed() and a sum over all ranks. --notes writes the process id to FOLDER/RANK and the
+signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and then for SIGTERM, and exits with status 5.
 
 Faults, of one rank or (without :RANK) of all: exit=STATUS, kill (with --wait); late, exit-before, kill-during (with
 --join); refusals, kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch). FAULT,
@@ -81,12 +80,7 @@ def join(rank: Placement, args: argparse.Namespace, fault: str) -> None:
 
     if args.mpi4py == "before":
         from mpi4py import MPI
-    detection = find_launcher()
-    if detection.launcher.has_store(os.environ):
-        from utils.store import rendezvous
-        met, _ = rendezvous(detection, make_report(rank), time.monotonic() + args.timeout)
-    else:
-        met = agree(rank, make_report(rank), launcher=detection.launcher, timeout=args.timeout)
+    met = agree(rank, make_report(rank), launcher=find_launcher().launcher, timeout=args.timeout)
     if args.fault:
         time.sleep(args.timeout)  # in place of torch, which connects the ranks
     if met.monitor is not None:
