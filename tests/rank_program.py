@@ -6,8 +6,8 @@ Without --join and --torch the rank does not contact the others. --join is the s
 torch; --torch is setup_distributed() and a sum over all ranks. --notes writes the process id to FOLDER/RANK and the
 signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and then for SIGTERM, and exits with status 5.
 
-Faults, of one rank or (without :RANK) of all: exit=STATUS, kill (with --wait); late, exit-before, kill-during (with
---join); refusals, kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch). FAULT,
+Faults, of one rank or (without :RANK) of all: late, exit-before, kill-during (at the start); exit=STATUS, kill (with
+--wait); refusals, kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch). FAULT,
 FAULT_TIMEOUT and FAULT_WITHOUT_WITH in the environment mean the same.
 """
 from __future__ import annotations
@@ -64,19 +64,22 @@ def kill(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def join(rank: Placement, args: argparse.Namespace, fault: str) -> None:
-    """Meet the other ranks without torch, and start MPI before or after it."""
+def fail_at_the_start(fault: str, timeout: float) -> None:
     from utils.connection import Connection
-    from utils.launchers.detect import find_launcher
-    from utils.rendezvous import agree
-    from utils.rendezvous.checks import make_report
 
     if fault == "late":
-        time.sleep(args.timeout * 2.5)
+        time.sleep(timeout * 2.5)
     if fault in ("late", "exit-before"):
         sys.exit("this rank ends before it starts")
     if fault == "kill-during":  # between its report and the result, as a rank that runs out of memory
         Connection.receive_one = kill  # type: ignore[assignment,method-assign]
+
+
+def join(rank: Placement, args: argparse.Namespace) -> None:
+    """Meet the other ranks without torch, and start MPI before or after it."""
+    from utils.launchers.detect import find_launcher
+    from utils.rendezvous import agree
+    from utils.rendezvous.checks import make_report
 
     if args.mpi4py == "before":
         from mpi4py import MPI
@@ -216,8 +219,9 @@ def main() -> None:
     fault = what if not faulty_rank or rank.rank == int(faulty_rank) else ""
     if args.notes:
         take_notes(rank, args.notes, catch=args.wait)
+    fail_at_the_start(fault, args.timeout)
     if args.join:
-        join(rank, args, fault)
+        join(rank, args)
     elif args.torch and what == "refusals":
         refusals(rank)
     elif args.torch:

@@ -13,7 +13,8 @@ from tests.cluster.hosts import Hosts, killed_at_end
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = ROOT / "tests" / "rank_program.py"
-MEET = [sys.executable, str(RANK_PROGRAM), "--join"]
+MEET = [sys.executable, str(RANK_PROGRAM), "--join"]  # not under torchrun, whose store needs torch
+SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
 MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # name -> what conftest's need() calls it, the launcher that detect() should find

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts
-from tests.launch.launchers import MEET, MINIMAL, MPIS, RANK_PROGRAM, TORCHRUN, Lab, Result, assert_met
+from tests.launch.launchers import MEET, MINIMAL, MPIS, SHOW, TORCHRUN, Lab, Result, assert_met
 
-SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
 ON_TWO_HOSTS = "h1 h1 h2 h2"
 
@@ -64,12 +63,11 @@ def test_stale_variables_and_mpi4py_of_another_mpi_do_no_harm(lab: Lab, mpi: str
 
 @pytest.mark.parametrize("mpi", ["mpich5", "openmpi5"])
 def test_torchrun_inside_mpiexec(lab: Lab, mpi: str) -> None:
-    inner = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-id={mpi}",
-             f"--rdzv-endpoint={lab.hosts.address['h2']}:29433", *MEET[1:]]
+    inner = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-id={mpi}",
+             f"--rdzv-endpoint={lab.hosts.address['h2']}:29433", *SHOW[1:]]
     done = lab.mpi(mpi, "h1 h2", inner)
-    assert done.status == 0, done.output
-    for rank in range(4):
-        assert "by torchrun, rank 0 at" in done.line(f"rank {rank} of 4")
+    assert done.status == 0 and "2 ranks on 2 hosts by torchrun" in done.output, done.output
+    assert [done.line(f"rank {rank}") for rank in range(2)] == ["rank 0 of 2", "rank 1 of 2"]
     assert "was ignored: torchrun started this process" in done.output
 
 
@@ -85,13 +83,13 @@ def test_mpiexec_inside_a_torchrun_worker(lab: Lab, mpi: str) -> None:
 
 
 def test_launches_at_the_same_moment_on_one_host_do_not_mix(lab: Lab) -> None:
-    commands = [lab.mpiexec("mpich5", "h1 h1"), lab.mpiexec("openmpi5", "h1 h1"),
-                [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python"]]
-    done = lab.together([("h1", [*command, *MEET], {}) for command in commands * 3])
-    assert done.status == 0, done.output
-    for launcher in ("mpich", "openmpi", "torchrun"):
+    mpiexecs = [lab.mpiexec("mpich5", "h1 h1"), lab.mpiexec("openmpi5", "h1 h1")]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node=2", *SHOW[1:]]
+    done = lab.together([("h1", command, {}) for command in [*([*one, *MEET] for one in mpiexecs * 4), torchrun]])
+    assert done.status == 0 and "2 ranks on 1 host by torchrun" in done.output, done.output
+    for launcher in ("mpich", "openmpi"):
         for rank in range(2):
-            assert done.output.count(f"rank {rank} of 2, local {rank} of 2, on h1, by {launcher}, ") == 3, done.output
+            assert done.output.count(f"rank {rank} of 2, local {rank} of 2, on h1, by {launcher}, ") == 4, done.output
 
 
 # Intel's mpiexec itself does not start ranks where its own host name does not resolve.

@@ -121,26 +121,20 @@ def assert_public(done: Result, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize(("by", "launcher", "nodes"), [
     ("mpich5", "mpich", "h2 h2 h3"), ("mpich4", "mpich", "h1 h1 h2"), ("intel", "intel-mpi", "h1 h1 h2"),
-    ("openmpi5", "openmpi", "h2 h2 h3"), ("openmpi4", "openmpi", "h1 h1 h2"), ("auto", "env", "h1 h1 h2"),
+    ("openmpi5", "openmpi", "h2 h2 h3"), ("openmpi4", "openmpi", "h1 h1 h2"), ("auto", "env", "h2 h1 h2"),
     ("torchrun", "torchrun", "h2 h2 h3"), ("restarts", "torchrun", "h1 h1 h2")])
 def test_ranks_start_with_environment_and_arguments(job: Job, by: str, launcher: str, nodes: str) -> None:
     job.nodes = nodes.split()
+    hosts = sorted(job.nodes, key=job.nodes.index)  # lines of a node file that lie apart are one host
     done = job.run(by, *job.rank, "a b")
-    assert_public(done, job.nodes)
-    for rank, (place, host) in enumerate(zip(("0 of 2", "1 of 2", "0 of 1"), job.nodes, strict=True)):
+    assert_public(done, hosts)
+    for rank, (place, host) in enumerate(zip(("0 of 2", "1 of 2", "0 of 1"), hosts, strict=True)):
         threads = 4 if launcher in ("env", "torchrun") and rank == 2 else 2  # an mpiexec has one value for all
         assert done.line(f"rank {rank} of") == (
             f"rank {rank} of 3, local {place}, on {host}, by {launcher}, GPU none, notes (), value {VALUE!r}, "
             f"threads {threads}, folder {job.folder}, arguments ['a b']")
     if by == "auto":
         assert "launch.py: 3 ranks on 2 hosts (1 to 2 each) by ssh" in done.output
-
-
-def test_lines_of_a_node_file_that_lie_apart_are_one_host(job: Job) -> None:
-    job.nodes = ["h2", "h1", "h2"]
-    done = job.run("ssh", *job.rank)
-    assert done.line("rank 0 of").startswith("rank 0 of 3, local 0 of 2, on h2, by env")
-    assert done.line("rank 2 of").startswith("rank 2 of 3, local 0 of 1, on h1, by env")
 
 
 @pytest.mark.parametrize(("by", "nodes"), [("openmpi5", "h2 h2 h3"), ("ssh", "h2 h3 h3")])
