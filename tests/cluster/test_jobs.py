@@ -291,13 +291,14 @@ def test_what_the_partition_does_not_allow_is_found_before(slurm_jobs: SlurmJobs
 
 def test_restart_is_reported_in_the_output(slurm_jobs: SlurmJobs) -> None:
     (slurm_jobs.folder / "twice.py").write_text(
-        "import os, time\nif not os.environ.get('SLURM_RESTART_COUNT'):\n"
-        "    open('runs', 'w').close()\n    time.sleep(100)\nprint('done')\n")
+        f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nfrom utils.schedulers import Slurm\n"
+        "if not os.environ.get('SLURM_RESTART_COUNT'):\n    open('runs', 'w').close()\n    time.sleep(100)\n"
+        "print('status:', Slurm().status(os.environ['SLURM_JOB_ID']).restart_count)\n")
     [job_id] = ids_of(slurm_jobs.submit(*ONE_RANK, "--time", "5", "--requeue", "twice.py"))
     wait_until((slurm_jobs.folder / "runs").exists, "the first run", seconds=60)
     assert slurm_jobs.run(["scontrol", "requeue", job_id]).status == 0
     done = slurm_jobs.submit_py("logs", "--follow", job_id)
-    assert done.status == 0, done.output
+    assert done.status == 0 and "status: 1\n" in done.output, done.output
     assert done.output.count("restart ") == 1 and f"restart 1 of Slurm job {job_id}" in done.output, done.output
 
 
