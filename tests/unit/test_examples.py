@@ -127,6 +127,8 @@ def test_03_reads_the_library_in_one_order_without_tests(
     (tmp_path / "os.py").rename(tmp_path / "away")
     (tmp_path / "away").rename(tmp_path / "os.py")
     assert text_lm.standard_library() == text
+    monkeypatch.setattr(text_lm, "LIBRARY_BYTES", 10)
+    assert text_lm.standard_library() == text[:10]
 
 
 def test_03_predicts_the_next_byte_and_decays_matrices_only(text_lm: ModuleType) -> None:

@@ -90,3 +90,7 @@ def test_half_of_the_orders_are_odd_and_no_place_is_special(length: int) -> None
     chi_square = ((times - 400 / length) ** 2 / (400 / length)).sum()
     freedom = (length - 1) ** 2
     assert abs(chi_square - freedom) < 4.5 * math.sqrt(2 * freedom) + 4
+
+
+def test_every_order_of_four_samples_occurs() -> None:
+    assert len(orders_of(4, 400).unique(dim=0)) == 24
