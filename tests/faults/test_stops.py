@@ -44,7 +44,7 @@ class SlurmJobs:
     stops: Sequence[str] = ("scancel", "scontrol requeue")
 
     def __init__(self, slurm: SlurmCluster) -> None:
-        self.slurm, self.grace = slurm, slurm.settings["kill_wait"]
+        self.slurm, self.grace = slurm, slurm.kill_wait
 
     def new_folder(self) -> str:
         return f"{self.slurm.work}/run {time.monotonic_ns()}"
