@@ -227,15 +227,16 @@ def test_job_of_a_chain_does_not_start_after_a_failed_one_that_is_forgotten(jobs
     assert done.status == 1 and (jobs.folder / "runs").read_text() == "xx", done.output
 
 
-def test_chain_continues_after_the_time_limit_and_after_a_stop(slurm_jobs: SlurmJobs) -> None:
-    (slurm_jobs.folder / "steps.py").write_text(
+@pytest.mark.parametrize(("jobs", "limit"), [("slurm", "1s"), ("pbs", "20s")], indirect=["jobs"])  # Slurm: a minute
+def test_chain_continues_after_the_time_limit_and_after_a_stop(jobs: Jobs, limit: str) -> None:
+    (jobs.folder / "steps.py").write_text(
         "import sys, time\nopen('runs', 'a').write('x')\nruns = len(open('runs').read())\n"
         "sys.exit(75) if runs == 1 else time.sleep(100) if runs == 2 else sys.exit(0)\n")
-    done = slurm_jobs.submit(*ONE_RANK, "--time", "1s", "--chain", "3", "--follow", "steps.py", seconds=240)
+    done = jobs.submit(*ONE_RANK, "--time", limit, "--chain", "3", "--follow", "steps.py", seconds=240)
     assert done.status == 0, done.output
     assert "stopped after saving, to be continued" in done.output and "timeout" in done.output, done.output
-    assert (slurm_jobs.folder / "runs").read_text() == "xxx"
-    assert "time limit" in {file.read_text().strip() for file in slurm_jobs.folder.glob("jobs-out/*/*.status")}
+    assert (jobs.folder / "runs").read_text() == "xxx"
+    assert "time limit" in {file.read_text().strip() for file in jobs.folder.glob("jobs-out/*/*.status")}
 
 
 def test_chain_continues_after_a_stop_under_torchrun(pbs_jobs: PbsJobs) -> None:
