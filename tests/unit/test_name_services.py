@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from utils import process
-from utils.launchers import LaunchError, Placement, pmix
+from utils.launchers import LaunchError, Placement, pmi, pmix
 from utils.launchers.hydra import MPICH
 from utils.launchers.mpi import MpiBroadcast
 from utils.launchers.name_service import NameServiceUnavailable, poll
@@ -27,8 +27,9 @@ Start = Callable[..., tuple[dict[str, str], socket.socket]]
 
 
 @pytest.fixture
-def mpiexec() -> Iterator[Start]:
+def mpiexec(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """mpiexec("response", ...) -> the environment of a rank, and the process manager's end of PMI_FD."""
+    monkeypatch.setattr(pmi.atexit, "register", lambda *_: None)  # the ranks do not finalize
     ends: list[socket.socket] = []
 
     def start(*responses: str, end: str = "\n") -> tuple[dict[str, str], socket.socket]:
