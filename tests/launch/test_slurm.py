@@ -69,7 +69,7 @@ def test_every_task_of_a_step_is_the_rank_that_slurm_says(slurm: SlurmCluster) -
 
 
 @pytest.mark.parametrize(("options", "hosts"), [
-    ("-N2 -n4 -m block", "node1 node1 node1 node2"), ("-N2 -n4 -m cyclic", "node1 node2 node1 node2")])
+    ("-N2 -n4 -m block", "node1 node1 node1 node2"), ("-N2 --ntasks-per-node=2 -m cyclic", "node1 node2 node1 node2")])
 def test_every_task_of_a_job_is_the_rank_that_slurm_says(slurm: SlurmCluster, options: str, hosts: str) -> None:
     done = slurm.run(["sh", "-c", step("job", options)])
     assert_step(done, "job", hosts)
