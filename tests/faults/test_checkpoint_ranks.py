@@ -235,7 +235,7 @@ def main(folder: Path) -> None:
             checkpoints.save(step, state_of(dist.rank))
         for scenario in SCENARIOS:
             scenario(dist, checkpoints)
-            print(f"rank {rank}: {scenario.__name__}", flush=True)
+            sys.stdout.write(f"rank {rank}: {scenario.__name__}\n")  # at once: print() writes the line's end separately
         os._exit(0)  # the other rank is dead
 
 
