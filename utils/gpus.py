@@ -72,12 +72,12 @@ def _count_amd(root: Path) -> int:
 def _count_intel(root: Path) -> int:
     """Count the data-centre GPUs; a laptop's graphics by the same driver is no accelerator."""
     found = 0
-    for card in (root / "sys/class/drm").glob("card[0-9]*"):
+    for device in (root / "sys/class/drm").glob("card[0-9]*"):
         with contextlib.suppress(OSError):
-            vendor = (card / "device" / "vendor").read_text().strip()
-            device = (card / "device" / "device").read_text().strip()
-            is_connector = not card.name[4:].isdigit()  # "card0-HDMI-A-1"
-            found += not is_connector and vendor == "0x8086" and device.startswith("0x0b")
+            vendor_id = (device / "device" / "vendor").read_text().strip()
+            device_id = (device / "device" / "device").read_text().strip()
+            is_connector = not device.name[4:].isdigit()  # "card0-HDMI-A-1"
+            found += not is_connector and vendor_id == "0x8086" and device_id.startswith("0x0b")
     return found
 
 

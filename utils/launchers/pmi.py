@@ -1,7 +1,7 @@
 """Implement the client side of PMI-1, the protocol between MPICH's process manager and a rank.
 
 Messages go over the socket PMI_FD, one line each, of words key=value: "cmd=put kvsname=kvs_7 key=a
-value=b". Source: the PMI-1 wire protocol in MPICH's documentation.
+value=b". Source: the description of PMI-1 in MPICH's documentation.
 """
 
 from __future__ import annotations
