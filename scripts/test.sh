@@ -166,8 +166,10 @@ check ruff "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --quiet --check utils scripts examples
 check import-linter "$root/.venv/bin/lint-imports" --no-logo --no-cache
 check mypy "$python" -m mypy
-# Two at a time: many tests wait for launchers and schedulers. For a debugger: scripts/test.sh -n 0 --pdb -k NAME
-check pytest "$python" -m pytest -ra -n 2 ${quick:+tests/unit --quick} "$@"
+# Four files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
+# starts the long ones first. Each worker has hosts and clusters of its own. For a debugger:
+# scripts/test.sh -n 0 --pdb -k NAME
+check pytest "$python" -m pytest -ra -n 4 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
 
 # --- what was left out
 missing=()

@@ -9,7 +9,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -115,20 +114,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
              if item.path.parent.name == "unit" and "torch" not in vars(item.getparent(pytest.Module).obj)]
     config.hook.pytest_deselected(items=[item for item in items if item not in quick])
     items[:] = quick
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under pytest-xdist: what raises the same hosts or clusters runs in one worker, one test after the other."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByHosts(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            groups = {"tests/cluster": "clusters", "tests/faults": "clusters", "tests/launch": "launches"}
-            file = nodeid.split("::")[0]
-            return groups.get(file.rpartition("/")[0], file)
-
-    return ByHosts(config, log)
 
 
 def _fail_if_skipped(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:

@@ -36,6 +36,7 @@ def spawned(local_rank: int, port: int) -> None:
 
 if __name__ == "__main__":
     job = setup_distributed("gloo", timeout=60)
+    job.barrier()  # without it this rank may close its connections while another still opens them
     dist.destroy_process_group()
     runpy.run_path(str(Path(__file__).with_name("public_code.py")))
     found = output(PYTHON)
