@@ -10,20 +10,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "tests" / "recordings"
 
-SUBMITTER = """\
-count=$(($(cat count) + 1)); echo $count > count
-if [ $count = {refused} ]; then cat refusal >&2; exit {status}; fi
-echo $((100 + count)){server}
-"""
-
-
 class Commands:
     """Programs in a folder that is PATH; each prints what it was given, and logs its words."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        for name in ("bash", "cat", "env", "git"):
+        for name in ("bash", "env", "git"):
             (folder / name).symlink_to(shutil.which(name) or name)
         self._cases: dict[str, list[str]] = {}
 
@@ -32,21 +25,18 @@ class Commands:
 
         when: only for calls with this word among their arguments.
         """
-        number = sum(map(len, self._cases.values()))
-        for stream, text in (("out", output), ("err", error)):
-            (self.folder / f"{number}.{stream}").write_text(text, encoding="utf-8")
-
-        case = f"cat {number}.out; cat {number}.err >&2; exit {status}"
+        case = f"printf %s {shlex.quote(output)}; printf %s {shlex.quote(error)} >&2; exit {status}"
         cases = self._cases.setdefault(name, [])
         cases.insert(0, f'case " $* " in *" {when} "*) {case};; esac' if when else case)
         self._write(name, "\n".join(cases))
 
-    def add_submitter(self, name: str, *, refused: int = 0, error: str = "", status: int = 1) -> None:
+    def add_submitter(self, name: str, *, refused: int = 0, error: str = "") -> None:
         """Add sbatch or qsub, which prints 101, 102, ..., and refuses the submission with one number."""
-        (self.folder / "count").write_text("0")
-        (self.folder / "refusal").write_text(error)
         server = ".head" if name == "qsub" else ""
-        self._write(name, SUBMITTER.format(refused=refused, status=status, server=server))
+        refuse = f"printf %s {shlex.quote(error)} >&2; exit 1"
+        self._write(name, f"echo >> {name}.count; mapfile count < {name}.count\n"
+                          f"[ ${{#count[@]}} != {refused} ] || {{ {refuse}; }}\n"
+                          f"echo $((100 + ${{#count[@]}})){server}")
 
     def _write(self, name: str, lines: str) -> None:
         log = f"cd {shlex.quote(str(self.folder))}; printf '%q ' {name} \"$@\" >> calls; echo >> calls"

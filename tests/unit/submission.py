@@ -39,10 +39,6 @@ class Login:
         parent = self.folder / "jobs-out"
         return sorted(parent.iterdir()) if parent.exists() else []
 
-    def submission(self) -> Path:
-        [folder] = self.submissions()
-        return folder
-
 
 class Scripted:
     """A scheduler that reports the given statuses of each job in turn, the last one again and again."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,34 +10,23 @@ import pytest
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
 from utils.schedulers import Pbs, SchedulerError, Slurm
 
-# Slurm --------------------------------------------------------------------------------------------
-
 FORGOTTEN = ("", "slurm_load_jobs error: Invalid job id specified\n", 1)
 NO_ACCOUNTING = ("", "Slurm accounting storage is disabled\n", 1)
 RUNNING = {"state": "running", "exit_code": None, "ended": False, "exit_status": 1}
 
-
-def ended(state: str, reason: str = "None", exit_code: str = "0:15") -> str:
-    """The record of a cancelled job with another end."""
-    text = slurm_output("job-cancelled")
-    assert "CANCELLED Reason=None" in text and "=0:15" in text
-    return text.replace("CANCELLED Reason=None", f"{state} Reason={reason}").replace("=0:15", f"={exit_code}")
+CANCELLED = slurm_output("job-cancelled")
+# The records of an array: of its elements 2 to 5, which are pending, and of two that run.
+FIRST, SECOND, LAST = re.findall(r"^JobId=.*?(?=^JobId|\Z)", slurm_output("job-array"), re.MULTILINE | re.DOTALL)
 
 
-def elements() -> list[str]:
-    """The records of an array's elements; those of the last are pending, the others run."""
-    text = slurm_output("job-array")
-    starts = [text.index(f"JobId={number} ") for number in (40, 39)]
-    return [text[:starts[0]], text[starts[0]:starts[1]], text[starts[1]:]]
+def with_end(record: str, state: str, exit_code: str = "0:0", reason: str = "None") -> str:
+    """The record of a job with another end."""
+    record = re.sub(r"(?m)^   JobState=\S+ Reason=\S+", f"   JobState={state} Reason={reason}", record)
+    return re.sub(r"\bExitCode=\S+", f"ExitCode={exit_code}", record)
 
 
-def with_end(record: str, state: str, exit_code: int = 0) -> str:
-    record = record.replace("=RUNNING", f"={state}").replace("=PENDING", f"={state}")
-    return record.replace("ExitCode=0:0", f"ExitCode={exit_code}:0")
-
-
-def array(*ends: tuple[str, int]) -> str:
-    return "".join(with_end(record, *end) for record, end in zip(elements(), ends, strict=True))
+def array(*ends: tuple[str, str]) -> str:
+    return "".join(with_end(record, *end) for record, end in zip((FIRST, SECOND, LAST), ends, strict=True))
 
 
 @pytest.mark.parametrize(("outputs", "expected"), [
@@ -44,32 +34,30 @@ def array(*ends: tuple[str, int]) -> str:
      {**RUNNING, "hosts": ("node1", "node2"), "queue": "main", "restart_count": 0, "output": "/cluster/log of 33.out"}),
     ({"scontrol": slurm_output("job-newline")}, {"state": "held", "exit_code": None}),
     ({"scontrol": slurm_output("job-never"), "squeue": "20\n35\n38\n41\n"}, {"state": "queued", "position": 3}),
-    ({"scontrol": slurm_output("job-cancelled")}, {"state": "cancelled", "exit_code": 143, "exit_status": 143}),
-    ({"scontrol": ended("COMPLETED", exit_code="0:0")}, {"state": "completed", "exit_code": 0, "exit_status": 0}),
-    ({"scontrol": ended("FAILED", "NonZeroExitCode", "3:0")}, {"state": "failed", "exit_code": 3}),
-    ({"scontrol": ended("FAILED", "NonZeroExitCode", "75:0")}, {"state": "stopped", "exit_code": 75}),
-    ({"scontrol": ended("TIMEOUT", "TimeLimit")}, {"state": "timeout", "exit_code": 143, "exit_status": 143}),
-    ({"scontrol": ended("NODE_FAIL", "NodeDown")}, {"state": "node_fail", "exit_code": 143}),
-    ({"scontrol": ended("OUT_OF_MEMORY", "OutOfMemory", "0:125")}, {"state": "failed", "exit_code": 253}),
-    ({"scontrol": ended("COMPLETING")}, {"state": "ending", "exit_code": None}),
-    ({"scontrol": ended("CANCELLED", "DependencyNeverSatisfied", "0:0")}, {"state": "never_ran", "exit_status": 1}),
-    ({"scontrol": ended("SOMETHING_NEW")}, {"state": "unknown", "exit_code": None}),
+    ({"scontrol": CANCELLED}, {"state": "cancelled", "exit_code": 143, "exit_status": 143}),
+    ({"scontrol": with_end(CANCELLED, "COMPLETED")}, {"state": "completed", "exit_code": 0, "exit_status": 0}),
+    ({"scontrol": with_end(CANCELLED, "FAILED", "3:0", "NonZeroExitCode")}, {"state": "failed", "exit_code": 3}),
+    ({"scontrol": with_end(CANCELLED, "FAILED", "75:0", "NonZeroExitCode")}, {"state": "stopped", "exit_code": 75}),
+    ({"scontrol": with_end(CANCELLED, "TIMEOUT", "0:15", "TimeLimit")}, {"state": "timeout", "exit_code": 143}),
+    ({"scontrol": with_end(CANCELLED, "NODE_FAIL", "0:15", "NodeDown")}, {"state": "node_fail", "exit_code": 143}),
+    ({"scontrol": with_end(CANCELLED, "OUT_OF_MEMORY", "0:125", "OutOfMemory")}, {"state": "failed", "exit_code": 253}),
+    ({"scontrol": with_end(CANCELLED, "COMPLETING")}, {"state": "ending", "exit_code": None}),
+    ({"scontrol": with_end(CANCELLED, "CANCELLED", "0:0", "DependencyNeverSatisfied")}, {"state": "never_ran"}),
+    ({"scontrol": with_end(CANCELLED, "SOMETHING_NEW", "0:15")}, {"state": "unknown", "exit_code": None}),
     # A failed element counts more than others.
     ({"scontrol": slurm_output("job-array")}, {**RUNNING, "reason": "2 running, 1 queued"}),
-    ({"scontrol": array(("COMPLETED", 2), ("COMPLETED", 2), ("FAILED", 2))},
-     {"state": "failed", "exit_status": 2, "reason": "1 failed, 2 completed"}),
-    ({"scontrol": array(("FAILED", 3), ("FAILED", 3), ("FAILED", 75))},
-     {"state": "failed", "exit_status": 3, "reason": "2 failed, 1 stopped"}),
-    ({"scontrol": array(("COMPLETED", 0), ("COMPLETED", 0), ("FAILED", 75))},
+    ({"scontrol": array(("COMPLETED", "0:0"), ("FAILED", "2:0"), ("FAILED", "75:0"))},
+     {"state": "failed", "exit_status": 2, "reason": "1 failed, 1 stopped, 1 completed"}),
+    ({"scontrol": array(("COMPLETED", "0:0"), ("COMPLETED", "0:0"), ("FAILED", "75:0"))},
      {"state": "stopped", "exit_status": 75, "reason": "1 stopped, 2 completed"}),
     # Slurm forgets jobs, and each element on its own.
     ({"scontrol": FORGOTTEN, "sacct": "33\x1fCANCELLED by 0\x1f0:0\x1fmain\x1fnode[1-2]\n"},
      {"state": "cancelled", "hosts": ("node1", "node2"), "exit_status": 1}),
     ({"scontrol": FORGOTTEN, "sacct": NO_ACCOUNTING}, {"state": "unknown", "exit_status": 1, "ended": False}),
-    ({"scontrol": with_end(elements()[1], "COMPLETED"),
+    ({"scontrol": with_end(SECOND, "COMPLETED"),
       "sacct": "35_0\x1fFAILED\x1f3:0\x1fmain\x1fnode1\n35_1\x1fCOMPLETED\x1f0:0\x1fmain\x1fnode1\n"},
      {"state": "failed", "exit_status": 3, "reason": "1 failed, 1 completed"}),
-    ({"scontrol": elements()[1], "sacct": "35_0\x1fFAILED\x1f3:0\x1fmain\x1fnode1\n"}, RUNNING)])
+    ({"scontrol": SECOND, "sacct": "35_0\x1fFAILED\x1f3:0\x1fmain\x1fnode1\n"}, RUNNING)])
 def test_the_status_of_a_slurm_job(commands: Commands, outputs: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, output in outputs.items():
         commands.add(name, *(output if isinstance(output, tuple) else (output,)))
@@ -79,18 +67,15 @@ def test_the_status_of_a_slurm_job(commands: Commands, outputs: dict[str, Any], 
 
 
 def test_a_forgotten_element_counts_without_accounting(commands: Commands) -> None:
-    _, second, last = elements()
     commands.add("sacct", *NO_ACCOUNTING)
     slurm = Slurm()
-    for known in (with_end(second, "FAILED", 3) + last, last):
+    for known in (with_end(SECOND, "FAILED", "3:0") + LAST, LAST):
         commands.add("scontrol", known)
         assert "1 failed" in slurm.status("35").reason
-    commands.add("scontrol", with_end(last, "COMPLETED"))
+    commands.add("scontrol", with_end(LAST, "COMPLETED"))
     status = slurm.status("35")
     assert (status.state, status.exit_status) == ("failed", 3)
 
-
-# PBS ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("record", "expected"), [
     ("exitcodes/exit0", {"state": "completed", "exit_code": 0, "exit_status": 0, "ended": True}),

@@ -1,10 +1,10 @@
-"""Durations, sizes and numbers."""
+"""Durations and sizes."""
 from __future__ import annotations
 
 import pytest
 
 from utils.schedulers import JobError, format_walltime, parse_walltime
-from utils.schedulers.units import parse_duration, parse_number, parse_size
+from utils.schedulers.units import parse_duration, parse_size
 
 
 @pytest.mark.parametrize(("text", "seconds"), [
@@ -24,18 +24,7 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
         parse_walltime(text)
 
 
-def test_a_plain_number_of_pbs_is_seconds() -> None:
-    assert parse_duration("90", plain_number_seconds=1) == 90
-
-
 @pytest.mark.parametrize(("text", "size"), [
     ("64G", 64 << 30), ("24684096kb", 24684096 << 10), ("4gb", 4 << 30), ("512", 512), ("1mw", None), ("x", None)])
 def test_a_size_is_read(text: str, size: int | None) -> None:
     assert parse_size(text) == size
-
-
-@pytest.mark.parametrize(("text", "signed", "number"), [
-    (" 7 ", False, 7), ("-29", True, -29), ("-29", False, None), ("4+", False, None), ("\u00b2", False, None),
-    ("", False, None), ("9" * 5000, False, None)])
-def test_a_number_is_read(text: str, signed: bool, number: int | None) -> None:
-    assert parse_number(text, signed=signed) == number

@@ -16,12 +16,9 @@ from tests.unit.submission import Login
 from utils.launch import interpreter
 from utils.submission import profiles, records
 from utils.submission.files import PROGRAM
-from utils.submission.options import COMMANDS
 
 REFUSAL = "sbatch: error: invalid partition specified: nosuch\n"
 
-
-# --- dry run
 
 def test_dry_run_prints_the_script_and_does_nothing_else(login: Login) -> None:
     for name in ("scontrol", "sinfo", "squeue"):
@@ -33,9 +30,12 @@ def test_dry_run_prints_the_script_and_does_nothing_else(login: Login) -> None:
     assert login.commands.calls() == [] and list(login.folder.iterdir()) == [login.folder / "train.py"]
 
 
-def test_submitting_imports_no_torch() -> None:
-    code = ("import sys; from utils import cli; cli.main(['submit', 'run', '--site', 'derecho', '--dry-run', "
-            "'train.py']); sys.exit('torch' in sys.modules)")
+@pytest.mark.parametrize(("code", "absent"), [
+    ("from utils import cli; cli.main(['submit', 'run', '--site', 'derecho', '--dry-run', 'train.py'])", {"torch"}),
+    ("from utils.schedulers.slurm import expand_hostlist",  # as each rank
+     {"torch", "json", "subprocess", "utils.schedulers.job"})])
+def test_slow_imports_are_left_out(code: str, absent: set[str]) -> None:
+    code = f"import sys; {code}; sys.exit(' '.join({absent} & sys.modules.keys()) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -73,8 +73,6 @@ def test_script_holds_what_site_and_options_say(words: str, lines: list[str], ab
     assert [line for line in lines if line not in script] == []
     assert absent not in script
 
-
-# --- submissions
 
 def test_submission_keeps_script_settings_commit_and_id(login: Login) -> None:
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m first"):
@@ -122,8 +120,6 @@ def test_each_job_of_a_chain_waits_for_the_one_before(login: Login) -> None:
     for number, dependency in enumerate(expected, 1):
         lines = (folder / f"job-{number}.sh").read_text().splitlines()
         assert [line for line in lines if "--dep" in line] == [f"#SBATCH --dependency={dependency}"]
-    record = json.loads((folder / "submission.json").read_text())
-    assert (record["job_ids"], record["dependencies"]) == (["101", "102", "103"], expected)
 
 
 def test_chain_is_submitted_completely_or_not_at_all(login: Login) -> None:
@@ -151,8 +147,6 @@ def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: 
     assert len(login.commands.calls("sbatch")) == len(login.commands.calls("scancel"))
 
 
-# --- refusals and notes
-
 @pytest.mark.parametrize(("words", "status", "message"), [
     ("run --chain 2 --time 2m train.py", 0, "little time to train"),
     ("run train.py --nodes 4 --lr 1", 0, "--nodes comes after the script"),
@@ -160,29 +154,20 @@ def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: 
      "would not be submitted: walltime: 13:00:00 is more than the 12:00:00"),
     ("run --site derecho --account p --time 13:00:00 --dry-run --no-check train.py", 0,
      "warning: walltime: 13:00:00 is more than"),
-    ("run --site lumi --nodes 2000 --time 72:00:00 train.py", 1, "Add --account: project_"),
     ("run --site lumi --nodes 2000 --time 72:00:00 train.py", 1, "nodes: 2000 is more than the 1024"),
-    ("run --site lumi --nodes 2000 --time 72:00:00 train.py", 1, "walltime: 72:00:00 is more than the 48:00:00"),
     ("run cancle 77", 1, "command: cancle is neither a file here nor a program on PATH"),
     ("run ./cancle", 1, "command: ./cancle does not exist"),
-    ("run --dry-run ./cancle", 1, "would not be submitted: command: ./cancle does not exist"),
     ("run tool", 1, "Write ./tool"),
     ("run --nodes 2", 1, "no training script"),
     ("run -m", 1, "-m has no module"),
-    ("run -m --lr 1", 1, "-m has no module"),
-    ("run --env A train.py", 1, "NAME=VALUE"),
     ("run --env A-B=c train.py", 1, "A-B"),
-    ("run --chain 0 train.py", 1, "--chain is 0"),
     ("run --chain 2 --array 0-3 train.py", 1, "--array"),
     ("run --nodes 0 train.py", 1, "--nodes"),
-    ("run --time soon train.py", 1, "--time"),
     ("run --queue @ train.py", 1, "--partition"),
     ("run --site generic-pbs --ntasks-per-node 99 train.py", 1, "4 cores"),
-    ("run --setup if train.py", 1, "--setup"),
     ("run --directive nonsense train.py", 1, "--directive"),
     ("run -N 2 -n 3 train.py", 1, "--ntasks 3"),
     ("run -n 2 --ntasks-per-node 2 train.py", 1, "Both --ntasks"),
-    ("run -n 0 train.py", 1, "--ntasks 0"),
     ("run list", 1, f"{PROGRAM} list"),
     ("resubmit 7", 1, "no record of job 7"),
     ("cancle 77", 2, f"Did you mean: {PROGRAM} cancel 77"),
@@ -191,7 +176,6 @@ def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: 
     ("'my train.py'", 2, f"Did you mean: {PROGRAM} run 'my train.py'"),
     ("", 2, "a subcommand is missing"),
     ("run --node 2 train.py", 2, "Did you mean --nodes?"),
-    ("run --ntasks-per-nodes 2 train.py", 2, "Did you mean --ntasks-per-node?"),
     ("list --al", 2, "Did you mean --all?")])
 def test_mistake_is_named(words: str, status: int, message: str, login: Login) -> None:
     (login.folder / "tool").touch(0o755)
@@ -207,24 +191,6 @@ def test_right_command_has_no_note(login: Login) -> None:
     assert done.status == 0 and "note: " not in done.err
 
 
-def test_mistyped_subcommand_is_never_submitted(login: Login) -> None:
-    """Each subcommand with a letter left out, doubled, or swapped with the next."""
-    typos = {name[:place] + changed for name in COMMANDS for place in range(len(name))
-             for changed in (name[place + 1:], name[place] + name[place:],
-                             name[place:place + 2][::-1] + name[place + 2:])}
-    for typo in typos - set(COMMANDS):
-        done = login.submit(typo, "77")
-        assert (done.status, done.out) == (2, "")
-        assert f"{typo!r} is not a subcommand. Expected one of: run, status" in done.err
-    assert login.commands.calls() == []
-
-
-@pytest.mark.parametrize("name", ["", *sorted(COMMANDS)])
-def test_help_fits_on_a_screen(name: str, login: Login) -> None:
-    done = login.submit(*name.split(), "--help")
-    assert done.status == 0 and 5 < len(done.out.splitlines()) < (75 if name == "run" else 30)
-
-
 def test_without_a_site_the_scheduler_of_this_host_is_used(login: Login) -> None:
     assert login.submit("run", "train.py").status == 0
     assert records.read(login.submissions()[0]).site == "generic-slurm"
@@ -234,9 +200,8 @@ def test_without_a_site_the_scheduler_of_this_host_is_used(login: Login) -> None
 
 
 @pytest.mark.parametrize(("words", "status", "message"), [
-    ("train.py", 1, "(runs this script) has no torch"),
     ("--env PYTHON={python} train.py", 1, "PYTHON is '{python}', which has no torch"),
-    ("--no-check train.py", 0, "has no torch"), ("--module pytorch train.py", 0, ""),
+    ("--no-check train.py", 0, "(runs this script) has no torch"), ("--module pytorch train.py", 0, ""),
     ("--setup 'source env.sh' train.py", 0, ""), ("--container a.sif train.py", 0, ""), ("bash", 0, ""),
     ("--site site.yaml train.py", 0, "The modules of Ours may bring it")])
 def test_python_without_torch_is_refused_unless_another_may_come(
@@ -255,8 +220,6 @@ def test_python_without_torch_is_refused_unless_another_may_come(
     assert done.status == status and message.format(python=python) in done.err
     assert ("export PYTHON=" in done.out) == ("PYTHON=" in words or words.endswith("bash"))
 
-
-# --- resubmit
 
 def test_resubmit_submits_the_same_job_in_a_new_folder(login: Login, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +246,6 @@ def test_job_that_has_not_ended_is_not_resubmitted(state: str, ended: bool, logi
 
 
 def test_scripts_that_a_person_runs_are_executable() -> None:
-    for script in (ROOT / "scripts").iterdir():
+    for script in (*ROOT.glob("scripts/*"), ROOT / "jobs" / "slurm.sh", ROOT / "jobs" / "pbs.sh"):
         if script.is_file() and script.read_bytes().startswith(b"#!"):
             assert os.access(script, os.X_OK), script

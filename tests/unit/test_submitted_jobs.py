@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.hosts import wait_until
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.schedulers import Job, SchedulerError, Status
 from utils.submission import following, in_job, records
@@ -54,8 +55,6 @@ def follow(chain: Submission, *statuses: Status | Exception | list[Status | Exce
     return following.follow(scheduler.status, chain.logs, [str(number + 1) for number in range(len(statuses))])
 
 
-# --- follow
-
 def test_follow_prints_states_positions_and_output(chain: Submission, capfd: pytest.CaptureFixture[str]) -> None:
     def statuses() -> Iterator[Status]:
         yield Status("1", "queued", position=3, reason="Resources")
@@ -97,8 +96,6 @@ def test_follow_queries_again_while_the_scheduler_is_down(chain: Submission,
         follow(chain, DOWN)
 
 
-# --- status, list, logs, cancel
-
 @pytest.mark.parametrize(("words", "states", "exit_status", "message"), [
     ("status 1", "running", 0, "job 1: running"),
     ("status 1", "queued", 0, "job 1: queued"),
@@ -111,12 +108,13 @@ def test_follow_queries_again_while_the_scheduler_is_down(chain: Submission,
     ("status 2 1", "stopped failed", 1, ""),
     # As after scancel of one job, which the later ones do not know until they start:
     *((f"status {number}", f"{state} completed queued", 1, message)
-      for state in ("failed", "cancelled", "never_ran", "unknown")
+      for state in ("failed", "unknown")
       for number, message in ((2, "  earlier in its chain, job 1: "), (3, "This job will refuse to start"))),
     ("list", "failed completed queued", 0, "3    queued, will refuse to start"),
     ("list", "failed completed queued", 0, "2    completed  "),
     ("list --folder nowhere", "", 0, "no submissions in nowhere"),
     ("logs 1", "queued", 1, "No output was found of job 1: queued"),
+    ("cancel 2", "completed running queued", 0, "which do not run after a cancelled one: 3"),
     ("cancel 1", "unknown", 1, "no job 1")])
 def test_exit_status_and_message_of_queries(words: str, states: str, exit_status: int, message: str,
                                             chain: Submission, query: Query) -> None:
@@ -150,24 +148,6 @@ def test_list_shows_the_latest_submissions_first(login: Login, query: Query) -> 
     lines = [line.split() for line in done.out.splitlines()]
     assert [line[0] for line in lines] == ["JOB", "103", "101", "102"]
     assert lines[1][1] == "unknown" and lines[2][1:3] == ["stopped", "(75)"] and "other" in lines[1]
-
-
-def test_folder_that_cannot_be_listed_is_not_an_empty_one(chain: Submission, query: Query,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> list[str]:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    done = query("list", {})
-    assert done.status == 1 and "jobs-out: Permission denied" in done.err
-    assert query("status 1 --site generic-slurm", {"1": Status("1", "running")}).status == 0
-
-
-def test_cancel_ends_the_later_jobs_of_the_chain_too(chain: Submission, query: Query) -> None:
-    scheduler = Scripted({"2": Status("2", "running")})
-    done = query("cancel 2", scheduler)
-    assert done.status == 0 and "later jobs of its chain" in done.out
-    assert scheduler.cancelled == ["3", "2"]  # the last first, so that none starts
 
 
 @pytest.mark.parametrize(("requested", "known", "same"), [
@@ -205,8 +185,6 @@ def test_array_elements_have_headings_and_their_lines_do_not_mix(tmp_path: Path)
     assert out.getvalue() == (b"==> array element 0: 1_0.out\nhalf \xff line\n"
                               b"==> array element 1: 1_1.out\nhalf \xff")
 
-
-# --- recorded exit statuses
 
 @pytest.mark.parametrize(("recorded", "status", "followed", "text"), [
     (0, 0, 0, "completed"), (75, 75, 75, "stopped after saving"), (3, 1, 3, "failed, exit status 3"),
@@ -288,16 +266,6 @@ def test_job_of_a_chain_waits_for_a_scheduler_that_is_down(
     assert capfd.readouterr().err.count("the state of job 1 is not known: scontrol does not respond") == 2
 
 
-def test_recorded_status_that_cannot_be_removed_is_reported(
-        job: InJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    def fail(folder: Path, job_id: str) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(records, "remove_status", fail)
-    assert job.run(lambda: 0) == 0
-    assert "job 2 could not be removed" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("status", "state", "cancelled"), [
     (0, "running", []), (75, "running", []), (3, "running", ["3"]), (143, "ending", [])])
 def test_failure_cancels_the_rest_of_the_chain(status: int, state: str, cancelled: list[str], job: InJob) -> None:
@@ -316,35 +284,25 @@ def test_launch_that_raises_has_failed(job: InJob) -> None:
     assert job.run(lambda: sys.exit(2)) == 2
 
 
-def test_time_limit_is_recorded_when_it_is_reached(job: InJob) -> None:
-    def until_recorded() -> int:
-        while job.recorded is None:
-            pass
-        return 143
-
-    job.seconds_left = lambda: 0.01
-    assert job.run(until_recorded) == 143
-    assert job.recorded == TIME_LIMIT and job.scheduler.cancelled == []
-    assert job.run(lambda: 75) == 75  # a later run of the same job
-    assert job.recorded == 75
-
-
-def test_failure_after_an_extended_time_limit_is_a_failure(job: InJob) -> None:
-    left = iter([0.01, 1000.0])
-    extended = threading.Event()
+@pytest.mark.parametrize(("extension", "recorded", "cancelled"), [(0.0, TIME_LIMIT, []), (1000.0, 3, ["3"])])
+def test_time_limit_is_recorded_unless_it_was_extended(extension: float, recorded: int | str, cancelled: list[str],
+                                                       job: InJob) -> None:
+    reached = threading.Event()
 
     def seconds_left() -> float:
-        seconds = next(left)
-        if seconds > 1:
-            extended.set()
-        return seconds
+        if job.recorded is None:
+            return 0.01
+        assert reached.wait(20)
+        return extension
 
-    def fail_after_extension() -> int:
-        assert extended.wait(10)
-        while job.recorded is not None:
-            pass
+    def fail() -> int:
+        wait_until(lambda: job.recorded == TIME_LIMIT, "the record")
+        reached.set()
+        if extension:
+            wait_until(lambda: job.recorded is None, "the extension")
         return 3
 
     job.seconds_left = seconds_left
-    assert job.run(fail_after_extension) == 3
-    assert job.recorded == 3 and job.scheduler.cancelled == ["3"]
+    assert job.run(fail) == 3
+    assert (job.recorded, job.scheduler.cancelled) == (recorded, cancelled)
+    assert job.run(lambda: 75) == job.recorded == 75  # a later run of the same job
