@@ -37,7 +37,6 @@ def test_what_a_scheduler_does_not_report_is_no_problem(commands: Commands, sche
     ({"memory": "2G"}, "memory: 2G is more than the 1G"),
     ({"gpus_per_node": 3}, "gpus_per_node: 3 is more than the 2 GPUs"),
     ({"nodes": 5, "queue": "short"}, "nodes: 5 is more than the 4 nodes of partition short"),
-    ({"queue": "short", "walltime": 601}, "walltime: 00:10:01 is more than the 00:10:00"),
     ({"queue": "short,main", "walltime": 601}, ""),
     ({"queue": "short", "gpus_per_node": 2, "cores_per_rank": 3},
      "cores_per_rank: 6 is more than the 4 cores of the largest node. 2 ranks per node have 3 cores each"),
@@ -106,18 +105,15 @@ def add_queues(commands: Commands, **small: Any) -> None:
     ({"nodes": 2, "ranks_per_node": 3, "cores_per_rank": 1, "walltime": 600}, ""),
     ({"nodes": 3, "cores_per_rank": 3}, "ncpus: 9 for the whole job is more than the 8 of queue small (resources_max)"),
     ({"nodes": 3, "memory": "6G"}, "mem: 18gb for the whole job is more than the 16gb of queue"),
-    ({"nodes": 4}, "nodect: 4 for the whole job is more than the 3"),
     ({"nodes": 2, "walltime": 601}, "walltime: 00:10:01 is more than the 00:10:00 of queue small"),
     ({"nodes": 2, "walltime": 59}, "walltime: 00:00:59 is less than the 00:01:00 of queue small"),
     ({"nodes": 1}, "ncpus: 1 for the whole job is less than the 2 of queue small (resources_min)"),
-    ({"nodes": 2, "chunk": ("fpgas=2",)}, "fpgas: 4 for the whole job is more than the 2"),
     ({"nodes": 3, "chunk": ("nvme=1",)}, "nvme: 3 for the whole job is more than the 2 of the server"),
     ({"directives": ("-l select=2:ncpus=2+1:ncpus=5",)}, "ncpus: 9 for the whole job is more"),
     ({"directives": ("-l nodes=3:ppn=3",)}, "mpiprocs: 9 for the whole job is more than the 6"),
     ({"nodes": 2, "directives": ("-l walltime=3600",)}, "walltime: 01:00:00 is more"),
     ({"nodes": 3, "cores_per_rank": 3, "directives": ("-q big",)}, ""),
     ({"nodes": 3, "cores_per_rank": 3, "queue": "route"}, ""),  # to big
-    ({"nodes": 3, "cores_per_rank": 3, "queue": "narrow"}, "ncpus: 9 for the whole job is more"),
     ({"nodes": 60, "cores_per_rank": 10, "queue": "big"}, "ncpus: 600 for the whole job is more")])
 def test_the_limits_of_a_pbs_queue_and_server(commands: Commands, values: dict[str, Any], problem: str) -> None:
     add_queues(commands)
@@ -157,15 +153,11 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("train.py --data=LOCAL/train.py", {}, "exists on this host only"),
     ("train.py --data=LOCAL/filled", {}, "exists on this host only"),
     ("train.py --cache=LOCAL/empty", {}, ""),
-    ("train.py --cache=LOCAL/me/cache", {}, ""),
     ("train.py --cache=/mnt/bb/me/cache", {}, ""),
     ("missing.py", {}, "does not exist"),
-    ("python -u missing.py", {}, "does not exist"),
     ("train.py /nowhere/at/all", {}, "does not exist"),
     ("cancle 77", {}, "nor a program on PATH"),
-    ("bash -c true", {}, ""),
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
-    ("trainer", {"modules": ("tools",)}, ""),
     ("train.py", {"container": "image.sif"}, "does not exist"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
 def test_paths_that_nodes_cannot_see(folders: tuple[Path, Path], command: str, more: dict[str, Any],

@@ -25,7 +25,6 @@ def allocation(environ: dict[str, str], *, query: bool = False) -> Allocation:
 
 NONE = [None, None, None]
 ALLOCATED: dict[str, tuple[list[int], list[int | None], list[int]]] = {  # ranks, GPUs and cores of each host
-    "sbatch_2x2_srun_no_accounting": ([2, 2], NONE[:2], [2, 2]),
     "gpus_per_node_2x2": ([2, 2], [2, 2], [2, 2]),
     "nodelist_1_2_4": ([1, 1, 1], NONE, [1, 1, 1]),
     "pbs_directives_in_sbatch": ([3, 1], NONE[:2], [3, 1]),
@@ -33,7 +32,6 @@ ALLOCATED: dict[str, tuple[list[int], list[int | None], list[int]]] = {  # ranks
     "srun_step_smaller_than_job": ([2, 2], NONE[:2], [2, 2]),
     "gres_gpu_1task_srun_gpus_per_task_gt": ([1], [2], [1]),
     "slurm-25.11/sbatch_2x2": ([2, 2], [2, 2], [2, 2]),
-    "slurm-25.11/sbatch_exclusive": ([1, 1], NONE[:2], [4, 4]),
     "slurm-25.11/sbatch_step_on_one_node": ([2, 2, 2], NONE, [2, 2, 2]),
     "slurm-25.11/sbatch_het_gpus_per_task": ([1, 2, 2], NONE, [1, 2, 2]),
 }

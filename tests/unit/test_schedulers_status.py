@@ -80,7 +80,6 @@ def test_a_forgotten_element_counts_without_accounting(commands: Commands) -> No
 @pytest.mark.parametrize(("record", "expected"), [
     ("exitcodes/exit0", {"state": "completed", "exit_code": 0, "exit_status": 0, "ended": True}),
     ("exitcodes/exit7", {"state": "failed", "exit_code": 7, "exit_status": 7, "ended": True}),
-    ("exitcodes/exit_kill_parent", {"state": "failed", "exit_code": 137}),
     ("commands/qdel_running_final", {"state": "cancelled", "exit_code": 143}),
     ("signals/ckpt_qdel_profile_trapped", {"state": "cancelled", "exit_code": 85}),
     ("nodefail/ms_poweroff_rn", {"state": "node_fail", "exit_code": None, "exit_status": 1}),

@@ -97,14 +97,10 @@ def test_follow_queries_again_while_the_scheduler_is_down(chain: Submission,
 
 
 @pytest.mark.parametrize(("words", "states", "exit_status", "message"), [
-    ("status 1", "running", 0, "job 1: running"),
-    ("status 1", "queued", 0, "job 1: queued"),
     ("status 1", "completed", 0, "job 1: completed, exit status 0\n  record: {folder}"),
     ("status 1", "failed", 1, "job 1: failed, exit status 3"),
-    ("status 1", "never_ran", 1, "job 1: never ran"),
     ("status 1", "unknown", 1, "job 1: unknown"),
     ("status 1", "stopped", 75, "job 1: stopped after saving, to be continued"),
-    ("status 1 2", "stopped failed", 1, ""),  # in any order
     ("status 2 1", "stopped failed", 1, ""),
     # As after scancel of one job, which the later ones do not know until they start:
     *((f"status {number}", f"{state} completed queued", 1, message)
@@ -125,16 +121,6 @@ def test_exit_status_and_message_of_queries(words: str, states: str, exit_status
     assert done.status == exit_status
     assert message.format(folder=chain.folder.relative_to(Path.cwd())) in done.out + done.err
     assert ("refuse" in done.out) == ("refuse" in message or words == "list")
-
-
-def test_job_that_refused_to_start_is_no_failed_training(chain: Submission, query: Query) -> None:
-    records.write_status(chain.folder, "2", NOT_STARTED)
-    for status in (Status("2", "failed", 1), Status("2", "unknown")):
-        jobs = {"1": Status("1", "cancelled"), "2": status, "3": Status("3", "queued")}
-        done = query("status 2", jobs)
-        assert done.status == 1
-        assert "job 2: never ran, exit status 1 (it refused to start: the job before it" in done.out
-        assert query("list", jobs).out.splitlines()[2].split()[:3] == ["2", "never", "ran"]
 
 
 def test_list_shows_the_latest_submissions_first(login: Login, query: Query) -> None:
@@ -188,7 +174,7 @@ def test_array_elements_have_headings_and_their_lines_do_not_mix(tmp_path: Path)
 
 @pytest.mark.parametrize(("recorded", "status", "followed", "text"), [
     (0, 0, 0, "completed"), (75, 75, 75, "stopped after saving"), (3, 1, 3, "failed, exit status 3"),
-    (TIME_LIMIT, 1, 1, "timeout")])
+    (TIME_LIMIT, 1, 1, "timeout"), (NOT_STARTED, 1, 1, "never ran, exit status 1 (it refused to start")])
 def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str, status: int, followed: int,
                                                              text: str, chain: Submission, query: Query) -> None:
     """Slurm without accounting forgets a job soon, PBS without history at its end."""
@@ -198,7 +184,8 @@ def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str
     done = query("status 1", {"1": DOWN})
     assert done.status == 1 and "does not respond" in done.err
     records.write_status(chain.folder, "1", recorded)
-    for value in (DOWN, Status("1", "unknown")):
+    other_views = [Status("1", "failed", 1)] if recorded == NOT_STARTED else []
+    for value in (DOWN, Status("1", "unknown"), *other_views):
         done = query("status 1", {"1": value})
         assert done.status == status and f"job 1: {text}" in done.out
     done = query("logs --follow 1", {"1": [Status("1", "running"), Status("1", "unknown")]})
