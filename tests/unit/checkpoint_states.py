@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from utils.checkpoint.restore import Restorer
 from utils.checkpoint.unpack import unpack
 from utils.checkpoint.values import StateError
 
-Saved = tuple[Any, dict[str, torch.Tensor], dict[str, Any]]
-
 
 class ChangedDisk:
     """The real disk, with some of its calls replaced."""
@@ -27,7 +26,7 @@ class ChangedDisk:
         return getattr(os, name)
 
 
-def saved(state: Any) -> Saved:
+def saved(state: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
     """What a file holds: the tree, the tensors as plain contiguous copies, the PerRank trees."""
     packed = pack(state)
     tree, own = json.loads(json.dumps([packed.tree, packed.own]))
@@ -67,10 +66,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     metadata, arrays = header.pop("__metadata__"), {}
     for name, field in header.items():
         dtype = numpy.dtype({"F32": "<f4", "I64": "<i8", "BOOL": "?", "U8": "u1"}[field["dtype"]])
-        first, last = (start + offset for offset in field["data_offsets"])
-        assert first == end and first % dtype.itemsize == 0
-        arrays[name] = numpy.frombuffer(raw[first:last], dtype).reshape(field["shape"])
-        end = last
+        assert field["data_offsets"][0] == end - start and end % dtype.itemsize == 0
+        arrays[name] = numpy.frombuffer(raw, dtype, math.prod(field["shape"]), end).reshape(field["shape"])
+        end += arrays[name].nbytes
     assert end == len(raw)
     return metadata, arrays
 

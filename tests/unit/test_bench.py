@@ -2,20 +2,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import bench_startup
+from tests.unit.programs import python
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_ranks_join_where_rank_0_may_open_few_files(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "bench_rendezvous.py"), "--ranks", "2", "40"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+def test_ranks_join_where_rank_0_may_open_few_files() -> None:
+    done = python("scripts/bench_rendezvous.py", "--ranks", "2", "40")
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^ *(\d+) +\d+\.\d{3} .* (\d+) -> (\d+)$", done.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["2", "40", "40"]
@@ -28,11 +24,12 @@ def test_startup_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     bench_startup.main(["--pairs", "0"])
     bench_startup.bench_launches([bench_startup.direct()], 1)
     printed = capsys.readouterr().out
-    assert len(re.findall(r"^(?:srun|PALS), .* +\d+\.\d{3} +\d+\.\d{3}$", printed, re.M)) == 4
-    assert re.search(r"^bytecode (cached|not cached.*?)  +\S+ +\S+ +\S+ +\S+ to \S+$", printed, re.M)
-    assert "direct: pair 1 of 1" in printed
-    for until in ("first all-reduce", "end"):
-        assert re.search(rf"^direct +{until}( +\d+\.\d{{3}}){{4}} to \d+\.\d{{3}}$", printed, re.M)
+    for row, count in ((r"(?:srun|PALS), .* +\d+\.\d{3} +\d+\.\d{3}", 4),
+                       (r"bytecode (?:cached|not cached.*?)  +\S+ +\S+ +\S+ +\S+ to \S+", 1),
+                       (r"direct +(?:first all-reduce|end)(?: +\d+\.\d{3}){4} to \d+\.\d{3}", 2)):
+        assert len(re.findall(f"^{row}$", printed, re.MULTILINE)) == count, printed
+    pairs = [(1.0, 1.0), (2.0, 2.2), (4.0, 8.0)]
+    assert bench_startup.compare(pairs) == ("2.000", "2.200", "1.100", "1.050 to 1.550")
 
 
 def test_failed_launch_is_an_error_with_its_output(tmp_path: Path) -> None:
@@ -40,8 +37,3 @@ def test_failed_launch_is_an_error_with_its_output(tmp_path: Path) -> None:
     program.write_text("raise ValueError('no such rank')")
     with pytest.raises(SystemExit, match=r"(?s)bare\.py ended with status 1 and 1\..*no such rank"):
         bench_startup.run("direct", bench_startup.direct().bare, program, tmp_path)
-
-
-def test_ratio_is_the_median_of_the_pairs() -> None:
-    pairs = [(1.0, 1.0), (2.0, 2.2), (4.0, 8.0)]
-    assert bench_startup.compare(pairs) == ("2.000", "2.200", "1.100", "1.050 to 1.550")

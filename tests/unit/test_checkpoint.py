@@ -1,11 +1,12 @@
-"""utils/checkpoint/checkpointer.py in one process: what a training loop sees of saving and loading."""
+"""utils/checkpoint: what a training loop sees of saving and loading, and programs that read parts meanwhile."""
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import random
-import subprocess
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,21 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.checkpoint_states import ChangedDisk, bits
+from tests.unit.checkpoint_states import ChangedDisk, bits, read_safetensors
+from tests.unit.programs import python
 from utils import coordination
-from utils.checkpoint import Checkpointer, CheckpointError, PerRank, disk, list_steps
+from utils.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    PerRank,
+    disk,
+    export_safetensors,
+    list_steps,
+    load_part,
+)
+from utils.checkpoint.format import rank_file_name
 from utils.checkpoint.pack import Packed
 from utils.checkpoint.snapshot import Snapshot, share_out
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 GPU = pytest.param("cuda", marks=[
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
@@ -78,7 +86,7 @@ def test_the_end_of_a_training_waits_for_its_save(
 def test_a_process_that_ends_without_close_finishes_its_save(tmp_path: Path) -> None:
     code = ("import sys, torch; from utils.checkpoint import Checkpointer\n"
             "Checkpointer(sys.argv[1]).save(1, {'x': torch.zeros(1_000_000)})")
-    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, check=True, timeout=60)
+    assert python("-c", code, str(tmp_path)).returncode == 0
     assert list_steps(tmp_path) == [1]
 
 
@@ -95,38 +103,26 @@ def test_the_last_the_multiples_and_the_best_are_kept(
     assert list_steps(tmp_path) == expected and len(os.listdir(tmp_path)) == len(expected)
 
 
-def test_a_step_saved_again_replaces_the_first_when_it_is_safe(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, keep=2) as checkpoints:
-        for step, x in ((1, 0), (2, 1), (2, 2)):
+def test_steps_are_ordered_as_numbers_and_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        for step, x in ((2, 0), (10, 1), (10**10, 2), (10**10, 3)):
             checkpoints.save(step, {"x": x})
         checkpoints.wait()
-        assert sorted(os.listdir(tmp_path)) == ["step-000000001", "step-000000002-2"]
+        assert sorted(os.listdir(tmp_path)) == ["step-000000002", "step-000000010", "step-10000000000-2"]
         found = checkpoints.load_latest({"x": 0})
-    assert found is not None and found.step == 2 and found.state == {"x": 2}
-
-
-def test_steps_are_ordered_as_numbers_and_can_be_chosen(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpoints:
-        for step in (10, 10**9, 10**10):
-            checkpoints.save(step, {"x": step})
-        found = checkpoints.load_latest({"x": 0})
-        assert found is not None and found.step == 10**10
-        assert checkpoints.load_step(10, {"x": 0}).state == {"x": 10}
-        with pytest.raises(CheckpointError, match="no checkpoint of step 15 .*; expected one of: 10"):
+        assert found is not None and found.step == 10**10 and found.state == {"x": 3}
+        assert checkpoints.load_step(10, {"x": 0}).state == {"x": 1}
+        with pytest.raises(CheckpointError, match="no checkpoint of step 15 .*; expected one of: 2, 10"):
             checkpoints.load_step(15, {"x": 0})
-
-
-@pytest.mark.parametrize("options, words", [
-    ({"keep": 0}, "keep is 0; expected a number above 0"), ({"keep_every": 0}, "keep_every is 0"),
-    ({"timeout": -1.0}, "timeout is -1.0; expected a number above 0"),
-    ({"best": "low"}, "best is 'low'; expected"), ({"keep_best": -1}, "keep_best is -1")])
-def test_wrong_options_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
-        Checkpointer(tmp_path, **options)
 
 
 def test_misuse_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "new" / "folder"
+    for options, words in (({"keep": 0}, "keep is 0; expected a number above 0"), ({"keep_every": 0}, "keep_every"),
+                           ({"timeout": -1.0}, "timeout"), ({"best": "low"}, "best"), ({"keep_best": -1}, "best")):
+        with pytest.raises(ValueError, match=words):
+            Checkpointer(folder, **options)  # type: ignore[arg-type]
+
     with Checkpointer(folder) as checkpoints:
         with pytest.raises(ValueError, match="step is -1"):
             checkpoints.save(-1, {})
@@ -215,3 +211,108 @@ def test_common_tensors_are_shared_out_evenly(ranks: int) -> None:
 
     small = Packed(common={"weight": torch.rand(1000), "bias": torch.rand(10)})
     assert [len(share_out(small, rank, ranks)) for rank in range(ranks)] == [2, *[0] * (ranks - 1)]
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The checkpoints of steps 10 and 20."""
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        for step in (10, 20):
+            state = {"model": model_of(step), "epoch": step, "mine": PerRank(7), "big": torch.zeros(3_000_000),
+                     "complex": torch.zeros(3, dtype=torch.complex64), "flag": torch.tensor(True)}
+            checkpoints.save(step, state)
+    return tmp_path / "checkpoints"
+
+
+def content(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.rglob("*")}
+
+
+def test_a_part_is_loaded_and_nothing_else_changes(folder: Path) -> None:
+    (folder / ".saving-0123").mkdir()
+    model = model_of(0)
+    before, generator = content(folder), torch.get_rng_state()
+    found = load_part(folder, {"model": model, "epoch": 0})
+    assert found is not None and found.step == 20 and found.state["epoch"] == 20
+    assert all(bool((parameter == 20).all()) for parameter in model.parameters())
+    found = load_part(folder, {"model": model}, step=10)
+    assert found is not None and found.step == 10 and bool((model[0].weight == 10).all())
+    assert content(folder) == before and torch.equal(torch.get_rng_state(), generator)
+
+
+def test_only_the_parts_asked_for_are_read(folder: Path) -> None:
+    file = folder / "step-000000020" / rank_file_name(0)
+    raw = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    first = json.loads(raw[8:start])["big"]["data_offsets"][0]
+    raw[start + first + 6_000_000] ^= 1  # in a block that holds nothing else
+    file.write_bytes(raw)
+    for part, step in (({"model": model_of(0)}, 20), ({"big": torch.ones(3_000_000)}, 10)):
+        found = load_part(folder, part)
+        assert found is not None and found.step == step
+    with pytest.raises(CheckpointError, match=f"cannot load .*{rank_file_name(0)}.* do not match their checksum"):
+        load_part(folder, {"big": torch.ones(3_000_000)}, step=20)
+    assert list_steps(folder) == [10, 20], "a reader quarantines nothing"
+
+
+def test_what_is_missing_is_named(folder: Path) -> None:
+    nothing = folder / "nothing"
+    assert list_steps(nothing) == [] and load_part(nothing, {"model": model_of(0)}) is None
+    with pytest.raises(CheckpointError, match="no checkpoint of step 15 .*; expected one of: 10, 20"):
+        load_part(folder, {"epoch": 0}, step=15)
+    with pytest.raises(CheckpointError, match="the checkpoint lacks 'ema'"):
+        load_part(folder, {"ema": model_of(0)})
+    with pytest.raises(ValueError, match="state is a Sequential; expected a dictionary"):
+        load_part(folder, model_of(0))  # type: ignore[arg-type]
+    with Checkpointer(nothing) as checkpoints:
+        checkpoints.save_and_wait(1, [1])
+    with pytest.raises(CheckpointError, match="the saved state is no dictionary of parts"):
+        load_part(nothing, {"epoch": 0})
+
+
+def test_a_reader_finds_one_while_a_training_deletes_them(tmp_path: Path) -> None:
+    def read(_: int) -> int:
+        found = load_part(tmp_path, {"x": 0})
+        assert found is not None and found.state["x"] == found.step
+        return found.step
+
+    with Checkpointer(tmp_path, keep=1) as checkpoints, ThreadPoolExecutor(1) as reader:
+        checkpoints.save_and_wait(1, {"x": 1})
+        reading = reader.submit(lambda: list(map(read, range(100))))
+        for step in itertools.count(2):
+            checkpoints.save_and_wait(step, {"x": step})
+            if reading.done():
+                break
+    steps = reading.result()
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+
+
+def test_files_follow_the_rules_of_safetensors(folder: Path, tmp_path: Path) -> None:
+    metadata, arrays = read_safetensors(folder / "step-000000020" / rank_file_name(0))
+    assert all(type(text) is str for text in metadata.values())
+    assert arrays["complex"].shape == (24,), "safetensors has no complex numbers"
+    assert arrays["flag"].tolist() is True and arrays["model/0.bias"].tolist() == [20.0] * 3
+
+    target = tmp_path / "model.safetensors"
+    target.write_text("an older one")
+    assert export_safetensors(folder, target) == 20
+    assert export_safetensors(folder, target, step=10) == 10
+
+    metadata, arrays = read_safetensors(target)
+    assert metadata == {"format": "pt"} and set(arrays) == set(model_of(0).state_dict())
+    assert arrays["0.weight"].tolist() == [[10.0] * 4] * 3
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model.safetensors"]
+
+    for file, part, words in (
+            (target, "ema", "no part 'ema'; expected one of 'model', 'epoch'"),
+            (target, "epoch", "'epoch' is a int; expected a model"),
+            (tmp_path / "nowhere" / "file", "model", "cannot write")):
+        with pytest.raises(CheckpointError, match=words):
+            export_safetensors(folder, file, part=part)

@@ -2,13 +2,12 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import shutil
+import stat
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ import pytest
 import torch
 
 from tests.cluster.hosts import killed_at_end
-from tests.unit.checkpoint_states import read_safetensors
+from tests.unit.checkpoint_states import ChangedDisk
 from utils import process
 from utils.checkpoint import Checkpointer, CheckpointError, disk, owner
-from utils.checkpoint.checksums import BLOCK_BYTES, COLUMN_WEIGHTS, ROW_WEIGHTS, checksum
+from utils.checkpoint.checksums import checksum
 from utils.checkpoint.format import MANIFEST, rank_file_name
 
 FILE = rank_file_name(0)
@@ -47,17 +46,6 @@ def load(folder: Path) -> int:
     return found.step
 
 
-def test_a_file_follows_the_rules_of_safetensors(tmp_path: Path) -> None:
-    more = {"complex": torch.zeros(3, dtype=torch.complex64), "flag": torch.tensor(True)}
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(7, {**state(2.5), **more})
-    metadata, arrays = read_safetensors(tmp_path / "step-000000007" / FILE)
-    assert all(type(text) is str for text in metadata.values())
-    assert {name: (array.dtype.kind, array.shape) for name, array in arrays.items()} == {
-        "weights": ("f", (300,)), "counts": ("i", (40,)), "complex": ("u", (24,)), "flag": ("b", ())}
-    assert arrays["weights"].tolist() == [2.5] * 300
-
-
 def test_the_checksum_is_the_same_in_all_releases() -> None:
     """Constants, because later releases of torch and of the kit read today's checkpoints."""
     words = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
@@ -66,154 +54,99 @@ def test_the_checksum_is_the_same_in_all_releases() -> None:
             (words, "a2e8430fd8c2de6733dfadc4509d692d"),
             ((torch.arange(10_001) % 251).to(torch.uint8), "35c78dae7e12144fb99fd8f993a2f6f5")):
         assert checksum(block) == expected
-    for weights in (ROW_WEIGHTS.tolist(), COLUMN_WEIGHTS.tolist()):
-        assert all(weight & 1 for weight in weights) and len(set(weights)) == len(weights)
 
 
-def changed_blocks(block: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    rng, pages = random.Random(0), block.view(-1, 4096)
-    yield "pages reversed", pages.flip(0).flatten()
-    yield "two pages swapped", torch.cat([pages[1], pages[0], *pages[2:]])
-    yield "moved by a page", block.roll(4096)
-    yield "moved by a byte", block.roll(1)
-    yield "halves swapped", block.view(2, -1).flip(0).flatten()
-    yield "half lost", block * (torch.arange(BLOCK_BYTES) < BLOCK_BYTES // 2)
-    yield "all top bits", block ^ 128
-    yield "cut", block[:-4096]
-    for trial in range(100):
-        changed = block.clone()
-        start, length = rng.randrange(BLOCK_BYTES - 4096), rng.randint(1, 4096)
-        changed[start:start + length] = torch.randint(0, 256, (length,), dtype=torch.uint8)
-        changed[start] = block[start] ^ 128
-        yield f"within 4096 bytes, {trial}", changed
-
-        # up to three top bits of words in one row or one column: one sum alone misses them
-        changed = block.clone()
-        first = rng.randrange(BLOCK_BYTES // 8 // 4) * 8 + 7
-        for step in (0, 4096, 4096 + 8 * rng.randint(1, 400))[:rng.randint(1, 3)]:
-            changed[first + step] ^= 128
-        yield f"top bits, {trial}", changed
+def flip_or_cut(path: Path, rng: random.Random) -> None:
+    raw = bytearray(path.read_bytes())
+    where = rng.randrange(len(raw))
+    raw[where] ^= 1 << rng.randrange(8)
+    path.write_bytes(raw if rng.random() < 0.5 else raw[:where])
 
 
-def test_every_change_changes_the_checksum() -> None:
-    block = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8)
-    expected = checksum(block)
-    assert [name for name, changed in changed_blocks(block) if checksum(changed) == expected] == []
+def remove(path: Path, _: random.Random) -> None:
+    path.unlink()
 
 
-def test_a_flipped_bit_or_a_cut_file_is_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 1, 2)
-    newest, rng = tmp_path / "step-000000002", random.Random(0)
-    for trial in range(60):
-        file = newest / rng.choice([MANIFEST, FILE])
-        intact = file.read_bytes()
-        where = rng.randrange(len(intact))
-        damaged = intact[:where]
-        if trial % 2:
-            damaged += bytes([intact[where] ^ 1 << rng.randrange(8)]) + intact[where + 1:]
-        file.write_bytes(damaged)
-        caplog.clear()
-        assert load(tmp_path) == 1, f"{file.name}, byte {where} of {len(intact)}"
-        (quarantined,) = tmp_path.glob("*.damaged")
-        assert all(text in caplog.text for text in (str(newest), file.name, quarantined.name))
-        assert (quarantined / file.name).read_bytes() == damaged
-        quarantined.rename(newest)
-        file.write_bytes(intact)
-    assert load(tmp_path) == 2
-
-
-def make_link(path: Path) -> None:
+def make_link(path: Path, _: random.Random) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
 
-def make_pipe(path: Path) -> None:
+def make_pipe(path: Path, _: random.Random) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("name, replace, words", [
-    (FILE, Path.unlink, f"{FILE} is missing"), (MANIFEST, Path.unlink, f"{MANIFEST} is missing"),
-    (FILE, make_link, "expected a file"), (MANIFEST, make_pipe, "expected a file")])
-def test_a_missing_file_a_link_and_a_pipe_are_damage(
-        name: str, replace: Callable[[Path], None], words: str, tmp_path: Path,
-        caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage, times, words", [
+    (flip_or_cut, 30, ""), (remove, 1, "is missing"), (make_link, 1, "expected a file"),
+    (make_pipe, 1, "expected a file")])
+@pytest.mark.parametrize("name", [FILE, MANIFEST])
+def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_is_loaded(
+        name: str, damage: Any, times: int, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, 2)
-    replace(tmp_path / "step-000000002" / name)
-    assert load(tmp_path) == 1
-    assert words in caplog.text
-    (tmp_path / "step-000000001" / MANIFEST).write_bytes(b"")
+    newest, rng = tmp_path / "step-000000002", random.Random(0)
+    shutil.copytree(newest, tmp_path / "intact")
+    for _ in range(times):
+        damage(newest / name, rng)
+        caplog.clear()
+        assert load(tmp_path) == 1
+        (quarantined,) = tmp_path.glob("*.damaged")
+        assert all(text in caplog.text for text in (str(newest), name, words, quarantined.name))
+        shutil.rmtree(quarantined)
+        shutil.copytree(tmp_path / "intact", newest)
+    assert load(tmp_path) == 2
+    for step in tmp_path.glob("step-*"):
+        damage(step / name, rng)
     assert load(tmp_path) == 0, "all are damaged"
 
 
-class RecordingDisk:
-    """The real disk, with a list of the calls that have changed it."""
+class UnsafeDisk:
+    """The real disk, and what of it is left after a power cut: what was synced."""
 
-    def __init__(self, after_each_call: Callable[[list[Any]], None]) -> None:
+    def __init__(self, after_each_call: Callable[[], None]) -> None:
         self.after_each_call = after_each_call
-        self.calls: list[tuple[str, Any, Any]] = []  # name, arguments, result
+        self.opened: dict[int, int] = {}  # a descriptor of each inode, whose number is then not used again
+        self.synced: dict[int, Any] = {}  # what content() was when the inode was synced
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
             if name == "write":
                 file, data = args
-                args = file, bytes(data[:len(data) // 2] if len(data) > 600 else data)  # a system may do so
+                args = file, data[:len(data) // 2] if len(data) > 600 else data  # a system may do so
             result = getattr(os, name)(*args)
-            self.calls.append((name, args, result))
+            if name in ("mkdir", "open"):
+                self.inode(args[0])
+            if name == "fsync":
+                inode = os.fstat(args[0]).st_ino
+                self.synced[inode] = self.content(inode)
             if name != "close":
-                self.after_each_call(self.calls)
+                self.after_each_call()
             return result
         return call
 
-
-def after_power_cut(calls: list[Any], top: Path, target: Path, names: bool, data: bool) -> None:
-    """Write to `target` what may be in `top` after these calls and a power cut.
-
-    A file keeps what it held, and a folder the entries that it had, when they were last synced. names, data: whether
-    later changes of folders, and later data of files, are there as well. After a kill both are.
-    """
-    def new_folder() -> dict[str, Any]:
-        return {"synced": {}, "changes": []}
-
-    def entries(folder: dict[str, Any], changes: int | None = None) -> dict[str, Any]:
-        found = dict(folder["synced"])
-        for old, new, node in folder["changes"][:changes]:
-            found.pop(old, None)
-            found |= {new: node} if new else {}
+    def inode(self, path: Path) -> int:
+        found = path.stat().st_ino
+        if found not in self.opened:
+            self.opened[found] = os.open(path, os.O_RDONLY)
         return found
 
-    def find(path: Path) -> dict[str, Any]:
-        return entries(find(path.parent))[path.name] if path != top else root
+    def content(self, inode: int) -> Any:
+        """The bytes of a file, or the inodes in a folder by their names."""
+        file = self.opened[inode]
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            return {entry.name: entry.stat().st_ino for entry in os.scandir(file)}
+        return os.pread(file, 1 << 20, 0)
 
-    root, opened = new_folder(), {}
-    for name, args, result in calls:
-        changes = find(args[0].parent)["changes"] if isinstance(args[0], Path) and args[0] != top else []
-        if name == "mkdir":
-            changes.append(("", args[0].name, new_folder()))
-        elif name == "open":
-            if args[1] & os.O_CREAT:
-                changes.append(("", args[0].name, {"durable": b"", "written": b""}))
-            opened[result] = find(args[0])
-        elif name == "write":
-            opened[args[0]]["written"] += args[1]
-        elif name == "rename":
-            changes.append((args[0].name, args[1].name, find(args[0])))
-        elif name in ("unlink", "rmdir"):
-            changes.append((args[0].name, "", None))
-        elif name == "fsync" and "durable" in opened[args[0]]:
-            opened[args[0]]["durable"] = opened[args[0]]["written"]
-        elif name == "fsync":
-            opened[args[0]].update(synced=entries(opened[args[0]]), changes=[])
-
-    def put(node: dict[str, Any], path: Path) -> None:
-        if "durable" in node:
-            path.write_bytes(node["written"] if data else node["durable"].ljust(len(node["written"]) * names, b"\0"))
-            return
-        path.mkdir()
-        for name, inner in entries(node, None if names else 0).items():
-            put(inner, path / name)
-
-    put(root, target)
+    def restart(self, inode: int, target: Path, names: bool) -> None:
+        """Write to `target` what a power cut leaves of a file or folder. names: also later changes of folders."""
+        if stat.S_ISDIR(os.fstat(self.opened[inode]).st_mode):
+            target.mkdir()
+            entries = self.content(inode) if names else self.synced.get(inode, {})
+            for name, inner in entries.items():
+                self.restart(inner, target / name, names)
+        else:
+            size = os.fstat(self.opened[inode]).st_size
+            target.write_bytes(self.synced.get(inode, b"").ljust(size * names, b"\0"))
 
 
 def test_a_power_cut_or_a_kill_at_any_moment_leaves_an_intact_checkpoint(
@@ -223,63 +156,60 @@ def test_a_power_cut_or_a_kill_at_any_moment_leaves_an_intact_checkpoint(
     seen: list[tuple[int, int]] = []  # the last step that was safe, the step that was found
     safe = 0
 
-    def stop_here(calls: list[Any]) -> None:
+    def stop_here() -> None:
         with monkeypatch.context() as real:
             real.setattr(disk, "system", os)
-            for names, data in itertools.product((False, True), repeat=2):
+            for end in ("kill", "power cut", "power cut after changes of folders"):
                 restarted = tmp_path / f"after-{len(seen)}"
-                after_power_cut(calls, folder, restarted, names, data)
+                if end == "kill":
+                    shutil.copytree(folder, restarted)
+                else:
+                    unsafe.restart(unsafe.inode(folder), restarted, names=end != "power cut")
                 found = load(restarted)
                 assert found in (safe, safe + 1)
                 assert all(name.startswith("step-") and not name.endswith(".damaged")
                            for name in os.listdir(restarted)), "nothing is left or damaged"
                 seen.append((safe, found))
 
-    monkeypatch.setattr(disk, "system", RecordingDisk(stop_here))
+    unsafe = UnsafeDisk(stop_here)
+    monkeypatch.setattr(disk, "system", unsafe)
     with Checkpointer(folder, keep=1) as checkpoints:  # each save deletes the only other one
         for step in (1, 2, 3):
             checkpoints.save(step, state(float(step)))
             checkpoints.wait()
             safe = step
-    assert len(seen) > 3 * 4 * 15
+    assert len(seen) > 3 * 3 * 15
     for step in (0, 1, 2):
         assert {(step, step), (step, step + 1)} <= set(seen)
 
 
-class RefusingDisk:
-    """The real disk until `room` bytes are written; then every call named fails."""
+def refusing_disk(number: int, calls: list[str], writes: int) -> ChangedDisk:
+    """The real disk, on which these calls fail after so many writes."""
+    remaining = iter(range(writes))
 
-    def __init__(self, number: int, *calls: str, room: int = 0) -> None:
-        self.number, self.calls, self.room = number, calls, room
+    def refuse(*args: Any) -> int:
+        if next(remaining, None) is None:
+            raise OSError(number, os.strerror(number))
+        return os.write(*args)
 
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-
-        def call(*args: Any) -> Any:
-            if name == "write":
-                self.room -= len(args[1])
-            if self.room < 0 or name != "write":
-                raise OSError(self.number, os.strerror(self.number))
-            return real(*args)
-        return call if name in self.calls else real
+    return ChangedDisk(**dict.fromkeys(calls, refuse))
 
 
-@pytest.mark.parametrize("number, calls, room, words", [
-    (errno.ENOSPC, ["write"], 0.5, "no space is left"),
-    (errno.ENOSPC, ["write"], 1.001, "no space is left"),  # for the manifest
+@pytest.mark.parametrize("number, calls, writes, words", [
+    (errno.ENOSPC, ["write"], 1, "no space is left"),
+    (errno.ENOSPC, ["write"], 2, "no space is left"),  # for the manifest
     (errno.EDQUOT, ["fsync"], 0, "quota is used up"), (errno.EROFS, ["mkdir"], 0, "read-only"),
     (errno.EIO, ["fsync", "unlink", "rmdir"], 0, "Input/output error"),
     (errno.EACCES, ["rename"], 0, "may not write there"), (errno.ENOENT, ["open"], 0, "another job"),
 ])
 def test_a_refusing_disk_is_explained_and_costs_one_save(
-        number: int, calls: list[str], room: float, words: str, tmp_path: Path,
+        number: int, calls: list[str], writes: int, words: str, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state(1.0))
         checkpoints.wait()
-        size = (tmp_path / "step-000000001" / FILE).stat().st_size
         with monkeypatch.context() as refusing:
-            refusing.setattr(disk, "system", RefusingDisk(number, *calls, room=int(room * size)))
+            refusing.setattr(disk, "system", refusing_disk(number, calls, writes))
             checkpoints.save(2, state(2.0))
             with pytest.raises(CheckpointError, match=words) as error:
                 checkpoints.wait()
@@ -293,17 +223,6 @@ def test_a_refusing_disk_is_explained_and_costs_one_save(
         checkpoints.wait()
         assert checkpoints.failure is None
     assert os.listdir(tmp_path) == ["step-000000005"] and load(tmp_path) == 5
-
-
-def test_the_last_save_is_tried_again_until_there_is_room(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = RefusingDisk(errno.ENOSPC, "write", room=100)
-    monkeypatch.setattr(disk, "system", refusing)
-    with Checkpointer(tmp_path) as checkpoints:
-        threading.Timer(1.0, setattr, (refusing, "room", 1 << 30)).start()
-        checkpoints.save_and_wait(1, state(1.0))
-        assert checkpoints.failure is None
-    assert load(tmp_path) == 1 and os.listdir(tmp_path) == ["step-000000001"]
 
 
 def test_a_folder_removed_during_training_is_made_again(
@@ -323,35 +242,13 @@ def test_links_are_deleted_and_their_targets_stay(tmp_path: Path) -> None:
     save(archive, 1)
     scratch.mkdir()
     folder.symlink_to(scratch)
-    (folder / "step-000000001").symlink_to(archive / "step-000000001")
-    (folder / ".deleting-0123").symlink_to(archive)
-    assert load(folder) == 1, "a step may be a link"
-
     save(folder, 2)
-    for name, leads_to in (("link", archive), ("dangling", tmp_path / "nowhere"), ("notes/deep/link", archive)):
-        link = folder / "step-000000002" / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(leads_to)
+    for name, target in (("step-000000001", archive / "step-000000001"), (".deleting-0123", archive),
+                         ("step-000000002/link", archive), ("step-000000002/dangling", tmp_path / "nowhere")):
+        (folder / name).symlink_to(target)
     save(folder, 3, keep=1)
     assert os.listdir(scratch) == ["step-000000003"] and folder.is_symlink()
     assert load(archive) == 1
-
-
-def test_quarantined_links_and_targets_of_kept_links_stay(tmp_path: Path) -> None:
-    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
-    save(archive, 20)
-    (archive / "step-000000020" / MANIFEST).write_text("")
-    save(folder, 3)
-    (folder / "step-000000010").symlink_to("step-000000003")
-    (folder / "step-000000020").symlink_to(archive / "step-000000020")
-    (folder / "step-000000020.damaged").symlink_to(tmp_path / "nowhere")
-    with Checkpointer(folder, keep=1, keep_every=10) as checkpoints:
-        with pytest.raises(CheckpointError, match="step is 3; expected 10"):
-            checkpoints.load_latest(state(0.0))
-        checkpoints.save(11, state(11.0))
-    assert os.listdir(archive) == ["step-000000020"]
-    assert sorted(os.listdir(folder)) == ["step-000000003", "step-000000010", "step-000000011",
-                                          "step-000000020.damaged", "step-000000020.damaged-2"]
 
 
 def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -384,15 +281,6 @@ def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path, caplog: 
 
 
 def test_a_process_that_cannot_be_looked_up_may_be_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = owner.owner().replace(f".{os.getpid()}.", f".{1 << 30}.")
-    assert owner.is_running(hidden) is False
-
-    def kill(pid: int, number: int) -> None:
-        raise PermissionError
-
-    with monkeypatch.context() as other_user:  # whose process /proc hides
-        other_user.setattr(os, "kill", kill)
-        assert owner.is_running(hidden) is None
-
+    assert owner.is_running(owner.owner()) is True
     monkeypatch.setattr(process, "boot_id", str)  # as without /proc
     assert owner.is_running(owner.owner()) is None

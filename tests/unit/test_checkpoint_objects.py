@@ -20,14 +20,6 @@ from utils.checkpoint.pack import pack
 from utils.checkpoint.restore import Restorer
 from utils.checkpoint.values import StateError
 
-OPTIMIZERS: list[Callable[[Any], Any]] = [
-    lambda p: torch.optim.Adam(p, amsgrad=True), lambda p: torch.optim.AdamW(p, fused=True),
-    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
-    lambda p: torch.optim.LBFGS(p, history_size=3), torch.optim.Adagrad, torch.optim.Adadelta,
-    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.Adamax, torch.optim.ASGD, torch.optim.Adafactor,
-]
-
 
 class Warmup:
     def __init__(self) -> None:
@@ -38,55 +30,56 @@ class Warmup:
         return 1 / (1 + number) + self.calls
 
 
-SCHEDULES: list[Callable[[Any], Any]] = [
-    lambda o: lr_scheduler.LambdaLR(o, Warmup()),
-    lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
-    lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=30),
-    lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.3, mode="exp_range", cycle_momentum=False),
-    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
-    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2]),
-    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 3)]),
-    lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+# optimizers, and a schedule of each
+TRAININGS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (lambda p: torch.optim.Adam(p, amsgrad=True), lambda o: lr_scheduler.LambdaLR(o, Warmup())),
+    (lambda p: torch.optim.AdamW(p, fused=True), lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=30)),
+    (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+     lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2)),
+    (lambda p: torch.optim.LBFGS(p, history_size=3), lambda o: lr_scheduler.LambdaLR(o, lambda number: 0.9**number)),
+    (torch.optim.Adafactor, lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5])),
+    (torch.optim.ASGD,
+     lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2])),
+    (torch.optim.RMSprop, lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.3, mode="exp_range", cycle_momentum=False)),
+    (torch.optim.Rprop, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1)),
+    (torch.optim.NAdam,
+     lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 3)])),
 ]
 
 
-class Training:
-    """A model that is trained for some steps."""
+def train(training: list[Any], steps: int) -> Any:
+    """Train a model with its optimizer and its schedule, and return the bits of their states."""
+    model, optimizer, schedule = training
 
-    def __init__(self, make_optimizer: Callable[[Any], Any], make_schedule: Callable[[Any], Any], steps: int) -> None:
-        self.model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-        self.optimizer = make_optimizer(self.model.parameters())
-        self.schedule = make_schedule(self.optimizer)
-        self.state = [self.model, self.optimizer, self.schedule]
-        self.steps(steps)
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.rand(8, 4)).square().mean()
+        loss.backward()
+        return loss
 
-    def steps(self, count: int) -> Any:
-        """Train, and return the bits of the state."""
-        def closure() -> torch.Tensor:
-            self.optimizer.zero_grad()
-            loss: torch.Tensor = self.model(torch.rand(8, 4)).square().mean()
-            loss.backward()
-            return loss
-
-        for number in range(count):
-            self.optimizer.step(closure)
-            is_plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
-            self.schedule.step(*[1.0 + number] if is_plateau else [])
-        return bits([one.state_dict() for one in self.state])
+    for number in range(steps):
+        optimizer.step(closure)
+        schedule.step(*[1.0 + number] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else [])
+    return bits([one.state_dict() for one in training])
 
 
-@pytest.mark.parametrize("make_optimizer, make_schedule", [
-    *((make, lambda o: lr_scheduler.LambdaLR(o, lambda number: 0.9**number)) for make in OPTIMIZERS),
-    *((lambda p: torch.optim.SGD(p, 0.1), make) for make in SCHEDULES)])
+@pytest.mark.parametrize("make_optimizer, make_schedule", TRAININGS)
 def test_optimizers_and_schedules_continue_with_the_same_bits(make_optimizer: Any, make_schedule: Any) -> None:
-    one, other = (Training(make_optimizer, make_schedule, steps) for steps in (4, 1))
-    before = one.steps(0)
-    restored(one.state, other.state)
-    assert one.steps(0) == before, "saving changes nothing"
+    def after(steps: int) -> list[Any]:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = make_optimizer(model.parameters())
+        training = [model, optimizer, make_schedule(optimizer)]
+        train(training, steps)
+        return training
+
+    one, other = after(4), after(1)
+    before = train(one, 0)
+    restored(one, other)
+    assert train(one, 0) == before, "saving changes nothing"
     torch.manual_seed(5)
-    expected = one.steps(3)
+    expected = train(one, 3)
     torch.manual_seed(5)
-    assert other.steps(3) == expected
+    assert train(other, 3) == expected
 
 
 def test_float32_averages_of_bfloat16_parameters_are_not_rounded() -> None:
@@ -100,13 +93,6 @@ def test_float32_averages_of_bfloat16_parameters_are_not_rounded() -> None:
     one, other = make(), make()
     restored(one, other)
     assert bits(other[1].state_dict()) == bits(one[1].state_dict())
-
-
-def test_a_gradient_scaler_is_restored() -> None:
-    one, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (512.0, 2.0))
-    one.scale(torch.ones(1))
-    restored([one], [other])
-    assert other.state_dict() == one.state_dict() and other.get_scale() == 512.0
 
 
 class Extra(nn.Linear):
@@ -129,13 +115,10 @@ class Tied(nn.Module):
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "tied": Tied, "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
+    "tied": Tied, "empty": nn.Identity, "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
     "average": lambda: AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True),
     "nested": lambda: nn.ModuleDict({"a": nn.ModuleList([nn.BatchNorm1d(2)]), "b": nn.LSTM(2, 2)}),
-    "empty": nn.Identity, "complex": lambda: nn.Linear(2, 2, dtype=torch.complex64),
-    "bfloat16": lambda: nn.Linear(2, 2).bfloat16(),
 }
 
 
@@ -223,8 +206,6 @@ SHARDED = "sharded over.*torch.distributed.checkpoint"
     (datetime(2024, 1, 1, tzinfo=timezone(timedelta(hours=1), "CET")), " has the time zone"),
     (changed(dataclasses.make_dataclass("Sizes", ["x"])(1), extra=1), " is a Sizes that has the attribute 'extra'"),
     (torch.zeros(2).to_sparse(), ".* layout torch.sparse_coo"),
-    (torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.quint8), ".*quantised"),
-    (torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]), ".*nested"),
     (torch.zeros(2, device="meta"), " is on the meta device"),
     (nn.Linear(2, 2, device="meta"), r"/weight is on the meta device.*to_empty\(device=\.\.\.\)"),
     (with_buffer(torch.zeros(2, device="meta")), "/mask is on the meta device"),

@@ -1,9 +1,11 @@
-"""utils/data/sampler.py, loader.py: ranks share data as with torch; a state resumes exactly."""
+"""utils/data: the sampler shares data as torch's does; either loader resumes exactly; random orders."""
 from __future__ import annotations
 
 import itertools
+import math
+import multiprocessing
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Subset
 
-from utils.data import ResumableDataLoader, ResumableDistributedSampler, ResumableShardLoader, sample_seed
+from tests.unit.test_shards import EVERYTHING, samples
+from tests.unit.test_shards import loader as shard_loader
+from utils.data import Permutation, ResumableDataLoader, ResumableDistributedSampler, ResumableShardLoader, sample_seed
 
 
 class Data(Dataset[Any]):
@@ -35,15 +39,18 @@ def loader(one: Any, batch_size: int | None = 4, **options: Any) -> ResumableDat
     return ResumableDataLoader(one.dataset, batch_size, sampler=one, **options)
 
 
-def resumed(state: Any, *arguments: Any, **options: Any) -> ResumableDataLoader:
-    """A new loader of a new sampler(*arguments), which continues where the state was saved."""
-    other = loader(sampler(*arguments), **options)
-    other.load_state_dict(state)
-    return other
+def of_either_kind(kind: str, **options: Any) -> Any:
+    """A loader of EVERYTHING, of samples or of shards."""
+    if kind == "shards":
+        return shard_loader(**options)
+    return loader(ResumableDistributedSampler(Data(len(EVERYTHING), EVERYTHING.__getitem__), 1, 0), **options)
 
 
-def samples(batches: Iterable[Any]) -> list[int]:
-    return [index for batch in batches for index in torch.as_tensor(batch).flatten().tolist()]
+def set_epoch(batches: Any, epoch: int) -> None:
+    getattr(batches, "sampler", batches).set_epoch(epoch)
+
+
+both_kinds = pytest.mark.parametrize("kind", ["samples", "shards"])
 
 
 @pytest.mark.parametrize("length, replicas", [(103, 1), (103, 4), (3, 4), (64, 8)])
@@ -59,15 +66,6 @@ def test_ranks_share_the_data_as_torch_does(length: int, replicas: int) -> None:
             indices, expected = ([sorted(samples(ranks).count(index) for index in range(length))]
                                  for ranks in (indices, expected))
         assert indices == expected
-
-
-def test_epochs_have_different_and_repeatable_orders() -> None:
-    one = sampler(50)
-    first = list(one)
-    one.set_epoch(1)
-    second = list(one)
-    one.set_epoch(0)
-    assert list(one) == first != second
 
 
 @pytest.mark.parametrize("call, error, words", [
@@ -94,22 +92,23 @@ def test_a_huge_data_set_starts_and_resumes_in_little_memory() -> None:
 
 def test_an_iterator_has_a_state_after_each_index() -> None:
     """torchdata's StatefulDataLoader saves it; it would prefer a state of the sampler itself."""
-    one = sampler(1500, with_epoch=True)
+    one, other = (sampler(1500, with_epoch=True) for _ in range(2))
     assert not hasattr(one, "load_state_dict")
     one.set_epoch(3)
-    whole, indices, drawn = list(one), iter(one), 0
+    whole, indices = list(one), iter(one)
     assert [epoch for epoch, _ in whole] == [3] * 1500
-    for count in (0, 1, 2, 511, 512, 513, 1499, 1500):
-        drawn += len(list(islice(indices, count - drawn)))
-        again = iter(sampler(1500, with_epoch=True))
-        again.load_state_dict(indices.state_dict())
-        assert list(again) == whole[count:]
+    for count in range(1501):
+        if count in (0, 1, 511, 512, 513, 1499, 1500):
+            again = iter(other)
+            again.load_state_dict(indices.state_dict())
+            assert list(again) == whole[count:]
+        next(indices, None)
 
 
 @pytest.mark.parametrize("received", [11, 7])  # all whole batches of 4, or some of them
 def test_a_loaded_position_is_for_one_pass(received: int) -> None:
-    whole = list(sampler(107))
-    batches = resumed(sampler(107).state_at(0, 60), 107, drop_last=True)
+    whole, batches = list(sampler(107)), loader(sampler(107), drop_last=True)
+    batches.load_state_dict(sampler(107).state_at(0, 60))
     next(iter(batches))  # a look at one batch is no pass
     assert samples(islice(batches, received)) == whole[60:60 + 4 * received]
     assert samples(batches) == whole[:104]
@@ -117,95 +116,90 @@ def test_a_loaded_position_is_for_one_pass(received: int) -> None:
 
 def test_several_resumes_in_one_epoch_lose_and_repeat_nothing() -> None:
     """The loop takes one batch ahead, and says so."""
-    whole, got, state = list(sampler(101)), list[int](), sampler(101).state_at(0, 0)
+    whole, got, batches = list(sampler(101)), list[int](), loader(sampler(101))
     for count in (1, 10, 2, 8, 1000):
-        batches = resumed(state, 101)
         reader = iter(batches)
         mine = samples(islice(reader, count))
         next(reader, None)
-        state = batches.state_dict(consumed=len(mine))
+        state, batches = batches.state_dict(consumed=len(mine)), loader(sampler(101))
+        batches.load_state_dict(state)
         got += mine
     assert got == whole
-    with pytest.raises(ValueError, match="consumed is 18; expected 0 to 17, "):
-        batches.state_dict(consumed=18)
-
-    batches = resumed(state, 101)
-    assert samples(batches) == []
-    batches.sampler.set_epoch(1)
-    assert sorted(samples(batches)) == list(range(101))
+    with pytest.raises(ValueError, match="consumed is 1; expected 0 to 0, "):
+        next(iter(batches), None)
+        batches.state_dict(consumed=1)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_early_start_of_the_next_epoch_does_not_hide_this_one(workers: int) -> None:
-    one = sampler(40)
-    batches = loader(one, num_workers=workers)
-    first = iter(batches)
-    got = samples(islice(first, 2))
-    one.set_epoch(1)
-    second = iter(batches)
+@both_kinds
+@pytest.mark.parametrize("batch_size, workers", [(None, 0), (4, 1)])
+def test_an_early_start_of_the_next_epoch_does_not_hide_this_one(
+        kind: str, batch_size: int | None, workers: int) -> None:
+    one, other = (of_either_kind(kind, batch_size=batch_size, num_workers=workers) for _ in range(2))
+    first = iter(one)
+    got = samples(islice(first, 5))
+    set_epoch(one, 1)
+    second = iter(one)
     early = samples(islice(second, 1))
-    assert batches.state_dict() == one.state_at(0, len(got))
-    got += samples(first)
-    assert batches.state_dict() == one.state_at(1, 4)
-    assert early + samples(second) == list(one)
-    one.set_epoch(0)
-    assert got == list(one)
+    other.load_state_dict(one.state_dict())
+    rest = samples(first)
+    assert samples(other) == rest and sorted(got + rest) == EVERYTHING
+
+    other.load_state_dict(one.state_dict())
+    second_rest = samples(second)
+    assert samples(other) == second_rest and sorted(early + second_rest) == EVERYTHING
+    assert early + second_rest != got + rest
 
 
-def test_an_abandoned_epoch_does_not_hide_the_next_one() -> None:
-    one = sampler(40)
-    batches = loader(one)
-    next(iter(batches))
-    assert batches.state_dict() == one.state_at(0, 4)
-    one.set_epoch(1)
-    assert batches.state_dict() == one.state_at(1, 0)
+@both_kinds
+@pytest.mark.parametrize("exhausted", [False, True])
+def test_an_ended_pass_does_not_hide_the_next_one(kind: str, exhausted: bool) -> None:
+    one, other = (of_either_kind(kind, drop_last=True) for _ in range(2))
+    kept = iter(one) if exhausted else None
+    samples(kept or islice(one, 1))
+    if exhausted:  # although the last sample is never received
+        other.load_state_dict(one.state_dict())
+        assert samples(other) == []
+    set_epoch(one, 1)
+    set_epoch(other, 1)
+    whole = samples(other)
+    assert len(whole) == len(EVERYTHING) - 1
+    other.load_state_dict(one.state_dict())
+    assert samples(other) == whole
 
-
-def test_an_exhausted_pass_that_is_kept_does_not_hide_the_next_one() -> None:
-    one = sampler(10)
-    batches = loader(one, drop_last=True)  # two of the samples are never received
-    kept = iter(batches)
-    assert len(list(kept)) == 2 and batches.state_dict() == one.state_at(0, 8)
-    one.set_epoch(1)
-    following = iter(batches)
-    next(following)
-    assert batches.state_dict() == one.state_at(1, 4)
-
-
-def test_single_samples_are_counted_without_a_batch_size() -> None:
-    batches = loader(sampler(30), batch_size=None)
-    assert samples(islice(batches, 2)) == list(sampler(30))[:2]
-    assert batches.state_dict()["position"] == 2
+    following = iter(one)
+    got = samples(islice(following, 3))
+    other.load_state_dict(one.state_dict())
+    assert got + samples(other) == whole
+    set_epoch(one, 0)
+    assert len(samples(one)) == len(whole)
 
 
 def noise(samples: int, first: int) -> Iterator[Any]:
     return (torch.rand(()) for _ in range(first, samples))
 
 
-def noisy_loaders() -> list[Any]:
-    return [loader(ResumableDistributedSampler(Data(8, lambda _: torch.rand(())), 1, 0), num_workers=1),
-            ResumableShardLoader([8, 8], noise, 4, num_replicas=1, rank=0, num_workers=1)]
+def noisy_loader(kind: str) -> Any:
+    if kind == "shards":
+        return ResumableShardLoader([8, 8], noise, 4, num_replicas=1, rank=0, num_workers=1)
+    return loader(ResumableDistributedSampler(Data(8, lambda _: torch.rand(())), 1, 0), num_workers=1)
 
 
-@pytest.mark.parametrize("kind", [0, 1])
-def test_workers_random_numbers_continue_after_a_resume(kind: int) -> None:
+@both_kinds
+def test_workers_random_numbers_continue_after_a_resume(kind: str) -> None:
     """Otherwise each resumed epoch would get the augmentation of the first one again."""
-
-    def epoch_of(batches: Any, epoch: int) -> Any:
-        getattr(batches, "sampler", batches).set_epoch(epoch)
-        return torch.cat(list(batches)).tolist()
-
-    whole, other = (noisy_loaders()[kind] for _ in range(2))
+    whole, other = noisy_loader(kind), noisy_loader(kind)
     before = torch.get_rng_state()
-    first = epoch_of(whole, 0)
+    first = samples(whole)
     state = whole.state_dict()
-    second = epoch_of(whole, 1)
+    set_epoch(whole, 1)
+    second = samples(whole)
     assert first != second
     assert torch.equal(before, torch.get_rng_state())  # or the dropout of a resumed run would change
 
     other.load_state_dict(state)
-    assert epoch_of(other, 1) == second
-    assert epoch_of(other, 1) != second  # a repeated epoch has the same samples, not the same noise
+    set_epoch(other, 1)
+    assert samples(other) == second
+    assert samples(other) != second  # a repeated epoch has the same samples, not the same noise
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -226,20 +220,23 @@ def test_a_loop_that_skips_a_bad_batch_is_counted_right(workers: int) -> None:
     assert batches.state_dict()["position"] == 16
 
 
-def test_a_loop_that_continues_a_replaced_pass_is_refused() -> None:
-    one = sampler(40)
-    batches = loader(one, num_workers=1, persistent_workers=True)
-    first = iter(batches)
-    state = [next(first), batches.state_dict()][1]
-    one.set_epoch(1)
-    second = iter(batches)
+@both_kinds
+def test_a_loop_that_continues_a_replaced_pass_is_refused(kind: str) -> None:
+    others = set(multiprocessing.active_children())
+    one = of_either_kind(kind, num_workers=2, persistent_workers=True)
+    first = iter(one)
+    got = samples(islice(first, 3))
+    state, workers = one.state_dict(), set(multiprocessing.active_children()) - others
+    set_epoch(one, 1)
+    second = iter(one)
     next(second)
     with pytest.raises(RuntimeError, match="this pass over epoch 0 ended"):
         next(first)
-    batches.load_state_dict(state)
+    one.load_state_dict(state)
     with pytest.raises(RuntimeError, match="this pass over epoch 1 ended"):
         next(second)
-    assert samples(batches) == list(sampler(40))[4:]
+    assert sorted(got + samples(one)) == EVERYTHING
+    assert set(multiprocessing.active_children()) - others == workers and len(workers) == 2
 
 
 def test_the_epoch_reaches_persistent_workers() -> None:
@@ -253,11 +250,10 @@ def test_the_epoch_reaches_persistent_workers() -> None:
     assert rows[0].tolist() == [1] * 60 and rows[1].tolist() == [index for _, index in one]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_an_epoch_that_workers_would_not_see_is_refused(wrapped: bool) -> None:
+def test_an_epoch_that_workers_would_not_see_is_refused() -> None:
     dataset: Any = Data(40)
     dataset.epoch = 0
-    one = ResumableDistributedSampler(Subset(dataset, range(40)) if wrapped else dataset, 1, 0)
+    one = ResumableDistributedSampler(Subset(dataset, range(40)), 1, 0)
     with pytest.raises(ValueError, match="with_epoch=True"):
         loader(one, num_workers=1, persistent_workers=True)
     assert len(samples(loader(one, in_order=False))) == 40  # without workers the order is kept
@@ -265,8 +261,7 @@ def test_an_epoch_that_workers_would_not_see_is_refused(wrapped: bool) -> None:
 
 @pytest.mark.parametrize("change, words", [
     ({"length": 11}, "length"), ({"seed": 1}, "seed"), ({"shuffle": False}, "shuffle"),
-    ({"drop_last": True}, "drop_last"), ({"order_version": None}, "order_version=None.*version that saved"),
-    ({"order_version": 1}, "order_version=1.*version that saved"), ({"epoch": None}, "whole numbers"),
+    ({"drop_last": True}, "drop_last"), ({"order_version": 1}, "order_version"), ({"epoch": None}, "whole numbers"),
     ({"position": -1}, "whole numbers"), ({"position": "4"}, "whole numbers")])
 def test_another_order_or_a_damaged_state_is_refused(change: dict[str, Any], words: str) -> None:
     one = sampler(10)
@@ -280,3 +275,51 @@ def test_the_seed_of_a_sample_depends_on_seed_epoch_and_index() -> None:
     seeds = [sample_seed(*key) for key in itertools.product(range(3), range(3), range(500))]
     assert len(set(seeds)) == 4500 and seeds[-1] == sample_seed(2, 2, 499)
     assert 0 <= min(seeds) and max(seeds) < 1 << 63
+
+def orders_of(length: int, count: int) -> torch.Tensor:
+    return torch.stack([Permutation(length, length, epoch)(torch.arange(length)) for epoch in range(count)])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 31, 4096, 4097, 131072, 10**10, 2**60])
+def test_no_index_comes_twice(length: int) -> None:
+    """Of a huge order the test looks at 50,000 places."""
+    step = max(1, length // 50_000) if length > 200_000 else 1
+    order = Permutation(length, 1, 2)(torch.arange(0, length, step))
+    assert 0 <= int(order.min()) and int(order.max()) < length
+    assert len(order.unique()) == len(order)
+
+
+def test_the_order_of_a_key_never_changes() -> None:
+    """A run that resumes with a newer release needs the same order, or a higher ORDER_VERSION."""
+    assert Permutation(10, 0, 0)(torch.arange(10)).tolist() == [0, 1, 3, 2, 7, 4, 6, 5, 9, 8]
+    assert Permutation(1 << 20, 0, 0)(torch.arange(4)).tolist() == [726526, 270253, 342699, 564302]
+    assert Permutation(10**10, 0, 1)(torch.arange(2)).tolist() == [9893941043, 1475216443]
+    orders = [Permutation(1000, *key)(torch.arange(9)).tolist() for key in ((0, 1), (1, 0))]
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("length, count", [(100, 1000), (200_000, 20)])
+def test_the_order_is_as_random_as_randperm(length: int, count: int) -> None:
+    """Each statistic has mean 0 and variance 1 for random orders; 4.5 standard deviations are allowed."""
+    orders, half, middle = orders_of(length, count).double(), length // 2, (length - 1) / 2
+    of_two_epochs = ((orders[::2] - middle) * (orders[1::2] - middle)).sum(1)
+    correlation = of_two_epochs / (length * (length**2 - 1) / 12) * math.sqrt(length - 1)
+    small_in_first_half = (orders[:, :half] < half).sum(1) - half / 2
+    small_in_first_half /= math.sqrt(half * 0.25 * half / (length - 1))
+    fixed_points = (orders == torch.arange(length)).sum(1) - 1.0
+    for values in (correlation, small_in_first_half, fixed_points):
+        assert abs(float(values.mean())) * math.sqrt(len(values)) < 4.5
+        assert abs(float(values.var()) - 1) < 4.5 * math.sqrt(3 / len(values))
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5, 7, 9, 12, 17, 40, 144])
+def test_half_of_the_orders_are_odd_and_no_place_is_special(length: int) -> None:
+    orders = orders_of(length, 400)
+    odd = torch.linalg.det(torch.eye(length)[orders]) < 0
+    assert abs(int(odd.sum()) - 200) < 4.5 * 10
+    assert length != 4 or len(orders.unique(dim=0)) == 24, "every order occurs"
+
+    times = torch.eye(length)[orders].sum(0)
+    chi_square = ((times - 400 / length) ** 2 / (400 / length)).sum()
+    freedom = (length - 1) ** 2
+    assert abs(chi_square - freedom) < 4.5 * math.sqrt(2 * freedom) + 4

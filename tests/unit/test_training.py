@@ -23,15 +23,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.unit.programs import python
-from utils.training import (
-    accumulate,
-    batched,
-    linear_warmup,
-    prime_ddp_buckets,
-    scale_adam,
-    scale_lr,
-    split_batch,
-)
+from utils.training import accumulate, batched, linear_warmup, prime_ddp_buckets, scale_adam, scale_lr, split_batch
 
 
 def test_every_split_is_exact_and_none_has_fewer_passes() -> None:
@@ -103,32 +95,23 @@ def gradients(of: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in of.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("sizes", [[12], [5, 5, 2]])
-def test_accumulated_gradients_are_those_of_the_whole_batch(sizes: list[int], alone: None) -> None:
-    whole, parts = model(), DDP(model())
+@pytest.mark.parametrize("shares", [[12], [3, 9]])
+def test_accumulated_gradients_are_those_of_the_whole_batch(shares: list[int], alone: None) -> None:
+    """Of one rank, or of two simulated ones with unequal shares: DDP takes the mean of their gradients."""
+    whole, ranks = model(), [DDP(model()) for _ in shares]
     inputs, targets = torch.randn(12, 5).double(), torch.randn(12, 1).double()
     mse_loss(whole(inputs), targets).backward()
-    micro_batches = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
-    for number, ((x, y), weight) in enumerate(accumulate(parts, micro_batches), 1):
-        assert parts.require_backward_grad_sync == (number == len(sizes))
-        (weight * mse_loss(parts(x), y)).backward()
-    torch.testing.assert_close(gradients(parts), gradients(whole), rtol=1e-12, atol=1e-15)
-    for _ in accumulate(parts, micro_batches * 2):
-        break
-    assert parts.require_backward_grad_sync  # also after a loop that was abandoned
-
-
-def test_unequal_shares_are_weighted_by_their_mean() -> None:
-    """Two ranks, simulated: DDP takes the mean of their gradients."""
-    whole, ranks = model(), [model(), model()]
-    inputs, targets = torch.randn(10, 5).double(), torch.randn(10, 1).double()
-    mse_loss(whole(inputs), targets).backward()
-    for rank, share in zip(ranks, [slice(0, 7), slice(7, 10)], strict=True):
-        batches = list(zip(inputs[share].split(4), targets[share].split(4), strict=True))
-        for (x, y), weight in accumulate(rank, batches, samples=5.0):
+    for rank, *share in zip(ranks, inputs.split(shares), targets.split(shares), strict=True):
+        micro_batches = list(zip(*(part.split(5) for part in share), strict=True))
+        steps = accumulate(rank, micro_batches, samples=12 / len(shares))
+        for number, ((x, y), weight) in enumerate(steps, 1):
+            assert rank.require_backward_grad_sync == (number == len(micro_batches))
             (weight * mse_loss(rank(x), y)).backward()
-    mean = (gradients(ranks[0]) + gradients(ranks[1])) / 2
+    mean = torch.stack([gradients(rank) for rank in ranks]).mean(0)
     torch.testing.assert_close(mean, gradients(whole), rtol=1e-12, atol=1e-15)
+    for _ in accumulate(ranks[0], [inputs, inputs]):
+        break
+    assert ranks[0].require_backward_grad_sync  # also after a loop that was abandoned
 
 
 def test_tokens_can_be_counted_instead_of_samples() -> None:
@@ -145,7 +128,7 @@ def test_batched_takes_nothing_ahead() -> None:
     assert list(lists) == [[3, 4]]
 
 
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True, "gradient_as_bucket_view": True}])
 def test_priming_leaves_no_trace_in_the_model(options: dict[str, bool], alone: None) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5),
                           nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4).eval())
@@ -154,8 +137,7 @@ def test_priming_leaves_no_trace_in_the_model(options: dict[str, bool], alone: N
     ddp.register_comm_hook(hook_state, powerSGD_hook)
     kept = torch.full((4,), 3.0)
     model[1].weight.grad = kept
-    tensors = model.state_dict(keep_vars=True)
-    before = {name: (tensor, tensor.clone()) for name, tensor in tensors.items()}
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     generators = torch.get_rng_state(), random.getstate()
     modes = [module.training for module in ddp.modules()]
     passes = []
@@ -173,12 +155,8 @@ def test_priming_leaves_no_trace_in_the_model(options: dict[str, bool], alone: N
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["1.weight"]
     assert model[1].weight.grad is kept and torch.equal(kept, torch.full((4,), 3.0))
     assert hook_state.iter == 0 and not hook_state.error_dict
-
-
-def test_priming_inside_of_no_sync_is_refused(alone: None) -> None:
-    ddp = DDP(model())
     with ddp.no_sync(), pytest.raises(RuntimeError, match="no_sync"):
-        prime_ddp_buckets(ddp, lambda: ddp(torch.ones(1, 5).double()).sum())
+        prime_ddp_buckets(ddp, loss)
 
 
 class Net(nn.Module):
@@ -194,35 +172,30 @@ class Net(nn.Module):
         return x
 
 
-def train(options: dict[str, bool], first: int, saved: Any = None) -> tuple[list[torch.Tensor], Any]:
-    """Run the steps from `first` to 5; return the parameters after each, and what step 3 starts with."""
+def train(options: dict[str, bool], saved: Any = None) -> tuple[torch.Tensor, Any]:
+    """Train for 6 steps, or from step 3 on; return the parameters, and what step 3 starts with."""
     torch.manual_seed(0)
-    net = Net()
-    ddp = DDP(net, bucket_cap_mb=0.004, **options)
+    ddp = DDP(Net(), bucket_cap_mb=0.004, **options)
     prime_ddp_buckets(ddp, lambda: ddp(torch.randn(4, 24)).square().mean())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     if saved:
-        net.load_state_dict(saved)
-
-    parameters = []
-    for step in range(first, 6):
+        ddp.load_state_dict(saved)
+    for step in range(3 if saved else 0, 6):
         if step == 3:
-            saved = copy.deepcopy(net.state_dict())
+            saved = copy.deepcopy(ddp.state_dict())
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         ddp(torch.randn(4, 24, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        parameters.append(nn.utils.parameters_to_vector(net.parameters()).detach())
-    return parameters, saved
+    return nn.utils.parameters_to_vector(ddp.parameters()).detach(), saved
 
 
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
     for options in ({}, {"static_graph": True, "gradient_as_bucket_view": True}):
-        whole, saved = train(options, 0)
-        again, _ = train(options, 3, saved)
-        assert torch.equal(torch.stack(whole[3:]), torch.stack(again)), f"changed bits with {options}"
+        whole, saved = train(options)
+        assert torch.equal(train(options, saved)[0], whole), f"changed bits with {options}"
     dist.destroy_process_group()
 
 
