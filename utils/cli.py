@@ -13,6 +13,7 @@ from .launch import interpreter
 COMMANDS = {
     "launch": "start a training script on every GPU of every host of this job",
     "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
+    "sites": "list, explain, check and write profiles of clusters",
     "explain": "print which launcher started this process, and why",
 }
 
@@ -30,6 +31,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from .submission import cli as submission
 
         return submission.main(arguments)
+    if name == "sites":
+        _restart_where_yaml_is_installed()
+        from .submission import sites
+
+        return sites.main(arguments)
     if name == "job":  # used by job scripts
         from .submission import in_job
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterable
@@ -41,6 +42,19 @@ def resolve(host: str) -> list[str]:
     return sorted(found, key=lambda address: ":" in address)
 
 
+def resolve_on_fabric(host: str) -> list[str]:
+    """Return the addresses of a host on the fabric, where that has names of its own.
+
+    DDPKIT_HOST_SUFFIX: what they end with: "i" gives node1i for node1, and node1i.site for
+    node1.site; ".hsn.site" gives node1.hsn.site. Empty where it is not set, or no such name exists.
+    """
+    suffix = os.environ.get("DDPKIT_HOST_SUFFIX", "")
+    name, dot, domain = host.partition(".")
+    if not suffix or ":" in host or name.isdigit() or host.endswith(suffix):
+        return []
+    return resolve(name + suffix + ("" if suffix.startswith(".") else dot + domain))
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an IP address, or "localhost", is reachable from this host alone."""
     with contextlib.suppress(ValueError):
@@ -51,12 +65,14 @@ def is_loopback(address: str) -> bool:
 def local_addresses() -> list[str]:
     """Return addresses by which other hosts may reach this one, the likeliest first. No loopback.
 
-    The address of the host name comes first, those of bridges for containers last.
+    The addresses of the host name come first, that on the fabric before the other; those of
+    bridges for containers come last.
     """
     addresses = {name: one for name, one in interfaces().items() if not is_loopback(one)}
     bridged = [one for name, one in addresses.items() if name.startswith(_PRIVATE_BRIDGES)]
     outward = [one for one in addresses.values() if one not in bridged]
-    named = [one for one in resolve(socket.gethostname()) if one in outward]
+    host = socket.gethostname()
+    named = [one for one in [*resolve_on_fabric(host), *resolve(host)] if one in outward]
     return list(dict.fromkeys([*named, *outward, *bridged]))
 
 

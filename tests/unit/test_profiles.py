@@ -1,7 +1,6 @@
 """Site profiles: the kit's are valid and sourced; a mistake is named with file, line and key."""
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -10,23 +9,35 @@ import pytest
 from utils.schedulers import Job
 from utils.submission import profiles
 from utils.submission.build import profile_problems
-from utils.submission.profiles import ProfileError
+from utils.submission.profiles import Origin, ProfileError
 
 TOP = "title: Ours\nscheduler: slurm\n"
 # The kit's profiles, and the vendor of each cluster's GPUs.
 SITES = {"generic-slurm": None, "generic-pbs": None, "derecho": "nvidia", "polaris": "nvidia", "aurora": "intel",
-         "perlmutter": "nvidia", "frontier": "amd", "lumi": "amd", "alps": "nvidia", "jean-zay": "nvidia"}
+         "perlmutter": "nvidia", "frontier": "amd", "lumi": "amd", "alps": "nvidia", "jean-zay": "nvidia",
+         "juwels-booster": "nvidia", "leonardo": "nvidia", "roihu": "nvidia", "vista": "nvidia"}
 
 
-def test_profiles_are_valid_and_name_dated_sources() -> None:
+def test_profiles_of_the_kit_are_valid() -> None:
     assert set(profiles.names()) == set(SITES)
     for name, vendor in SITES.items():
         profile = profiles.load(name)
         assert (profile.name, profile.gpu_vendor) == (name, vendor)
         assert profile.queue is None or not profile.queues or profile.queue in profile.queues
-        assert (profile.account_example is None) == name.startswith("generic-")
-        comment = "\n".join(re.findall("^#.*", profile.path.read_text(), re.M))
-        assert re.search(r"https?://\S+", comment) and re.search(r"20\d\d-\d\d-\d\d", comment)
+        assert profile.account_example is None or not name.startswith("generic-")
+
+
+def test_origin_is_a_source_of_the_profile_or_a_url() -> None:
+    profile = profiles.parse(TOP + "sources: {nodes: {url: 'https://a.b/nodes', read: 2026-11-22}}\n"
+                             "gpus_per_node: {value: 4, source: nodes}\n"
+                             "modules: [cuda, {value: nccl, reason: fast, source: 'https://a.b/c', read: 2026-11-20}]\n"
+                             "environment: {A: {value: 1, reason: a, from_nodes: 2, source: nodes, read: 2026-11-21}}",
+                             Path("x.yaml"))
+    assert (profile.gpus_per_node, profile.modules, profile.environment["A"].from_nodes) == (4, ("cuda", "nccl"), 2)
+    assert profile.origins == {
+        "gpus_per_node": Origin("", "https://a.b/nodes", "2026-11-22"), "modules.cuda": Origin(),
+        "modules.nccl": Origin("fast", "https://a.b/c", "2026-11-20"),
+        "environment.A": Origin("a", "https://a.b/nodes", "2026-11-21")}
 
 
 def test_values_are_taken_as_they_are_written() -> None:
@@ -50,6 +61,14 @@ def test_values_are_taken_as_they_are_written() -> None:
     (TOP + "setup:\n  - {a: b}\n", 4, ["'setup'", "a set of keys", "one value"]),
     (TOP + "environment:\n  A: {value: 1}\n", 4, ["'A'", "without its reason"]),
     (TOP + "environment:\n  A-B: {value: 1, reason: x}\n", 4, ["'A-B'", "letters, digits"]),
+    (TOP + "gpus_per_node: {value: 4, source: nodes}\n", 3, ["'source'", "'nodes'", "a URL"]),
+    (TOP + "gpus_per_node: {value: 4, read: yesterday}\n", 3, ["'read'", "'yesterday'", "2026-11-22"]),
+    (TOP + "sources: {a: {url: ftp://a}}\n", 3, ["'url'", "https://"]),
+    (TOP + "sources: {a: {url: 'https://a'}}\n", 3, ["'a'", "without read"]),
+    (TOP + "environment:\n  A: {value: 1, reason: a, from_nodes: 0}\n", 4, ["'from_nodes'", "'0'"]),
+    (TOP + "binding: {list: [4-7, eight]}\n", 3, ["'list'", "'eight'", "4-7,108-111"]),
+    (TOP + "binding: {masks: [0x0]}\n", 3, ["'masks'", "'0x0'", "0xfe"]),
+    (TOP + "binding: {list: [0], masks: [0x1]}\n", 3, ["'binding'", "both"]),
     (TOP + "request_gpus: maybe\n", 3, ["'request_gpus'", "true, false"]),
     (TOP + "gpu_vendor: AMD\n", 3, ["'gpu_vendor'", "'AMD'", "nvidia, amd, intel"]),
     (TOP + "queue:\n", 3, ["'queue'", "empty"]),

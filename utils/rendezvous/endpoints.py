@@ -47,7 +47,8 @@ class Endpoints:
 
     def resolve(self, host: str) -> list[str]:
         """Return the IP addresses of a host; empty where its name does not resolve."""
-        return network.resolve(host) or self.launcher.resolve(host)
+        resolved = [*network.resolve_on_fabric(host), *network.resolve(host)]
+        return list(dict.fromkeys(resolved)) or self.launcher.resolve(host)
 
 
 def find_endpoints(

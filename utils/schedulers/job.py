@@ -41,10 +41,11 @@ _FORMS = {  # field: pattern, example
     "gpu_vendor": (re.compile("nvidia|amd|intel"), "nvidia, amd or intel"),
 }
 _ENTRY_FORMS = {  # field whose entries have this form: pattern, example
+    "module_paths": (re.compile(r"/[A-Za-z0-9_.~+@:=/-]{1,200}"), "/soft/modulefiles"),
     "modules": (re.compile(r"[A-Za-z0-9_.~/][A-Za-z0-9_.~+@:=/-]{0,200}"), "cuda/12.4"),
     "chunk": (re.compile(r"[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9_.@-]+"), "system=polaris"),
 }
-_TUPLES = ("command", "setup", "modules", "directives", "components", "chunk")
+_TUPLES = ("command", "setup", "module_paths", "modules", "directives", "components", "chunk")
 
 
 class JobError(ValueError):
@@ -73,6 +74,7 @@ class Job:
     array: str | None = None  # "0-9%2"
     dependency: str | None = None  # "afterany:1234", several with a comma
     setup: tuple[str, ...] = ()  # shell lines, each complete in itself
+    module_paths: tuple[str, ...] = ()  # for `module use`
     modules: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "auto"  # "torchrun", or a value of launch.py --launcher

@@ -25,15 +25,18 @@ def fill(template: str, *, directives: Sequence[str], setup: Iterable[str], comm
 
 
 def setup_lines(job: Job) -> list[str]:
-    """Return modules, environment and set-up lines, in this order: set-up lines may use the rest.
+    """Return the set-up of a job: module paths, modules, exports, set-up lines, in this order.
+
+    Exports follow the modules, which may set the same variables. Set-up lines may use all of them.
 
     Raises JobError for a set-up line that is not complete shell.
     """
     for line in job.setup:
         _check_complete(line)
+    paths = [f"module use {quote(path)}" for path in job.module_paths]
     modules = [f"module load {quote(module)}" for module in job.modules]
     exports = [f"export {name}={quote(value)}" for name, value in job.environment.items()]
-    return [*modules, *exports, *job.setup]
+    return [*paths, *modules, *exports, *job.setup]
 
 
 def command_words(job: Job) -> str:

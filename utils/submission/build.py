@@ -83,8 +83,9 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         array=args.array,
         dependency=args.dependency,
         setup=(*profile.setup, *args.setup),
+        module_paths=profile.module_paths,
         modules=(*profile.modules, *args.module),
-        environment=_environment(args, profile),
+        environment=_environment(args, profile, ranks),
         launcher=args.launcher or profile.launcher,
         signal_seconds=args.signal,
         requeue=args.requeue,
@@ -173,8 +174,8 @@ def _job_name(command: Sequence[str]) -> str:
     return re.sub("[^A-Za-z0-9_.-]", "_", name).lstrip("_.-0123456789")[:15] or "job"
 
 
-def _environment(args: argparse.Namespace, profile: Profile) -> dict[str, str]:
-    environment = {name: variable.value for name, variable in profile.environment.items()}
+def _environment(args: argparse.Namespace, profile: Profile, ranks: int) -> dict[str, str]:
+    environment = profile.exports(args.nodes + len(args.component), ranks)
     for text in args.env:
         name, equals, value = text.partition("=")
         if not equals:

@@ -1,14 +1,15 @@
 """Read site profiles: what a cluster has, which options its jobs need, and which variables to set.
 
-The kit's profiles are jobs/sites/*.yaml. A mistake is reported with file, line and key.
+The kit's profiles are jobs/sites/*.yaml. Each value may be written alone, or with its reason, its
+source and the date when that was read: {value: 4, reason: ..., source: URL, read: 2026-11-22}.
+A mistake is reported with file, line and key.
 """
 
 from __future__ import annotations
 
-import difflib
+import datetime
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,52 @@ from ..gpus import VENDORS
 from ..launch.methods import NAMES
 from ..schedulers import Queue, parse_walltime
 from .files import JOBS
+from .yaml_reader import Node, ProfileError, Read, Reader, compose, read_text, suggestion
+
+__all__ = ["ProfileError"]  # from .yaml_reader, for those who load profiles
 
 FOLDER = JOBS / "sites"
 SCHEDULERS = ("slurm", "pbs")
 LAUNCHERS = ("auto", "torchrun", *(name for name in NAMES if name != "local"))
 
 
-class ProfileError(ValueError):
-    """A profile is missing or has a mistake; the message names file, line and key."""
+@dataclass(frozen=True)
+class Origin:
+    """Why a value is in a profile, and where it is documented; "" where the profile says nothing.
+
+    source: a URL, or "$ " and the command that printed the value. read: the date, 2026-11-22.
+    """
+
+    reason: str = ""
+    source: str = ""
+    read: str = ""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable that the jobs of a site need, and why."""
+    """An environment variable that the jobs of a site need."""
 
     value: str
-    reason: str
+    from_nodes: int = 1  # set in jobs of at least so many nodes
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The cores of each local rank, in the syntax of PALS ("list") or of Slurm ("mask_cpu")."""
+
+    kind: str
+    entries: tuple[str, ...]  # "4-7,108-111", or "0xfe"
+
+    def __str__(self) -> str:
+        separator = ":" if self.kind == "list" else ","
+        return f"{self.kind}:{separator.join(self.entries)}"
+
+    def cores(self) -> list[set[int]]:
+        """Return the numbers of the cores of each local rank."""
+        if self.kind == "mask_cpu":
+            masks = [int(entry, 16) for entry in self.entries]
+            return [{bit for bit in range(mask.bit_length()) if mask >> bit & 1} for mask in masks]
+        return [_expand(entry) for entry in self.entries]
 
 
 @dataclass(frozen=True)
@@ -52,11 +83,36 @@ class Profile:
     gpu_vendor: str | None = None  # None: each job detects it
     request_gpus: bool = True  # false where nodes are exclusive and the scheduler knows no GPUs
     launcher: str = "auto"
+    network: str | None = None  # what NCCL should report: "AWS Libfabric", "IB"
+    interface: str | None = None  # of the fabric, several with a comma: "hsn0,hsn1"
+    host_suffix: str | None = None  # of host names on the fabric: "i", ".hsn.example.org"
+    binding: Binding | None = None  # of as many ranks as it has entries
+    module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # lines of shell
     directives: tuple[str, ...] = ()  # "--constraint=gpu", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: "system=polaris"
     environment: dict[str, Variable] = field(default_factory=dict)
+    # By "gpus_per_node", "queues.debug", "environment.NCCL_NET", "modules.cuda".
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    def exports(self, nodes: int, ranks_per_node: int) -> dict[str, str]:
+        """Return the variables to set in a job of so many nodes and ranks per node."""
+        variables = {
+            name: variable.value
+            for name, variable in self.environment.items()
+            if nodes >= variable.from_nodes
+        }
+        fabric: dict[str, str | None] = {}
+        if nodes > 1:
+            fabric["DDPKIT_NETWORK"] = self.network
+            fabric["DDPKIT_HOST_SUFFIX"] = self.host_suffix
+            if self.gpu_vendor != "intel":  # oneCCL communicates over MPI
+                fabric["NCCL_SOCKET_IFNAME"] = self.interface
+            fabric["GLOO_SOCKET_IFNAME"] = (self.interface or "").partition(",")[0] or None
+        if self.binding is not None and len(self.binding.entries) == ranks_per_node:
+            fabric["DDPKIT_CPU_BIND"] = str(self.binding)
+        return {name: value for name, value in fabric.items() if value is not None} | variables
 
 
 def names() -> list[str]:
@@ -75,225 +131,221 @@ def load(name: str) -> Profile:
     if not is_file and name not in names():
         raise ProfileError(
             f"There is no site {name!r}. Expected one of {', '.join(names())}."
-            f"{_suggestion(name, names())} For a profile of your own, give its path: "
+            f"{suggestion(name, names())} For a profile of your own, give its path: "
             "--site path/to/site.yaml."
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ProfileError(
-            f"The site file {name} cannot be read: {error.strerror}. Expected the path of a YAML "
-            "file. Check the path."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ProfileError(
-            f"The site file {name} is not UTF-8 text: {error.reason} at byte {error.start}. Save "
-            "it as UTF-8."
-        ) from None
-    return parse(text, path)
+    return parse(read_text(path, name), path)
 
 
 def parse(text: str, path: Path) -> Profile:
     """Parse a profile. path: for messages; its stem becomes the profile's name."""
-    root = _compose(text, path)
-    if root is None:
-        raise ProfileError(
-            f"{path}: the file is empty. Expected keys such as 'title' and 'scheduler'."
-        )
-    values = _Reader(path).mapping(root, "the file", _PROFILE_KEYS)
+    root = compose(text, path)
+    reader = _ProfileReader(path)
+    sources = root.get("sources")
+    if sources is not None:
+        reader.sources = reader.read_sources(sources)
+    values = reader.mapping(root, "the file", _PROFILE_KEYS)
+    values.pop("sources", None)
     for key in ("title", "scheduler"):
         if key not in values:
             raise ProfileError(
                 f"{path}: the key {key!r} is missing. Every site needs it. Add a line '{key}: ...'."
             )
-    return Profile(name=path.stem, path=path, **values)
+    return Profile(name=path.stem, path=path, origins=reader.origins, **values)
 
 
-def _suggestion(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-# YAML nodes ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A YAML node, which knows its line: a text, a list of items, or pairs of key and value."""
-
-    line: int  # from 1
-    text: str | None = None
-    items: list[_Node] | None = None
-    pairs: list[tuple[_Node, _Node]] | None = None
-
-    @property
-    def found(self) -> str:
-        """What an error message calls it."""
-        if self.text is not None:
-            return repr(self.text)
-        return "a list" if self.items is not None else "a set of keys"
-
-
-def _compose(text: str, path: Path) -> _Node | None:
-    """Read the nodes of a YAML text. Raises ProfileError.
-
-    Scalars stay as they are written: YAML would make a number of 6:00:00 and a truth value of on.
-    """
-    try:
-        import yaml
-    except ImportError:
-        raise ProfileError(
-            "PyYAML is not installed, and site profiles are YAML files. Install it with "
-            "`python -m pip install pyyaml`, or run scripts/setup_env.sh."
-        ) from None
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return None if root is None else _converted(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise ProfileError(f"{where}: this is not YAML: {error.problem}. Correct it.") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ProfileError(f"{path}: this is not YAML: {error}. Correct the file.") from None
-
-
-def _converted(node: Any) -> _Node:
-    line = node.start_mark.line + 1
-    if node.id == "sequence":
-        return _Node(line, items=[_converted(item) for item in node.value])
-    if node.id == "mapping":
-        pairs = [(_converted(key), _converted(value)) for key, value in node.value]
-        return _Node(line, pairs=pairs)
-    return _Node(line, text=str(node.value))
-
-
-class _Reader:
-    """Convert YAML nodes to values, each with the function of its key."""
+class _ProfileReader(Reader):
+    """A reader that keeps the origin of each value."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
+        self.sources: dict[str, Origin] = {}
+        self.origins: dict[str, Origin] = {}
 
-    def error(self, node: _Node, key: str, found: str, expected: str) -> ProfileError:
-        return ProfileError(
-            f"{self.path}, line {node.line}: {key} is {found}. Expected: {expected}."
-        )
-
-    def items(self, node: _Node, key: str) -> Iterator[tuple[str, _Node, _Node]]:
-        """Yield (name, node of the name, node of the value) of a mapping."""
-        if node.pairs is None:
-            raise self.error(node, key, node.found, "keys with values, one 'key: value' a line")
-        seen: set[str] = set()
-        for name_node, value_node in node.pairs:
-            name = name_node.text
-            if name is None:
-                raise self.error(name_node, f"a key of {key}", name_node.found, "a word")
-            if name in seen:
-                raise self.error(name_node, f"key {name!r}", "given twice", "each key once")
-            seen.add(name)
-            yield name, name_node, value_node
-
-    def mapping(self, node: _Node, key: str, readers: dict[str, _Read]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, name_node, value_node in self.items(node, key):
-            if name not in readers:
-                raise ProfileError(
-                    f"{self.path}, line {name_node.line}: the key {name!r} is unknown."
-                    f"{_suggestion(name, list(readers))} Expected one of: {', '.join(readers)}."
-                )
-            values[name] = readers[name](self, value_node, repr(name))
-        return values
-
-    def text(self, node: _Node, key: str) -> str:
-        if node.text is None:
-            raise self.error(node, key, node.found, "one value")
-        if not node.text.strip():
-            raise self.error(node, key, "empty", "a value; leave the line out where there is none")
-        return node.text
-
-    def one_of(self, node: _Node, key: str, choices: tuple[str, ...]) -> str:
-        value = self.text(node, key)
-        if value not in choices:
-            raise self.error(node, key, repr(value), f"one of {', '.join(choices)}")
-        return value
-
-    def count(self, node: _Node, key: str) -> int:
-        value = self.text(node, key)
-        if not re.fullmatch("[1-9][0-9]{0,6}", value):
-            raise self.error(node, key, repr(value), "a whole number from 1 on")
-        return int(value)
-
-    def boolean(self, node: _Node, key: str) -> bool:
-        return self.one_of(node, key, ("true", "false")) == "true"
-
-    def seconds(self, node: _Node, key: str) -> int:
-        value = self.text(node, key)
-        try:
-            return parse_walltime(value)
-        except ValueError:
-            raise self.error(node, key, repr(value), "a time such as 12:00:00") from None
-
-    def texts(self, node: _Node, key: str) -> tuple[str, ...]:
-        if node.items is None:
-            raise self.error(node, key, node.found, "a list, [a, b] or one '- value' a line")
-        return tuple(self.text(item, f"an entry of {key}") for item in node.items)
-
-    def queues(self, node: _Node, key: str) -> dict[str, Queue]:
-        queues = {}
-        for name, _, value in self.items(node, key):
-            limits = self.mapping(value, f"queue {name!r}", _QUEUE_KEYS)
-            queues[name] = Queue(
-                name,
-                max_walltime_seconds=limits.get("max_time"),
-                min_nodes=limits.get("min_nodes", 1),
-                max_nodes=limits.get("max_nodes"),
-            )
-        return queues
-
-    def variables(self, node: _Node, key: str) -> dict[str, Variable]:
-        variables = {}
-        for name, name_node, value in self.items(node, key):
-            if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-                raise self.error(name_node, f"a name in {key}", repr(name), "letters, digits and _")
-            parts = self.mapping(value, f"variable {name!r}", _VARIABLE_KEYS)
-            for part in _VARIABLE_KEYS:
+    def read_sources(self, node: Node) -> dict[str, Origin]:
+        """Read {NAME: {url: ..., read: DATE}}."""
+        pages = {}
+        for name, _, value in self.items(node, "'sources'"):
+            parts = self.mapping(value, f"source {name!r}", {"url": _url, "read": _date})
+            for part in ("url", "read"):
                 if part not in parts:
                     raise self.error(
-                        value,
-                        f"variable {name!r}",
-                        f"without its {part}",
-                        "'value: ...' and 'reason: ...', so that everybody knows why it is set",
+                        value, f"source {name!r}", f"without {part}", "{url: ..., read: 2026-11-22}"
                     )
-            variables[name] = Variable(**parts)
-        return variables
+            pages[name] = Origin(source=parts["url"], read=parts["read"])
+        return pages
+
+    def with_origin(self, node: Node, name: str, keys: dict[str, Read]) -> dict[str, Any]:
+        """Read a mapping of these keys, reason, source and read, and keep the last three."""
+        parts = self.mapping(node, repr(name), keys | _ORIGIN_KEYS)
+        origin = parts.pop("source", Origin())
+        reason, read = parts.pop("reason", ""), parts.pop("read", origin.read)
+        self.origins[name] = replace(origin, reason=reason, read=read)
+        return parts
+
+    def sourced(self, node: Node, name: str, read: Read) -> Any:
+        """Read a value that is alone, or in a mapping with its origin."""
+        if node.get("value") is None:
+            self.origins[name] = Origin()
+            return read(self, node, repr(name))
+        return self.with_origin(node, name, {"value": read})["value"]
 
 
-def _choice(*choices: str) -> _Read:
+def _url(reader: Reader, node: Node, key: str) -> str:
+    expected = "an address that begins with https:// or http://, or '$ ' and a command"
+    return reader.matching(node, key, r"(https?://|\$ )\S.*", expected)
+
+
+def _date(reader: Reader, node: Node, key: str) -> str:
+    value = reader.text(node, key)
+    try:
+        return datetime.date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise reader.error(node, key, repr(value), "a date such as 2026-11-22") from None
+
+
+def _source(reader: _ProfileReader, node: Node, key: str) -> Origin:
+    """Read the name of one of the profile's sources, or a URL."""
+    known = reader.sources
+    if node.text in known:
+        return known[node.text]
+    if re.match(r"\$ |\w+://", reader.text(node, key)):
+        return Origin(source=_url(reader, node, key))
+    expected = f"a URL, or one of 'sources': {', '.join(known) or 'there are none'}"
+    raise reader.error(node, key, repr(node.text), expected)
+
+
+def _expand(ranges: str) -> set[int]:
+    """Return the numbers of "4-7,108": {4, 5, 6, 7, 108}."""
+    found: set[int] = set()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _seconds(reader: Reader, node: Node, key: str) -> int:
+    value = reader.text(node, key)
+    try:
+        return parse_walltime(value)
+    except ValueError:
+        raise reader.error(node, key, repr(value), "a time such as 12:00:00") from None
+
+
+def _name(key: str) -> str:
+    """Return the name of a key: "'queues'" -> "queues"."""
+    return key.strip("'")
+
+
+def _value(read: Read) -> Read:
+    return lambda reader, node, key: reader.sourced(node, _name(key), read)
+
+
+def _choice(*choices: str) -> Read:
     return lambda reader, node, key: reader.one_of(node, key, choices)
 
 
-_Read = Callable[[_Reader, _Node, str], object]
-_PROFILE_KEYS: dict[str, _Read] = {
-    "title": _Reader.text,
+def _entries(reader: _ProfileReader, node: Node, key: str) -> tuple[str, ...]:
+    """Read a list whose entries are texts, or texts with their origin."""
+    texts = []
+    for item in reader.list_of(node, key):
+        text = reader.text(item.get("value") or item, f"an entry of {key}")
+        reader.sourced(item, f"{_name(key)}.{text}", Reader.text)
+        texts.append(text)
+    return tuple(texts)
+
+
+def _queues(reader: _ProfileReader, node: Node, key: str) -> dict[str, Queue]:
+    queues = {}
+    for queue, _, value in reader.items(node, key):
+        limits = reader.with_origin(value, f"queues.{queue}", _QUEUE_KEYS)
+        queues[queue] = Queue(
+            queue,
+            max_walltime_seconds=limits.get("max_time"),
+            min_nodes=limits.get("min_nodes", 1),
+            max_nodes=limits.get("max_nodes"),
+        )
+    return queues
+
+
+def _variables(reader: _ProfileReader, node: Node, key: str) -> dict[str, Variable]:
+    variables = {}
+    for variable, name_node, value in reader.items(node, key):
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", variable):
+            raise reader.error(
+                name_node, f"a name in {key}", repr(variable), "letters, digits and _"
+            )
+        parts = reader.with_origin(value, f"environment.{variable}", _VARIABLE_KEYS)
+        for part in ("value", "reason"):
+            if value.get(part) is None:
+                raise reader.error(
+                    value,
+                    f"variable {variable!r}",
+                    f"without its {part}",
+                    "'value: ...' and 'reason: ...', so that everybody knows why it is set",
+                )
+        variables[variable] = Variable(**parts)
+    return variables
+
+
+def _cores(reader: Reader, node: Node, key: str) -> Binding:
+    """Read a list of cores: ["4-7", "8-11,60-63"]."""
+    expected = "cores such as '4-7,108-111'"
+    pattern = r"\d+(-\d+)?(,\d+(-\d+)?)*"
+    return Binding("list", _matching(reader, node, key, pattern, expected))
+
+
+def _masks(reader: Reader, node: Node, key: str) -> Binding:
+    """Read a list of masks: [0xfe, 0xfe00]."""
+    pattern = "0x[0-9a-fA-F]*[1-9a-fA-F][0-9a-fA-F]*"
+    return Binding("mask_cpu", _matching(reader, node, key, pattern, "a mask such as 0xfe"))
+
+
+def _matching(reader: Reader, node: Node, key: str, pattern: str, expected: str) -> tuple[str, ...]:
+    items = reader.list_of(node, key)
+    return tuple(reader.matching(item, f"an entry of {key}", pattern, expected) for item in items)
+
+
+def _binding(reader: _ProfileReader, node: Node, key: str) -> Binding:
+    parts = reader.with_origin(node, _name(key), {"list": _cores, "masks": _masks})
+    if len(parts) != 1:
+        raise reader.error(
+            node, key, "without cores, or with both", "'list: [...]' or 'masks: [...]'"
+        )
+    [binding] = parts.values()
+    assert isinstance(binding, Binding)
+    return binding
+
+
+_ORIGIN_KEYS: dict[str, Read] = {"reason": Reader.text, "source": _source, "read": _date}
+_QUEUE_KEYS: dict[str, Read] = {
+    "max_time": _seconds,
+    "min_nodes": Reader.count,
+    "max_nodes": Reader.count,
+}
+_VARIABLE_KEYS: dict[str, Read] = {"value": Reader.text, "from_nodes": Reader.count}
+_PROFILE_KEYS: dict[str, Read] = {
+    "title": Reader.text,
     "scheduler": _choice(*SCHEDULERS),
-    "account_example": _Reader.text,
-    "queue": _Reader.text,
+    "sources": lambda reader, node, key: None,  # read before the rest
+    "account_example": Reader.text,
+    "queue": Reader.text,
     "queue_option": _choice("partition", "qos"),
-    "queues": _Reader.queues,
-    "gpus_per_node": _Reader.count,
-    "cores_per_node": _Reader.count,
-    "memory_per_node": _Reader.text,
-    "gpu_vendor": _choice(*VENDORS),
-    "request_gpus": _Reader.boolean,
-    "launcher": _choice(*LAUNCHERS),
-    "modules": _Reader.texts,
-    "setup": _Reader.texts,
-    "directives": _Reader.texts,
-    "chunk": _Reader.texts,
-    "environment": _Reader.variables,
+    "queues": _queues,
+    "gpus_per_node": _value(Reader.count),
+    "cores_per_node": _value(Reader.count),
+    "memory_per_node": _value(Reader.text),
+    "gpu_vendor": _value(_choice(*VENDORS)),
+    "request_gpus": _value(Reader.boolean),
+    "launcher": _value(_choice(*LAUNCHERS)),
+    "network": _value(Reader.text),
+    "interface": _value(Reader.text),
+    "host_suffix": _value(Reader.text),
+    "binding": _binding,
+    "module_paths": _entries,
+    "modules": _entries,
+    "setup": _entries,
+    "directives": _entries,
+    "chunk": _entries,
+    "environment": _variables,
 }
-_QUEUE_KEYS: dict[str, _Read] = {
-    "max_time": _Reader.seconds,
-    "min_nodes": _Reader.count,
-    "max_nodes": _Reader.count,
-}
-_VARIABLE_KEYS: dict[str, _Read] = {"value": _Reader.text, "reason": _Reader.text}

@@ -1,0 +1,206 @@
+"""Check a site profile: sources, duplicates, contradictions, and values that are known to be bad.
+
+The known-bad values are data: jobs/site_rules.yaml, each rule with its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .files import JOBS
+from .profiles import Profile
+from .yaml_reader import Node, Read, Reader, compose, read_text
+
+RULES = JOBS / "site_rules.yaml"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is wrong with a profile for which all conditions hold.
+
+    conditions: fact -> "PATTERN", a regular expression that it matches; "!PATTERN", one that it
+    does not match, also where the fact is absent ("!." is: absent); ">N" or "<N", a comparison.
+    lacks: variables, at least one of which no line of the profile sets. source: a URL.
+    """
+
+    problem: str
+    remedy: str
+    source: str
+    read: str
+    conditions: dict[str, str]
+    lacks: tuple[str, ...] = ()
+
+    def finding(self, facts: dict[str, str]) -> str | None:
+        """Return what is found in a profile, with remedy and source; None where it is good."""
+        if not all(_holds(rule, facts.get(name)) for name, rule in self.conditions.items()):
+            return None
+        missing = [name for name in self.lacks if not _is_set(name, facts)]
+        if self.lacks and not missing:
+            return None
+        problem = self.problem.replace("MISSING", ", ".join(missing))
+        return f"{problem} {self.remedy} Source: {self.source} (read {self.read})"
+
+
+def load_rules(path: Path = RULES) -> list[Rule]:
+    """Read the rules. Raises ProfileError, which names the line, for a mistake in them."""
+    reader = Reader(path)
+    rules = []
+    for node in reader.list_of(compose(read_text(path), path), "the file"):
+        values = reader.mapping(node, "a rule", _RULE_KEYS)
+        missing = [
+            key for key in ("problem", "remedy", "source", "read", "if") if key not in values
+        ]
+        if missing:
+            raise reader.error(node, "a rule", f"without {', '.join(missing)}", "all of them")
+        rules.append(Rule(conditions=values.pop("if"), **values))
+    return rules
+
+
+def check(profile: Profile, rules: list[Rule]) -> list[str]:
+    """Return what is wrong with a profile; empty where it is good."""
+    facts = _facts(profile)
+    known_bad = (rule.finding(facts) for rule in rules)
+    return [
+        *_unsourced(profile),
+        *_duplicates(profile),
+        *_contradictions(profile),
+        *(finding for finding in known_bad if finding is not None),
+    ]
+
+
+def _conditions(reader: Reader, node: Node, key: str) -> dict[str, str]:
+    return {name: reader.text(value, repr(name)) for name, _, value in reader.items(node, key)}
+
+
+_RULE_KEYS: dict[str, Read] = {
+    "if": _conditions,
+    "lacks": Reader.texts,
+    "problem": Reader.text,
+    "remedy": Reader.text,
+    "source": Reader.text,
+    "read": Reader.text,
+}
+
+
+def _holds(condition: str, value: str | None) -> bool:
+    if condition.startswith("!"):
+        return value is None or not re.search(condition[1:], value)
+    if value is None:
+        return False
+    if condition[0] in "<>":
+        number, limit = float(value), float(condition[1:])
+        return number > limit if condition[0] == ">" else number < limit
+    return re.search(condition, value) is not None
+
+
+def _is_set(variable: str, facts: dict[str, str]) -> bool:
+    return variable in facts or re.search(rf"\b{variable}=", facts.get("setup", "")) is not None
+
+
+def _facts(profile: Profile) -> dict[str, str]:
+    """Return what rules may ask for: keys of the profile, variables, and "environment".
+
+    Also "NAME.from_nodes", "software" (modules, set-up lines and directives) and "text", the file.
+    """
+    lists = {
+        "module_paths": profile.module_paths,
+        "modules": profile.modules,
+        "setup": profile.setup,
+        "directives": profile.directives,
+        "chunk": profile.chunk,
+    }
+    single = {
+        "title": profile.title,
+        "scheduler": profile.scheduler,
+        "launcher": profile.launcher,
+        "gpu_vendor": profile.gpu_vendor,
+        "gpus_per_node": profile.gpus_per_node,
+        "cores_per_node": profile.cores_per_node,
+        "network": profile.network,
+        "interface": profile.interface,
+        "host_suffix": profile.host_suffix,
+        "binding": profile.binding,
+    }
+    facts = {name: str(value) for name, value in single.items() if value is not None}
+    facts |= {name: "\n".join(entries) for name, entries in lists.items() if entries}
+    for name, variable in profile.environment.items():
+        facts[name] = variable.value
+        if variable.from_nodes > 1:
+            facts[f"{name}.from_nodes"] = str(variable.from_nodes)
+    facts["environment"] = "\n".join(profile.environment)
+    facts["software"] = "\n".join(
+        facts[name] for name in ("modules", "setup", "directives") if name in facts
+    )
+    facts["text"] = read_text(profile.path) if profile.path.is_file() else ""
+    return facts
+
+
+def _unsourced(profile: Profile) -> Iterator[str]:
+    for name, origin in profile.origins.items():
+        if not (origin.source and origin.read):
+            missing = "source" if not origin.source else "date"
+            yield (
+                f"{name}: the value has no {missing}. Every value names the page where it is "
+                "documented and the date when that was read. Add 'source' and 'read'."
+            )
+
+
+def _duplicates(profile: Profile) -> Iterator[str]:
+    options = (
+        directive.strip().partition("=")[0]
+        for directive in profile.directives
+        if not directive.startswith("-l ")
+    )
+    groups = {
+        "modules": (module.partition("/")[0] for module in profile.modules),
+        "module_paths": profile.module_paths,
+        "setup": profile.setup,
+        "directives": options,
+    }
+    for key, entries in groups.items():
+        for entry, count in Counter(entries).items():
+            if count > 1:
+                yield f"{key}: {entry} is given {count} times. Keep one of them."
+    exported = re.findall(r"\bexport ([A-Za-z_]\w*)=", "\n".join(profile.setup))
+    for name in exported:
+        if name in profile.environment:
+            yield f"{name}: set in 'environment' and again in 'setup'. Keep one of them."
+
+
+def _contradictions(profile: Profile) -> Iterator[str]:
+    if profile.queues and profile.queue is not None and profile.queue not in profile.queues:
+        yield f"queue: {profile.queue} is not one of 'queues'. Correct one of them."
+    for queue in profile.queues.values():
+        if queue.max_nodes is not None and queue.min_nodes > queue.max_nodes:
+            yield f"queues.{queue.name}: min_nodes is more than max_nodes. Correct one of them."
+    if profile.binding is not None:
+        yield from _binding_problems(profile)
+    for variable, expected in (
+        ("NCCL_NET", profile.network),
+        ("NCCL_SOCKET_IFNAME", profile.interface),
+    ):
+        found = profile.environment.get(variable)
+        if found is not None and expected is not None and found.value != expected:
+            yield (
+                f"{variable}: the value {found.value!r} contradicts "
+                f"{'network' if variable == 'NCCL_NET' else 'interface'} {expected!r}. "
+                "Correct one of them."
+            )
+
+
+def _binding_problems(profile: Profile) -> Iterator[str]:
+    assert profile.binding is not None
+    cores = profile.binding.cores()
+    if profile.gpus_per_node is not None and len(cores) != profile.gpus_per_node:
+        yield (
+            f"binding: it has {len(cores)} entries for {profile.gpus_per_node} GPUs per node. "
+            "Give one for each GPU."
+        )
+    uses = Counter(core for entry in cores for core in entry)
+    shared = sorted(core for core, count in uses.items() if count > 1)
+    if shared:
+        yield f"binding: several ranks share the cores {shared[:8]}. Give each core to one rank."
