@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.unit.checkpoint_states import bits, refusal, restored, unpacked
+from tests.unit.test_checkpoint_state import Config, Frozen, Mode, Point
 from utils.checkpoint import PerRank
 from utils.checkpoint.pack import pack
 from utils.checkpoint.restore import Restorer
@@ -95,10 +97,12 @@ def test_float32_averages_of_bfloat16_parameters_are_not_rounded() -> None:
     assert bits(other[1].state_dict()) == bits(one[1].state_dict())
 
 
-class Extra(nn.Linear):
+class Extra(nn.Module):
     """Has more than tensors in its state, as the metrics of torchmetrics."""
 
-    extra: Any = None
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
 
     def get_extra_state(self) -> Any:
         return self.extra
@@ -118,6 +122,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied, "empty": nn.Identity, "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
     "average": lambda: AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True),
+    "extra tensor": lambda: Extra(torch.rand(2)), "extra list": lambda: Extra([torch.rand(3), {"seen": 1}]),
     "nested": lambda: nn.ModuleDict({"a": nn.ModuleList([nn.BatchNorm1d(2)]), "b": nn.LSTM(2, 2)}),
 }
 
@@ -127,7 +132,7 @@ def test_modules_are_restored_to_the_last_bit(name: str) -> None:
     one, other = MODULES[name](), MODULES[name]()
     parameters = list(other.parameters())
     with torch.no_grad():
-        for tensor in one.state_dict().values():
+        for tensor in [*one.parameters(), *one.buffers()]:
             tensor.copy_(torch.randint(1, 9, tensor.shape))
     restored({"m": one}, {"m": other})
     assert bits(other.state_dict()) == bits(one.state_dict())
@@ -138,13 +143,6 @@ def test_tied_weights_are_written_once() -> None:
     weight = torch.rand(4, 4)
     assert len(pack([Tied()]).main) == 1
     assert len(pack({"a": weight, "b": weight, "turned": weight.t()}).main) == 2
-
-
-@pytest.mark.parametrize("extra", [torch.ones(2), [torch.ones(3), {"seen": 1}]])
-def test_extra_states_of_modules_are_restored(extra: Any) -> None:
-    one, other = changed(Extra(2, 2), extra=extra), changed(Extra(2, 2), extra=torch.zeros(2))
-    restored([one], [other])
-    assert bits(other.extra) == bits(extra)
 
 
 def test_compiled_parts_have_their_plain_names() -> None:
@@ -236,6 +234,7 @@ def optimized(first: int, *order: int) -> dict[str, Any]:
 
 A, B = nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(3))
 SGD, LINEAR = torch.optim.SGD([A]), nn.Linear(2, 2)
+FACTORY: Any = defaultdict(lambda: 1)
 NAMED = [torch.optim.SGD(list(zip(names, [A, A.detach().clone()], strict=True))) for names in ("xy", "yx")]
 
 
@@ -259,6 +258,12 @@ NAMED = [torch.optim.SGD(list(zip(names, [A, A.detach().clone()], strict=True)))
     (LINEAR, nn.Linear(2, 2, device="meta"), "x/weight is on the meta device"),
     (LINEAR, nn.LazyLinear(2), "x/weight is a parameter of a lazy module"),
     ([], nested(5000), "is nested more than 100 levels deep"),
+    (Mode.COLD, None, "x was saved as the enum Mode; expected an instance of it in the state"),
+    (Point(1, 2), None, "x was saved as the namedtuple Point"), (Config(), None, "x was saved as the dataclass Config"),
+    (Frozen(1), dataclasses.make_dataclass("Frozen", ["size", "width"])(1, 2),
+     "x is a Frozen with the fields size, width, but was saved as Frozen with size, tensor"),
+    (FACTORY, None, "x was saved as a defaultdict whose factory is "),
+    (FACTORY, defaultdict(list), "x is a defaultdict with the factory 'list'"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_another_state_is_refused(source: Any, state: Any, words: str) -> None:
     assert words in refusal({"x": source}, {"x": state})

@@ -176,19 +176,6 @@ def test_classes_of_the_user_are_taken_from_the_state() -> None:
     assert back == {1: 2} and back[5] == 7
 
 
-@pytest.mark.parametrize("source, state, words", [
-    ([Mode.COLD], [None], "0 was saved as the enum Mode; expected an instance of it in the state"),
-    ([Point(1, 2)], [None], "0 was saved as the namedtuple Point"),
-    ([Config()], [None], "0 was saved as the dataclass Config"),
-    ([Frozen(1)], [dataclasses.make_dataclass("Frozen", ["size", "width"])(1, 2)],
-     "0 is a Frozen with the fields size, width, but was saved as Frozen with size, tensor"),
-    ([defaultdict(lambda: 1)], [None], "0 was saved as a defaultdict whose factory is "),
-    ([defaultdict(lambda: 1)], [defaultdict(list)], "0 is a defaultdict with the factory 'list'"),
-])
-def test_no_class_is_imported_for_a_file(source: Any, state: Any, words: str) -> None:
-    assert words in refusal(source, state)
-
-
 @pytest.mark.parametrize("make", [
     lambda seed: torch.Generator().manual_seed(seed), random.Random, numpy.random.RandomState,
     *(lambda seed, kind=kind: numpy.random.Generator(kind(seed)) for kind in (
