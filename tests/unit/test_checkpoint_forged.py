@@ -1,6 +1,7 @@
 """utils/checkpoint: files that somebody has changed end in a clear error and in nothing else."""
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -28,30 +29,23 @@ def state() -> dict[str, Any]:
     return {"x": torch.arange(8.0), "sampler": {"epoch": 1}}
 
 
-def nested(levels: int) -> Any:
-    tree: Any = []
-    for _ in range(levels):
-        tree = {"tuple": [tree]}
-    return tree
+TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), [])
 
 
 @pytest.mark.parametrize("tree", [
-    {"torch.dtype": "load"}, {"torch.dtype": "Tensor"}, {"eval": "1"}, {}, {"int": "12"}, {"bytes": "?"},
-    {"datetime": ["x", 0]}, {"numpy scalar": "O", "bytes": ""}, {"numpy scalar": "f8", "bytes": "AA=="},
+    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "12"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
+    {"numpy scalar": "O", "bytes": ""}, {"numpy scalar": "f8", "bytes": "AA=="},
     {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]},
     {"tensor": "t", "dtype": "float32", "shape": [5]},
     {"tensor": "t", "dtype": "float32", "shape": [2, -2]},
     {"tensor": "t", "dtype": "int64", "shape": [2]},
     {"tensor": "t", "dtype": "float32", "shape": [2, 2], "stride": [1, 10**12]},
     {"tensor": "t", "dtype": "float32", "shape": [0, 2**62, 4]},
-    {"tensor": [], "dtype": "float32", "shape": []},
     {"array": {"dtype": "f8", "shape": [10**12]}, "data": {"tensor": "b"}},
     {"array": {"dtype": "O", "shape": [1]}, "data": {"tensor": "b"}},
     {"array": {"dtype": [["a", "O"]], "shape": [1]}, "data": {"tensor": "b"}},
-    {"set": [[1]]}, {"deque": [], "maxlen": "x"}, {"tuple": {"a": 1}}, {"dict": 1}, {"object": "x"},
-    {"defaultdict": [], "factory": "eval"}, {"defaultdict": [], "factory": []},
-    {"torch.Size": ["x"]}, {"dict": {}, "metadata": {"dict": {}}}, {"generator": "random.Random"},
-    {"enum": "Mode", "member": "WARM"}, {"long": "str", "data": {"tensor": "b"}}, nested(120),
+    {"set": [[1]]}, {"tuple": {"a": 1}}, {"defaultdict": [], "factory": "eval"}, {"dict": {}, "metadata": {"dict": {}}},
+    {"generator": "random.Random"}, {"enum": "Mode", "member": "WARM"}, {"long": "str", "data": {"tensor": "b"}},
 ], ids=lambda tree: json.dumps(tree)[:60])
 def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
     tensors = {"t": torch.zeros(4), "b": torch.full((8,), 255, dtype=torch.uint8)}
@@ -125,15 +119,14 @@ def forge(step: Path, manifest: Any, header: Any = None) -> None:
 
 @pytest.mark.parametrize("file, content, words", [
     *((MANIFEST, {field: value}, rf"manifest.json: files\[0\].{field} is") for field, value in (
-        ("name", "../step-000000001/rank-00000.safetensors"), ("name", None), ("size", -1), ("size", True),
-        ("size", 1 << 70), ("size", 1.5), ("blocks", {}), ("blocks", [[1]]), ("blocks", [[-8, "00"], [16, "00"]]),
-        ("blocks", [[1 << 40, "00"]]), ("blocks", [[0, ""]]), ("replicated", 1))),
+        ("name", "../step-000000001/rank-00000.safetensors"), ("size", -1), ("size", True), ("size", 1 << 70),
+        ("blocks", {}), ("blocks", [[1]]), ("blocks", [[-8, "00"], [16, "00"]]), ("blocks", [[0, ""]]),
+        ("replicated", 1))),
     *((FILE, {field: value}, f"{FILE}: .*x.*{words}") for field, value, words in (
         ("data_offsets", [-8, 24], "data_offsets"), ("data_offsets", [0, 1 << 62], "data_offsets"),
         ("data_offsets", [32, 0], "data_offsets"), ("data_offsets", [8, 40], "data_offsets"),
-        ("data_offsets", [0.0, 32], "data_offsets"), ("shape", [2, 2], "data_offsets"), ("shape", [-8], "shape"),
-        ("shape", [1 << 40, 1 << 40], "shape"), ("shape", "8", "shape"), ("shape", [1] * 200 + [8], "shape"),
-        ("dtype", "F4096", "dtype"), ("dtype", [], "dtype"))),
+        ("shape", [2, 2], "data_offsets"), ("shape", [-8], "shape"), ("shape", [1 << 40, 1 << 40], "shape"),
+        ("shape", [1] * 200 + [8], "shape"), ("dtype", "F4096", "dtype"), ("dtype", [], "dtype"))),
     *((FILE, {"__metadata__": {"ddpkit": text}}, f"{FILE}: __metadata__.ddpkit") for text in (
         "[1", "{}", '{"own": {}, "local": [1], "random": {}}', '{"own": {}, "local": [], "random": {}}')),
     *((FILE, text, FILE) for text in (

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.unit.checkpoint_states import bits, refusal, restored, unpacked
+from tests.unit.checkpoint_states import bits, refusal, restored
 from tests.unit.test_checkpoint_state import Config, Frozen, Mode, Point
 from utils.checkpoint import PerRank
 from utils.checkpoint.pack import pack
@@ -267,11 +267,6 @@ NAMED = [torch.optim.SGD(list(zip(names, [A, A.detach().clone()], strict=True)))
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_another_state_is_refused(source: Any, state: Any, words: str) -> None:
     assert words in refusal({"x": source}, {"x": state})
-
-
-def test_100_levels_of_nesting_and_the_same_order_of_parameters_are_accepted() -> None:
-    assert unpacked(nested(100)) == nested(100)
-    assert refusal(optimized(0, 1, 2), optimized(0, 1, 2)) == ""
 
 
 def test_an_error_of_load_state_dict_names_the_object() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import math
 import random
@@ -27,6 +28,8 @@ from utils.checkpoint.values import DTYPES
 
 MU = "\N{GREEK SMALL LETTER MU}"
 
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(100), 1)
+
 PLAIN = [
     None, True, 0, -(10**30), 0.1, -0.0, math.inf, math.nan, "", f"a/b {MU}\n", b"\x00\xff", 1 + 2j,
     (), [], {}, (1, (2, [3])), {1: "a", "1": "b", None: 1, (1, 2): 2.5, False: 0},
@@ -41,7 +44,7 @@ PLAIN = [
     complex(math.inf, -0.0), {10**30: 1}, {Path("a"): 1, datetime(2024, 1, 1): 2}, Counter(),
     numpy.float32(0.1), numpy.int64(5), numpy.float16(1.5), numpy.str_("ab"), numpy.bytes_(b"ab"),
     numpy.datetime64("2024-01-01"), numpy.datetime64("NaT"), numpy.timedelta64(3, "h"),
-    numpy.bool_(True), numpy.longdouble(0.1), numpy.array([(1, 2.5)], dtype="i4,f8")[0], numpy.str_(""),
+    DEEP, numpy.bool_(True), numpy.longdouble(0.1), numpy.array([(1, 2.5)], dtype="i4,f8")[0], numpy.str_(""),
 ]
 ARRAYS = [
     numpy.array([True, False]), *(numpy.arange(6).astype(kind) for kind in "bBhHiIlLefdgFD"),
