@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from utils.schedulers.slurm.hostlist import expand_counts, expand_hostlist
+from utils.schedulers.slurm.hostlist import expand_hostlist
 
 KNOWN = {
     "": [],
@@ -31,10 +31,6 @@ def test_a_node_list_is_expanded_in_order(text: str) -> None:
 def test_a_broken_node_list_is_quoted_in_the_error(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
         expand_hostlist(text)
-
-
-def test_counts_per_node_are_expanded() -> None:
-    assert expand_counts("2,1(x2),3") == [2, 1, 1, 3]
 
 
 def test_node_lists_are_expanded_as_by_scontrol(scontrol: str) -> None:

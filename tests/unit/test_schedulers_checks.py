@@ -24,11 +24,6 @@ def fields(found: list[str]) -> list[str]:
     return [problem.split(":")[0] for problem in found]
 
 
-@pytest.mark.parametrize("scheduler", [Slurm(), Pbs()])
-def test_what_a_scheduler_does_not_report_is_no_problem(commands: Commands, scheduler: Scheduler) -> None:
-    assert problems(scheduler, nodes=99, gpus_per_node=99, queue="nosuch", walltime=10**6) == []
-
-
 @pytest.mark.parametrize(("values", "problem"), [
     ({"cores_per_rank": 2, "walltime": 10**6}, ""),
     ({"nodes": 4}, "nodes: 4 is more than the 3 nodes of partition main"),

@@ -5,7 +5,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +56,14 @@ def follow(chain: Submission, *statuses: Status | Exception | list[Status | Exce
 
 
 def test_follow_prints_states_positions_and_output(chain: Submission, capfd: pytest.CaptureFixture[str]) -> None:
-    def statuses() -> Iterator[Status]:
-        yield Status("1", "queued", position=3, reason="Resources")
-        yield Status("1", "queued", position=1, reason="Priority")
-        (chain.folder / "1.out").write_text("epoch 1\n")
-        (chain.folder / "2.out").write_text("of another job\n")
-        yield Status("1", "running", hosts=("n1", "n2"))
-        with (chain.folder / "1.out").open("a") as file:
-            file.write("epoch 2\n")
-        yield DONE
-
-    steps = statuses()
-    assert following.follow(lambda _: next(steps), chain.logs, ["1"]) == 0
+    (chain.folder / "1.out").write_text("epoch 1\n")
+    (chain.folder / "2.out").write_text("of another job\n")
+    third, first = (Status("1", "queued", position=position, reason="Priority") for position in (3, 1))
+    assert follow(chain, [third, first, first, Status("1", "running", hosts=("n1", "n2")), DONE]) == 0
     printed = capfd.readouterr()
-    assert printed.out == "epoch 1\nepoch 2\n"
+    assert printed.out == "epoch 1\n"
     assert printed.err.splitlines() == [
-        "submit.py: job 1: queued, number 3 in the queue (Resources)",
+        "submit.py: job 1: queued, number 3 in the queue (Priority)",
         "submit.py: job 1: queued, number 1 in the queue (Priority)",
         "submit.py: job 1: running, on n1 n2", "submit.py: job 1: completed, exit status 0"]
 
@@ -110,7 +102,6 @@ def test_follow_queries_again_while_the_scheduler_is_down(chain: Submission,
     ("list", "failed completed queued", 0, "2    completed  "),
     ("list --folder nowhere", "", 0, "no submissions in nowhere"),
     ("logs 1", "queued", 1, "No output was found of job 1: queued"),
-    ("cancel 2", "completed running queued", 0, "which do not run after a cancelled one: 3"),
     ("cancel 1", "unknown", 1, "no job 1")])
 def test_exit_status_and_message_of_queries(words: str, states: str, exit_status: int, message: str,
                                             chain: Submission, query: Query) -> None:
@@ -134,6 +125,13 @@ def test_list_shows_the_latest_submissions_first(login: Login, query: Query) -> 
     lines = [line.split() for line in done.out.splitlines()]
     assert [line[0] for line in lines] == ["JOB", "103", "101", "102"]
     assert lines[1][1] == "unknown" and lines[2][1:3] == ["stopped", "(75)"] and "other" in lines[1]
+
+
+def test_cancel_ends_the_later_jobs_of_the_chain_too(chain: Submission, query: Query) -> None:
+    scheduler = Scripted({"2": Status("2", "running")})
+    done = query("cancel 2", scheduler)
+    assert done.status == 0 and "later jobs of its chain" in done.out
+    assert scheduler.cancelled == ["3", "2"]  # the last first, so that none starts
 
 
 @pytest.mark.parametrize(("requested", "known", "same"), [
