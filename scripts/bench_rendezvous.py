@@ -40,6 +40,12 @@ SIZES = (100, 500, 1000, 2000, 4000)
 PROCESSES = 4
 RANKS_PER_HOST = 8
 CORES_PER_RANK = 16
+# Four NUMA nodes of 32 cores with four L3 caches, GPU 0 and 1 on node 3, as reports have it.
+TOPOLOGY = ";".join(
+    f"{cache // 4}:" + ",".join(f"{core}+{core + 128}" for core in range(8 * cache, 8 * cache + 8))
+    for cache in range(16)
+)
+GPU_NODES = [3, 3, 1, 1, 0, 0, 2, 2]
 FEW_FILES = 256
 TIMEOUT_SECONDS = 100.0  # the default of setup_distributed()
 
@@ -238,7 +244,10 @@ def check_seconds(ranks: int) -> float:
 
 
 def make_rank(rank: int, ranks: int) -> tuple[Placement, RankReport]:
-    """Return placement and report of a rank on a host of 8 GPUs and 128 cores, 16 for each rank."""
+    """Return placement and report of a rank on a host of 8 GPUs and 128 cores, 16 for each rank.
+
+    The launcher has bound no rank, and the kit binds all of them.
+    """
     node, local_rank = divmod(rank, RANKS_PER_HOST)
     local_world_size = min(RANKS_PER_HOST, ranks - node * RANKS_PER_HOST)
     placement = Placement("slurm", rank, ranks, local_rank, local_world_size)
@@ -246,14 +255,15 @@ def make_rank(rank: int, ranks: int) -> tuple[Placement, RankReport]:
         placement,
         backend="nccl",
         devices=[f"GPU-{node:016x}{index:016x}" for index in range(8)],
+        device_nodes=GPU_NODES,
         device_masks="CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7",
         torch_version="2.13.0",
         kit_version=__version__,
     )
-    cores = ((1 << CORES_PER_RANK) - 1) << CORES_PER_RANK * local_rank
     report["host"] = f"n{node:05d}"
-    report["cores"] = f"{cores:x}"
-    report["host_cores"] = CORES_PER_RANK * RANKS_PER_HOST
+    report["topology"] = "" if local_rank else TOPOLOGY
+    report["host_cores"] = 2 * CORES_PER_RANK * RANKS_PER_HOST
+    report["cores"] = f"{(1 << report['host_cores']) - 1:x}"
     return placement, report
 
 

@@ -10,8 +10,9 @@ import socket
 
 import torch
 
-from .gpus import MASKS, count_gpus, gpu_vendor
+from .gpus import INTEL_MASKS, MASKS, count_gpus, gpu_vendor, intel_addresses, nvidia_address
 from .launchers.base import LaunchError
+from .topology import pci_node
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
 
@@ -46,6 +47,14 @@ def visible_devices(backend: str) -> list[str]:
         return found
     # Some drivers of AMD give all GPUs one placeholder, or the partitions of a GPU its UUID.
     return [f"{identity} index {index}" for index, identity in enumerate(found)]
+
+
+def device_nodes(backend: str) -> list[int | None]:
+    """Return the NUMA node of each device in visible_devices(backend); None where unknown."""
+    device_type = BACKENDS[backend]
+    count = 0 if device_type == "cpu" else _count(device_type)
+    addresses = (_pci_address(device_type, index, count) for index in range(count))
+    return [pci_node(address) if address else None for address in addresses]
 
 
 def device_at(backend: str, index: int | None) -> torch.device:
@@ -97,3 +106,23 @@ def _identity(device_type: str, index: int) -> str:
     if not uuid:
         return f"{masks()} index {index}"
     return f"{uuid} {masks()}" if torch.version.hip else str(uuid)
+
+
+def _pci_address(device_type: str, index: int, count: int) -> str:
+    """Return the PCI address of a device, such as "0000:c1:00.0"; "" where it is unknown.
+
+    count: of the visible devices.
+    """
+    if device_type == "xpu":  # torch does not report it; the tiles of a GPU may be devices
+        addresses = intel_addresses()
+        whole = bool(addresses) and count % len(addresses) == 0
+        masked = any(name in os.environ for name in INTEL_MASKS)
+        return addresses[index * len(addresses) // count] if whole and not masked else ""
+
+    properties = torch.get_device_module(torch.device(device_type)).get_device_properties(index)
+    if hasattr(properties, "pci_domain_id"):
+        domain, bus, number = (
+            getattr(properties, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        )
+        return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+    return nvidia_address(str(properties.uuid)) if hasattr(properties, "uuid") else ""

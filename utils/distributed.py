@@ -3,8 +3,9 @@
 Start reading here. The steps of a start, in order:
 
     find_launcher()       which launcher, and this process's rank
-    rendezvous()          find rank 0; every rank reports, rank 0 checks and assigns devices
+    rendezvous()          find rank 0; every rank reports, rank 0 checks, assigns devices and cores
     device.pin()          make the assigned GPU the current one
+    bind_process()        run on the assigned cores only
     init_process_group()  torch connects the ranks
     Distributed           what the training script holds; closing it ends this rank's part
 
@@ -18,13 +19,14 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from . import __version__, coordination, device, failure, gloo
+from .binding import bind_process
 from .launchers.base import Launcher, LaunchError, Placement
 from .launchers.detect import Detection, find_launcher
 from .log import get_logger, setup_logging
@@ -32,6 +34,7 @@ from .rank_variables import set_variables
 from .rendezvous.address import Rendezvous
 from .rendezvous.checks import RankReport, make_report
 from .store import rendezvous
+from .topology import parse_ranges
 
 START_UP_SECONDS = 100.0
 _log = get_logger(__name__)
@@ -120,8 +123,9 @@ def setup_distributed(
     timeout: float = START_UP_SECONDS,
     launcher: str | None = None,
     collective_timeout: float | None = None,
+    bind: Literal["auto", False] = "auto",
 ) -> Distributed:
-    """Join this process to the launch that started it, and pin its GPU.
+    """Join this process to the launch that started it, pin its GPU, and bind it to cores near it.
 
     backend: nccl, xccl or gloo. None chooses the backend of the accelerator that torch sees, or
         gloo for the CPU. gloo trains on the CPU also where there are GPUs.
@@ -129,11 +133,18 @@ def setup_distributed(
     launcher: use this launcher and skip detection. `python -m utils.launchers` explains detection.
     collective_timeout: seconds for a collective; the other ranks then name a rank that did not
         enter it. None for torch's default: 30 minutes with gloo, 10 with NCCL.
+    bind: "auto" lets this process run only on its share of the cores, as described below. False
+        leaves its cores as the launcher has set them. The same on all ranks.
 
     What it does to the process:
     - With more than one rank it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
       GROUP_RANK, MASTER_ADDR and MASTER_PORT, for libraries that read them. torchrun's values
       stay. DDPKIT_RANK_PROCESS marks them, so that a program which this rank starts is no rank.
+    - It binds this process, its threads and those that they start (OpenMP, loader workers) to
+      cores. Ranks of a host that may run on the same CPUs share them out: whole cores, exclusive,
+      on the NUMA node of the rank's GPU. A rank that its launcher has bound alone stays there, and
+      a warning says where that is far from its GPU. DDPKIT_CPU_BIND=list:0-7:8-15 gives the CPUs
+      of each local rank explicitly.
     - Where OMP_NUM_THREADS is not set, it sets that and torch's number of threads to this rank's
       share of the cores that it may run on.
     - With gloo on several hosts it sets GLOO_SOCKET_IFNAME where gloo would choose an interface
@@ -147,14 +158,14 @@ def setup_distributed(
     Raises LaunchError when the ranks cannot start together: on every rank, with the cause.
     ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
     """
-    _check_arguments(backend, timeout, collective_timeout)
+    _check_arguments(backend, timeout, collective_timeout, bind)
     deadline = time.monotonic() + timeout
     try:
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
         with failure.start_up_time_out(placement.rank, placement.world_size, timeout):
-            job = _start(detection, backend, deadline, collective_timeout)
+            job = _start(detection, backend, deadline, collective_timeout, bind == "auto")
     except LaunchError as error:
         failure.print_without_traceback(error)
         raise
@@ -163,7 +174,9 @@ def setup_distributed(
     return job
 
 
-def _check_arguments(backend: str | None, timeout: float, collective_timeout: float | None) -> None:
+def _check_arguments(
+    backend: str | None, timeout: float, collective_timeout: float | None, bind: str | bool
+) -> None:
     for name, seconds in (("timeout", timeout), ("collective_timeout", collective_timeout)):
         if seconds is not None and not 0 < seconds < 1e6:
             raise ValueError(f"{name} is {seconds!r}; expected seconds above 0")
@@ -171,6 +184,8 @@ def _check_arguments(backend: str | None, timeout: float, collective_timeout: fl
         raise ValueError(
             f"backend is {backend!r}; expected None or one of {', '.join(device.BACKENDS)}"
         )
+    if bind not in ("auto", False):
+        raise ValueError(f"bind is {bind!r}; expected 'auto' or False")
     if dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is initialised already: call setup_distributed() once, and not "
@@ -179,15 +194,20 @@ def _check_arguments(backend: str | None, timeout: float, collective_timeout: fl
 
 
 def _start(
-    detection: Detection, backend: str | None, deadline: float, collective_timeout: float | None
+    detection: Detection,
+    backend: str | None,
+    deadline: float,
+    collective_timeout: float | None,
+    bind: bool,
 ) -> Distributed:
     placement = detection.placement
-    report = _report_rank(placement, backend)
+    report = _report_rank(placement, backend, bind)
     found, store = rendezvous(detection, report, deadline)
     assignment, chosen_backend = found.assignment, report["backend"]
 
     chosen_device = device.device_at(chosen_backend, assignment["device_index"])
     device.pin(chosen_device)
+    _bind(assignment["cpus"])
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(assignment["threads"])
         os.environ["OMP_NUM_THREADS"] = str(assignment["threads"])  # for child processes
@@ -225,12 +245,24 @@ def _start(
     )
 
 
-def _report_rank(placement: Placement, backend: str | None) -> RankReport:
+def _bind(cpus: str) -> None:
+    """Bind this process to CPUs, such as "0-7,64-71"; "" leaves it as it is."""
+    if not cpus:
+        return
+    try:
+        bind_process(frozenset(parse_ranges(cpus)))
+    except OSError as error:  # training is slower without, not wrong
+        _log.warning("this rank could not be bound to CPUs %s: %s", cpus, error)
+
+
+def _report_rank(placement: Placement, backend: str | None, bind: bool) -> RankReport:
     """Return this rank's report. It contains what fails here, so that every rank shows it."""
     chosen, devices, problem = backend or "", [], ""
+    device_nodes: list[int | None] = []
     try:
         chosen = device.choose_backend(backend)
         devices = device.visible_devices(chosen)
+        device_nodes = device.device_nodes(chosen) if bind else []
     except (LaunchError, RuntimeError) as error:
         problem = str(error)
     if chosen == "gloo":
@@ -240,6 +272,8 @@ def _report_rank(placement: Placement, backend: str | None) -> RankReport:
         placement,
         backend=chosen,
         devices=devices,
+        device_nodes=device_nodes,
+        bind=bind,
         device_masks=device.masks(),
         torch_version=str(torch.__version__),
         kit_version=__version__,

@@ -39,6 +39,30 @@ def gpu_vendor(root: Path = Path("/")) -> str | None:
     return next((vendor for vendor, (count, _) in _BY_VENDOR.items() if count(root)), None)
 
 
+def intel_addresses(root: Path = Path("/")) -> list[str]:
+    """Return the PCI addresses of Intel's data-centre GPUs, such as "0000:18:00.0", in order."""
+    found = []
+    for card in (root / "sys/class/drm").glob("card[0-9]*"):
+        with contextlib.suppress(OSError):
+            vendor = (card / "device" / "vendor").read_text().strip()
+            device = (card / "device" / "device").read_text().strip()
+            is_connector = not card.name[4:].isdigit()  # "card0-HDMI-A-1"
+            # A laptop's graphics by the same driver is no accelerator.
+            if not is_connector and vendor == "0x8086" and device.startswith("0x0b"):
+                found.append((card / "device").resolve().name)
+    return sorted(found)
+
+
+def nvidia_address(uuid: str, root: Path = Path("/")) -> str:
+    """Return the PCI address of the GPU with a UUID; "" where the driver does not list it."""
+    with contextlib.suppress(OSError):
+        for gpu in (root / "proc/driver/nvidia/gpus").iterdir():
+            # "GPU UUID:        GPU-3f2a..."; torch leaves "GPU-" out
+            if uuid and uuid.removeprefix("GPU-") in (gpu / "information").read_text():
+                return gpu.name
+    return ""
+
+
 def _count_entries(mask: str) -> int:
     """Count the devices that a mask leaves: "0,2" -> 2, "" and "-1" -> 0.
 
@@ -70,15 +94,7 @@ def _count_amd(root: Path) -> int:
 
 
 def _count_intel(root: Path) -> int:
-    """Count the data-centre GPUs; a laptop's graphics by the same driver is no accelerator."""
-    found = 0
-    for device in (root / "sys/class/drm").glob("card[0-9]*"):
-        with contextlib.suppress(OSError):
-            vendor_id = (device / "device" / "vendor").read_text().strip()
-            device_id = (device / "device" / "device").read_text().strip()
-            is_connector = not device.name[4:].isdigit()  # "card0-HDMI-A-1"
-            found += not is_connector and vendor_id == "0x8086" and device_id.startswith("0x0b")
-    return found
+    return len(intel_addresses(root))
 
 
 def _count_names(folder: Path, pattern: str) -> int:

@@ -92,13 +92,17 @@ def mapped_files(pid: int) -> list[str]:
     return list(dict.fromkeys(line[5] for line in columns if len(line) == 6))
 
 
-def thread_states(thread_name: str) -> list[str]:
-    """Return the states of this process's threads of that name: "R" runs, "S" sleeps."""
+def thread_ids() -> list[int]:
+    """Return the ids of this process's threads; empty without /proc."""
     try:
-        threads = os.listdir("/proc/self/task")
+        return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
         return []
-    stats = (_stat(f"/proc/self/task/{thread}/stat") for thread in threads)
+
+
+def thread_states(thread_name: str) -> list[str]:
+    """Return the states of this process's threads of that name: "R" runs, "S" sleeps."""
+    stats = (_stat(f"/proc/self/task/{thread}/stat") for thread in thread_ids())
     return [fields[0] for found, fields in stats if fields and found == thread_name]
 
 

@@ -12,6 +12,7 @@ from utils.distributed import Distributed, setup_distributed
 
 @pytest.mark.parametrize(("argument", "values", "expected"), [
     ("backend", ["mpi", "NCCL", ""], "None or one of gloo, nccl, xccl"),
+    ("bind", ["none", True, None], "'auto' or False"),
     ("timeout", [0, -1, float("nan"), 1e9], "seconds above 0"),
     ("collective_timeout", [0, -1, float("nan"), 1e9], "seconds above 0")])
 def test_bad_argument_is_a_value_error(argument: str, values: list[object], expected: str) -> None:

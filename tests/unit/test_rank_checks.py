@@ -14,12 +14,13 @@ from utils.rendezvous.checks import RankReport, check_reports, make_report, rang
 def report(host: str = "n1", **changes: Any) -> RankReport:
     made = make_report(Placement("mpich", 0, 1, None, None), backend="gloo", torch_version="2.13.0",
                        kit_version="0.1.0", device_masks="no device mask is set")
-    known = {"host": host, "boot_id": "b", "cores": "f", "host_cores": 4, "omp_num_threads": ""}
+    known = {"host": host, "boot_id": "b", "cores": "f", "host_cores": 4, "topology": "",
+             "binding": "", "omp_num_threads": ""}
     return made | known | changes  # type: ignore[return-value]
 
 
 def gpus(host: str, *devices: str, **changes: Any) -> RankReport:
-    return report(host, **{"backend": "nccl", "devices": list(devices),
+    return report(host, **{"backend": "nccl", "devices": list(devices), "device_nodes": [None] * len(devices),
                            "device_masks": "CUDA_VISIBLE_DEVICES=0", **changes})
 
 
@@ -127,8 +128,75 @@ def test_notes_for_the_user(reports: Sequence[RankReport], notes: list[str]) -> 
 def test_table_has_one_row_per_host() -> None:
     table = check_reports([report("login", cores="ff"), report("node17", cores="3"), report("login", cores="ff")]).table
     assert [line.split() for line in table.splitlines()] == [
-        ["host", "ranks", "device", "cores/rank", "threads"], ["login", "0,2", "cpu", "8", "4"],
-        ["node17", "1", "cpu", "2", "2"]]
+        ["host", "ranks", "device", "cores/rank", "NUMA", "threads"], ["login", "0,2", "cpu", "8", "?", "4"],
+        ["node17", "1", "cpu", "2", "?", "2"]]
+
+
+# Cores. Two NUMA nodes of two cores with two threads; GPU 0 is on node 1, GPU 1 on node 0.
+
+TWO_NODES = "0:0+4,1+5;1:2+6,3+7"
+
+
+def two_gpus(*masks: str, **changes: Any) -> list[RankReport]:
+    """Ranks of a host with two GPUs; its topology comes from local rank 0 only."""
+    return [gpus("n1", "a", "b", **{"cores": mask, "local_rank": rank, "local_world_size": len(masks), "host_cores": 8,
+                                    "device_nodes": [1, 0], "topology": "" if rank else TWO_NODES, **changes})
+            for rank, mask in enumerate(masks)]
+
+
+@pytest.mark.parametrize(("reports", "cpus", "threads"), [
+    pytest.param(two_gpus("ff", "ff"), ["2-3,6-7", "0-1,4-5"], [2, 2], id="beside the GPUs"),
+    pytest.param(two_gpus("ff", "ff")[::-1], ["0-1,4-5", "2-3,6-7"], [2, 2], id="by local rank"),
+    pytest.param(two_gpus("f", "f"), ["2-3", "0-1"], [2, 2], id="without the second threads"),
+    pytest.param(two_gpus("3", "c"), ["", ""], [2, 2], id="bound by the launcher"),
+    pytest.param(two_gpus("11", "11"), ["", ""], [1, 1], id="fewer cores than ranks"),
+    pytest.param(two_gpus("ff", "ff", bind=False), ["", ""], [4, 4], id="not to be bound"),
+    pytest.param(two_gpus("ff", "ff", topology=""), ["", ""], [4, 4], id="unknown topology"),
+    pytest.param([gpus("n1", cores="ff", topology=TWO_NODES)] * 4, ["0,4", "1,5", "2,6", "3,7"], [1] * 4, id="no GPU"),
+    pytest.param(two_gpus("ff", "ff", binding="list:2:0-1"), ["2", "0-1"], [1, 2], id="as given"),
+    pytest.param(two_gpus("f", "f", binding="mask_cpu:0x44,0x33"), ["2", "0-1"], [1, 2], id="as given, within the mask"),
+    pytest.param(two_gpus("ff", "ff", binding="list:2:3", topology=""), ["2", "3"], [1, 1], id="as given, topology unknown")])
+@pytest.mark.parametrize("launcher", ["slurm", "pals", "openmpi", "mpich", "torchrun", "environment"])
+def test_ranks_of_a_host_get_the_same_cores_from_every_launcher(
+        launcher: str, reports: Sequence[RankReport], cpus: list[str], threads: list[int]) -> None:
+    found = check_reports([{**one, "launcher": launcher} for one in reports]).assignments
+    assert [one["cpus"] for one in found] == cpus
+    assert [one["threads"] for one in found] == threads
+
+
+@pytest.mark.parametrize(("reports", "note"), [
+    pytest.param(two_gpus("3", "c"), "rank 0 on n1 runs on CPUs 0-1 of NUMA node 0, its GPU is on node 1 (2 ranks of the "
+                 "host are as far from theirs). The launcher bound it there. Start with --cpu-bind=none", id="crossed"),
+    pytest.param(two_gpus("33", "33"), "rank 0 on n1 runs on CPUs 0,4 of NUMA node 0, its GPU is on node 1. The job has no "
+                 "core there: request more cores", id="too few cores in the job"),
+    pytest.param(two_gpus("ff", "ff", binding="list:0:1"), "rank 0 on n1 runs on CPUs 0 of NUMA node 0, its GPU is on node 1. "
+                 "Correct or unset DDPKIT_CPU_BIND", id="given and far"),
+    pytest.param(two_gpus("4", "1", binding="list:2,6:0"), "DDPKIT_CPU_BIND gives CPUs 2,6 to rank 0 on n1, which may run on "
+                 "2 only; it runs on 2. Start without --cpu-bind", id="given and outside the mask")])
+def test_cores_far_from_the_gpu_are_noted(reports: Sequence[RankReport], note: str) -> None:
+    found = check_reports(reports).notes
+    assert len(found) == 1 and found[0].startswith(note), found
+
+
+@pytest.mark.parametrize("reports", [two_gpus("ff", "ff"), two_gpus("c", "3"), two_gpus("3", "c", bind=False)])
+def test_cores_near_the_gpu_are_not_noted(reports: Sequence[RankReport]) -> None:
+    assert not check_reports(reports).notes
+
+
+@pytest.mark.parametrize(("binding", "message"), [
+    ("cores", "DDPKIT_CPU_BIND is 'cores'. Expected"), ("list:0", "has CPUs for 1 local ranks, but there is a local rank 1")])
+def test_bad_binding_ends_the_start(binding: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        check_reports(two_gpus("ff", "ff", binding=binding))
+
+
+def test_table_shows_the_cores_and_their_nodes() -> None:
+    assert [line.split() for line in check_reports(two_gpus("ff", "ff")).table.splitlines()] == [
+        ["host", "ranks", "device", "cores/rank", "NUMA", "threads"], ["n1", "0-1", "cuda:0,cuda:1", "2", "1,0", "2"],
+        ["CPUs", "of", "ranks", "0-1:", "2-3,6-7:0-1,4-5"]]
+
+
+# The table
 
 
 @pytest.mark.parametrize(("hosts", "lines", "last"), [(40, 18, "... and 24 more hosts"), (16, 17, "4")])

@@ -1,7 +1,7 @@
 """Per-rank start-up report, rank 0's consistency checks, and the start-up table.
 
-check_reports() compares the reports of all ranks and assigns each rank its local rank, device and
-threads. No torch.
+check_reports() compares the reports of all ranks and assigns each rank its local rank, device,
+CPUs and threads. No torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from .. import process
+from .. import binding, process
 from ..launchers.base import LaunchError, Placement
+from ..topology import read_topology
+from .cores import HostMasks, RankCores, choose_cores, notes_on_cores
 
 _SHOWN_HOSTS = 16
+_SHOWN_RANKS = 16  # of the first host, with their CPUs
 _SHOWN_NOTES = 3
 _SHOWN_RANGES = 20
 
@@ -40,10 +43,14 @@ class RankReport(TypedDict):
     local_world_size: int | None
     cores: str  # that the rank may run on: a hexadecimal mask
     host_cores: int
+    topology: str  # of the host, from its local rank 0; "" from the others
+    bind: bool  # whether setup_distributed() may bind the rank
+    binding: str  # DDPKIT_CPU_BIND, "" where it is not set
     omp_num_threads: str  # "" where it is not set
     notes: list[str]
     backend: str
     devices: list[str]  # visible ones, by identity; empty for the CPU
+    device_nodes: list[int | None]  # the NUMA node of each device, where it is known
     device_masks: str  # "CUDA_VISIBLE_DEVICES=0,1"
     torch_version: str
     kit_version: str
@@ -59,6 +66,7 @@ class Assignment(TypedDict):
     local_rank: int
     local_world_size: int
     device_index: int | None  # among the rank's visible devices; None for the CPU
+    cpus: str  # to bind the rank to, such as "0-7,64-71"; "" leaves it as it is
     threads: int
 
 
@@ -76,13 +84,17 @@ def make_report(
     *,
     backend: str = "",
     devices: Sequence[str] = (),
+    device_nodes: Sequence[int | None] = (),
     device_masks: str = "",
     torch_version: str = "",
     kit_version: str = "",
     gloo_interfaces: str = "",
+    bind: bool = True,
     error: str = "",
 ) -> RankReport:
-    """Report where this process runs."""
+    """Report where this process runs. device_nodes: as many as devices, or none."""
+    # One report of each host is enough: 2 kB for 256 CPUs.
+    topology = read_topology() if bind and not placement.local_rank else None
     return {
         "host": socket.gethostname(),
         "boot_id": process.boot_id(),
@@ -90,24 +102,22 @@ def make_report(
         "launcher": placement.launcher,
         "local_rank": placement.local_rank,
         "local_world_size": placement.local_world_size,
-        "cores": f"{sum(1 << core for core in _available_cores()):x}",
+        "cores": binding.mask_of_cpus(binding.available_cpus()),
         "host_cores": os.cpu_count() or 1,
+        "topology": topology.to_text() if topology else "",
+        "bind": bind,
+        "binding": os.environ.get(binding.VARIABLE, ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         "notes": list(placement.notes),
         "backend": backend,
         "devices": list(devices),
+        "device_nodes": list(device_nodes) or [None] * len(devices),
         "device_masks": device_masks,
         "torch_version": torch_version,
         "kit_version": kit_version,
         "gloo_interfaces": gloo_interfaces,
         "error": error,
     }
-
-
-def _available_cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def check_reports(reports: Sequence[RankReport]) -> CheckResult:
@@ -125,11 +135,44 @@ def check_reports(reports: Sequence[RankReport]) -> CheckResult:
     by_rank: dict[int, Assignment] = {}
     for node_rank, ranks in enumerate(hosts.values()):
         by_rank |= _assign_host(reports, ranks, node_rank, len(hosts))
-
     assignments = [by_rank[rank] for rank in range(len(reports))]
+
     host_ranks = list(hosts.values())
-    notes = [*_launch_notes(reports), *_binding_notes(reports, host_ranks)]
-    return CheckResult(assignments, _table(reports, host_ranks, assignments), notes)
+    cores: list[list[RankCores]] = []
+    notes = list(_launch_notes(reports))
+    noted = False
+    for on_host in host_ranks:
+        ranks = sorted(on_host, key=lambda rank: assignments[rank]["local_rank"])
+        masks = _masks_of(reports, ranks, assignments)
+        cores.append(choose_cores(masks))
+        for rank, chosen in zip(ranks, cores[-1], strict=True):
+            assignments[rank]["threads"] = chosen.threads
+            assignments[rank]["cpus"] = chosen.cpus if chosen.bind else ""
+        if not noted:  # those of the first such host
+            first = reports[ranks[0]]
+            found = list(notes_on_cores(first["host"], first["host_cores"], ranks, masks))
+            notes += found
+            noted = bool(found)
+    return CheckResult(assignments, _table(reports, host_ranks, assignments, cores), notes)
+
+
+def _masks_of(
+    reports: Sequence[RankReport], ranks: Sequence[int], assignments: Sequence[Assignment]
+) -> HostMasks:
+    """Return what the ranks of a host, by local rank, have reported about its cores."""
+    on_host = [reports[rank] for rank in ranks]
+    indices = [assignments[rank]["device_index"] for rank in ranks]
+    return HostMasks(
+        bind=all(one["bind"] for one in on_host),
+        topology=next((one["topology"] for one in on_host if one["topology"]), ""),
+        binding=on_host[0]["binding"],
+        masks=tuple(one["cores"] for one in on_host),
+        local_ranks=tuple(assignments[rank]["local_rank"] for rank in ranks),
+        gpu_nodes=tuple(
+            None if index is None else one["device_nodes"][index]
+            for one, index in zip(on_host, indices, strict=True)
+        ),
+    )
 
 
 # Checks ------------------------------------------------------------------------------------------
@@ -176,7 +219,6 @@ def _assign_host(
     # Several agents of torchrun on one host report the same local ranks twice.
     several_agents = known and len({one["local_rank"] for one in on_host}) < len(ranks)
 
-    threads = _share_cores([one["cores"] for one in on_host])
     assignments: dict[int, Assignment] = {}
     for index, (rank, report) in enumerate(zip(ranks, on_host, strict=True)):
         # One source for all ranks of a host: the launcher, or the order of the ranks.
@@ -190,7 +232,8 @@ def _assign_host(
             "local_rank": local_rank,
             "local_world_size": local_world_size,
             "device_index": None,
-            "threads": threads[index],
+            "cpus": "",
+            "threads": 1,
         }
 
     for rank in ranks:
@@ -259,29 +302,6 @@ def _check_one_rank_per_device(
     )
 
 
-def _share_cores(masks: Sequence[str]) -> list[int]:
-    """Return the threads for each rank of a host: its share of the cores that it may run on.
-
-    masks: of each rank, hexadecimal. A core counts for the ranks that may run on it in equal parts.
-    """
-    cores_of = {mask: _cores_in(mask) for mask in set(masks)}
-    ranks_on_core: Counter[int] = Counter()
-    for mask, ranks in Counter(masks).items():
-        for core in cores_of[mask]:
-            ranks_on_core[core] += ranks
-
-    share_of: dict[str, int] = {}
-    for mask, cores in cores_of.items():
-        share = sum(1 / ranks_on_core[core] for core in cores)
-        share_of[mask] = max(1, int(share + 1e-9))  # three thirds of a core are 0.999...
-    return [share_of[mask] for mask in masks]
-
-
-def _cores_in(mask: str) -> list[int]:
-    bits = int(mask, 16)
-    return [core for core in range(bits.bit_length()) if bits >> core & 1]
-
-
 # Notes and the table -----------------------------------------------------------------------------
 
 
@@ -295,39 +315,28 @@ def _launch_notes(reports: Sequence[RankReport]) -> Iterator[str]:
         yield f"... and {len(counts) - _SHOWN_NOTES} more notes of this kind"
 
 
-def _binding_notes(
-    reports: Sequence[RankReport], host_ranks: Sequence[Sequence[int]]
-) -> Iterator[str]:
-    """Note the first host whose ranks are all bound to one core."""
-    for ranks in host_ranks:
-        first = reports[ranks[0]]
-        cores = {core for rank in ranks for core in _cores_in(reports[rank]["cores"])}
-        if len(ranks) > 1 and len(cores) == 1 and first["host_cores"] > 1:
-            yield (
-                f"all {len(ranks)} ranks of {first['host']} may run on core {cores.pop()} only, of "
-                f"{first['host_cores']}: start with --bind-to none (Open MPI), --cpu-bind none "
-                "(PALS) or --cpus-per-task (srun)"
-            )
-            return
-
-
 def _table(
     reports: Sequence[RankReport],
     host_ranks: Sequence[Sequence[int]],
     assignments: Sequence[Assignment],
+    cores: Sequence[Sequence[RankCores]],
 ) -> str:
-    """Format one row per host: ranks, devices, cores and threads."""
-    rows: list[tuple[str, ...]] = [("host", "ranks", "device", "cores/rank", "threads")]
-    for ranks in host_ranks[:_SHOWN_HOSTS]:
+    """Format one row per host: ranks, devices, cores and their NUMA nodes, threads.
+
+    cores: of the ranks of each host, by local rank. A last line lists those of the first host.
+    """
+    rows: list[tuple[str, ...]] = [("host", "ranks", "device", "cores/rank", "NUMA", "threads")]
+    for ranks, chosen in list(zip(host_ranks, cores, strict=True))[:_SHOWN_HOSTS]:
         devices = [
             _device_name(reports[rank]["backend"], assignments[rank]["device_index"])
             for rank in ranks
         ]
-        cores = [str(int(reports[rank]["cores"], 16).bit_count()) for rank in ranks]
+        counts = [str(one.cores) for one in chosen]
+        nodes = [one.nodes or "?" for one in chosen]
         threads = [
             reports[rank]["omp_num_threads"] or str(assignments[rank]["threads"]) for rank in ranks
         ]
-        columns = (",".join(dict.fromkeys(values)) for values in (devices, cores, threads))
+        columns = (",".join(dict.fromkeys(values)) for values in (devices, counts, nodes, threads))
         rows.append((reports[ranks[0]]["host"], ranges(ranks), *columns))
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -337,6 +346,9 @@ def _table(
         lines.append(f"  {'  '.join(cells)}".rstrip())
     if len(host_ranks) > _SHOWN_HOSTS:
         lines.append(f"  ... and {len(host_ranks) - _SHOWN_HOSTS} more hosts")
+    if all(one.nodes for one in cores[0]) and len(cores[0]) <= _SHOWN_RANKS:
+        cpus = ":".join(one.cpus for one in cores[0])  # as DDPKIT_CPU_BIND=list: expects it
+        lines.append(f"  CPUs of ranks {ranges(host_ranks[0])}: {cpus}")
     return "\n".join(lines)
 
 

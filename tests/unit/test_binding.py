@@ -1,0 +1,157 @@
+"""Which CPUs each rank of a host gets: on the nodes of real clusters, and on random hosts."""
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.unit.topologies import NAMES, load_site
+from utils.binding import Cpus, cores_in, cpus_of_mask, divide, is_far, mask_of_cpus, parse_binding
+from utils.topology import Core, Topology
+
+
+def host(*nodes: tuple[int, int], threads: int = 1) -> Topology:
+    """A host whose NUMA nodes have these numbers of L3 caches, and of cores on each cache."""
+    cores: list[Core] = []
+    total = sum(caches * size for caches, size in nodes)
+    for node, (caches, size) in enumerate(nodes):
+        for _ in range(caches):
+            first = len(cores)
+            cores += [Core(tuple(first + core + thread * total for thread in range(threads)), node, first)
+                      for core in range(size)]
+    return Topology(tuple(cores))
+
+
+def everything(topology: Topology) -> Cpus:
+    return frozenset(cpu for core in topology.cores for cpu in core.cpus)
+
+
+def sizes(topology: Topology, gpu_nodes: list[int | None], mask: Cpus | None = None) -> list[list[int]]:
+    """The first CPU of each core of each rank, where all ranks have one mask."""
+    masks = [mask or everything(topology)] * len(gpu_nodes)
+    return [[core.cpus[0] for core in cores_in(topology, cpus)] for cpus in divide(topology, masks, gpu_nodes)]
+
+
+# Clusters
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_of_a_site_run_beside_their_gpus(name: str, tmp_path: Path) -> None:
+    site = load_site(name, tmp_path)
+    found = divide(site.topology, [site.mask] * len(site.gpus), site.gpus)
+    published = parse_binding(site.cores)
+    if site.by == "divide":
+        assert found == published
+    else:
+        assert all(cores <= site.mask for cores in published)
+    for rank, node in enumerate(site.gpus):
+        assert {core.node for core in cores_in(site.topology, found[rank])} == {rank if node is None else node}
+
+
+def test_gpus_without_a_known_node_get_a_node_each(tmp_path: Path) -> None:
+    site = load_site("derecho", tmp_path)
+    found = divide(site.topology, [site.mask] * 4, site.gpus)
+    assert [min(cpus) for cpus in found] == [0, 16, 32, 48]  # NCAR's recipe has the first core of each
+
+
+# Cases
+
+
+@pytest.mark.parametrize(("topology", "gpu_nodes", "expected"), [
+    pytest.param(host((1, 4)), [None] * 2, [[0, 1], [2, 3]], id="two ranks without GPUs"),
+    pytest.param(host((1, 5)), [None] * 2, [[0, 1, 2], [3, 4]], id="an odd number of cores"),
+    pytest.param(host((2, 4)), [None] * 3, [[0, 1, 2], [3, 4], [5, 6, 7]], id="a cache would be unfair"),
+    pytest.param(host((1, 8), (1, 7)), [None] * 2, [[*range(8)], [*range(8, 15)]], id="between two caches"),
+    pytest.param(host((1, 7), (1, 8)), [None] * 2, [[*range(7)], [*range(7, 15)]], id="between two other caches"),
+    pytest.param(host((1, 2), (1, 2)), [1, 0], [[2, 3], [0, 1]], id="GPUs in reverse order"),
+    pytest.param(host((1, 4), (1, 4)), [1, 1], [[4, 5], [6, 7]], id="both GPUs on one node"),
+    pytest.param(host((1, 4), (1, 4)), [0, None], [[0, 1, 2, 3], [4, 5, 6, 7]], id="one GPU unknown"),
+    pytest.param(host((1, 2), (1, 2)), [0, None, None, 1], [[0], [1], [2], [3]], id="no cores left for the unknown"),
+    pytest.param(host((1, 1), (1, 7)), [0, 0], [[0, 1, 2, 3], [4, 5, 6, 7]], id="a node with too few cores"),
+    pytest.param(host((1, 1), (1, 7)), [0], [[*range(8)]], id="one near core of eight"),
+    pytest.param(host((1, 2), (1, 4)), [0, 0], [[0, 2, 3], [1, 4, 5]], id="too few near cores get others"),
+    pytest.param(host((1, 4)), [7, 7], [[0, 1], [2, 3]], id="a node without CPUs")])
+def test_cores_are_shared_out(topology: Topology, gpu_nodes: list[int | None], expected: list[list[int]]) -> None:
+    assert sizes(topology, gpu_nodes) == expected
+
+
+def test_threads_of_a_core_stay_together_and_within_the_mask() -> None:
+    topology = host((1, 4), threads=2)
+    mask = everything(topology) - {5}
+    assert divide(topology, [mask] * 2, [None] * 2) == [frozenset({0, 1, 4}), frozenset({2, 3, 6, 7})]
+
+
+@pytest.mark.parametrize("masks", [
+    ([{0}, {1}]), ([{0, 1}, {2, 3}]), ([{0, 1, 2}, {2, 3}]), ([{0}, {0}]), ([{0, 1, 2, 3}, {0, 1}]), ([{0, 99}] * 2)],
+    ids=["a core each", "two each", "overlapping", "fewer cores than ranks", "one within the other", "unknown CPUs"])
+def test_masks_that_are_not_shared_stay(masks: list[set[int]]) -> None:
+    frozen = [frozenset(mask) for mask in masks]
+    assert divide(host((1, 4)), frozen, [None] * len(masks)) == frozen
+
+
+def test_agents_with_disjoint_masks_divide_their_own() -> None:
+    masks = [frozenset({0, 1})] * 2 + [frozenset({2, 3})] * 2
+    assert divide(host((1, 4)), masks, [None] * 4) == [frozenset({cpu}) for cpu in range(4)]
+
+
+def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
+    topology = host((1, 2), (1, 2))
+    assert is_far(topology, frozenset({0, 1}), 1) and not is_far(topology, frozenset({1, 2}), 1)
+    assert not is_far(topology, frozenset({0}), None) and not is_far(topology, frozenset({0}), 5)
+
+
+# Random hosts
+
+
+def test_random_hosts_and_masks_keep_the_promises() -> None:
+    chance = random.Random(12)
+    for number in range(10_000):
+        nodes = [(chance.randint(0, 3), chance.randint(1, 4)) for _ in range(chance.randint(1, 4))]
+        topology = host(*nodes, (1, 1), threads=chance.choice((1, 2)))
+        cpus = sorted(everything(topology))
+        mask = frozenset(chance.sample(cpus, chance.randint(1, len(cpus))))
+        ranks = chance.randint(1, 8)
+        gpu_nodes = [chance.choice((None, *range(len(nodes) + 2))) for _ in range(ranks)]
+        masks = [mask] * ranks
+        if number % 4 == 0:  # any masks, alike or not
+            masks = [frozenset(chance.sample(cpus, chance.randint(1, len(cpus)))) if chance.random() < 0.5 else mask
+                     for _ in range(ranks)]
+        found = divide(topology, masks, gpu_nodes)
+
+        assert all(found) and all(cpus <= mask for cpus, mask in zip(found, masks))
+        if len(set(masks)) > 1:
+            continue
+        cores = [cores_in(topology, cpus) for cpus in found]
+        usable = cores_in(topology, masks[0])
+        if len(usable) < ranks:
+            assert found == masks
+            continue
+        given = [core for its_cores in cores for core in its_cores]
+        assert len(set(given)) == len(given) == sum(map(len, cores)), "a core has two ranks"
+        unused = set(usable) - set(given)
+        for its_cores, node in zip(cores, gpu_nodes):
+            if unused:  # only cores that are near no GPU of a rank, and then all ranks are near theirs
+                assert {core.node for core in its_cores} == {node} and 2 * ranks * len(its_cores) >= len(usable)
+        assert all(core.node not in gpu_nodes for core in unused)
+
+
+# DDPKIT_CPU_BIND
+
+
+@pytest.mark.parametrize(("text", "cpus"), [
+    ("list:4-7:8-11", [{4, 5, 6, 7}, {8, 9, 10, 11}]), ("list:0:16:32:48", [{0}, {16}, {32}, {48}]),
+    ("verbose,list:0-1,4:2", [{0, 1, 4}, {2}]), ("mask_cpu:0xfe,fe00", [set(range(1, 8)), set(range(9, 16))]),
+    ("v,mask_cpu:0x1", [{0}])])
+def test_binding_of_a_site_is_read(text: str, cpus: list[set[int]]) -> None:
+    assert parse_binding(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["", "list:", "list:a", "list:3-1", "4-7", "mask_cpu:", "mask_cpu:0x0", "mask_cpu:xyz", "cores"])
+def test_bad_binding_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="^DDPKIT_CPU_BIND is .*Expected .*unset it$"):
+        parse_binding(text)
+
+
+def test_masks_are_read_and_written() -> None:
+    assert cpus_of_mask("0xf0") == [4, 5, 6, 7] and mask_of_cpus(frozenset({4, 5, 6, 7})) == "f0"

@@ -1,0 +1,74 @@
+"""Two real ranks share the cores of this machine; their threads and loader workers stay on them."""
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.programs import python
+from utils.topology import parse_ranges, read_topology
+
+PROGRAM = """\
+import json, os, sys
+import torch
+from utils import setup_distributed
+
+class Cores(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return torch.tensor(sorted(os.sched_getaffinity(0)))
+
+def threads():
+    return sorted({tuple(sorted(os.sched_getaffinity(int(name)))) for name in os.listdir("/proc/self/task")})
+
+if __name__ == "__main__":
+    before = sorted(os.sched_getaffinity(0))
+    with setup_distributed("gloo", bind=json.loads(sys.argv[2])) as dist:
+        rank, default = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+        torch.set_num_threads(4)
+        torch.rand(1 << 22).exp_()  # starts the threads of OpenMP
+        loader = torch.utils.data.DataLoader(Cores(), num_workers=2)
+        found = {"before": before, "rank": rank, "threads": threads(), "number": len(os.listdir("/proc/self/task")),
+                 "workers": [batch[0].tolist() for batch in loader], "default": default}
+        with open(os.path.join(sys.argv[1], str(dist.rank)), "w") as file:
+            json.dump(found, file)
+"""
+
+
+def run(folder: Path, bind: str, **env: str) -> tuple[list[dict[str, object]], str]:
+    """What each of two ranks has found, and the output of the launch."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    root = str(Path(__file__).resolve().parents[2])
+    done = python(str(program), str(folder), bind, ranks=2, env={"PYTHONPATH": root, **env})
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)], done.stderr
+
+
+@pytest.fixture(scope="module")
+def cores() -> int:
+    topology = read_topology()
+    allowed = os.sched_getaffinity(0)
+    found = 0 if topology is None else sum(not allowed.isdisjoint(core.cpus) for core in topology.cores)
+    if found < 2:
+        pytest.skip("two ranks need two cores")
+    return found
+
+
+def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path, cores: int) -> None:
+    found, output = run(tmp_path, '"auto"')
+    for one in found:
+        assert one["number"] >= 4 and one["threads"] == [one["rank"]]
+        assert one["workers"] == [one["rank"]] * 2
+    first, second = (set(one["rank"]) for one in found)
+    assert not first & second and first | second == set(found[0]["before"])
+    shown = next(line for line in output.splitlines() if "CPUs of ranks 0-1: " in line)
+    assert [parse_ranges(text) for text in shown.split(": ")[1].split(":")] == [first, second]
+
+
+def test_without_binding_the_cores_stay(tmp_path: Path, cores: int) -> None:
+    found, output = run(tmp_path, "false", DDPKIT_CPU_BIND="list:0:0")
+    assert all(one["rank"] == one["before"] for one in found) and "CPUs of ranks" not in output

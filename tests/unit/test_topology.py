@@ -1,0 +1,81 @@
+"""What sysfs shows about cores, NUMA nodes and PCI devices, on recorded nodes and on this machine."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.topologies import NAMES, gpu_address, load_site, write_tree
+from utils.gpus import intel_addresses, nvidia_address
+from utils.topology import Core, Topology, format_ranges, parse_ranges, pci_node, read_topology
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_topology_of_a_site_survives_as_text(name: str, tmp_path: Path) -> None:
+    site = load_site(name, tmp_path)
+    again = Topology.from_text(site.topology.to_text())
+    assert again == site.topology
+    assert [pci_node(gpu_address(index), tmp_path) for index in range(len(site.gpus))] == site.gpus
+    assert len(site.topology.to_text()) < 4000
+
+
+def test_core_has_its_threads_its_node_and_its_cache(tmp_path: Path) -> None:
+    write_tree(tmp_path, "polaris")
+    topology = read_topology(tmp_path)
+    assert topology is not None and len(topology.cores) == 32
+    assert topology.cores[0] == Core((0, 32), 0, 0) and topology.cores[13] == Core((13, 45), 1, 12)
+    assert topology.to_text().startswith("0:0+32,1+33,2+34,3+35;0:4+36,")
+
+
+def test_offline_cpus_are_left_out(tmp_path: Path) -> None:
+    write_tree(tmp_path, "polaris")
+    (tmp_path / "sys/devices/system/cpu/online").write_text("0-30\n")
+    topology = read_topology(tmp_path)
+    assert topology is not None and [core.cpus for core in topology.cores] == [(cpu,) for cpu in range(31)]
+
+
+def test_host_without_numa_or_caches_is_one_group(tmp_path: Path) -> None:
+    cpu = tmp_path / "sys/devices/system/cpu"
+    cpu.mkdir(parents=True)
+    (cpu / "online").write_text("0-2\n")
+    topology = read_topology(tmp_path)
+    assert topology is not None and topology.to_text() == "0:0,1,2"
+
+
+def test_host_without_sysfs_has_no_topology(tmp_path: Path) -> None:
+    assert read_topology(tmp_path) is None
+    assert pci_node("0000:01:00.0", tmp_path) is None
+
+
+def test_this_machine_has_the_cpus_that_the_kernel_allows() -> None:
+    topology = read_topology()
+    if topology is None:
+        pytest.skip("sysfs does not describe the CPUs of this machine")
+    assert os.sched_getaffinity(0) <= {cpu for core in topology.cores for cpu in core.cpus}
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("", []), ("3", [3]), ("0-2,8\n", [0, 1, 2, 8]), ("0,2,4-5", [0, 2, 4, 5])])
+def test_ranges_are_read_and_written(text: str, numbers: list[int]) -> None:
+    assert parse_ranges(text) == set(numbers)
+    assert format_ranges(reversed(numbers)) == text.strip()
+
+
+def test_gpus_are_found_without_torch(tmp_path: Path) -> None:
+    for card, address, device in ((0, "0000:03:00.0", "0x56a0"), (1, "0001:18:00.0", "0x0bd6"),
+                                  (2, "0000:6c:00.0", "0x0bd6")):
+        pci = tmp_path / "sys/bus/pci/devices" / address
+        pci.mkdir(parents=True)
+        (pci / "vendor").write_text("0x8086\n")
+        (pci / "device").write_text(f"{device}\n")
+        drm = tmp_path / f"sys/class/drm/card{card}"
+        drm.mkdir(parents=True)
+        (drm / "device").symlink_to(pci)
+    assert intel_addresses(tmp_path) == ["0000:6c:00.0", "0001:18:00.0"]
+
+    gpu = tmp_path / "proc/driver/nvidia/gpus/0000:41:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "information").write_text("Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-3f2a-77\n")
+    assert nvidia_address("3f2a-77", tmp_path) == "0000:41:00.0"
+    assert nvidia_address("GPU-3f2a-77", tmp_path) == "0000:41:00.0"
+    assert nvidia_address("3f2a-78", tmp_path) == nvidia_address("", tmp_path) == ""

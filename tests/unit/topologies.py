@@ -1,0 +1,65 @@
+"""The nodes of tests/recordings/topologies, also as the sysfs trees that their kernels would show."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from utils.binding import Cpus
+from utils.topology import Topology, format_ranges, parse_ranges, read_topology
+
+FOLDER = Path(__file__).resolve().parents[1] / "recordings" / "topologies"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+class Site(NamedTuple):
+    """A node of a cluster."""
+
+    topology: Topology
+    mask: Cpus  # of the ranks of a job that has the whole node
+    gpus: list[int | None]  # the NUMA node of each
+    cores: str  # what the ranks have to get, in the syntax of DDPKIT_CPU_BIND
+    by: str  # "divide" or "DDPKIT_CPU_BIND"
+
+
+def gpu_address(index: int) -> str:
+    return f"0000:{16 * index + 1:02x}:00.0"
+
+
+def write_tree(root: Path, name: str) -> None:
+    """Write what sysfs shows on a node of this cluster, as far as the kit reads it."""
+    described = json.loads((FOLDER / f"{name}.json").read_text())
+    nodes = {number: sorted(parse_ranges(text)) for number, text in described["nodes"].items()}
+    sibling = described["sibling"]
+    system = root / "sys/devices/system"
+
+    def write(path: Path, text: object) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    write(system / "cpu/online", format_ranges(cpu for cpus in nodes.values() for cpu in cpus))
+    for number, cpus in nodes.items():
+        write(system / f"node/node{number}/cpulist", format_ranges(cpus))
+        first_threads = [cpu for cpu in cpus if cpu - sibling not in cpus] if sibling else cpus
+        for index, cpu in enumerate(first_threads):
+            start = index - index % described["l3_cores"]
+            group = first_threads[start:start + described["l3_cores"]]
+            shared = {*group, *(cpu + sibling for cpu in group)}
+            for thread in {cpu, cpu + sibling}:
+                write(system / f"cpu/cpu{thread}/topology/thread_siblings_list", format_ranges({cpu, cpu + sibling}))
+                for level, sharing in ((2, {cpu, cpu + sibling}), (3, shared)):
+                    write(system / f"cpu/cpu{thread}/cache/index{level}/level", level)
+                    write(system / f"cpu/cpu{thread}/cache/index{level}/shared_cpu_list", format_ranges(sharing))
+    for index, node in enumerate(described["gpus"]):
+        write(root / f"sys/bus/pci/devices/{gpu_address(index)}/numa_node", -1 if node is None else node)
+
+
+def load_site(name: str, root: Path) -> Site:
+    """Return a node of a cluster, as read from its sysfs tree below `root`."""
+    described = json.loads((FOLDER / f"{name}.json").read_text())
+    write_tree(root, name)
+    topology = read_topology(root)
+    assert topology is not None
+    cpus = {cpu for core in topology.cores for cpu in core.cpus}
+    mask = frozenset(cpus - parse_ranges(described["reserved"]))
+    return Site(topology, mask, described["gpus"], described["cores"], described["by"])

@@ -1,0 +1,177 @@
+"""Choose the CPUs of each local rank: whole cores on the NUMA node of its GPU. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+from . import process
+from .topology import Core, Topology, parse_ranges
+
+VARIABLE = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11", "mask_cpu:0xf0,0xf00"
+
+Cpus = frozenset[int]
+
+
+def divide(
+    topology: Topology, masks: Sequence[Cpus], gpu_nodes: Sequence[int | None]
+) -> list[Cpus]:
+    """Return the CPUs of each local rank of a host: within its mask, and never empty.
+
+    Ranks with the same mask share its cores out: whole cores, exclusive, those of their GPU's NUMA
+    node, L3 caches kept together. A mask stays as it is where the launcher has given each rank its
+    own, where it overlaps with another one, and where it has fewer cores than ranks.
+
+    masks: the CPUs that each rank may run on now. gpu_nodes: None for no GPU or an unknown node.
+    """
+    ranks_with: dict[Cpus, list[int]] = {}
+    for rank, mask in enumerate(masks):
+        ranks_with.setdefault(mask, []).append(rank)
+
+    result = list(masks)
+    for mask, ranks in ranks_with.items():
+        overlaps = any(mask & other for other in ranks_with if other is not mask)
+        own_mask = len(ranks) == 1 and len(masks) > 1
+        cores = cores_in(topology, mask)
+        all_known = mask <= _cpus(cores)
+        if overlaps or own_mask or not all_known or len(cores) < len(ranks):
+            continue
+        parts = _divide_cores(cores, [gpu_nodes[rank] for rank in ranks])
+        for rank, part in zip(ranks, parts, strict=True):
+            result[rank] = _cpus(part) & mask
+    return result
+
+
+def cores_in(topology: Topology, cpus: Cpus) -> list[Core]:
+    """Return the cores that these CPUs are threads of."""
+    return [core for core in topology.cores if not cpus.isdisjoint(core.cpus)]
+
+
+def _cpus(cores: Sequence[Core]) -> Cpus:
+    return frozenset(cpu for core in cores for cpu in core.cpus)
+
+
+def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
+    """Share cores out among at most as many ranks.
+
+    Ranks share the cores of their GPU's node. A rank whose GPU has no known node, or a node with
+    too few of these cores, gets cores of the nodes that no other rank's GPU is on. Those stay
+    unused otherwise, unless a rank would have less than half of an equal share: the far cores are
+    worth more then than being near.
+    """
+    cores_on = Counter(core.node for core in cores)
+    ranks_on = Counter(gpu_nodes)
+    near = [
+        node if node is not None and cores_on[node] >= ranks_on[node] else None
+        for node in gpu_nodes
+    ]
+    others = [core for core in cores if core.node not in near]
+    if len(others) < near.count(None):
+        near, others = [None] * len(near), list(cores)
+
+    parts: list[list[Core]] = [[] for _ in near]
+    for node in dict.fromkeys(near):
+        ranks = [rank for rank, its_node in enumerate(near) if its_node == node]
+        shared = others if node is None else [core for core in cores if core.node == node]
+        for rank, part in zip(ranks, _split(shared, len(ranks)), strict=True):
+            parts[rank] = part
+    if None not in near and 2 * len(near) * min(map(len, parts)) < len(cores):
+        extra = _split(others, len(near))
+        parts = [part + more for part, more in zip(parts, extra, strict=True)]
+    return parts
+
+
+def _split(cores: Sequence[Core], count: int) -> list[list[Core]]:
+    """Split cores into contiguous parts of equal size, between two L3 caches where one is close.
+
+    A part is at most a quarter smaller than an equal share for that.
+    """
+    total = len(cores)
+    between_caches = [
+        index
+        for index in range(1, total)
+        if (cores[index - 1].node, cores[index - 1].l3) != (cores[index].node, cores[index].l3)
+    ]
+    ends = [0]
+    for part in range(1, count):
+        exact = part * total  # divided by count; in whole numbers, so that all hosts agree
+        end = (2 * exact + count) // (2 * count)
+        close = min(between_caches, key=lambda index: abs(index * count - exact), default=end)
+        if 8 * abs(close * count - exact) <= total:  # an eighth of a share
+            end = close
+        ends.append(end)
+    ends.append(total)
+    return [list(cores[first:last]) for first, last in zip(ends, ends[1:], strict=False)]
+
+
+def is_far(topology: Topology, cpus: Cpus, gpu_node: int | None) -> bool:
+    """Return whether none of these CPUs is on the GPU's NUMA node, although that has CPUs."""
+    nodes = {core.node for core in cores_in(topology, cpus)}
+    known = {core.node for core in topology.cores}
+    return bool(nodes) and gpu_node in known - nodes
+
+
+# A binding given by the site or the user ---------------------------------------------------------
+
+
+def parse_binding(text: str) -> list[Cpus]:
+    """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
+
+    "list:0-3,8-11:4-7" is the syntax of PALS, "mask_cpu:0xf0f,0xf0" that of srun. ValueError for
+    other text.
+    """
+    kind, _, value = text.strip().removeprefix("verbose,").removeprefix("v,").partition(":")
+    try:
+        if kind == "list":
+            found = [frozenset(parse_ranges(part)) for part in value.split(":")]
+        elif kind == "mask_cpu":
+            found = [frozenset(cpus_of_mask(part)) for part in value.split(",")]
+        else:
+            found = []
+    except ValueError:
+        found = []
+    if not found or not all(found):
+        raise ValueError(
+            f'{VARIABLE} is {text!r}. Expected "list:" and the CPUs of each local rank, as in '
+            'list:0-3:4-7, or "mask_cpu:" and their masks, as in mask_cpu:0xf,0xf0. Correct or '
+            "unset it"
+        )
+    return found
+
+
+def cpus_of_mask(mask: str) -> list[int]:
+    """Return the CPUs of a hexadecimal mask: "0xf0" -> [4, 5, 6, 7]."""
+    bits = int(mask, 16)
+    return [cpu for cpu in range(bits.bit_length()) if bits >> cpu & 1]
+
+
+def mask_of_cpus(cpus: Cpus) -> str:
+    """Return the hexadecimal mask of CPUs, without 0x."""
+    return f"{sum(1 << cpu for cpu in cpus):x}"
+
+
+# This process ------------------------------------------------------------------------------------
+
+
+def available_cpus() -> Cpus:
+    """Return the CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def bind_process(cpus: Cpus) -> None:
+    """Let this process run on these CPUs only, with all its threads and child processes.
+
+    Threads that something else has bound to other CPUs stay there. Memory follows: Linux takes it
+    from the node of the CPU that first writes to it, unless the launcher has set another policy.
+    Raises OSError where the kernel refuses.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    for thread in process.thread_ids():
+        with suppress(OSError):  # it has ended
+            if os.sched_getaffinity(thread) == before:
+                os.sched_setaffinity(thread, cpus)

@@ -1,0 +1,137 @@
+"""Choose the CPUs and the threads of each rank of a host, from what its ranks report. No torch."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..binding import VARIABLE, Cpus, cores_in, cpus_of_mask, divide, is_far, parse_binding
+from ..launchers.base import LaunchError
+from ..topology import Topology, format_ranges
+
+
+class HostMasks(NamedTuple):
+    """What the ranks of one host have reported. The tuples have one entry for each of them."""
+
+    bind: bool  # whether the ranks are to be bound
+    topology: str  # Topology.to_text(); "" where it is not known
+    binding: str  # DDPKIT_CPU_BIND; "" where it is not set
+    masks: tuple[str, ...]  # the CPUs that a rank may run on: hexadecimal
+    local_ranks: tuple[int, ...]
+    gpu_nodes: tuple[int | None, ...]  # the NUMA node of a rank's GPU, where it is known
+
+
+class RankCores(NamedTuple):
+    """The cores of a rank."""
+
+    cpus: str  # that it runs on, such as "0-7,64-71"
+    bind: bool  # whether they differ from its mask
+    cores: int  # how many cores they are; CPUs where that is not known
+    threads: int  # its share of them
+    nodes: str  # their NUMA nodes; "" where they are not known
+    gpu_node: int | None  # of its GPU, where none of them is; else None
+
+
+@functools.lru_cache(maxsize=256)  # most hosts of a job are alike
+def choose_cores(host: HostMasks) -> list[RankCores]:
+    """Return the cores of each rank of a host. Raises LaunchError for a bad DDPKIT_CPU_BIND."""
+    masks = [frozenset(cpus_of_mask(mask)) for mask in host.masks]
+    topology = Topology.from_text(host.topology) if host.bind and host.topology else None
+    chosen = masks
+    if host.bind and host.binding:
+        chosen = _bind_as_given(host, masks)
+    elif topology is not None:
+        chosen = divide(topology, masks, host.gpu_nodes)
+
+    known = topology or Topology(())
+    cores: list[list[Hashable]] = [[*(cores_in(known, cpus) or cpus)] for cpus in chosen]
+    return [
+        RankCores(
+            cpus=format_ranges(cpus),
+            bind=cpus != mask,
+            cores=len(its_cores),
+            threads=threads,
+            nodes=format_ranges({core.node for core in cores_in(known, cpus)}),
+            gpu_node=gpu_node if is_far(known, cpus, gpu_node) else None,
+        )
+        for cpus, mask, its_cores, threads, gpu_node in zip(
+            chosen, masks, cores, _share_out(cores), host.gpu_nodes, strict=True
+        )
+    ]
+
+
+def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
+    """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, as far as its mask has them."""
+    try:
+        given = parse_binding(host.binding)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    if max(host.local_ranks) >= len(given):
+        raise LaunchError(
+            f"{VARIABLE}={host.binding} has CPUs for {len(given)} local ranks, but there is a "
+            f"local rank {max(host.local_ranks)}. Expected an entry for each rank of a host. Start "
+            "fewer ranks on each host, correct or unset it"
+        )
+    entries = (given[local_rank] for local_rank in host.local_ranks)
+    return [entry & mask or mask for entry, mask in zip(entries, masks, strict=True)]
+
+
+def _share_out(cores: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Return the threads for each rank of a host: its share of the cores that it may run on.
+
+    A core counts for all ranks that may run on it in equal parts.
+    """
+    ranks_on = Counter(core for its_cores in cores for core in its_cores)
+    shares = [sum(1 / ranks_on[core] for core in its_cores) for its_cores in cores]
+    return [max(1, int(share + 1e-9)) for share in shares]  # three thirds are 0.999...
+
+
+def notes_on_cores(
+    host: str, host_cores: int, ranks: Sequence[int], reported: HostMasks
+) -> Iterator[str]:
+    """Yield what the user should know about the cores of a host's ranks, at most one note.
+
+    host: its name. host_cores: all that it has. ranks: their numbers, as in `reported`.
+    """
+    chosen = choose_cores(reported)
+    usable = frozenset(cpu for mask in set(reported.masks) for cpu in cpus_of_mask(mask))
+    if len(usable) < min(len(ranks), host_cores):
+        yield (
+            f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
+            f"{host_cores}: start with --bind-to none (Open MPI), --cpu-bind none (PALS) or "
+            "--cpus-per-task (srun)"
+        )
+        return
+    entries = parse_binding(reported.binding) if reported.bind and reported.binding else []
+    for rank, local_rank, one, mask in zip(
+        ranks, reported.local_ranks, chosen, reported.masks, strict=True
+    ):
+        if entries and not entries[local_rank] <= frozenset(cpus_of_mask(mask)):
+            yield (
+                f"{VARIABLE} gives CPUs {format_ranges(entries[local_rank])} to rank {rank} on "
+                f"{host}, which may run on {format_ranges(cpus_of_mask(mask))} only; it runs on "
+                f"{one.cpus}. Start without --cpu-bind, on whole nodes, or correct {VARIABLE}"
+            )
+            return
+    far = [(rank, one) for rank, one in zip(ranks, chosen, strict=True) if one.gpu_node is not None]
+    if far:
+        rank, one = far[0]
+        more = f" ({len(far)} ranks of the host are as far from theirs)" if len(far) > 1 else ""
+        yield (
+            f"rank {rank} on {host} runs on CPUs {one.cpus} of NUMA node {one.nodes}, its GPU is "
+            f"on node {one.gpu_node}{more}. {_remedy(reported, one)}"
+        )
+
+
+def _remedy(reported: HostMasks, far: RankCores) -> str:
+    usable = frozenset(cpu for mask in set(reported.masks) for cpu in cpus_of_mask(mask))
+    if is_far(Topology.from_text(reported.topology), usable, far.gpu_node):
+        return "The job has no core there: request more cores, or the whole node"
+    if reported.binding:
+        return f"Correct or unset {VARIABLE}"
+    return (
+        "The launcher bound it there. Start with --cpu-bind=none (srun, PALS) or --bind-to none "
+        "(Open MPI), and each rank is bound to cores near its GPU"
+    )

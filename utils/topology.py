@@ -1,0 +1,136 @@
+"""Read from sysfs which CPUs are a core, share an L3 cache and belong to a NUMA node. No torch.
+
+Source: Documentation/admin-guide/cputopology.rst and Documentation/ABI of the Linux kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Core(NamedTuple):
+    """A physical core."""
+
+    cpus: tuple[int, ...]  # its hardware threads, by the kernel's numbers
+    node: int  # its NUMA node
+    l3: int  # the lowest CPU that shares its L3 cache; -1 where that is unknown
+
+
+class Topology(NamedTuple):
+    """The cores of a host, by NUMA node, L3 cache and CPU."""
+
+    cores: tuple[Core, ...]
+
+    def to_text(self) -> str:
+        """Return one line: "0:0+4,1+5;1:2+6,3+7" for two nodes of two cores of two threads."""
+        groups: dict[tuple[int, int], list[str]] = {}
+        for core in self.cores:
+            groups.setdefault((core.node, core.l3), []).append("+".join(map(str, core.cpus)))
+        return ";".join(f"{node}:{','.join(cores)}" for (node, _), cores in groups.items())
+
+    @classmethod
+    def from_text(cls, text: str) -> Topology:
+        """Return what to_text() has described."""
+        cores = []
+        for group in text.split(";"):
+            node, _, members = group.partition(":")
+            cpus_of = [tuple(map(int, core.split("+"))) for core in members.split(",")]
+            cores += [Core(cpus, int(node), cpus_of[0][0]) for cpus in cpus_of]
+        return cls(tuple(cores))
+
+
+def read_topology(root: Path = Path("/")) -> Topology | None:
+    """Return the topology of this host; None where sysfs does not describe it.
+
+    root: the folder that holds sys.
+    """
+    system = f"{root}/sys/devices/system"
+    online = parse_ranges(_read(f"{system}/cpu/online"))
+    if not online:
+        return None
+    node_of = dict(_nodes(system))
+    level_3 = _index_of_l3(f"{system}/cpu/cpu{min(online)}/cache")
+
+    cores: list[Core] = []
+    seen: set[int] = set()
+    l3_of: dict[int, int] = {}
+    for cpu in sorted(online):
+        if cpu in seen:
+            continue
+        folder = f"{system}/cpu/cpu{cpu}"
+        siblings = parse_ranges(_read(f"{folder}/topology/thread_siblings_list")) & online or {cpu}
+        seen |= siblings
+        if level_3 and cpu not in l3_of:
+            shared = parse_ranges(_read(f"{folder}/cache/{level_3}/shared_cpu_list"))
+            l3_of |= dict.fromkeys(shared, min(shared, default=-1))
+        cores.append(Core(tuple(sorted(siblings)), node_of.get(cpu, 0), l3_of.get(cpu, -1)))
+    cores.sort(key=lambda core: (core.node, core.l3, core.cpus))
+    return Topology(tuple(cores))
+
+
+def pci_node(address: str, root: Path = Path("/")) -> int | None:
+    """Return the NUMA node of a PCI device, such as "0000:c1:00.0"; None where it is unknown."""
+    text = _read(f"{root}/sys/bus/pci/devices/{address}/numa_node").strip()
+    return int(text) if text.isdecimal() else None  # the kernel writes -1 for unknown
+
+
+def parse_ranges(text: str) -> set[int]:
+    """Return the numbers of a list in the kernel's format: "0-2,8" -> {0, 1, 2, 8}.
+
+    Raises ValueError for other text.
+    """
+    found: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return the list of numbers in the kernel's format: {0, 1, 2, 8} -> "0-2,8"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _nodes(system: str) -> Iterator[tuple[int, int]]:
+    """Yield each CPU with its NUMA node. Memory of a GPU or HBM may be a node without CPUs."""
+    try:
+        names = os.listdir(f"{system}/node")
+    except OSError:
+        return
+    for name in names:
+        if re.fullmatch(r"node\d+", name):
+            for cpu in parse_ranges(_read(f"{system}/node/{name}/cpulist")):
+                yield cpu, int(name[4:])
+
+
+def _index_of_l3(folder: str) -> str:
+    """Return the name of the L3 cache in the folder of a CPU's caches, such as "index3"."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return ""
+    return next((name for name in names if _read(f"{folder}/{name}/level").strip() == "3"), "")
+
+
+def _read(path: str) -> str:
+    """Return a file's content; "" where it cannot be read."""
+    try:
+        file = os.open(path, os.O_RDONLY)  # hundreds of files: open() takes three times as long
+    except OSError:
+        return ""
+    try:
+        return os.read(file, 1 << 16).decode()
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
