@@ -42,14 +42,14 @@ def gpu_vendor(root: Path = Path("/")) -> str | None:
 def intel_addresses(root: Path = Path("/")) -> list[str]:
     """Return the PCI addresses of Intel's data-centre GPUs, such as "0000:18:00.0", in order."""
     found = []
-    for card in (root / "sys/class/drm").glob("card[0-9]*"):
+    for device in (root / "sys/class/drm").glob("card[0-9]*"):
         with contextlib.suppress(OSError):
-            vendor = (card / "device" / "vendor").read_text().strip()
-            device = (card / "device" / "device").read_text().strip()
-            is_connector = not card.name[4:].isdigit()  # "card0-HDMI-A-1"
+            vendor_id = (device / "device" / "vendor").read_text().strip()
+            device_id = (device / "device" / "device").read_text().strip()
+            is_connector = not device.name[4:].isdigit()  # "card0-HDMI-A-1"
             # A laptop's graphics by the same driver is no accelerator.
-            if not is_connector and vendor == "0x8086" and device.startswith("0x0b"):
-                found.append((card / "device").resolve().name)
+            if not is_connector and vendor_id == "0x8086" and device_id.startswith("0x0b"):
+                found.append((device / "device").resolve().name)
     return sorted(found)
 
 

@@ -119,7 +119,7 @@ def test_random_hosts_and_masks_keep_the_promises() -> None:
                      for _ in range(ranks)]
         found = divide(topology, masks, gpu_nodes)
 
-        assert all(found) and all(cpus <= mask for cpus, mask in zip(found, masks))
+        assert all(found) and all(cpus <= mask for cpus, mask in zip(found, masks, strict=True))
         if len(set(masks)) > 1:
             continue
         cores = [cores_in(topology, cpus) for cpus in found]
@@ -130,7 +130,7 @@ def test_random_hosts_and_masks_keep_the_promises() -> None:
         given = [core for its_cores in cores for core in its_cores]
         assert len(set(given)) == len(given) == sum(map(len, cores)), "a core has two ranks"
         unused = set(usable) - set(given)
-        for its_cores, node in zip(cores, gpu_nodes):
+        for its_cores, node in zip(cores, gpu_nodes, strict=True):
             if unused:  # only cores that are near no GPU of a rank, and then all ranks are near theirs
                 assert {core.node for core in its_cores} == {node} and 2 * ranks * len(its_cores) >= len(usable)
         assert all(core.node not in gpu_nodes for core in unused)
@@ -147,7 +147,8 @@ def test_binding_of_a_site_is_read(text: str, cpus: list[set[int]]) -> None:
     assert parse_binding(text) == cpus
 
 
-@pytest.mark.parametrize("text", ["", "list:", "list:a", "list:3-1", "4-7", "mask_cpu:", "mask_cpu:0x0", "mask_cpu:xyz", "cores"])
+@pytest.mark.parametrize("text", [
+    "", "list:", "list:a", "list:3-1", "4-7", "mask_cpu:", "mask_cpu:0x0", "mask_cpu:xyz", "cores"])
 def test_bad_binding_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="^DDPKIT_CPU_BIND is .*Expected .*unset it$"):
         parse_binding(text)

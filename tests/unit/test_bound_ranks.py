@@ -45,7 +45,7 @@ def run(folder: Path, bind: str, **env: str) -> tuple[list[dict[str, object]], s
     root = str(Path(__file__).resolve().parents[2])
     done = python(str(program), str(folder), bind, ranks=2, env={"PYTHONPATH": root, **env})
     assert done.returncode == 0, done.stderr
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)], done.stderr
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)], done.stdout
 
 
 @pytest.fixture(scope="module")

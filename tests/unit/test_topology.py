@@ -55,7 +55,8 @@ def test_this_machine_has_the_cpus_that_the_kernel_allows() -> None:
     assert os.sched_getaffinity(0) <= {cpu for core in topology.cores for cpu in core.cpus}
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("", []), ("3", [3]), ("0-2,8\n", [0, 1, 2, 8]), ("0,2,4-5", [0, 2, 4, 5])])
+@pytest.mark.parametrize(("text", "numbers"), [
+    ("", []), ("3", [3]), ("0-2,8\n", [0, 1, 2, 8]), ("0,2,4-5", [0, 2, 4, 5])])
 def test_ranges_are_read_and_written(text: str, numbers: list[int]) -> None:
     assert parse_ranges(text) == set(numbers)
     assert format_ranges(reversed(numbers)) == text.strip()

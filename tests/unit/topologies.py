@@ -1,4 +1,4 @@
-"""The nodes of tests/recordings/topologies, also as the sysfs trees that their kernels would show."""
+"""The nodes of tests/topologies, also as the sysfs trees that their kernels would show."""
 from __future__ import annotations
 
 import json
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from utils.binding import Cpus
 from utils.topology import Topology, format_ranges, parse_ranges, read_topology
 
-FOLDER = Path(__file__).resolve().parents[1] / "recordings" / "topologies"
+FOLDER = Path(__file__).resolve().parents[1] / "topologies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
