@@ -100,6 +100,8 @@ def add_queues(commands: Commands, **small: Any) -> None:
     ({"nodes": 2, "ranks_per_node": 3, "cores_per_rank": 1, "walltime": 600}, ""),
     ({"nodes": 3, "cores_per_rank": 3}, "ncpus: 9 for the whole job is more than the 8 of queue small (resources_max)"),
     ({"nodes": 3, "memory": "6G"}, "mem: 18gb for the whole job is more than the 16gb of queue"),
+    ({"nodes": 4}, "nodect: 4 for the whole job is more than the 3"),
+    ({"nodes": 3, "cores_per_rank": 3, "queue": "narrow"}, "ncpus: 9 for the whole job is more"),
     ({"nodes": 2, "walltime": 601}, "walltime: 00:10:01 is more than the 00:10:00 of queue small"),
     ({"nodes": 2, "walltime": 59}, "walltime: 00:00:59 is less than the 00:01:00 of queue small"),
     ({"nodes": 1}, "ncpus: 1 for the whole job is less than the 2 of queue small (resources_min)"),
@@ -149,10 +151,14 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("train.py --data=LOCAL/filled", {}, "exists on this host only"),
     ("train.py --cache=LOCAL/empty", {}, ""),
     ("train.py --cache=/mnt/bb/me/cache", {}, ""),
+    ("train.py --cache=LOCAL", {}, ""),
     ("missing.py", {}, "does not exist"),
+    ("python -u missing.py", {}, "does not exist"),
+    ("python -m package.train", {}, ""),
     ("train.py /nowhere/at/all", {}, "does not exist"),
     ("cancle 77", {}, "nor a program on PATH"),
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
+    ("trainer", {"modules": ("tools",)}, ""),
     ("train.py", {"container": "image.sif"}, "does not exist"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
 def test_paths_that_nodes_cannot_see(folders: tuple[Path, Path], command: str, more: dict[str, Any],

@@ -46,10 +46,14 @@ FAILED = "Batch job submission failed: "
 @pytest.mark.parametrize(("error", "line"), [  # a recorded error of qsub, or the text of sbatch's
     ("err_bad_queue", "#PBS -q nosuch"),
     ("err_unknown_resource", "#PBS -l select=1:ncpus=1:nosuchres=4"),
+    ("err_place_syntax", "#PBS -l place=scattered"),
+    ("err_walltime_syntax", "#PBS -l walltime=abc"),
+    ("err_select_syntax2", "#PBS -l select=2:ncpus=abc"),
     ("err_bad_name_space", '#PBS -N "a b"'),
     ("invalid partition specified: nosuch\nsbatch: error: Invalid partition name specified",
      "#SBATCH --partition=nosuch"),
     ("Invalid --time specification", "#SBATCH --time=xx"),
+    ("Invalid generic resource (gres) specification", "#SBATCH --gres=foo:1"),
     ("unrecognized option '--frob'\nTry \"sbatch --help\"", "#SBATCH --frob=1"),
     (f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)", "#SBATCH --time=99:00:00")])
 def test_the_line_that_is_refused_is_named(commands: Commands, tmp_path: Path, error: str, line: str) -> None:

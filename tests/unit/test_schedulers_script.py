@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from utils.schedulers import Job, JobError, Pbs, Scheduler, Slurm, format_walltime, parse_walltime
-from utils.schedulers.units import parse_duration, parse_size
+from utils.schedulers.units import parse_duration
 
 TEMPLATE = """\
 #!/bin/bash
@@ -52,7 +52,8 @@ def test_the_options_of_a_job(scheduler: Scheduler, values: dict[str, Any], opti
 
 
 @pytest.mark.parametrize(("scheduler", "extra", "replaced"), [
-    (Slurm(), "--gres=gpu:a100:4", "--gpus-per-node="), (Slurm(), "-N1-4", "--nodes="),
+    (Slurm(), "--gres=gpu:a100:4", "--gpus-per-node="), (Slurm(), "-G 8", "--gpus-per-node="),
+    (Slurm(), "-N1-4", "--nodes="), (Pbs(), "-l place=pack", "-l place"),
     (Slurm(), "--ntasks=3", "--ntasks-per-node="), (Slurm(), "--mem-per-cpu=2G", "--mem="),
     (Slurm(), "-p long", "--partition="), (Pbs(), "-l select=2:ncpus=4", "-l select"),
     (Pbs(), "-l walltime=5,filesystems=home", "-l walltime"), (Pbs(), "-qlong", "-q gpu")])
@@ -113,12 +114,6 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
     assert not parse_duration(text)
     with pytest.raises(JobError, match="walltime"):
         parse_walltime(text)
-
-
-@pytest.mark.parametrize(("text", "size"), [
-    ("64G", 64 << 30), ("24684096kb", 24684096 << 10), ("4gb", 4 << 30), ("512", 512), ("1mw", None), ("x", None)])
-def test_a_size_is_read(text: str, size: int | None) -> None:
-    assert parse_size(text) == size
 
 
 def test_a_script_has_modules_environment_setup_and_command() -> None:
