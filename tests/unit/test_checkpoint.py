@@ -17,15 +17,7 @@ from torch import nn
 from tests.unit.checkpoint_states import ChangedDisk, bits, read_safetensors
 from tests.unit.programs import python
 from utils import coordination
-from utils.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    PerRank,
-    disk,
-    export_safetensors,
-    list_steps,
-    load_part,
-)
+from utils.checkpoint import Checkpointer, CheckpointError, PerRank, disk, export_safetensors, list_steps, load_part
 from utils.checkpoint.format import rank_file_name
 from utils.checkpoint.pack import Packed
 from utils.checkpoint.snapshot import Snapshot, share_out
@@ -211,6 +203,7 @@ def test_common_tensors_are_shared_out_evenly(ranks: int) -> None:
 
     small = Packed(common={"weight": torch.rand(1000), "bias": torch.rand(10)})
     assert [len(share_out(small, rank, ranks)) for rank in range(ranks)] == [2, *[0] * (ranks - 1)]
+
 
 def model_of(value: float) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))

@@ -276,6 +276,7 @@ def test_the_seed_of_a_sample_depends_on_seed_epoch_and_index() -> None:
     assert len(set(seeds)) == 4500 and seeds[-1] == sample_seed(2, 2, 499)
     assert 0 <= min(seeds) and max(seeds) < 1 << 63
 
+
 def orders_of(length: int, count: int) -> torch.Tensor:
     return torch.stack([Permutation(length, length, epoch)(torch.arange(length)) for epoch in range(count)])
 

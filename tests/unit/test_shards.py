@@ -17,7 +17,6 @@ Shard = tuple[int, int]  # its number, and how many samples it has
 SIZES = [7, 0, 31, 1, 16, 0, 5, 12, 3, 40, 8, 2, 0]
 SHARDS = list(enumerate(SIZES))
 EVERYTHING = [1000 * name + sample for name, size in SHARDS for sample in range(size)]
-Loader = ResumableShardLoader[Shard]
 
 
 def read(shard: Shard, first: int) -> Iterable[int]:
@@ -25,12 +24,11 @@ def read(shard: Shard, first: int) -> Iterable[int]:
     return range(1000 * name + first, 1000 * name + size)
 
 
-def loader(replicas: int = 1, rank: int = 0, batch_size: int | None = 4, open_shard: Any = read, **options: Any,
-           ) -> Loader:
+def loader(replicas: int = 1, rank: int = 0, batch_size: int | None = 4, open_shard: Any = read, **options: Any) -> Any:
     return ResumableShardLoader(SHARDS, open_shard, batch_size, num_replicas=replicas, rank=rank, **options)
 
 
-def loaders(replicas: int, state: Any = None, **options: Any) -> list[Loader]:
+def loaders(replicas: int, state: Any = None, **options: Any) -> list[Any]:
     ranks = [loader(replicas, rank, **options) for rank in range(replicas)]
     for one in ranks:
         if state:
@@ -38,7 +36,7 @@ def loaders(replicas: int, state: Any = None, **options: Any) -> list[Loader]:
     return ranks
 
 
-def state_of(ranks: list[Loader]) -> Any:
+def state_of(ranks: list[Any]) -> Any:
     """Return what state_dict() returns on all ranks, which are in one process here."""
     reports = [one.report() for one in ranks]
     states = [one.merge(reports) for one in ranks]
@@ -143,7 +141,6 @@ def test_the_state_of_many_shards_is_small() -> None:
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"order_version": None}, "order_version=None.*version that saved"),
     ({"order_version": 1}, "order_version=1.*version that saved"), ({"shards": 11}, "shards=11"),
     ({"seed": 1}, "seed=1.*Resume with the same"), ({"shuffle": False}, "shuffle=False"),
     *(({"epochs": epochs}, "damaged") for epochs in (
