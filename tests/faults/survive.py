@@ -1,10 +1,12 @@
 """Run examples/05_survive.py with slow steps and a slow disk, and print a digest of its last checkpoint.
 
-tests/faults/survive.py [--step-seconds SECONDS] [--fsync-seconds SECONDS] [options of the example]
+tests/faults/survive.py [--step-seconds SECONDS] [--fsync-seconds SECONDS] [--stop-after STEP] [--no-dropout]
+                        [options of the example]
 """
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import sys
@@ -19,7 +21,6 @@ from utils.preemption import StopSignal
 # isort: split
 import torch
 
-from tests.faults.habits import digest
 from tests.unit.checkpoint_states import ChangedDisk
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "05_survive.py"
@@ -29,15 +30,20 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--fsync-seconds", type=float, default=0.0)
+    parser.add_argument("--stop-after", type=int, help="so many steps of this run, by the last rank")
+    parser.add_argument("--no-dropout", action="store_true", help="for losses that do not depend on the ranks")
     parser.add_argument("--folder", type=Path, required=True)
     args, others = parser.parse_known_args()
     sys.argv[1:] = ["--folder", str(args.folder), *others]
 
-    should_stop, stopped = StopSignal.should_stop, False
+    should_stop, steps, stopped = StopSignal.should_stop, 0, False
 
     def slowly(stop: StopSignal) -> bool:
-        nonlocal stopped
+        nonlocal steps, stopped
         time.sleep(args.step_seconds)
+        steps += 1
+        if steps == args.stop_after and os.environ["RANK"] == str(torch.distributed.get_world_size() - 1):
+            stop.request("a test")
         stopped = should_stop(stop)
         return stopped
 
@@ -47,6 +53,8 @@ def main() -> int:
 
     StopSignal.should_stop = slowly  # type: ignore[method-assign]
     disk.system = ChangedDisk(fsync=fsync)
+    if args.no_dropout:
+        torch.nn.Dropout = lambda probability: torch.nn.Identity()  # type: ignore[assignment, misc]
     spec = importlib.util.spec_from_file_location("survive", EXAMPLE)
     assert spec and spec.loader
     example = importlib.util.module_from_spec(spec)
@@ -60,8 +68,10 @@ def main() -> int:
         found = load_part(args.folder, {"model": model, "optimizer": optimizer})
         assert found is not None
         averages = [value for one in optimizer.state.values() for value in one.values()]
-        bits = digest(*model.state_dict().values(), *averages)
-        print(f"done after {found.step} steps; digest of model and optimizer {bits}", flush=True)
+        digest = hashlib.sha256()
+        for tensor in [*model.state_dict().values(), *averages]:
+            digest.update(tensor.detach().numpy().tobytes())
+        print(f"done after {found.step} steps; digest of model and optimizer {digest.hexdigest()[:12]}", flush=True)
     return status
 
 

@@ -75,6 +75,18 @@ def tensors_by_rank(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
     return [read_rank_file(checkpoint, entry)[1] for entry in read_manifest(checkpoint)["files"]]
 
 
+def each_rank_gets_back_what_differs(dist: Distributed, checkpoints: Checkpointer) -> None:
+    state, other = state_of(dist.rank), state_of(1 - dist.rank)
+    torch.manual_seed(dist.rank)
+    with Checkpointer(f"{checkpoints.folder} own", timeout=TIMEOUT) as apart:
+        apart.save_and_wait(1, state)
+        expected = torch.rand(3)
+        apart.load_latest(other)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(other["mine"].value["hidden"], state["mine"].value["hidden"])
+    assert torch.equal(other["model"].module.norm.running_mean, state["model"].module.norm.running_mean)
+
+
 def only_rank_0_keeps_it_current(dist: Distributed, checkpoints: Checkpointer) -> None:
     """An average of the weights, a tuned module and frozen weights, which rank 0 alone changes."""
     model = Model()
@@ -196,8 +208,8 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert list_steps(checkpoints.folder) == [1, 4, 6]
 
 
-SCENARIOS = [only_rank_0_keeps_it_current, one_finds_damage, one_disk_is_full, states_differ,
-             one_has_what_cannot_be_saved, made_too_early, folders_differ, one_is_slow, one_dies]
+SCENARIOS = [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current, one_finds_damage, one_disk_is_full,
+             states_differ, one_has_what_cannot_be_saved, made_too_early, folders_differ, one_is_slow, one_dies]
 EARLY: list[Checkpointer] = []
 
 

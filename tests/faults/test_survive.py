@@ -3,21 +3,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import killed_at_end, wait_until
-from tests.faults.programs import ENVIRONMENT, FAULTS, LAUNCH, ROOT, SURVIVE, done_line, run_ranks
+from tests.cluster.hosts import Hosts, killed_at_end, wait_until
+from tests.faults.programs import ENVIRONMENT, LAUNCH, ROOT, SURVIVE, done_line, run_ranks
 
 SLOWLY = [*SURVIVE, "--step-seconds", "0.1"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @contextlib.contextmanager
@@ -29,57 +31,103 @@ def started(output: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.mark.parametrize("words", [
-    ["--kills", "2", "--after-save", "habits.py"], ["--kills", "2", "survive.py", *SURVIVE[1:], "--epochs", "1"]],
-    ids=["habits", "survive"])
-def test_ranks_killed_at_random_moments(words: list[str], tmp_path: Path) -> None:
+def wait_for_progress(folder: Path) -> None:
+    before = set(folder.glob("step-*"))
+    wait_until(lambda: bool(set(folder.glob("step-*")) - before), "a checkpoint", seconds=100)
+
+
+def test_ranks_killed_at_random_moments() -> None:
     """Three ranks: the sum of two is the same in either order. kills.py does it as often as it is asked to."""
-    words = [str(FAULTS / word) if word.endswith(".py") else word for word in words]
-    with started(tmp_path / "output", sys.executable, str(FAULTS / "kills.py"), "--ranks", "3", *words) as process:
-        process.wait(400)
-    assert process.returncode == 0 and "all the same" in (tmp_path / "output").read_text()
+    words = ["--kills", "2", "--ranks", "3", *SURVIVE, "--epochs", "1"]
+    done = subprocess.run([sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words], env=ENVIRONMENT,
+                          capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0 and "all the same" in done.stdout, done.stdout + done.stderr
+
+
+def worker_of(agent: subprocess.Popen[str]) -> int | None:
+    """Process id of the worker of an agent of torchrun, if there is one."""
+    found = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True).stdout.split()
+    return int(found[-1]) if found else None
+
+
+def train_under_two_agents(folder: Path, hosts: Hosts | None) -> str:
+    """Continue a training under two agents of torchrun, whose workers are killed; return its output.
+
+    The agents are on two hosts, or on this one with a fixed address.
+    """
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    outputs = [folder.with_name(f"agent {node}") for node in range(2)]
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for node in range(2):
+            enter = hosts.enter(hosts.hosts[node]) if hosts else []
+            rendezvous = (["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address[hosts.hosts[0]]}:{port}"] if hosts
+                          else [f"--node-rank={node}", "--master-addr=localhost", f"--master-port={port}"])
+            agents.append(stack.enter_context(started(
+                outputs[node], *enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+                "--nproc-per-node=1", "--max-restarts=9", *rendezvous, *SLOWLY, "--folder", str(folder))))
+
+        wait_for_progress(folder)
+        victim = worker_of(agents[1])
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: worker_of(agents[1]) not in (None, victim), "another worker", seconds=60)
+        time.sleep(random.uniform(0, 4))
+        if victim := worker_of(agents[0]):
+            os.kill(victim, signal.SIGKILL)
+        statuses = [agent.wait(200) for agent in agents]
+    text = "".join(output.read_text() for output in outputs)
+    assert statuses == [0, 0], text
+    return text
+
+
+def test_two_agents_on_one_host_recover_from_kills(tmp_path: Path, whole: str) -> None:
+    text = train_under_two_agents(tmp_path / "checkpoints", None)
+    assert "2 ranks on 1 host by torchrun" in text and "resuming after step" in text, text
+    assert done_line(text) == whole
 
 
 def test_each_launcher_resumes_what_another_one_began(
         tmp_path: Path, whole: str, need: Callable[[str], Path]) -> None:
-    """mpiexec is killed, launch.py stops at a signal, and torchrun starts a killed rank again."""
+    """mpiexec is killed, launch.py stops at a signal, and torchrun on two hosts starts killed ranks again."""
+    need("hosts")
     output, folder = tmp_path / "output", tmp_path / "checkpoints"
-
-    def wait_for_progress() -> None:
-        before = set(folder.glob("step-*"))
-        wait_until(lambda: bool(set(folder.glob("step-*")) - before), "a checkpoint", seconds=100)
-
     training = [*SLOWLY, "--folder", str(folder)]
     with started(output, str(need("mpich")), "-n", "2", sys.executable, *training) as process:
-        wait_for_progress()
-        wait_for_progress()
+        wait_for_progress(folder)
         process.kill()
         ranks = ["pgrep", "-f", str(folder)]
         wait_until(lambda: subprocess.run(ranks, stdout=subprocess.DEVNULL).returncode == 1,
                    "the ranks to end with it", seconds=60)
 
     with started(output, *LAUNCH, *training) as process:
-        wait_for_progress()
+        wait_for_progress(folder)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(200) == 75, output.read_text()
     text = output.read_text()
     stopped = re.search(r"stopped at step (\d+)", text)
     assert "resuming after step" in text and stopped is not None, text
 
-    with started(output, *TORCHRUN, "--max-restarts", "2", *training) as process:
-        wait_for_progress()
-        workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-        os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
-        assert process.wait(200) == 0, output.read_text()
-    text = output.read_text()
-    assert f"resuming after step {stopped[1]}" in text and text.count("resuming after step") == 2, text
+    with Hosts(2, prefix="e", subnet="10.78.7") as hosts:
+        text = train_under_two_agents(folder, hosts)
+    assert f"resuming after step {stopped[1]}" in text and text.count("resuming after step") > 1, text
     assert done_line(text) == whole
 
 
-def test_another_number_of_ranks_keeps_the_global_batch(tmp_path: Path) -> None:
-    arguments = ["--folder", str(tmp_path / "checkpoints"), "--epochs"]
-    output = run_ranks(tmp_path, SURVIVE[0], (4, [*arguments, "1"]), (3, [*arguments, "2"]))
-    assert "resuming after step 48" in output and "done after 96 steps" in output
+def test_losses_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """4, then 2, then 3 ranks, which stop in the middle of each of the two epochs of 48 steps."""
+    def losses(folder: str, *runs: tuple[int, int]) -> dict[int, float]:
+        output = run_ranks(tmp_path, SURVIVE[0], *(
+            (ranks, [*SURVIVE[1:], "--no-dropout", "--folder", str(tmp_path / folder), "--stop-after", str(steps)])
+            for ranks, steps in runs))
+        (tmp_path / "output").unlink()
+        assert "done after 96 steps" in output and output.count("resuming") == len(runs) - 1, output
+        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/96: loss ([\d.]+)", output)}
+
+    expected = losses("whole", (2, 0))
+    assert list(expected) == list(range(10, 97, 10))
+    assert losses("elastic", (4, 15), (2, 50), (3, 0)) == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 @pytest.fixture
@@ -95,13 +143,10 @@ def small_disk(tmp_path: Path, need: Callable[[str], Path]) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("example, options, still_full", [
-    ("tests/faults/survive.py", [*SLOWLY[1:], "--epochs", "20", "--folder"], True),
-    ("examples/03_text_lm.py", ["--save-every", "5", "--steps", "100000", "--layers", "1", "--log-every", "5",
-                                "--checkpoints"], False)], ids=["survive", "text_lm"])
-def test_a_full_disk_costs_a_save_and_a_stop_waits_for_space(
-        example: str, options: list[str], still_full: bool, small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_costs_a_save_and_a_stop_waits_for_space(small_disk: Path, tmp_path: Path) -> None:
     output, ballast = tmp_path / "output", small_disk / "ballast"
+    training = [str(ROOT / "examples" / "03_text_lm.py"), "--backend", "gloo", "--steps", "100000", "--layers", "1",
+                "--save-every", "5", "--checkpoints", str(small_disk)]
 
     def wait_for_failure() -> None:
         def has_failed() -> bool:
@@ -112,18 +157,15 @@ def test_a_full_disk_costs_a_save_and_a_stop_waits_for_space(
         before = output.read_text().count("no space is left")
         wait_until(has_failed, "a failed save", seconds=200)
 
-    with started(output, *LAUNCH, str(ROOT / example), "--backend", "gloo", *options, str(small_disk)) as process:
+    with started(output, *LAUNCH, *training) as process:
         wait_until(lambda: any(small_disk.glob("step-*")) or process.poll() is not None, "a save", seconds=100)
         wait_for_failure()
-        if still_full:
-            process.send_signal(signal.SIGUSR1)
-            wait_for_failure()
+        process.send_signal(signal.SIGUSR1)
+        wait_for_failure()
         ballast.unlink()
-        if not still_full:
-            process.send_signal(signal.SIGUSR1)
         process.wait(200)
     text = output.read_text()
-    stopped = re.search(r"stopped (?:at|after) step (\d+)", text)
+    stopped = re.search(r"stopped after step (\d+)", text)
     assert process.returncode == 75 and stopped is not None, text
     assert max(path.name for path in small_disk.glob("step-*")) == f"step-{int(stopped[1]):09d}"
     assert not list(small_disk.glob(".saving-*"))

@@ -14,30 +14,21 @@ LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
 ON_TWO_HOSTS = "h1 h1 h2 h2"
 
 
-def assert_trained(lab: Lab, done: Result, ranks: int, hosts: int, launcher: str) -> None:
+def assert_trained(lab: Lab, done: Result, hosts: int, launcher: str) -> None:
     assert done.status == 0, done.output
-    assert f"{ranks} ranks on {hosts} hosts by {launcher}," in done.output, done.output
-    assert done.line("final loss:") == lab.minimal_loss(ranks)
+    assert f"3 ranks on {hosts} hosts by {launcher}," in done.output, done.output
+    assert done.line("final loss:") == lab.minimal_loss
 
 
-@pytest.mark.parametrize(("mpi", "hosts"), [
-    ("mpich5", "h1 h1 h2"), ("mpich4", "h1 h2 h1 h2"), ("intel", "h2 h2 h3"), ("openmpi5", "h1 h2 h1 h2"),
-    ("openmpi4", "h2 h2 h3")])
+@pytest.mark.parametrize(("mpi", "hosts"), [("mpich5", "h1 h1 h2"), ("intel", "h2 h2 h3"), ("openmpi5", "h1 h2 h1")])
 def test_same_loss_under_mpiexec(lab: Lab, mpi: str, hosts: str) -> None:
-    done = lab.mpi(mpi, hosts, MINIMAL)
-    assert_trained(lab, done, len(hosts.split()), 2, MPIS[mpi][1])
-
-
-def test_same_loss_under_torchrun_on_two_hosts(lab: Lab) -> None:
-    done = lab.torchrun(MINIMAL, "--rdzv-backend=c10d", "--rdzv-id=7",
-                        f"--rdzv-endpoint={lab.hosts.address['h1']}:29400", ranks=2)
-    assert_trained(lab, done, 4, 2, "torchrun")
+    assert_trained(lab, lab.mpi(mpi, hosts, MINIMAL), 2, MPIS[mpi][1])
 
 
 def test_same_loss_with_ranks_set_by_hand(lab: Lab) -> None:
     done = lab.together([(f"h{rank + 1}", MINIMAL, {
         "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "h1", "MASTER_PORT": "29422"}) for rank in range(3)])
-    assert_trained(lab, done, 3, 3, "env")
+    assert_trained(lab, done, 3, "env")
 
 
 @pytest.mark.parametrize(("mpi", "hosts", "when"), [
@@ -61,35 +52,23 @@ def test_stale_variables_and_mpi4py_of_another_mpi_do_no_harm(lab: Lab, mpi: str
     assert "MASTER_ADDR=nowhere" in done.output
 
 
-@pytest.mark.parametrize("mpi", ["mpich5", "openmpi5"])
-def test_torchrun_inside_mpiexec(lab: Lab, mpi: str) -> None:
-    inner = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-id={mpi}",
+def test_torchrun_inside_mpiexec(lab: Lab) -> None:
+    inner = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=7",
              f"--rdzv-endpoint={lab.hosts.address['h2']}:29433", *SHOW[1:]]
-    done = lab.mpi(mpi, "h1 h2", inner)
+    done = lab.mpi("openmpi5", "h1 h2", inner)
     assert done.status == 0 and "2 ranks on 2 hosts by torchrun" in done.output, done.output
     assert [done.line(f"rank {rank}") for rank in range(2)] == ["rank 0 of 2", "rank 1 of 2"]
     assert "was ignored: torchrun started this process" in done.output
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "intel"])
-def test_mpiexec_inside_a_torchrun_worker(lab: Lab, mpi: str) -> None:
-    script = lab.hosts.folder / f"{mpi}.sh"
+def test_mpiexec_inside_a_torchrun_worker(lab: Lab) -> None:
+    script = lab.hosts.folder / "mpiexec.sh"
     script.write_text("#!/bin/sh\nexec \"$@\"\n")
     script.chmod(0o755)
     outer = [*TORCHRUN, "--standalone", "--nproc-per-node=1", "--no-python", str(script)]
-    done = lab.run("h1", [*outer, *lab.mpiexec(mpi, "h1 h1"), *MEET])
-    assert_met(done, "h1 h1", MPIS[mpi][1])
+    done = lab.run("h1", [*outer, *lab.mpiexec("intel", "h1 h1"), *MEET])
+    assert_met(done, "h1 h1", "intel-mpi")
     assert "of torchrun was ignored" in done.output
-
-
-def test_launches_at_the_same_moment_on_one_host_do_not_mix(lab: Lab) -> None:
-    mpiexecs = [lab.mpiexec("mpich5", "h1 h1"), lab.mpiexec("openmpi5", "h1 h1")]
-    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node=2", *SHOW[1:]]
-    done = lab.together([("h1", command, {}) for command in [*([*one, *MEET] for one in mpiexecs * 4), torchrun]])
-    assert done.status == 0 and "2 ranks on 1 host by torchrun" in done.output, done.output
-    for launcher in ("mpich", "openmpi"):
-        for rank in range(2):
-            assert done.output.count(f"rank {rank} of 2, local {rank} of 2, on h1, by {launcher}, ") == 4, done.output
 
 
 # Intel's mpiexec itself does not start ranks where its own host name does not resolve.
