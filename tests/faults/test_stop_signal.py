@@ -75,7 +75,7 @@ def one_calls_it_more_often(dist: Any) -> None:
     from utils.preemption import StopSignal
 
     with StopSignal(dist) as stop:
-        assert not any([stop.should_stop() for _ in range(10 + (dist.rank == 1))])
+        assert not any(stop.should_stop() for _ in range(10 + (dist.rank == 1)))
     assert stop.exit_status == 0
 
 
@@ -122,7 +122,8 @@ def main() -> None:
 
     with setup_distributed("gloo", launcher="env") as dist:
         common, private = random.Random(7), random.Random(dist.rank)
-        assert any([all_stop_at_one_boundary(dist, common, private) for _ in range(ROUNDS)]), "none in an evaluation"
+        in_evaluation = [all_stop_at_one_boundary(dist, common, private) for _ in range(ROUNDS)]
+        assert any(in_evaluation)
         one_calls_it_more_often(dist)
         one_rank_hangs(dist, gather(os.getpid()))
         dist.barrier()

@@ -51,10 +51,7 @@ def worker_of(agent: subprocess.Popen[str]) -> int | None:
 
 
 def train_under_two_agents(folder: Path, hosts: Hosts | None) -> str:
-    """Continue a training under two agents of torchrun, whose workers are killed; return its output.
-
-    The agents are on two hosts, or on this one with a fixed address.
-    """
+    """Continue a training under agents on two hosts, or on this one, whose workers are killed; return its output."""
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     outputs = [folder.with_name(f"agent {node}") for node in range(2)]
