@@ -35,17 +35,17 @@ class Programs(NamedTuple):
 
 
 def job(scheduler: str = "slurm", ranks: tuple[int, ...] = (2, 2), gpus: Counts | None = None,
-        cores: Counts | None = None, hosts: tuple[str, ...] | None = None) -> Allocation:
+        cores: Counts | None = None) -> Allocation:
     """A job on hosts n1, n2, ... with these slots, GPUs and cores."""
-    hosts = hosts or tuple(f"n{i + 1}" for i in range(len(ranks)))
+    hosts = tuple(f"n{i + 1}" for i in range(len(ranks)))
     unknown = (None,) * len(ranks)
     return Allocation(scheduler, "7", hosts, ranks, gpus or unknown, cores or unknown)
 
 
 def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None, *,
          command: tuple[str, ...] = ("train.py", "--name", "a b"), programs: Programs | None = None,
-         mpiexec: Mpiexec | None = None, gpus: int = 0, host: str = "n1", root: bool = False,
-         python: str = PYTHON, **options: object) -> Plan:
+         mpiexec: Mpiexec | None = None, gpus: int = 0, host: str = "n1", python: str = PYTHON,
+         **options: object) -> Plan:
     """The plan on host n1 of a job, or on a laptop; gpus: of that host; mpiexec: the one that is used."""
     if environ is None:
         of_job = {"slurm": SLURM, "pbs": PBS}
@@ -53,7 +53,7 @@ def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None
     if mpiexec is not None:
         programs = Programs(TOOLS if programs is None else programs.paths, mpiexec)
         options["launcher"] = "mpiexec"
-    info = HostInfo(host, gpus, python, programs or Programs(), root)
+    info = HostInfo(host, gpus, python, programs or Programs())
     return make_plan(command, Options(**options), allocation, info, environ)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,8 +42,7 @@ def test_messages_arrive_whole_in_order_and_before_the_end(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    b"SSH-2.0-OpenSSH\r\n", b"[1]\n", b"\x00\xff\n", b"[" * 60_000 + b"\n", b"x" * (1 << 17)],
-    ids=["ssh", "no object", "no text", "too deep", "too long"])
+    b"SSH-2.0-OpenSSH\r\n", b"[1]\n", b"\x00\xff\n", b"[" * 60_000 + b"\n", b"x" * (1 << 17)], ids=len)
 def test_other_programs_close_the_connection(pair: Pair, text: bytes) -> None:
     connection, other = pair
     threading.Thread(target=other.sendall, args=(text,), daemon=True).start()
@@ -55,9 +55,7 @@ def test_large_message_waits_for_the_receiver(pair: Pair) -> None:
     message = {"text": "x" * (1 << 22)}
     connection.send(message)
     assert connection.unsent_bytes
-    received: list[object] = []
-    reading = threading.Thread(target=lambda: received.append(Connection(other).receive_one(20)))
-    reading.start()
-    connection.send({}, timeout=20)
-    reading.join(20)
-    assert connection.unsent_bytes == 0 and received == [message]
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(Connection(other).receive_one, 20)
+        connection.send({}, timeout=20)
+        assert received.result() == message and connection.unsent_bytes == 0

@@ -23,15 +23,13 @@ stop.should_stop()
 assert "torch" not in sys.modules
 sys.exit(stop.exit_status)  # without close()
 """
-# What launch.py does between fork() and exec(); the rank may lack the variable, as in a container.
+# What launch.py does between fork() and exec(), but without the variable, as in a container.
 STARTER = """
 import os, signal, sys
 from utils import signals
 signals.block()
-if sys.argv[1] == "with variable":
-    os.environ[signals.VARIABLE] = "1"
 os.kill(os.getpid(), signal.SIGUSR1)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 HANDLER = "import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
 FAULTHANDLER = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, chain=True)\n"
@@ -39,15 +37,11 @@ CHILD = "import subprocess, sys, utils\nsys.exit(-subprocess.run(['sh', '-c', 'k
 
 
 @pytest.mark.parametrize(("words", "status"), [
-    (["-c", TRAIN % ""], 0),
-    (["-c", TRAIN % RAISE], 75),
-    (["-c", STARTER, "with variable", "-c", TRAIN % ""], 75),
-    (["-c", STARTER, "without", "-c", TRAIN % ""], 75),
+    (["-c", TRAIN % ""], 0), (["-c", TRAIN % RAISE], 75),
+    (["-c", STARTER, "-c", TRAIN % ""], 75),
     (["-c", f"{HANDLER}import utils\n{RAISE}"], 7),
     (["-c", f"{FAULTHANDLER}import utils\n{RAISE}"], -signal.SIGUSR1),
-    (["-c", CHILD], signal.SIGUSR1)],
-    ids=["none", "after the import", "blocked before exec", "blocked without the variable",
-         "another handler", "faulthandler", "child programs have the default action"])
+    (["-c", CHILD], signal.SIGUSR1)])  # child programs have the default action
 def test_a_signal_after_the_import_stops_the_run(words: list[str], status: int) -> None:
     ended = python(*words)
     assert (ended.returncode, ended.stderr if status == 75 else "") == (status, "")
@@ -75,20 +69,13 @@ def test_a_signal_between_two_stop_signals_is_for_the_second() -> None:
 
 
 @pytest.mark.parametrize(("command", "line", "expected"), [
-    ("python -u mine/train.py", "from utils import setup_distributed", True),
     ("python -m mine.train", "from utils.preemption import StopSignal", True),
-    ("python -m mine", "import kit.preemption", False),  # which is in another folder than the module
     ("python -m mine", "from .kit import setup_distributed", True),
     ("python -m torch.distributed.run mine/train.py", "import kit.preemption", True),
     ("python -m torch.distributed.run -m mine.train", "from utils import setup_distributed", True),
-    ("python -m torch.distributed.run", "from utils import setup_distributed", False),
     ("python -m other", "from utils import setup_distributed", False),
-    ("sh -c true", "from utils import setup_distributed", False),
     ("python mine/train.py", "from kit import setup_distributed", True),
     ("python mine/train.py", "from lib.utils import setup_distributed", False),
-    ("python mine/train.py", "from another.kit import setup_distributed", False),
-    ("python mine/train.py", "def setup_distributed(): ...", False),
-    ("python mine/train.py", "# like StopSignal", False),
     ("python mine/train.py", "from 'here' on", False),
     ("python shadowed/train.py", "from utils import setup_distributed", False)])
 def test_programs_that_import_the_package_are_recognised(

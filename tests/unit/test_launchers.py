@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -40,9 +39,6 @@ def expected_place(case: dict[str, Any]) -> Placement:
     return Placement(*(case["expect"][name] for name in fields))
 
 
-# Recorded from real launchers, or written after the manual pages
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_recorded_processes_get_their_ranks(file: str) -> None:
     for process in json.loads((RECORDINGS / file).read_text())["processes"]:
@@ -69,23 +65,13 @@ def test_written_processes_get_their_ranks(
 
 
 @pytest.mark.parametrize("shell", [
-    "-bash", "/usr/bin/zsh -i", "bash --init-file /x/shellIntegration.sh", "bash --rcfile x -i",
-    "bash -O checkwinsize", "screen x", "tmux: server", "/usr/bin/node /x/server.js"])
+    "-bash", "/usr/bin/zsh -i", "bash --init-file /x/shellIntegration.sh", "tmux: server",
+    "/usr/bin/node /x/server.js"])
 def test_a_shell_of_srun_pty_is_one_process(shell: str) -> None:
     environ = {**SRUN_RANK_0, "SLURM_PTY_PORT": "4711"}
     assert place(environ, [shell, STEPD]) == SINGLE
     for script in ("bash -c 'python train.py'", "bash -lc x", "sh train.sh", "python train.py"):
         assert place(environ, [script, STEPD]) == Placement("slurm", 0, 8, 0, 4)
-
-
-def test_100_000_tasks() -> None:
-    environ = {**SRUN, "SLURM_PROCID": "99995", "SLURM_NTASKS": "100000", "SLURM_STEP_NUM_TASKS": "100000",
-               "SLURM_LOCALID": "5", "SLURM_NODEID": "9999", "SLURM_STEP_TASKS_PER_NODE": "10(x10000)",
-               "SLURM_GTIDS": ",".join(map(str, range(99990, 100000)))}
-    assert place(environ) == Placement("slurm", 99995, 100000, 5, 10)
-
-
-# Each launcher
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -112,11 +98,6 @@ def test_each_launcher_among_other_variables(name: str, monkeypatch: pytest.Monk
     assert detect(environ) == detect(dict(reversed(environ.items()))) == expected
 
 
-def test_an_unknown_launcher_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="launcher is 'horovod'; expected one of torchrun.*single"):
-        detect({}, launcher="horovod")
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_numbers_that_are_missing_malformed_or_too_large(name: str) -> None:
     environ = EVERY[name]
@@ -137,43 +118,6 @@ def test_numbers_that_are_missing_malformed_or_too_large(name: str) -> None:
             detect({**environ, **changes})
 
 
-VALUES = ["", " ", "0", "1", "2", "7", "8", "-1", "x", "\u0663", "1(x2)", "4(x2),1", "2(x", "0,1",
-          ",", "1" * 40, str(0xFFFFFFFA), "4294967295", "[", "n[1-2]", "\0", "none"]
-ENVIRONMENTS = [case["env"] for case in WRITTEN.values()]
-COMMANDS = ["", "\0", *(command for case in WRITTEN.values() for command in case.get("parents", []))]
-
-
-def mutated(chance: random.Random) -> dict[str, str]:
-    """The variables of some launchers, of which some are missing and some have other values."""
-    environ: dict[str, str] = {}
-    for one in chance.sample(ENVIRONMENTS, chance.randint(1, 3)):
-        environ.update(one)
-    for variable in chance.choices(sorted(environ) or ["RANK"], k=chance.randint(0, 5)):
-        if chance.random() < 0.4:
-            environ.pop(variable, None)
-        else:
-            environ[variable] = chance.choice(VALUES)
-    return environ
-
-
-def test_any_environment_gives_a_consistent_placement_or_an_error() -> None:
-    chance, num_placed = random.Random(1), 0
-    for _ in range(3_000):
-        environ = mutated(chance)
-        try:
-            one = detect(environ, ancestors=chance.sample(COMMANDS, chance.randint(0, 4)))
-        except LaunchError:
-            continue
-        num_placed += 1
-        local_size = one.local_world_size or one.world_size
-        assert 0 <= one.rank < one.world_size, environ
-        assert 0 <= (one.local_rank or 0) < local_size <= one.world_size, environ
-    assert num_placed > 750
-
-
-# python -m utils.launchers
-
-
 def explain(environ: Environ, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "utils.launchers", *arguments]
     return subprocess.run(command, env={"PATH": os.environ["PATH"], **environ}, cwd=ROOT,
@@ -182,21 +126,17 @@ def explain(environ: Environ, *arguments: str) -> subprocess.CompletedProcess[st
 
 def test_the_explanation_names_what_decided_and_what_was_ignored() -> None:
     done = explain({**OPENMPI, **STALE})
-    assert done.returncode == 0, done.stderr
     rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
-    assert [row[0] for row in rows] == [
-        "launcher", "rank", "world_size", "local_rank", "local_world_size", "decided", "ignored", "note"]
-    assert rows[0][1].startswith("openmpi: its variables are set")
-    assert [row[1] for row in rows[1:5]] == ["1", "2", "0", "1"]
-    assert "OMPI_COMM_WORLD_RANK=1" in rows[5][1]
-    assert "RANK=7" in rows[6][1] and "RANK=7" in rows[7][1]
+    expected = [("launcher", "openmpi: its variables are set"), ("rank", "1"), ("world_size", "2"), ("local_rank", "0"),
+                ("local_world_size", "1"), ("decided", "OMPI_COMM_WORLD_RANK=1"), ("ignored", "RANK=7"),
+                ("note", "RANK=7")]
+    for (name, text), (expected_name, part) in zip(rows, expected, strict=True):
+        assert name == expected_name and part in text, done
     assert explain(OPENMPI, "single").stdout.startswith("launcher          single")
 
 
-@pytest.mark.parametrize(("environ", "arguments", "expected"), [
-    ({"RANK": "3"}, [], "the rank is unknown: env: WORLD_SIZE not set"),
-    (OPENMPI, ["horovod"], "launcher is 'horovod'; expected one of")])
-def test_the_explanation_reports_errors(environ: Environ, arguments: list[str], expected: str) -> None:
-    done = explain(environ, *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert expected in done.stderr and "Traceback" not in done.stderr
+def test_the_explanation_reports_errors() -> None:
+    for done, expected in ((explain({"RANK": "3"}), "the rank is unknown: env: WORLD_SIZE not set"),
+                           (explain(OPENMPI, "horovod"), "launcher is 'horovod'; expected one of torchrun")):
+        assert (done.returncode, done.stdout) == (1, "")
+        assert expected in done.stderr and "Traceback" not in done.stderr

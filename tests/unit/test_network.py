@@ -2,39 +2,27 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import pytest
 
 from utils import network
 
 
-def test_every_host_has_a_loopback_interface() -> None:
+def test_loopback_interface_and_addresses() -> None:
     assert "127.0.0.1" in network.interfaces().values()
     assert network.interface_of("127.0.0.1") == "lo"
     assert network.interface_of("192.0.2.1") is None
     assert network.missing_interfaces(["lo", "nosuch0"]) == ["nosuch0"]
 
-
-def test_loopback_addresses() -> None:
     addresses = ("127.0.0.1", "127.0.1.1", "::1", "localhost", "10.0.0.1", "fe80::1%eth0", "n1", "")
     assert [one for one in addresses if network.is_loopback(one)] == ["127.0.0.1", "127.0.1.1", "::1", "localhost"]
-
-
-@pytest.mark.parametrize("host", [
-    "no-such-host.invalid", "a" * 300, "..", "n\u0663.invalid", "bad name", "x" * 64 + ".a"])
-def test_an_unresolvable_name_has_no_addresses(host: str) -> None:
-    assert network.resolve(host) == []
 
 
 def test_ipv4_comes_before_ipv6_without_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = ("::1", "10.0.0.1", "::1", "10.0.0.2", "10.0.0.1")
 
-    def getaddrinfo(*_: Any, **__: Any) -> list[tuple[Any, ...]]:
-        return [(0, 0, 0, "", (address, 0)) for address in addresses]
-
-    assert network.resolve("127.0.0.1") == ["127.0.0.1"]
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    found = [(0, 0, 0, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert network.resolve("n1") == ["10.0.0.1", "10.0.0.2", "::1"]
 
 

@@ -1,11 +1,8 @@
-"""A launcher that does not exist: one class and one entry in LAUNCHERS are all that it takes.
-
-The class is what a new file in utils/launchers/ would contain.
-"""
+"""A launcher that does not exist: one class, as in a new file of utils/launchers/, and one entry in LAUNCHERS."""
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,24 +11,9 @@ from utils.launch.environment import clean
 from utils.launchers import LAUNCHERS, LaunchError, Placement, detect
 from utils.launchers.base import Launcher
 from utils.launchers.detect import find_launcher
-from utils.launchers.name_service import NameService, NameServiceUnavailable
 from utils.rendezvous import Rendezvous, agree
 from utils.rendezvous.checks import make_report
 from utils.rendezvous.endpoints import find_endpoints
-
-
-class Folder(NameService):
-    """The name service of this launcher: a file in a folder that all hosts share."""
-
-    def __init__(self, path: str) -> None:
-        self._file = Path(path) / "address"
-
-    def publish(self, text: str, timeout: float) -> None:
-        self._file.with_suffix(".new").write_text(text)
-        self._file.with_suffix(".new").rename(self._file)
-
-    def look_up(self, timeout: float) -> str | None:
-        return self._file.read_text() if self._file.exists() else None
 
 
 class Acme(Launcher):
@@ -51,13 +33,6 @@ class Acme(Launcher):
     def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
         return environ.get("ACME_HOSTS", "").split(), "ACME_HOSTS"
 
-    def name_service(self, environ: Mapping[str, str]) -> NameService | None:
-        if "ACME_FOLDER" not in environ:
-            return None
-        if not Path(environ["ACME_FOLDER"]).is_dir():
-            raise NameServiceUnavailable(f"ACME_FOLDER={environ['ACME_FOLDER']} is no folder")
-        return Folder(environ["ACME_FOLDER"])
-
 
 RANK = {"ACME_RANK": "3", "ACME_SIZE": "8", "ACME_LOCAL_RANK": "1", "ACME_LOCAL_SIZE": "2",
         "ACME_TOKEN": "b71f", "ACME_HOSTS": "h2 h1"}
@@ -69,7 +44,7 @@ PLACEMENT = Placement("acme", 3, 8, 1, 2)
 def acme() -> Iterator[Acme]:
     """The launcher, which is in the list."""
     LAUNCHERS.insert(0, Acme())
-    yield LAUNCHERS[0]  # type: ignore[misc]
+    yield LAUNCHERS[0]
     del LAUNCHERS[0]
 
 
@@ -81,45 +56,31 @@ def test_its_ranks_are_detected() -> None:
         detect({"ACME_RANK": "3"})
 
 
-@pytest.mark.parametrize(("ancestors", "launcher"), [
-    (["/opt/acme/bin/acmed 7", "slurmstepd: [4.0]"], "acme"),
-    (["acmerun.new -n 2 x", "slurmstepd: [4.0]"], "acme"),
-    (["slurmstepd: [4.0]", "acmed"], "slurm")])
-def test_its_parent_process_decides(ancestors: list[str], launcher: str) -> None:
-    assert detect({**SRUN, **RANK}, ancestors=ancestors).launcher == launcher
+def test_its_parent_process_decides() -> None:
+    for parent in ("/opt/acme/bin/acmed 7", "acmerun.new -n 2 x"):
+        assert detect({**SRUN, **RANK}, ancestors=[parent, "slurmstepd: [4.0]"]).launcher == "acme"
+    assert detect({**SRUN, **RANK}, ancestors=["slurmstepd: [4.0]", "acmed"]).launcher == "slurm"
 
 
 def test_its_hosts_and_identity_lead_to_rank_0(acme: Acme) -> None:
-    first, again, other = (
-        find_endpoints(acme, PLACEMENT, {**RANK, "ACME_TOKEN": token}, timeout=1) for token in ("b71f", "b71f", "c822"))
+    first, other = (
+        find_endpoints(acme, PLACEMENT, {**RANK, "ACME_TOKEN": token}, timeout=1) for token in ("b71f", "c822"))
     assert (first.hosts, first.source) == (["h2", "h1"], "ACME_HOSTS")
-    assert (first.token, first.ports) == (again.token, again.ports)
     assert first.token != other.token and first.ports != other.ports
 
 
-@pytest.mark.parametrize("by_name_service", [True, False])
-def test_its_ranks_meet(by_name_service: bool, tmp_path: Path) -> None:
+def test_its_ranks_meet(tmp_path: Path) -> None:
     environ = {"ACME_SIZE": "3", "ACME_TOKEN": str(tmp_path), "ACME_HOSTS": "127.0.0.1"}
-    if by_name_service:
-        environ |= {"ACME_FOLDER": str(tmp_path)}
-    results: dict[int, Rendezvous] = {}
 
-    def start(rank: int) -> None:
+    def start(rank: int) -> Rendezvous:
         found = find_launcher({**environ, "ACME_RANK": str(rank)})
-        results[rank] = agree(found.placement, make_report(found.placement), environ=environ,
-                              launcher=found.launcher, timeout=60)
+        met = agree(found.placement, make_report(found.placement), environ=environ, launcher=found.launcher, timeout=60)
+        met.monitor.started()
+        return met
 
-    threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    assert len({(results[rank].master_addr, results[rank].master_port) for rank in range(3)}) == 1
-    assert (tmp_path / "address").exists() == by_name_service
-    for rank in (1, 2, 0):
-        monitor, listener = results[rank].monitor, results[rank].listener
-        assert monitor is not None
-        monitor.started()
-        monitor.leave("")
-        if listener is not None:
-            listener.close()
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(start, range(3)))
+    assert len({(one.master_addr, one.master_port) for one in results}) == 1
+    for one in (*results[1:], results[0]):
+        one.monitor.leave("")
+    results[0].listener.close()
