@@ -56,7 +56,8 @@ def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
 @pytest.mark.parametrize("state, tree, words", [
     (nn.Identity(), {"object": "Identity", "state": 1}, "holds no entries for one"),
     (nn.Identity(), {"object": "Identity", "state": {"dict": {}, "metadata": 1}}, "holds no versions"),
-    (torch.optim.SGD([torch.zeros(1)]), {"object": "SGD", "state": {"dict": {}}}, "no state of an optimizer"),
+    (torch.optim.SGD([torch.zeros(1)]), {"object": "SGD", "state": {"dict": {"state": 1, "param_groups": []}},
+                                         "parameters": []}, "no state of an optimizer"),
     (random.Random(), {"generator": "random.Random", "state": 1}, "holds no state for one"),
     (PerRank(1), {"per rank": 1}, "lacks this rank's part"),
     (Frozen(1), {"dataclass": "Frozen", "fields": 1}, "was saved as Frozen with none")],
