@@ -92,6 +92,20 @@ def test_a_host_of_rank_0_whose_name_means_itself_on_itself(need: Callable[[str]
     assert [done.line(f"rank {rank}") for rank in range(3)] == [f"rank {rank} of 3" for rank in range(3)]
 
 
+def test_rank_0_is_found_by_its_name_on_the_fabric(need: Callable[[str], Path]) -> None:
+    """h1 is an address that the other host does not reach, as across the cells of JUWELS; h1i is the right one."""
+    need("hosts")
+    with Hosts(2, subnet="10.79.4") as hosts:
+        names = [f"198.51.100.{i} {host}\n{hosts.address[host]} {host}i\n" for i, host in enumerate(hosts.hosts, 1)]
+        for host in hosts.hosts:
+            (hosts.folder / f"hosts.{host}").write_text("127.0.0.1 localhost\n" + "".join(names))
+        done = Lab(hosts, Path(), need).together([(host, MEET, {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FAULT_TIMEOUT": "20",
+            "MASTER_ADDR": "h1", "MASTER_PORT": "29556", "DDPKIT_HOST_SUFFIX": "i"})
+            for rank, host in enumerate(hosts.hosts)])
+    assert_met(done, "h1 h2", "env")
+
+
 @pytest.mark.parametrize("launcher", ["openmpi5", "torchrun"])
 def test_libraries_see_the_launch_and_programs_of_a_rank_do_not(lab: Lab, launcher: str) -> None:
     if launcher == "torchrun":

@@ -12,6 +12,7 @@ from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_recording, s
 from tests.unit.submission import Login
 from utils import network
 from utils.submission import profiles, site_checks, sites
+from utils.submission.profiles import ProfileError
 
 OLD = RECORDINGS / "profiles"
 TOP = "title: Ours\nscheduler: slurm\n"
@@ -51,6 +52,33 @@ def test_faults_of_old_profiles_are_found(site: str, faults: list[str], capsys: 
 def test_profiles_of_the_kit_have_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert sites.main(["check"]) == 0
     assert capsys.readouterr().out.count(": no findings\n") == len(profiles.names())
+
+
+@pytest.mark.parametrize(("site", "good", "bad", "words"), [
+    ("alps", "^LL128", "Simple", "transferred wrong data"), ("alps", "userfaultfd", "memhooks", "deadlocks"),
+    ("alps", "NCCL_CROSS_NIC:\n    value: \"1\"", "NCCL_NET_PLUGIN:\n    value: ofi", "NCCL_NET_PLUGIN=ofi"),
+    ("polaris", "NCCL_COLLNET_ENABLE", "OTHER", "NCCL_COLLNET_ENABLE not set"),
+    ("derecho", "libfabric/1.15.2.0", "mkl", "No module of libfabric"),
+    ("lumi", "setup:", "environment: {NCCL_NET_GDR_LEVEL: {value: PHB, reason: a}}\nsetup:", "hang in the containers"),
+    ("leonardo", "gpu_vendor:", "environment: {NCCL_IB_DISABLE: {value: 1, reason: a}}\ngpu_vendor:",
+     "contradicts the network")])
+def test_profile_made_bad_is_found(site: str, good: str, bad: str, words: str) -> None:
+    text = profiles.load(site).path.read_text()
+    assert good in text
+    found = [finding for finding in findings(text.replace(good, bad)) if "no source" not in finding]
+    assert len(found) == 1 and words in found[0]
+
+
+def test_rules_have_dated_sources() -> None:
+    for rule in site_checks.load_rules():
+        assert rule.source.startswith("https://") and datetime.date.fromisoformat(rule.read), rule.problem
+
+
+def test_rule_about_an_unknown_fact_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text("- {if: {module: cuda}, problem: a, remedy: b, source: c, read: d}\n")
+    with pytest.raises(ProfileError, match=r"rules.yaml, line 1: a fact is 'module'\. Expected: .*modules"):
+        site_checks.load_rules(file)
 
 
 def test_alt_read_needs_its_option_of_the_scheduler() -> None:

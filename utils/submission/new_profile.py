@@ -37,10 +37,11 @@ class _Writer:
         self.scheduler = scheduler
         self.lines: list[str] = []
         self.missing: list[str] = []
+        self.today = datetime.date.today().isoformat()
 
     def text(self) -> str:
         query, queues = _slurm() if self.scheduler == "slurm" else _pbs()
-        self._head(query)
+        self._head()
         self._queues(queues)
         largest = max(queues, key=lambda queue: queue.gpus_per_node or 0, default=None)
         self._value("gpus_per_node", largest and largest.gpus_per_node or None, query)
@@ -55,16 +56,14 @@ class _Writer:
         self.lines += ["", "# Not found:", *(f"#   {text}" for text in self.missing)]
         return "\n".join(self.lines) + "\n"
 
-    def _head(self, query: str) -> None:
+    def _head(self) -> None:
+        host = socket.gethostname()
         self.lines += [
-            f"# Written from what the commands on {socket.gethostname()} reported. Replace their "
-            "names by the pages of",
-            "# your site's documentation, add the variables that it recommends, and check the "
-            "result: sites.py check FILE.",
-            f"title: {_quoted(f'the cluster of {socket.gethostname()}')}",
+            f"# The sources are commands that were run on {host}. Give the pages of your site's",
+            "# documentation where you can, and add what it recommends for NCCL, RCCL or oneCCL.",
+            f"title: {_quoted(f'the cluster of {host}')}",
             f"scheduler: {self.scheduler}",
         ]
-        self.today = datetime.date.today().isoformat()
 
     def _value(self, key: str, value: object, query: str, remedy: str = "Ask your site.") -> None:
         if value is None:

@@ -17,6 +17,14 @@ from .yaml_reader import Node, Read, Reader, compose, read_text
 
 RULES = JOBS / "site_rules.yaml"
 
+# The keys of a profile that rules may ask for, and the facts made of several keys.
+_KEYS = (
+    *("title", "scheduler", "launcher", "gpu_vendor", "gpus_per_node", "cores_per_node"),
+    *("network", "interface", "host_suffix", "binding", "module_paths", "modules", "setup"),
+    *("directives", "chunk"),
+)
+_FACTS = (*_KEYS, "environment", "software", "text")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -73,7 +81,14 @@ def check(profile: Profile, rules: list[Rule]) -> list[str]:
 
 
 def _conditions(reader: Reader, node: Node, key: str) -> dict[str, str]:
-    return {name: reader.text(value, repr(name)) for name, _, value in reader.items(node, key)}
+    conditions = {}
+    for name, name_node, value in reader.items(node, key):
+        if not re.fullmatch(r"[A-Z][A-Z0-9_]+(\.from_nodes)?", name) and name not in _FACTS:
+            raise reader.error(
+                name_node, "a fact", repr(name), f"a variable or {', '.join(_FACTS)}"
+            )
+        conditions[name] = reader.text(value, repr(name))
+    return conditions
 
 
 _RULE_KEYS: dict[str, Read] = {
@@ -102,31 +117,16 @@ def _is_set(variable: str, facts: dict[str, str]) -> bool:
 
 
 def _facts(profile: Profile) -> dict[str, str]:
-    """Return what rules may ask for: keys of the profile, variables, and "environment".
+    """Return what rules may ask for: _FACTS, and NAME and NAME.from_nodes of each variable.
 
-    Also "NAME.from_nodes", "software" (modules, set-up lines and directives) and "text", the file.
+    "environment": the names of the variables. "software": modules, set-up lines and directives.
+    "text": the file.
     """
-    lists = {
-        "module_paths": profile.module_paths,
-        "modules": profile.modules,
-        "setup": profile.setup,
-        "directives": profile.directives,
-        "chunk": profile.chunk,
-    }
-    single = {
-        "title": profile.title,
-        "scheduler": profile.scheduler,
-        "launcher": profile.launcher,
-        "gpu_vendor": profile.gpu_vendor,
-        "gpus_per_node": profile.gpus_per_node,
-        "cores_per_node": profile.cores_per_node,
-        "network": profile.network,
-        "interface": profile.interface,
-        "host_suffix": profile.host_suffix,
-        "binding": profile.binding,
-    }
-    facts = {name: str(value) for name, value in single.items() if value is not None}
-    facts |= {name: "\n".join(entries) for name, entries in lists.items() if entries}
+    facts = {}
+    for name in _KEYS:
+        value = getattr(profile, name)
+        if value not in (None, ()):
+            facts[name] = "\n".join(value) if isinstance(value, tuple) else str(value)
     for name, variable in profile.environment.items():
         facts[name] = variable.value
         if variable.from_nodes > 1:
