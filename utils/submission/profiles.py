@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..binding import VARIABLE as CPU_BIND
+from ..binding import parse_binding
 from ..gpus import VENDORS
 from ..launch.methods import NAMES
 from ..schedulers import Queue, parse_walltime
@@ -47,25 +49,6 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Binding:
-    """The cores of each local rank, in the syntax of PALS ("list") or of Slurm ("mask_cpu")."""
-
-    kind: str
-    entries: tuple[str, ...]  # "4-7,108-111", or "0xfe"
-
-    def __str__(self) -> str:
-        separator = ":" if self.kind == "list" else ","
-        return f"{self.kind}:{separator.join(self.entries)}"
-
-    def cores(self) -> list[set[int]]:
-        """Return the numbers of the cores of each local rank."""
-        if self.kind == "mask_cpu":
-            masks = [int(entry, 16) for entry in self.entries]
-            return [{bit for bit in range(mask.bit_length()) if mask >> bit & 1} for mask in masks]
-        return [_expand(entry) for entry in self.entries]
-
-
-@dataclass(frozen=True)
 class Profile:
     """One site. None or empty: left to the scheduler."""
 
@@ -86,7 +69,7 @@ class Profile:
     network: str | None = None  # what NCCL should report: "AWS Libfabric", "IB"
     interface: str | None = None  # of the fabric, several with a comma: "hsn0,hsn1"
     host_suffix: str | None = None  # of host names on the fabric: "i", ".hsn.example.org"
-    binding: Binding | None = None  # of as many ranks as it has entries
+    binding: str | None = None  # cores of each rank: "list:4-7:8-11", "mask_cpu:0xfe,0xfe00"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # lines of shell
@@ -110,8 +93,8 @@ class Profile:
             if self.gpu_vendor != "intel":  # oneCCL communicates over MPI
                 fabric["NCCL_SOCKET_IFNAME"] = self.interface
             fabric["GLOO_SOCKET_IFNAME"] = (self.interface or "").partition(",")[0] or None
-        if self.binding is not None and len(self.binding.entries) == ranks_per_node:
-            fabric["DDPKIT_CPU_BIND"] = str(self.binding)
+        if self.binding is not None and len(parse_binding(self.binding)) == ranks_per_node:
+            fabric[CPU_BIND] = self.binding
         return {name: value for name, value in fabric.items() if value is not None} | variables
 
 
@@ -215,15 +198,6 @@ def _source(reader: _ProfileReader, node: Node, key: str) -> Origin:
     raise reader.error(node, key, repr(node.text), expected)
 
 
-def _expand(ranges: str) -> set[int]:
-    """Return the numbers of "4-7,108": {4, 5, 6, 7, 108}."""
-    found: set[int] = set()
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
 def _seconds(reader: Reader, node: Node, key: str) -> int:
     value = reader.text(node, key)
     try:
@@ -288,32 +262,18 @@ def _variables(reader: _ProfileReader, node: Node, key: str) -> dict[str, Variab
     return variables
 
 
-def _cores(reader: Reader, node: Node, key: str) -> Binding:
-    """Read a list of cores: ["4-7", "8-11,60-63"]."""
-    expected = "cores such as '4-7,108-111'"
-    pattern = r"\d+(-\d+)?(,\d+(-\d+)?)*"
-    return Binding("list", _matching(reader, node, key, pattern, expected))
-
-
-def _masks(reader: Reader, node: Node, key: str) -> Binding:
-    """Read a list of masks: [0xfe, 0xfe00]."""
-    pattern = "0x[0-9a-fA-F]*[1-9a-fA-F][0-9a-fA-F]*"
-    return Binding("mask_cpu", _matching(reader, node, key, pattern, "a mask such as 0xfe"))
-
-
-def _matching(reader: Reader, node: Node, key: str, pattern: str, expected: str) -> tuple[str, ...]:
-    items = reader.list_of(node, key)
-    return tuple(reader.matching(item, f"an entry of {key}", pattern, expected) for item in items)
-
-
-def _binding(reader: _ProfileReader, node: Node, key: str) -> Binding:
-    parts = reader.with_origin(node, _name(key), {"list": _cores, "masks": _masks})
+def _binding(reader: _ProfileReader, node: Node, key: str) -> str:
+    """Read {list: [4-7, 8-11]} or {masks: [0xfe, 0xfe00]}."""
+    parts = reader.with_origin(node, _name(key), {"list": Reader.texts, "masks": Reader.texts})
+    form = "'list: [\"0-7\", \"8-15\"]' or 'masks: [0xff, 0xff00]'"
     if len(parts) != 1:
-        raise reader.error(
-            node, key, "without cores, or with both", "'list: [...]' or 'masks: [...]'"
-        )
-    [binding] = parts.values()
-    assert isinstance(binding, Binding)
+        raise reader.error(node, key, "without cores, or with both", form)
+    [(kind, entries)] = parts.items()
+    binding = "list:" + ":".join(entries) if kind == "list" else "mask_cpu:" + ",".join(entries)
+    try:
+        parse_binding(binding)
+    except ValueError:
+        raise reader.error(node, key, repr(binding), form) from None
     return binding
 
 

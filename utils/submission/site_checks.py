@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..binding import parse_binding
 from .files import JOBS
 from .profiles import Profile
 from .yaml_reader import Node, Read, Reader, compose, read_text
@@ -193,8 +194,7 @@ def _contradictions(profile: Profile) -> Iterator[str]:
 
 
 def _binding_problems(profile: Profile) -> Iterator[str]:
-    assert profile.binding is not None
-    cores = profile.binding.cores()
+    cores = parse_binding(profile.binding or "")
     if profile.gpus_per_node is not None and len(cores) != profile.gpus_per_node:
         yield (
             f"binding: it has {len(cores)} entries for {profile.gpus_per_node} GPUs per node. "
