@@ -8,7 +8,7 @@ torch; --torch is setup_distributed() and a sum over all ranks. --notes writes t
 signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and then for SIGTERM, and exits with status 5.
 
 Faults of one rank: late, exit-before, kill-during (with --join); exit=STATUS, kill (with --wait); interface,
-kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch).
+nccl, kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch).
 """
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ def train_with_fault(fault: str, what: str, timeout: float) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
     if fault == "kill-after-exchange":
         device.pin = kill
-    dist = setup_distributed(timeout=timeout, collective_timeout=4 if what == "hang" else None)
+    if fault == "nccl":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    dist = setup_distributed("nccl" if fault == "nccl" else None, timeout=timeout,
+                             collective_timeout=4 if what == "hang" else None)
     with contextlib.nullcontext() if what in ("exit", "close") else dist:
         train(dist, fault, 60 if what in ("return", "exit", "close") else 2000)
 
