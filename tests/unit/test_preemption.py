@@ -90,23 +90,20 @@ def test_the_reserve_is_margin_longest_save_and_longest_step(stop: StopSignal, m
 
 def test_previous_handlers_get_the_signals_and_come_back() -> None:
     called: list[int] = []
-    read_end, write_end = socket.socketpair()
-    write_end.setblocking(False)
     previous = signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
     handler = signal.getsignal(signal.SIGUSR2)
-    previous_wakeup = signal.set_wakeup_fd(write_end.fileno())
-    try:
+    read_end, write_end = socket.socketpair()
+    with read_end, write_end:
+        write_end.setblocking(False)
+        previous_wakeup = signal.set_wakeup_fd(write_end.fileno())
         with StopSignal() as stop:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert stop.should_stop()
             assert called == [signal.SIGUSR2] and read_end.recv(10) == bytes([signal.SIGUSR2])
-        assert signal.getsignal(signal.SIGUSR2) is handler and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert signal.set_wakeup_fd(previous_wakeup) == write_end.fileno()
-    finally:
-        signal.signal(signal.SIGUSR2, previous)
-        signal.set_wakeup_fd(previous_wakeup)
-        read_end.close()
-        write_end.close()
+
+    assert signal.signal(signal.SIGUSR2, previous) is handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_nothing_is_left_behind() -> None:
@@ -236,7 +233,7 @@ STOP = "time limit in {} s, of which 100 s are kept for the save"
 def test_time_limit(responses: list[float | Exception | None], seconds: Iterable[int], results: list[str | None],
                     queries: int, caplog: pytest.LogCaptureFixture) -> None:
     """responses: of the scheduler, the last one for ever. seconds: of the checks, which have these results."""
-    now, queried = 0, 0
+    clock, queried = SimpleNamespace(now=0), 0
 
     def time_left() -> float | None:
         nonlocal queried
@@ -246,16 +243,16 @@ def test_time_limit(responses: list[float | Exception | None], seconds: Iterable
             raise response
         return response
 
-    limit = TimeLimit(time_left, lambda: 100.0, clock=lambda: now)
-    found: list[str | None] = []
-    for second in seconds:
-        now = second
+    def check(second: int) -> str | None:
+        clock.now = second
         try:
-            found.append(limit.check())
+            return limit.check()
         except ValueError:
-            found.append("error")
+            return "error"
 
-    assert (found, queried) == (results, queries)
+    limit = TimeLimit(time_left, lambda: 100.0, clock=lambda: clock.now)
+    assert [check(second) for second in seconds] == results
+    assert queried == queries
     assert caplog.text.count("does not report how much time is left") == (responses == [None])
 
 

@@ -55,6 +55,8 @@ FAILED = "Batch job submission failed: "
     ("Invalid --time specification", "#SBATCH --time=xx"),
     ("Invalid generic resource (gres) specification", "#SBATCH --gres=foo:1"),
     ("unrecognized option '--frob'\nTry \"sbatch --help\"", "#SBATCH --frob=1"),
+    (f"{FAILED}Invalid job array specification", "#SBATCH --array=0-99999999"),
+    ("Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
     (f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)", "#SBATCH --time=99:00:00")])
 def test_the_line_that_is_refused_is_named(commands: Commands, tmp_path: Path, error: str, line: str) -> None:
     scheduler: Scheduler = Slurm()

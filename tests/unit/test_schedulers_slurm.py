@@ -33,6 +33,8 @@ ALLOCATED: dict[str, tuple[list[int], list[int | None], list[int]]] = {  # ranks
     "gres_gpu_1task_srun_gpus_per_task_gt": ([1], [2], [1]),
     "slurm-25.11/sbatch_2x2": ([2, 2], [2, 2], [2, 2]),
     "slurm-25.11/sbatch_step_on_one_node": ([2, 2, 2], NONE, [2, 2, 2]),
+    "slurm-25.11/salloc_2x2": ([2, 2], [2, 2], [2, 2]),
+    "slurm-25.11/salloc_het": ([1, 2, 2], NONE, [1, 2, 2]),
     "slurm-25.11/sbatch_het_gpus_per_task": ([1, 2, 2], NONE, [1, 2, 2]),
 }
 
