@@ -66,8 +66,8 @@ REFUSED: dict[str, tuple[Sequence[RankReport], list[str]]] = {
     **{name: ([report("n1"), report("n1"), report("n2", **{field: other})], [
         f"differ in {name}", f"{other}: 1 ranks, the first is rank 2 on n2", ": 2 ranks, the first is rank 0 on n1"])
        for field, name, other in [
-           ("torch_version", "torch version", "2.6.0"), ("launcher", "launcher", "openmpi"),
-           ("backend", "backend", "nccl")]},
+           ("torch_version", "torch version", "2.6.0"), ("kit_version", "kit version", "0.2.0"),
+           ("launcher", "launcher", "openmpi"), ("backend", "backend", "nccl")]},
     "two ranks on one GPU": (
         [gpus("n1", "GPU-a"), *(gpus("n2", "GPU-b", local_rank=rank, local_world_size=2) for rank in (0, 1))],
         ["several ranks on n2 use the same GPU", "rank 2 (local rank 1): index 0 = GPU-b, CUDA_VISIBLE_DEVICES=0"]),

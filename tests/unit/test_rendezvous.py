@@ -158,13 +158,14 @@ def test_a_rank_0_that_ends_is_named_at_once() -> None:
         assert f"rank 0 at 127.0.0.1 port {port} ended while the ranks were starting" in cause(launch[1])
 
 
-@pytest.mark.parametrize(("last", "size", "expected"), [
-    (1, 3, "two processes report as rank 1"),
-    (2, 4, "disagree on the world size.*has 3, rank 2 on h2 .pid 2. has 4")])
-def test_a_rank_that_does_not_match_fails_all(last: int, size: int, expected: str) -> None:
+@pytest.mark.parametrize(("last", "size", "version", "expected"), [
+    (1, 3, "", "two processes report as rank 1"),
+    (2, 4, "", "disagree on the world size.*has 3, rank 2 on h2 .pid 2. has 4"),
+    (2, 3, "1.0", "the ranks differ in torch version")])
+def test_a_rank_that_does_not_match_fails_all(last: int, size: int, version: str, expected: str) -> None:
     port = free_port()
     launch = [*start(0, size=3, port=port, timeout=3).values(), *start(1, size=3, port=port).values()]
-    launch += start(last, size=size, port=port).values()
+    launch += start(last, size=size, port=port, torch_version=version).values()
     for one in launch:
         assert re.search(expected, cause(one))
 
