@@ -22,23 +22,13 @@ from utils.checkpoint.pack import pack
 from utils.checkpoint.restore import Restorer
 from utils.checkpoint.values import StateError
 
-
-class Warmup:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, number: int) -> float:
-        self.calls += 1
-        return 1 / (1 + number) + self.calls
-
-
 # optimizers, and a schedule of each
 TRAININGS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (lambda p: torch.optim.Adam(p, amsgrad=True), lambda o: lr_scheduler.LambdaLR(o, Warmup())),
+    (lambda p: torch.optim.Adam(p, amsgrad=True), lambda o: lr_scheduler.LambdaLR(o, lambda number: 0.9**number)),
     (lambda p: torch.optim.AdamW(p, fused=True), lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=30)),
     (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
      lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2)),
-    (lambda p: torch.optim.LBFGS(p, history_size=3), lambda o: lr_scheduler.LambdaLR(o, lambda number: 0.9**number)),
+    (lambda p: torch.optim.LBFGS(p, history_size=3), lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
     (torch.optim.Adafactor, lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5])),
     (torch.optim.ASGD,
      lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2])),

@@ -57,13 +57,6 @@ def test_the_order_of_the_shards_is_that_of_the_epoch() -> None:
     assert list(loader(batch_size=None, shuffle=False, collate_fn=int)) == EVERYTHING
 
 
-def test_drop_last_leaves_the_short_batches_out() -> None:
-    whole = list(loader(collate_fn=tuple, num_workers=2))
-    full = list(loader(collate_fn=tuple, num_workers=2, drop_last=True))
-    assert full == [batch for batch in whole if len(batch) == 4]
-    assert len(whole) - len(full) in (1, 2)
-
-
 @pytest.mark.parametrize("replicas, workers, persistent, done", [
     (1, 0, False, 13), (1, 3, True, 1), (1, 3, False, 25), (2, 2, False, 1), (2, 2, True, 8)])
 def test_the_same_layout_resumes_with_the_very_same_batches(

@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.unit.programs import python
-from utils.training import accumulate, batched, linear_warmup, prime_ddp_buckets, scale_adam, scale_lr, split_batch
+from utils.training import accumulate, linear_warmup, prime_ddp_buckets, scale_adam, scale_lr, split_batch
 
 
 def test_every_split_is_exact_and_none_has_fewer_passes() -> None:
@@ -119,13 +119,6 @@ def test_tokens_can_be_counted_instead_of_samples() -> None:
     counted = accumulate(model(), lengths, size=lambda batch: float(batch["mask"].sum()))
     assert [weight for _, weight in counted] == pytest.approx([6 / 7, 1 / 7])
     assert [weight for _, weight in accumulate(model(), lengths)] == pytest.approx([2 / 3, 1 / 3])
-
-
-def test_batched_takes_nothing_ahead() -> None:
-    numbers = iter(range(5))
-    lists = batched(numbers, 2)
-    assert next(lists) == [0, 1] and next(numbers) == 2
-    assert list(lists) == [[3, 4]]
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True, "gradient_as_bucket_view": True}])
