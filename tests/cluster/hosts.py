@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -198,6 +199,13 @@ def killed_at_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[s
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def keep_up(hosts: Sequence[str], shell: Sequence[str]) -> None:
+    """Print how to enter hosts that somebody uses by hand, and wait for ctrl-C."""
+    print(f"{', '.join(hosts)} are up. A shell:\n  {shlex.join(shell)}\nctrl-C ends everything.", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
 
 
 if __name__ == "__main__":  # the guard: it waits until the process that started the hosts of argv[1] has ended

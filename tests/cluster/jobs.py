@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.hosts import wait_until
@@ -82,17 +82,12 @@ class PbsJobs(Jobs):
         self.path = f"{WORK}/jobs of {time.monotonic_ns()}"
         self.folder = pbs.local(pbs.write(f"{self.path}/{TRAIN}", RANK)).parent
 
-    def run(self, words: Sequence[str], *, seconds: float = 120, env: Mapping[str, str] | None = None) -> Result:
-        done = self.cluster.run(HEAD, words, cwd=self.path, seconds=seconds,
-                                env={"PYTHON": sys.executable, **(env or {})})
-        return Result(done.status, done.output)
+    def run(self, words: Sequence[str], *, seconds: float = 120) -> Result:
+        return self.cluster.run(HEAD, words, cwd=self.path, seconds=seconds, env={"PYTHON": sys.executable})
 
-    def start(self, options: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        first = [] if "-v" in options else ["-V"]
-        done = self.run(["qsub", *first, *options, str(ROOT / "jobs" / "pbs.sh")],
-                        env={"ARGS": shlex.join(arguments), **(env or {})})
-        assert done.status == 0, done.output
-        return done.output.strip()
+    def start(self, options: Sequence[str], *arguments: str) -> str:
+        return self.cluster.submit("-V", *options, str(ROOT / "jobs" / "pbs.sh"), cwd=self.path,
+                                   env={"PYTHON": sys.executable, "ARGS": shlex.join(arguments)})
 
     def ended(self, job_id: str) -> Result:
         job = self.cluster.wait(job_id, 120)

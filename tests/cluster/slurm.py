@@ -8,12 +8,10 @@ installation of Slurm: the folder that holds bin/srun and sbin/slurmctld.
 """
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for use by hand
-from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
+from tests.cluster.hosts import CLEAN_ENV, Hosts, keep_up, killed_at_end, wait_until
 from tests.launch.launchers import Lab, Result
 
 HEAD = "head"
@@ -240,15 +238,9 @@ class SlurmCluster(Hosts):
         return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def main() -> None:
-    with SlurmCluster() as cluster:
-        environment = {**CLEAN_ENV, **cluster.environment, "TERM": os.environ.get("TERM", "dumb")}
-        words = [f"{name}={value}" for name, value in environment.items()]
-        enter = shlex.join([*cluster.enter(HEAD), "env", "-i", "-C", str(cluster.work), *words, "bash"])
-        print(f"{', '.join(cluster.hosts)} are up. A shell on {HEAD}:\n  {enter}\nctrl-C ends everything.", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
-
-
 if __name__ == "__main__":
-    main() if sys.argv[1:] == ["up"] else sys.exit(__doc__)
+    if sys.argv[1:] != ["up"]:
+        sys.exit(__doc__)
+    with SlurmCluster() as cluster:
+        words = [f"{name}={value}" for name, value in {**CLEAN_ENV, **cluster.environment}.items()]
+        keep_up(cluster.hosts, [*cluster.enter(HEAD), "env", "-C", str(cluster.work), *words, "bash"])

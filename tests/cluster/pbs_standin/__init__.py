@@ -1,6 +1,5 @@
 """A stand-in for OpenPBS 23.06: of what tests/recordings/pbs holds, the part that the kit and its tests use.
 
 server.py keeps and runs the jobs, in the process of the tests. client.py is what runs on the hosts as qsub, qstat and
-so on: it passes its words, environment and open files to the server, where qsub.py and commands.py do the work. What
-the stand-in does not support is refused.
+so on: it passes its words, environment and open files to the server, where commands.py does the work.
 """

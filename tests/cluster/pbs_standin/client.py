@@ -5,9 +5,8 @@ import socket
 import sys
 
 path, name, *words = sys.argv[1:]
-request = {"name": name, "words": words, "environment": dict(os.environ), "folder": os.getcwd()}
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(path)
     socket.send_fds(connection, [b"\n"], [1, 2])
-    connection.sendall(json.dumps(request).encode() + b"\n")
+    connection.sendall(json.dumps([name, words, dict(os.environ)]).encode() + b"\n")
     sys.exit(int(connection.makefile().read() or 1))

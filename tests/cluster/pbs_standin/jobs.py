@@ -1,32 +1,88 @@
-"""One job: what it requested, how far it is, and its attributes as qstat -f shows them."""
+"""A job of the stand-in: what it requested, where it is placed, and what qstat -f and its processes show of it."""
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-from tests.cluster.pbs_standin.resources import Chunk, chunks
 
 SERVER, DOMAIN = "pbs-head", "pbs.lab"
 USER, UID, HOME = "alice", 1999, "/home/alice"
+CAPACITY = {"ncpus": 4, "ngpus": 4}  # of each host
 FINISHED = "F"
-SYSTEM_HOLD = "s"
+
+
+class Refused(Exception):
+    """A command fails with this exit status and message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+@dataclass
+class Chunk:
+    """One chunk of a select statement, with its resources in the order in which they were requested."""
+
+    requested: dict[str, str]
+    host: str = ""  # where it was placed
+
+    def count(self, name: str) -> int:
+        return int(self.requested.get(name, 1 if name == "ncpus" else 0))
+
+    @property
+    def lines(self) -> int:
+        """The number of lines that its host has in the node file."""
+        return int(self.requested.get("mpiprocs", 1))
+
+    def vnode(self) -> str:
+        """Its part of exec_vnode: "(n1:ncpus=2:ngpus=1)"."""
+        names = [name for name in self.requested if name in CAPACITY]
+        names = names if "ncpus" in names else ["ncpus", *names]
+        return f"({self.host}:{':'.join(f'{name}={self.count(name)}' for name in names)})"
+
+
+def chunks(select: str) -> list[Chunk]:
+    """Return the chunks of a select statement: two of "2:ncpus=4:ngpus=1"."""
+    result = []
+    for group in select.split("+"):
+        words = group.split(":")
+        number = 1 if "=" in words[0] else int(words.pop(0))
+        result += [Chunk(dict(word.split("=") for word in words)) for _ in range(number)]
+    return result
+
+
+def placed(parts: Sequence[Chunk], place: str, hosts: Sequence[str], running: Iterable[Chunk]) -> list[str] | None:
+    """Return the host of each chunk, the first with room beside the running ones; None where there is no room."""
+    free = {host: Counter(CAPACITY) for host in hosts}
+    for part in running:
+        free[part.host].subtract({name: part.count(name) for name in CAPACITY})
+
+    chosen: list[str] = []
+    for together in [parts] if place == "pack" else [[part] for part in parts]:
+        needed = Counter({name: sum(part.count(name) for part in together) for name in CAPACITY})
+        possible = [host for host in hosts if needed <= free[host] and not (place == "scatter" and host in chosen)
+                    and all(part.requested.get("host", host) == host for part in together)]
+        if not possible:
+            return None
+        chosen += possible[:1] * len(together)
+        free[possible[0]].subtract(needed)
+    return chosen
 
 
 @dataclass
 class Job:
-    """A job, an array, or an element of an array."""
+    """A job, an array (state "B"), or an element of an array."""
 
     id: str
-    request: dict[str, Any]  # see qsub.py
-    resources: dict[str, str]
+    request: Mapping[str, Any]  # see commands.request()
     state: str = "Q"
     substate: int = 10
-    holds: str = ""
-    depend: dict[str, list[str]] = field(default_factory=dict)  # afterok -> job ids
-    comment: str = ""
+    waits_for: list[str] = field(default_factory=list)  # the jobs that have to end before
     run_count: int = 0
     exit_status: int | None = None
     started: float | None = None  # as time.time()
@@ -34,12 +90,10 @@ class Job:
     kill_at: float | None = None  # as time.monotonic()
     tasks: list[tuple[str, subprocess.Popen[bytes]]] = field(default_factory=list)  # with their hosts
     task_numbers: Counter[str] = field(default_factory=Counter)  # by host
-    parent: Job | None = None
-    index: int | None = None
-    elements: list[Job] = field(default_factory=list)
+    array: str = ""  # of an element: the id of its array
 
     def __post_init__(self) -> None:
-        self.chunks: list[Chunk] = chunks(self.resources["select"])
+        self.chunks = chunks(self.request["resources"]["select"])
 
     @property
     def hosts(self) -> list[str]:
@@ -50,66 +104,52 @@ class Job:
         """Return the sessions of its tasks, on one host or on all."""
         return {process.pid for where, process in self.tasks if host in (None, where)}
 
-    def output(self, letter: str) -> str:
-        """Return the path on pbs-head of the output (letter "o") or the errors ("e")."""
-        path = str(self.request[letter])
-        if not path:
-            number, bracket, _ = self.id.removesuffix(f".{SERVER}").partition("[")
-            path = f"{self.request['folder']}/{self.request['name']}.{letter}{number}{bracket and '.^array_index^'}"
-        return path if self.index is None else path.replace("^array_index^", str(self.index))
+    @property
+    def index(self) -> str:
+        """The index of an element; "" of any other job."""
+        return self.id.partition("[")[2].partition("]")[0]
 
-    def finish(self, substate: int, how: str, status: int | None = None) -> None:
-        """Mark the job as finished. how: what is appended to its comment."""
-        self.state, self.substate = FINISHED, substate
-        if status is not None:
-            self.exit_status = status
-        if how and self.comment:
-            self.comment += f" and {how}"
+    def output(self) -> str:
+        """Return the file for the output, as on pbs-head, or the folder for that file."""
+        number = re.match(r"\d+", self.id)[0]  # type: ignore[index]
+        default = f"{self.request['folder']}/{self.request['name']}.o{number}{self.index and f'.{self.index}'}"
+        return self.request["output"] or default
+
+    def finish(self, substate: int, exit_status: int | None = None) -> None:
+        """Mark the job as finished. substate: 91 deleted, 92 succeeded, 93 failed."""
+        self.state, self.substate, self.exit_status = FINISHED, substate, exit_status
 
     def shown(self) -> dict[str, Any]:
-        """Return the attributes that the kit reads, as text; a mapping stands for NAME.part."""
-        placed = [part for part in self.chunks if part.host]
-        every: dict[str, Any] = {
-            "Job_Name": self.request["name"], "job_state": self.state, "queue": "workq",
-            "substate": self.substate, "comment": self.comment, "run_count": self.run_count or "",
-            "depend": ",".join(f"{kind}:{':'.join(f'{job}@{SERVER}' for job in jobs)}"
-                               for kind, jobs in self.depend.items()),
-            "Output_Path": f"{SERVER}.{DOMAIN}:{self.output('o')}",
-            "exec_host": "+".join(part.place() for part in placed),
-            "exec_vnode": "+".join(part.vnode() for part in placed),
-            "stime": time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(self.started)) if self.started else "",
-            "Resource_List": self.resources, "Variable_List": self.variables(),
-            "Exit_status": "" if self.exit_status is None else self.exit_status,
-            "array": "True" if self.elements else "",
+        """Return the attributes that the kit reads; a mapping stands for NAME.part."""
+        placed_chunks = [part for part in self.chunks if part.host]
+        every = {
+            "job_state": self.state, "substate": self.substate, "queue": "workq", "run_count": self.run_count or None,
+            "Exit_status": self.exit_status, "Resource_List": self.request["resources"],
+            "depend": ",".join(f"afterany:{job}@{SERVER}" for job in self.waits_for) or None,
+            "Output_Path": f"{SERVER}.{DOMAIN}:{self.output()}",
+            "exec_host": "+".join(f"{part.host}/0" for part in placed_chunks) or None,
+            "exec_vnode": "+".join(part.vnode() for part in placed_chunks) or None,
+            "stime": self.started and time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(self.started)),
+            "Submit_arguments": None if self.array else self.request["arguments"],
         }
-        if self.parent is None:
-            every |= {"Hold_Types": self.holds or "n", "Submit_arguments": self.request["arguments"]}
-        else:
-            every["array_index"] = self.index
-            if self.state == FINISHED and self.parent.state != FINISHED:
-                every["job_state"] = "X"
-        # Settings that were not made are not shown; a Variable_List may hold empty values.
-        return {name: value if isinstance(value, dict) else str(value) for name, value in every.items() if value != ""}
+        return {name: value for name, value in every.items() if value is not None}
 
-    def variables(self) -> dict[str, str]:
-        """Return the Variable_List."""
-        return {**self.request["variables"], "PBS_O_QUEUE": "workq", "PBS_O_HOST": f"{SERVER}.{DOMAIN}"}
-
-    def environment(self, host: str, task: int, cookie: str) -> dict[str, str]:
-        """Return the environment of a task on a host: the Variable_List, and what PBS sets. Task 0 is the script."""
+    def environment(self, host: str, task: int, cookie: str, spool: Path) -> dict[str, str]:
+        """Return the environment of a task on a host: what was submitted, and what PBS sets. Task 0 is the script."""
         own = next(part for part in self.chunks if part.host == host)
+        threads = str(own.requested.get("ompthreads", own.count("ncpus")))
         node = self.hosts.index(host)
         set_by_pbs = {
-            "HOME": HOME, "ENVIRONMENT": "BATCH", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": self.id,
-            "PBS_JOBNAME": self.request["name"], "PBS_QUEUE": "workq", "PBS_JOBDIR": HOME, "PBS_NODENUM": str(node),
-            "PBS_MOMPORT": "15003", "PBS_JOBCOOKIE": cookie, "NCPUS": str(own.threads),
-            "OMP_NUM_THREADS": str(own.threads), "TMPDIR": f"/var/tmp/pbs.{self.id}",
+            "PBS_O_QUEUE": "workq", "PBS_O_HOST": f"{SERVER}.{DOMAIN}", "HOME": HOME, "ENVIRONMENT": "BATCH",
+            "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": self.id, "PBS_JOBNAME": self.request["name"],
+            "PBS_QUEUE": "workq", "PBS_JOBDIR": HOME, "PBS_NODENUM": str(node), "PBS_MOMPORT": "15003",
+            "PBS_JOBCOOKIE": cookie, "NCPUS": threads, "OMP_NUM_THREADS": threads, "TMPDIR": f"{spool}/{self.id}.tmp",
             "PBS_TASKNUM": f"{node << 29 | task:08X}" if task else "1",
         }
-        if self.parent is not None:
-            set_by_pbs |= {"PBS_ARRAY_ID": self.parent.id, "PBS_ARRAY_INDEX": str(self.index)}
+        if self.array:
+            set_by_pbs |= {"PBS_ARRAY_ID": self.array, "PBS_ARRAY_INDEX": self.index}
         if task == 0:
             set_by_pbs |= {"USER": USER, "LOGNAME": USER, "SHELL": "/bin/bash"}
         if task == 0 or node > 0:  # of the first host's tasks only the job script has it
-            set_by_pbs["PBS_NODEFILE"] = f"/var/spool/pbs/aux/{self.id}"
-        return {"PATH": "/bin:/usr/bin", **self.variables(), **set_by_pbs}
+            set_by_pbs["PBS_NODEFILE"] = f"{spool}/{self.id}.nodes"
+        return {"PATH": "/bin:/usr/bin", **self.request["variables"], **set_by_pbs}
