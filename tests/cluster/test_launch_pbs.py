@@ -44,27 +44,26 @@ def ranks(output: str, launcher: str) -> list[tuple[str, ...]]:
                              r"notes \(\), value 'two\\nlines', threads 1, folder /.*, arguments \['a b'\]", output))
 
 
-@pytest.mark.parametrize("options", ["", "--launcher pbsdsh"])
-def test_agents_of_pbs_start_the_ranks_with_environment_and_arguments(pbs: Pbs, options: str) -> None:
-    status, output = run(pbs, options)
-    assert status == 0, output
-    assert ranks(output, "env") == EXPECTED, output
-    assert f"by {options.rpartition(' ')[2] or 'pbs_tmrsh'}\n" in output
+def by(name: str, need: Callable[[str], Path]) -> str:
+    """Return the option that chooses a launcher; "": let launch.py choose."""
+    return f"--launcher {need(MPIS[name][0]) if name in MPIS else name}" if name else ""
 
 
-@pytest.mark.parametrize("name", list(MPIS))
-def test_mpiexec_needs_no_ssh_in_a_job_of_pbs(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
-    needed, launcher = MPIS[name]
-    status, output = run(pbs, f"--launcher {need(needed)}")
+@pytest.mark.parametrize(("name", "options"), [
+    *((name, "") for name in ("", "pbsdsh", *MPIS)), ("intel", "--dry-run"), ("openmpi5", "--dry-run")])
+def test_ranks_have_environment_and_arguments(pbs: Pbs, name: str, options: str, need: Callable[[str], Path]) -> None:
+    """There is no ssh. --dry-run prints a command that does the same."""
+    line = 'command=$({}) && eval "$command"' if options else "exec {}"
+    status, output = run(pbs, f"{options} {by(name, need)}", line=line)
     assert status == 0, output
-    assert ranks(output, launcher) == EXPECTED, output
+    assert ranks(output, MPIS[name][1] if name in MPIS else "env") == EXPECTED, output
+    assert name in MPIS or f"by {name or 'pbs_tmrsh'}\n" in output
 
 
 @pytest.mark.parametrize("name", ["pbs_tmrsh", "pbsdsh", "mpich5", "openmpi5", "openmpi4"])
 def test_first_host_without_slots_waits_for_nobody(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
     """PBS does not report to such a host that a task on the first host with slots has ended."""
-    by = need(MPIS[name][0]) if name in MPIS else name
-    status, output = run(pbs, f"--launcher {by}", chunks="1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2")
+    status, output = run(pbs, by(name, need), chunks="1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2")
     if name == "mpich5":
         assert status == 2 and "choose --launcher pbs_tmrsh" in output, output
     else:
@@ -73,16 +72,8 @@ def test_first_host_without_slots_waits_for_nobody(pbs: Pbs, name: str, need: Ca
             ("0", "n2"), ("1", "n2"), ("2", "n3"), ("3", "n3")], output
 
 
-@pytest.mark.parametrize("name", ["intel", "openmpi5"])
-def test_printed_command_does_the_same(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
-    needed, launcher = MPIS[name]
-    status, output = run(pbs, f"--dry-run --launcher {need(needed)}", line='command=$({}) && eval "$command"')
-    assert status == 0, output
-    assert ranks(output, launcher) == EXPECTED, output
-
-
-@pytest.mark.parametrize("name", ["", "mpich", "openmpi"])
+@pytest.mark.parametrize("name", ["", "mpich5", "openmpi5"])
 def test_launch_on_a_part_of_a_job(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
-    status, output = run(pbs, f"--nodelist n2 --launcher {need(name)}" if name else "--nodelist n2")
+    status, output = run(pbs, f"--nodelist n2 {by(name, need)}")
     assert status == 0, output
     assert re.findall(r"rank (\d) of (\d), local \d of \d, on (\w+), by", output) == [("0", "1", "n2")], output
