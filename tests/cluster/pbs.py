@@ -14,7 +14,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "tests" / "cluster" / "pbs_standin" / "client.py"
 HEAD = SERVER
 WORK = f"{HOME}/jobs"
-PROFILE = """\
-if [ "$(id -u)" = 0 ]; then PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-else PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games; fi
-export PATH="$PATH:/opt/pbs/bin" MANPATH="$MANPATH:/opt/pbs/share/man"
-"""
+PROFILE = "export PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games:/opt/pbs/bin\n"
 # They change only what the host sees in whose mount namespace they run.
 MOUNTS = """\
 aside() { mkdir -p "$private$1"; mount --rbind "$1" "$private$1"; mount -t tmpfs -o mode=755 tmpfs "$1"; }
@@ -94,10 +89,7 @@ class Pbs:
 
     def wait(self, job_id: str, seconds: float = 60) -> dict[str, Any]:
         """Wait until a job has ended; return its attributes."""
-        limit = time.monotonic() + seconds
-        while self.state(job_id) != FINISHED:
-            assert time.monotonic() < limit, f"job {job_id} has not ended after {seconds} s: {self.job(job_id)}"
-            time.sleep(0.1)
+        wait_until(lambda: self.state(job_id) == FINISHED, f"job {job_id} to end", seconds=seconds)
         return self.job(job_id)
 
     def output(self, job: Mapping[str, Any]) -> str:

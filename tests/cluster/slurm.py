@@ -175,8 +175,7 @@ class SlurmCluster(Hosts):
         """Return the path of a program of this Slurm, past the wrappers in the cluster's folder."""
         found = shutil.which(name, path=self.programs)
         if found is None:
-            raise RuntimeError(f"{name} was not found in {self.programs}. Install Slurm, or set DDPKIT_SLURM_HOME to "
-                               f"the folder that holds bin/{name}")
+            raise RuntimeError(f"{name} was not found in {self.programs}")
         return found
 
     # Using -----------------------------------------------------------------------------------------------------------

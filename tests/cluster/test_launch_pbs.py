@@ -23,17 +23,15 @@ EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
 
 
-def run(pbs: Pbs, options: str, seconds: float = 60, *, line: str = "exec {}",
-        chunks: str = CHUNKS) -> tuple[int, str]:
+def run(pbs: Pbs, options: str, *, line: str = "exec {}", chunks: str = CHUNKS) -> tuple[int, str]:
     """Run launch.py in a job of two hosts; the job's exit status and output."""
     folder = f"{WORK}/launch {time.monotonic_ns()}"
     notes = pbs.write(f"{folder}/notes/.keep", "")[:-len("/.keep")]
     rank = shlex.join([str(RANK_PROGRAM), "--notes", notes, "a b"])
     launch = f"{shlex.join([sys.executable, str(ROOT / 'scripts' / 'launch.py')])} {options} {rank}"
-    script = (f"#!/bin/bash\nexec 2>&1\ncd {shlex.quote(folder)}\nexport VALUE=$'two\\nlines'\n"
-              f"{line.format(launch)}\n")
-    pbs.write(f"{folder}/job.sh", script)
-    job = pbs.wait(pbs.submit("-l", f"select={chunks}", "-l", "place=scatter", "job.sh", cwd=folder), seconds)
+    pbs.write(f"{folder}/job.sh", f"#!/bin/bash\nexec 2>&1\ncd {shlex.quote(folder)}\n"
+                                  f"export VALUE=$'two\\nlines'\n{line.format(launch)}\n")
+    job = pbs.wait(pbs.submit("-l", f"select={chunks}", "-l", "place=scatter", "job.sh", cwd=folder))
     wait_until(lambda: bool(pbs.output(job)), "the output of the job")
     return int(job.get("Exit_status", -999)), pbs.output(job)
 

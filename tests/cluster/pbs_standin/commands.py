@@ -62,10 +62,10 @@ def request(server: Server, call: Call) -> dict[str, Any]:
         "command": rest if is_command else None, "script": script, "shell": found.get("-S", "/bin/bash"),
         "name": found.get("-N", os.path.basename(rest[0])), "queue": found.get("-q", "workq"),
         "resources": resources, "variables": variables(found, call.environment), "folder": folder,
-        "arguments": " ".join(call.words), "array": found.get("-J", ""), "rerunnable": found.get("-r") != "n",
+        "arguments": " ".join(call.words), "array": found.get("-J", ""),
         "output": os.path.join(folder, found["-o"]) if "-o" in found else "",
         "joined": found.get("-j") == "oe", "in_place": "d" in found.get("-k", ""),
-        "after": found["-W"].removeprefix("depend=").replace(",afterany:", ":").split(":")[1:] if "-W" in found else [],
+        "after": found.get("-W", "").removeprefix("depend=afterany").split(":")[1:],
     }
 
 
@@ -141,9 +141,7 @@ def qrerun(server: Server, call: Call) -> int:
 def pbsdsh(server: Server, call: Call) -> int:
     """pbsdsh -h HOST -- PROGRAM...: 0 however the program ends."""
     [(_, host)], program = getopt.getopt(call.words, "h:")
-    status = server.run_task(call.environment["PBS_JOBID"], host, program)
-    if status != 0:
-        print(f"pbsdsh: task 0x00000000 exit status {status}", file=call.errors)
+    server.run_task(call.environment["PBS_JOBID"], host, program)
     return 0
 
 

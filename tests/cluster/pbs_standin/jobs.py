@@ -81,8 +81,8 @@ class Job:
     id: str
     request: Mapping[str, Any]  # see commands.request()
     state: str = "Q"
-    substate: int = 10
     waits_for: list[str] = field(default_factory=list)  # the jobs that have to end before
+    substate: int | None = None  # of a finished job: 91 deleted, 92 succeeded, 93 failed
     run_count: int = 0
     exit_status: int | None = None
     started: float | None = None  # as time.time()
@@ -116,7 +116,6 @@ class Job:
         return self.request["output"] or default
 
     def finish(self, substate: int, exit_status: int | None = None) -> None:
-        """Mark the job as finished. substate: 91 deleted, 92 succeeded, 93 failed."""
         self.state, self.substate, self.exit_status = FINISHED, substate, exit_status
 
     def shown(self) -> dict[str, Any]:

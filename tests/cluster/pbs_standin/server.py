@@ -86,13 +86,11 @@ class Server:
             raise Refused(170, "Unknown queue")
         with self.lock:
             number = next(self.numbers)
-            job = Job(f"{number}{'[]' if request['array'] else ''}.{SERVER}", request)
-            job.waits_for = [other.id for other in map(self.find, request["after"]) if other.state != FINISHED]
-            if job.waits_for:
-                job.state, job.substate = "H", 22
+            waits_for = [other.id for other in map(self.find, request["after"]) if other.state != FINISHED]
+            state = "B" if request["array"] else "H" if waits_for else "Q"
+            job = Job(f"{number}{'[]' if request['array'] else ''}.{SERVER}", request, state, waits_for)
             self.jobs[job.id] = job
             if request["array"]:
-                job.state = "B"
                 first, last = map(int, request["array"].split("-"))
                 for job_id in [f"{number}[{index}].{SERVER}" for index in range(first, last + 1)]:
                     self.jobs[job_id] = Job(job_id, request, array=job.id)
@@ -158,7 +156,7 @@ class Server:
                 self._start(job)
 
     def _start(self, job: Job) -> None:
-        job.state, job.substate, job.started, job.run_count = "R", 42, time.time(), job.run_count + 1
+        job.state, job.started, job.run_count = "R", time.time(), job.run_count + 1
         job.ended_by, job.kill_at = "", None
         job.task_numbers.clear()
         script, nodes, scratch = (self.spool / f"{job.id}.{kind}" for kind in ("SC", "nodes", "tmp"))
@@ -171,8 +169,7 @@ class Server:
         if job.request["command"]:
             shell = self._spawn(job, job.hosts[0], job.request["command"])
         else:
-            program = job.request["shell"]
-            shell = self._spawn(job, job.hosts[0], [f"-{Path(program).name}"], program=program, line=str(script))
+            shell = self._spawn(job, job.hosts[0], ["-bash"], program=job.request["shell"], line=str(script))
         threading.Thread(target=self._run, args=(job, shell), daemon=True).start()
 
     def _spawn(self, job: Job, host: str, words: list[str], *, number: int = 0, program: str = "",
@@ -213,7 +210,7 @@ class Server:
     def _run(self, job: Job, shell: subprocess.Popen[bytes]) -> None:
         self._follow(job, shell)
         with self.lock:
-            job.state, job.substate = "E", 51
+            job.state = "E"
         send(job.sessions(), signal.SIGKILL)
         status = status_of([process.wait() for _, process in job.tasks][0])
         job.tasks.clear()
@@ -223,7 +220,7 @@ class Server:
 
         with self.lock:
             if job.ended_by == "rerun":
-                job.state, job.substate = "Q", 10
+                job.state = "Q"
                 for part in job.chunks:
                     part.host = ""
             else:
@@ -257,7 +254,7 @@ class Server:
             if job.id in other.waits_for:
                 other.waits_for.remove(job.id)
                 if not other.waits_for and other.state == "H":
-                    other.state, other.substate = "Q", 10
+                    other.state = "Q"
 
 
 def status_of(code: int) -> int:
