@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "tests" / "cluster" / "pbs_standin" / "client.py"
 HEAD = SERVER
 WORK = f"{HOME}/jobs"
-PROFILE = "export PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games:/opt/pbs/bin\n"
+PROFILE = """\
+export PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games:/opt/pbs/bin MANPATH=:/opt/pbs/share/man
+"""
 # They change only what the host sees in whose mount namespace they run.
 MOUNTS = """\
 aside() { mkdir -p "$private$1"; mount --rbind "$1" "$private$1"; mount -t tmpfs -o mode=755 tmpfs "$1"; }
