@@ -15,7 +15,8 @@ TOP = "title: Ours\nscheduler: slurm\n"
 # The kit's profiles, and the vendor of each cluster's GPUs.
 SITES = {"generic-slurm": None, "generic-pbs": None, "derecho": "nvidia", "polaris": "nvidia", "aurora": "intel",
          "perlmutter": "nvidia", "frontier": "amd", "lumi": "amd", "alps": "nvidia", "jean-zay": "nvidia",
-         "juwels-booster": "nvidia", "leonardo": "nvidia", "roihu": "nvidia", "vista": "nvidia"}
+         "juwels-booster": "nvidia", "jupiter": "nvidia", "isambard-ai": "nvidia", "leonardo": "nvidia",
+         "roihu": "nvidia", "vista": "nvidia"}
 
 
 def test_profiles_of_the_kit_are_valid() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import datetime
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_recording, slurm_output
 from tests.unit.submission import Login
 from utils import network
+from utils.launch import interpreter
 from utils.submission import profiles, site_checks, sites
 from utils.submission.profiles import ProfileError
 
@@ -137,6 +139,17 @@ def test_exports_follow_modules_and_precede_set_up_lines(login: Login) -> None:
 def test_job_gets_what_its_nodes_and_ranks_need(words: str, expected: list[str], absent: str, login: Login) -> None:
     text = script(login, words)
     assert [line for line in expected if line not in text] == [] and absent not in text
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_modules_bring_python_unless_the_user_has_activated_one(
+        activated: bool, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first Python has no PyYAML, that of the kit runs submit.py: nobody has chosen it for the ranks."""
+    monkeypatch.setattr(interpreter, "KIT_PYTHON", sys.executable)
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    if activated:
+        monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    assert (f"export PYTHON={sys.executable}\n" in script(login, "--site roihu --nodes 2")) == activated
 
 
 def test_show_explains_each_value(capsys: pytest.CaptureFixture[str]) -> None:
