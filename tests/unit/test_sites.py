@@ -133,7 +133,8 @@ def test_exports_follow_modules_and_precede_set_up_lines(login: Login) -> None:
     ("--site frontier --nodes 1", ["export NCCL_CROSS_NIC=1"], "SOCKET_IFNAME"),
     ("--site juwels-booster --nodes 2", ["export DDPKIT_NETWORK=IB", "export DDPKIT_HOST_SUFFIX=i"], "IFNAME"),
     ("--site lumi --nodes 1", ["export DDPKIT_CPU_BIND=mask_cpu:0x00fe000000000000,0xfe00000000000000,"], "NCCL"),
-    ("--site aurora --nodes 1", ["export DDPKIT_CPU_BIND=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"], "IFNAME"),
+    ("--site aurora --nodes 1", ["export DDPKIT_CPU_BIND=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:",
+                                 "export OMP_NUM_THREADS=4\n"], "IFNAME"),
     ("--site aurora --nodes 1 --ntasks-per-node 6", ["module load frameworks"], "CPU_BIND"),
     ("--site alps --nodes 2 --env NCCL_NET=Socket", ["export NCCL_NET=Socket"], "NCCL_NET='")])
 def test_job_gets_what_its_nodes_and_ranks_need(words: str, expected: list[str], absent: str, login: Login) -> None:

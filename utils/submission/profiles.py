@@ -93,8 +93,11 @@ class Profile:
             if self.gpu_vendor != "intel":  # oneCCL communicates over MPI
                 fabric["NCCL_SOCKET_IFNAME"] = self.interface
             fabric["GLOO_SOCKET_IFNAME"] = (self.interface or "").partition(",")[0] or None
-        if self.binding is not None and len(parse_binding(self.binding)) == ranks_per_node:
+        cores = parse_binding(self.binding) if self.binding is not None else []
+        if len(cores) == ranks_per_node:
             fabric[CPU_BIND] = self.binding
+            if self.scheduler == "pbs":  # which otherwise sets it to a rank's share of the node
+                fabric["OMP_NUM_THREADS"] = str(min(map(len, cores)))
         return {name: value for name, value in fabric.items() if value is not None} | variables
 
 
