@@ -71,7 +71,8 @@ def train_under_two_agents(folder: Path, hosts: Hosts | None) -> str:
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: worker_of(agents[1]) not in (None, victim), "another worker", seconds=60)
         time.sleep(random.uniform(0, 4))
-        if victim := worker_of(agents[0]):
+        # On two hosts the same agent again: then the agents count different numbers of restarts.
+        if victim := worker_of(agents[1 if hosts else 0]):
             os.kill(victim, signal.SIGKILL)
         statuses = [agent.wait(200) for agent in agents]
     text = "".join(output.read_text() for output in outputs)
