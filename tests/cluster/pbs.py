@@ -29,9 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "tests" / "cluster" / "pbs_standin" / "client.py"
 HEAD = SERVER
 WORK = f"{HOME}/jobs"
-PROFILE = """\
-export PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games:/opt/pbs/bin MANPATH=:/opt/pbs/share/man
-"""
+PROFILE = ("export PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games:/opt/pbs/bin\n"
+           "export MANPATH=:/opt/pbs/share/man\n")
 # They change only what the host sees in whose mount namespace they run.
 MOUNTS = """\
 aside() { mkdir -p "$private$1"; mount --rbind "$1" "$private$1"; mount -t tmpfs -o mode=755 tmpfs "$1"; }
