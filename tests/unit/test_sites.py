@@ -71,6 +71,11 @@ def test_profile_made_bad_is_found(site: str, good: str, bad: str, words: str) -
     assert len(found) == 1 and words in found[0]
 
 
+def test_value_that_is_no_number_is_not_compared() -> None:
+    text = f"environment: {{FI_CXI_DEFAULT_TX_SIZE: {{value: many, reason: a, {ORIGIN}}}}}\n"
+    assert findings(TOP + text) == []
+
+
 def test_rules_have_dated_sources() -> None:
     for rule in site_checks.load_rules():
         assert rule.source.startswith("https://") and datetime.date.fromisoformat(rule.read), rule.problem

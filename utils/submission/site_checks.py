@@ -108,6 +108,8 @@ def _holds(condition: str, value: str | None) -> bool:
     if value is None:
         return False
     if condition[0] in "<>":
+        if not re.fullmatch(r"\d+(\.\d+)?", value):
+            return False
         number, limit = float(value), float(condition[1:])
         return number > limit if condition[0] == ">" else number < limit
     return re.search(condition, value) is not None
