@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -15,22 +16,16 @@ from .new_profile import new_profile
 from .profiles import Profile, ProfileError
 
 PROGRAM = "sites.py" if (KIT / "scripts" / "sites.py").exists() else "ddpkit sites"
-COMMANDS = {
-    "list": "list the profiles that come with the kit",
-    "show": "print each value of a profile with its reason, its source and the date it was read",
-    "check": "check profiles: sources, duplicates, contradictions and values known to be bad",
-    "new": "write a profile from what the scheduler, the modules and the hardware report",
-}
-GROUPS = {"profiles of the kit": ("list", "show"), "your own profile": ("new", "check")}
 DESCRIPTION = f"""\
 List, explain, check and write profiles of clusters, for `submit run --site`.
 
-{PROGRAM} show derecho              why each value is set, and where that is documented
-{PROGRAM} check                     all profiles of the kit
-{PROGRAM} new --output ours.yaml    on a login node, or better on a node with GPUs
+{PROGRAM} list                      the profiles that come with the kit
+{PROGRAM} show derecho              each value with its reason, its source and the date it was read
+{PROGRAM} check                     all profiles of the kit: sources, duplicates, contradictions and
+                                   values known to be bad; exit status 1 if anything is found
+{PROGRAM} new --output ours.yaml    write a profile from what the scheduler, the modules and the
+                                   hardware report; best on a node with GPUs
 {PROGRAM} check ours.yaml
-
-Exit status of check: 0 if there are no findings, 1 otherwise.
 """
 
 
@@ -39,16 +34,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
     words: the command line without the name of the command; None: that of this process.
     """
-    words = list(sys.argv[1:] if words is None else words)
-    if words[:1] in (["-h"], ["--help"]):
-        print(_usage())
-        return 0
-    parser = ArgumentParser(prog=PROGRAM, usage=f"{PROGRAM} SUBCOMMAND ...")
-    if not words or words[0] not in COMMANDS:
-        found = f"{words[0]!r} is not a subcommand" if words else "a subcommand is missing"
-        parser.error(f"{found}. Expected one of: {', '.join(COMMANDS)}. See: {PROGRAM} --help")
+    args = _parser().parse_args(sys.argv[1:] if words is None else words)
     try:
-        return _run(words[0], words[1:])
+        if args.subcommand == "list":
+            return _list()
+        if args.subcommand == "new":
+            return _new(args.scheduler, args.output)
+        sites = args.sites or profiles.names()
+        if args.subcommand == "check":
+            return _check(sites)
+        print("\n\n".join(explain(profiles.load(site)) for site in sites))
+        return 0
     except (ProfileError, SchedulerError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
@@ -58,33 +54,27 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _usage() -> str:
-    lines = [f"usage: {PROGRAM} SUBCOMMAND ...", "", DESCRIPTION.rstrip()]
-    for group, names in GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:<6} {COMMANDS[name]}" for name in names)]
-    return "\n".join([*lines, "", f"Options of each: {PROGRAM} SUBCOMMAND --help"])
-
-
-def _run(name: str, words: Sequence[str]) -> int:
-    text = COMMANDS[name]
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog=f"{PROGRAM} {name}", description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        prog=PROGRAM,
+        usage=f"{PROGRAM} list | show SITE ... | check [SITE ...] | new [OPTION ...]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    if name in ("show", "check"):
-        count, default = ("+", None) if name == "show" else ("*", profiles.names())
-        parser.add_argument("sites", nargs=count, default=default, metavar="NAME|FILE")
-    if name == "new":
-        parser.add_argument("--scheduler", choices=profiles.SCHEDULERS, help="default: detected")
-        parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
-    args = parser.parse_args(words)
-    if name == "list":
-        return _list()
-    if name == "show":
-        print("\n\n".join(explain(profiles.load(site)) for site in args.sites))
-        return 0
-    if name == "check":
-        return _check(args.sites)
-    return _new(args.scheduler, args.output)
+    parser.add_argument("subcommand", choices=("list", "show", "check", "new"))
+    group = parser.add_argument_group("show, check").add_argument
+    group(
+        "sites",
+        nargs="*",
+        default=[],
+        metavar="SITE",
+        help="a name, or a file (default: all of the kit)",
+    )
+    group = parser.add_argument_group("new").add_argument
+    group("--scheduler", choices=profiles.SCHEDULERS, help="default: that of this host")
+    group("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
+    return parser
 
 
 def _list() -> int:
