@@ -11,6 +11,7 @@ from . import process
 from .topology import Core, Topology, parse_ranges
 
 VARIABLE = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11", "mask_cpu:0xf0,0xf00"
+NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
 
 Cpus = frozenset[int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 # Variables that hide devices.
@@ -37,6 +37,37 @@ def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) 
 def gpu_vendor(root: Path = Path("/")) -> str | None:
     """Return the vendor of this host's GPUs, one of VENDORS, whatever the masks hide."""
     return next((vendor for vendor, (count, _) in _BY_VENDOR.items() if count(root)), None)
+
+
+def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Return the PCI addresses of the GPUs that the masks leave visible, in their order.
+
+    An address is "" where it is unknown.
+    """
+    vendor = gpu_vendor(root)
+    if vendor == "nvidia":
+        addresses = sorted(_names(root / "proc/driver/nvidia/gpus", r"[0-9a-fA-F:.]+"))
+        masks = [environ.get(name) for name in NVIDIA_MASKS]
+    elif vendor == "amd":
+        addresses = list(_amd_addresses(root))
+        by_index = [environ[name] for name in AMD_MASKS[1:] if name in environ]
+        masks = [environ.get(AMD_MASKS[0]), *by_index[:1]]  # those are other names of one mask
+    elif vendor == "intel" and not any(name in environ for name in INTEL_MASKS):
+        return intel_addresses(root)
+    else:
+        return []
+    for mask in masks:
+        if mask is not None:
+            entries = mask.split(",")[: _count_entries(mask)]
+            addresses = [_entry_address(entry.strip(), addresses, root) for entry in entries]
+    return addresses
+
+
+def _entry_address(entry: str, addresses: Sequence[str], root: Path) -> str:
+    """Return the PCI address that an entry of a mask means: an index or a UUID."""
+    if entry.isdecimal():
+        return addresses[int(entry)] if int(entry) < len(addresses) else ""
+    return nvidia_address(entry, root) if entry.startswith("GPU-") else ""
 
 
 def intel_addresses(root: Path = Path("/")) -> list[str]:
@@ -77,31 +108,38 @@ def _count_entries(mask: str) -> int:
 
 
 def _count_nvidia(root: Path) -> int:
-    by_driver = _count_names(root / "proc/driver/nvidia/gpus", r"[0-9a-fA-F:.]+")
-    return by_driver or _count_names(root / "dev", r"nvidia\d+")
+    by_driver = _names(root / "proc/driver/nvidia/gpus", r"[0-9a-fA-F:.]+")
+    return len(by_driver or _names(root / "dev", r"nvidia\d+"))
 
 
 def _count_amd(root: Path) -> int:
-    """Count the nodes of the KFD topology with compute units; CPUs are nodes without them."""
-    found = 0
-    with contextlib.suppress(OSError):
-        for node in (root / "sys/class/kfd/kfd/topology/nodes").iterdir():
-            with contextlib.suppress(OSError):
-                properties = (node / "properties").read_text()
-                simd_count = re.search(r"^simd_count (\d+)$", properties, re.MULTILINE)
-                found += bool(simd_count and int(simd_count[1]))
-    return found
+    return sum(1 for _ in _amd_addresses(root))
+
+
+def _amd_addresses(root: Path) -> Iterator[str]:
+    """Yield the PCI address of each node of the KFD topology that has compute units.
+
+    CPUs are nodes without them.
+    """
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    for name in sorted(_names(nodes, r"\d+"), key=int):
+        with contextlib.suppress(OSError):
+            text = (nodes / name / "properties").read_text()
+            values = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", text, re.M)}
+            if values.get("simd_count"):
+                place, domain = values.get("location_id", 0), values.get("domain", 0)
+                yield f"{domain:04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}"
 
 
 def _count_intel(root: Path) -> int:
     return len(intel_addresses(root))
 
 
-def _count_names(folder: Path, pattern: str) -> int:
-    """Count the entries of a folder whose names match a pattern."""
+def _names(folder: Path, pattern: str) -> list[str]:
+    """Return the names in a folder that match a pattern."""
     with contextlib.suppress(OSError):
-        return sum(re.fullmatch(pattern, entry.name) is not None for entry in folder.iterdir())
-    return 0
+        return [name for name in os.listdir(folder) if re.fullmatch(pattern, name)]
+    return []
 
 
 _BY_VENDOR: dict[str, tuple[Callable[[Path], int], tuple[str, ...]]] = {

@@ -53,6 +53,7 @@ def read_topology(root: Path = Path("/")) -> Topology | None:
     if not online:
         return None
     node_of = dict(_nodes(system))
+    one_thread_each = _read(f"{system}/cpu/smt/active").strip() == "0"
     level_3 = _index_of_l3(f"{system}/cpu/cpu{min(online)}/cache")
 
     cores: list[Core] = []
@@ -62,7 +63,9 @@ def read_topology(root: Path = Path("/")) -> Topology | None:
         if cpu in seen:
             continue
         folder = f"{system}/cpu/cpu{cpu}"
-        siblings = parse_ranges(_read(f"{folder}/topology/thread_siblings_list")) & online or {cpu}
+        siblings = {cpu}
+        if not one_thread_each:
+            siblings |= parse_ranges(_read(f"{folder}/topology/thread_siblings_list")) & online
         seen |= siblings
         if level_3 and cpu not in l3_of:
             shared = parse_ranges(_read(f"{folder}/cache/{level_3}/shared_cpu_list"))

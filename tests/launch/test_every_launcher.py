@@ -1,6 +1,7 @@
 """Every real launcher, wherever its ranks are: they meet, and train to the same loss."""
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.launch.launchers import MEET, MINIMAL, MPIS, SHOW, TORCHRUN, Lab, Result, assert_met
+from utils.topology import parse_ranges, read_topology
 
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
 ON_TWO_HOSTS = "h1 h1 h2 h2"
@@ -18,6 +20,12 @@ def assert_trained(lab: Lab, done: Result, hosts: int, launcher: str) -> None:
     assert done.status == 0, done.output
     assert f"3 ranks on {hosts} hosts by {launcher}," in done.output, done.output
     assert done.line("final loss:") == lab.minimal_loss
+    # Every host has the CPUs of this machine, and its ranks share them out.
+    shared = [parse_ranges(text) for text in done.line("  CPUs of ranks").split(": ")[1].split(":")]
+    topology, allowed = read_topology(), os.sched_getaffinity(0)
+    assert topology is not None and set().union(*shared) == allowed
+    cores = sum(not allowed.isdisjoint(core.cpus) for core in topology.cores)
+    assert len(shared) > cores or sum(map(len, shared)) == len(allowed)
 
 
 @pytest.mark.parametrize(("mpi", "hosts"), [("mpich5", "h1 h1 h2"), ("intel", "h2 h2 h3"), ("openmpi5", "h1 h2 h1")])

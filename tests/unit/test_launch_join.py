@@ -16,12 +16,15 @@ from unittest.mock import Mock
 import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
+from utils.binding import cpus_of_mask
 from utils.launch.bootstrap import module_command
 from utils.launch.connection import JoinReport
+from utils.launch.cores import RankMask, cpus_of_ranks
 from utils.launch.event_loop import CaughtSignals, EventLoop
 from utils.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
 from utils.launch.plan import Plan
 from utils.launch_report import VARIABLE, ReportListener, parse_address, report_saved
+from utils.topology import parse_ranges
 
 Joining = tuple[ReportListener, EventLoop, JoinServer]
 
@@ -68,7 +71,8 @@ def join(report: ReportListener, **values: Any) -> socket.socket:
     addresses, port, token = parse_address(report.variables[VARIABLE])
     connection = socket.create_connection((addresses[0], port), timeout=10)
     host = "n2" if values["rank"] == 2 else "n1"
-    message = {"token": token, "world_size": 3, "host": [host], "reached": "10.0.0.9", **values}
+    cores = {"mask": f"{1 << values['rank']:x}", "gpu_nodes": []}
+    message = {"token": token, "world_size": 3, "host": [host], "reached": "10.0.0.9", "cores": cores, **values}
     connection.sendall(json.dumps({"join": message}).encode() + b"\n")
     return connection
 
@@ -77,6 +81,16 @@ def serve(loop: EventLoop) -> None:
     """Handle everything that has arrived."""
     for _ in range(20):
         loop.run_once(0.02)
+
+
+def test_every_rank_gets_what_its_host_has_reported_about_cores(joining: Joining) -> None:
+    report, loop, server = joining
+    ranks = [join(report, rank=rank) for rank in (2, 0, 1)]
+    serve(loop)
+    server.close()
+    for rank, masks in zip(ranks, (["4"], ["1", "2"], ["1", "2"]), strict=True):
+        with rank, rank.makefile() as stream:
+            assert [one["mask"] for one in json.loads(stream.readline())["cores"]] == masks
 
 
 @pytest.mark.parametrize(("ranks", "message"), [
@@ -162,12 +176,30 @@ def started(report: ReportListener, *program: str,
         return process, connection, json.loads(stream.readline())["join"]
 
 
+def start_message(*cores: RankMask) -> bytes:
+    """The response to the last of these local ranks."""
+    variables = {"RANK": "0", "LOCAL_RANK": str(len(cores) - 1)}
+    return json.dumps({"variables": variables, "cores": cores}).encode() + b"\n"
+
+
+def test_program_without_the_kit_is_bound_to_its_share_of_the_cores() -> None:
+    with ReportListener() as report:
+        process, connection, received = started(report, "grep", "^Cpus_allowed_list", "/proc/self/status")
+        with connection:
+            cores = received["cores"]
+            connection.sendall(start_message(cores, cores))
+            output, errors = process.communicate(timeout=30)
+    assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
+    expected = cpus_of_ranks([cores, cores], {})[1] or os.sched_getaffinity(0)  # one core alone is not divided
+    assert parse_ranges(output.split()[1]) == expected
+
+
 def test_early_signal_has_its_default_action_in_another_program() -> None:
     with ReportListener() as report:
-        process, connection, _ = started(report, "sh", "-c", "echo started")
+        process, connection, received = started(report, "sh", "-c", "echo started")
         with connection:
             process.send_signal(signal.SIGUSR1)
-            connection.sendall(json.dumps({"variables": {"RANK": "0"}}).encode() + b"\n")
+            connection.sendall(start_message(received["cores"]))
             assert process.communicate(timeout=30) == ("", "")
     assert process.returncode == -signal.SIGUSR1
 

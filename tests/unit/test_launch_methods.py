@@ -36,27 +36,30 @@ def recorded(name: str, gpus: tuple[int, ...] = (), **options: object) -> Callab
 @pytest.mark.parametrize(("plan", "expected"), [
     # The job asked for these very tasks: they are left to Slurm.
     (slurm({"SLURM_NTASKS": "3"}, ranks=(2, 1), cores=(8, 4)),
-     "/bin/srun --kill-on-bad-exit=1 --cpus-per-task=4 " + END),
+     "/bin/srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task=4 " + END),
     (slurm({"SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3"}, cores=(8, 8)), "--cpus-per-task=3 "),
     # Without --nodes, which is refused together with a list of hosts since Slurm 23.11.
     (slurm(ranks=(1, 1), gpus=(2, 1)),
-     "=1 --ntasks=3 --nodelist=@hosts@ --distribution=arbitrary --gpus=3 " + END),
+     "=none --ntasks=3 --nodelist=@hosts@ --distribution=arbitrary --gpus=3 " + END),
     # Requests of the job for its own tasks do not apply to other tasks.
     (slurm({"SLURM_NTASKS": "2", "SLURM_TRES_PER_TASK": "cpu:8"}, ranks=(1, 1), gpus=(1, 1)),
-     "/bin/srun --kill-on-bad-exit=1 --gres=gpu:1 "),
+     "/bin/srun --kill-on-bad-exit=1 --cpu-bind=none --gres=gpu:1 "),
     (slurm(ranks=(1, 1), cores=(1, 1), ntasks_per_node=2), "--overcommit"),
     (slurm({"SLURM_EXPORT_ENV": "NONE"}), "--export=ALL"),
+    (slurm({"SLURM_NTASKS": "4", "SLURM_CPU_BIND": "cores"}), "/bin/srun --kill-on-bad-exit=1 " + END),  # the user's
     (slurm(label=True), "/bin/srun --label "),
     # A torchrun agent gets all cores of its host.
     (slurm({"SLURM_NTASKS": "4", "SLURM_GPUS_PER_TASK": "1"}, cores=(8, 8), torchrun=True),
      "--nodes=2 --ntasks=2 --ntasks-per-node=1 --distribution=block --cpus-per-task=8"),
     # Other ranks than those requested are spelled out for each component of a heterogeneous job.
     (het({"SLURM_NTASKS_PER_NODE": "2"}, ranks=(1, 1, 1), gpus=(0, 2, 2), cores=(2, 8, 8), command=("a",)),
-     "/bin/srun --het-group=0 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 "
-     "--distribution=block --cpus-per-task=2 a : --het-group=1 --kill-on-bad-exit=1 --nodes=2 "
+     "/bin/srun --het-group=0 --kill-on-bad-exit=1 --cpu-bind=none --nodes=1 --ntasks=1 --ntasks-per-node=1 "
+     "--distribution=block --cpus-per-task=2 a : --het-group=1 --kill-on-bad-exit=1 --cpu-bind=none --nodes=2 "
      "--ntasks=4 --ntasks-per-node=2 --distribution=block --cpus-per-task=4 --gres=gpu:2 a"),
     # Hydra
     (pbs(mpiexec=INTEL, torchrun=True), "-genv I_MPI_PIN off -machinefile @hosts@ -n 2 "),
+    (slurm(ranks=(2, 1), mpiexec=INTEL), "-launcher slurm -genv I_MPI_PIN off -machinefile @hosts@ -n 3 "),
+    (pbs({"I_MPI_PIN_DOMAIN": "numa"}, mpiexec=INTEL), "-launcher-exec @remote-shell@ -machinefile @hosts@ -n 4 "),
     # Variables of one host are not passed on, nor is its GPU mask where each host has its own.
     (slurm({"CUDA_VISIBLE_DEVICES": "0", "HOSTNAME": "n1", "FOO": "1"}, mpiexec=MPICH), "-genvlist FOO,PATH -"),
     # Open MPI
@@ -66,7 +69,7 @@ def recorded(name: str, gpus: tuple[int, ...] = (), **options: object) -> Callab
     (het(gpus=(1, 2, 2), mpiexec=OPENMPI4), "--mca ras '^slurm,tm,pbs' --mca plm rsh"),
     (slurm(mpiexec=OPENMPI4._replace(other_srun=True)), "/o4/mpiexec --noprefix"),
     # PALS
-    (pbs(ranks=(4, 4), cores=(32, 32), mpiexec=PALS), f"{PALS.path} -n 8 --ppn 4 --depth 8 --cpu-bind depth {END}"),
+    (pbs(ranks=(4, 4), cores=(32, 32), mpiexec=PALS), f"{PALS.path} -n 8 --ppn 4 --cpu-bind none {END}"),
     (pbs({"PBS_NODEFILE": ""}, mpiexec=PALS), "--hosts n1,n2"),
     (pbs(ranks=(2, 2, 2), mpiexec=PALS, nodes=2), "--hosts n1,n2"),
     (pbs(ranks=(4, 4), mpiexec=PALS, torchrun=True), "-n 2 --ppn 1 --cpu-bind none")])

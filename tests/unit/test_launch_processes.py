@@ -17,10 +17,13 @@ from tests.cluster.hosts import wait_until
 from tests.unit.launch_plans import make
 from utils import process
 from utils.launch.connection import connect
+from utils.launch.cores import cpus_of_ranks, report_mask
+from utils.launch.host_ranks import start_on_host
 from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.launch.reserved_port import ReservedPort
 from utils.launch.result import END_DELAY_AFTER_STOP, LaunchResult
 from utils.launch.run import run
+from utils.topology import parse_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_CHILD = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]  # the child is in a session of its own
@@ -49,6 +52,21 @@ with Processes("unit.2") as processes:
         parent.stdout.readline()
         parent.kill()
     wait_until(lambda: not find_processes("unit.2", []), "the end of all processes")
+
+
+@pytest.mark.parametrize(("binding", "shared"), [("", True), ("none", False)])
+def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, shared: bool) -> None:
+    variables = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    command = ["grep", "^Cpus_allowed_list", "/proc/self/status"]
+    with Processes("unit.cores") as processes:
+        environ = {**os.environ, "DDPKIT_CPU_BIND": binding}
+        start_on_host([(command, one) for one in variables], environ, processes, None, output_dir=str(tmp_path))
+        wait_until(lambda: processes.ended() or not processes.running, "the end of a rank")
+        wait_until(lambda: processes.ended() or not processes.running, "the end of both ranks")
+    mask = report_mask({})
+    expected = cpus_of_ranks([mask, mask], {}) if shared else [set(), set()]
+    for path, cpus in zip(sorted(tmp_path.iterdir()), expected, strict=True):
+        assert parse_ranges(path.read_text().split()[1]) == (cpus or os.sched_getaffinity(0))
 
 
 def test_process_that_ignores_sigterm_is_killed() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.topologies import NAMES, gpu_address, load_site, write_tree
-from utils.gpus import intel_addresses, nvidia_address
+from utils.gpus import intel_addresses, nvidia_address, visible_gpu_addresses
 from utils.topology import Core, Topology, format_ranges, parse_ranges, pci_node, read_topology
 
 
@@ -60,6 +60,36 @@ def test_this_machine_has_the_cpus_that_the_kernel_allows() -> None:
 def test_ranges_are_read_and_written(text: str, numbers: list[int]) -> None:
     assert parse_ranges(text) == set(numbers)
     assert format_ranges(reversed(numbers)) == text.strip()
+
+
+@pytest.mark.parametrize(("vendor", "masks", "expected"), [
+    ("nvidia", {}, "0 1 2"), ("nvidia", {"CUDA_VISIBLE_DEVICES": "2,0"}, "2 0"),
+    ("nvidia", {"CUDA_VISIBLE_DEVICES": ""}, ""), ("nvidia", {"CUDA_VISIBLE_DEVICES": "GPU-b,7,MIG-x"}, "1 ? ?"),
+    ("nvidia", {"CUDA_VISIBLE_DEVICES": "1,-1,2"}, "1"),
+    ("amd", {}, "0 1 2"), ("amd", {"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, "2"),
+    ("amd", {"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2"}, "2"),
+    ("intel", {}, "0 1 2"), ("intel", {"ZE_AFFINITY_MASK": "0.1"}, ""), ("none", {}, "")])
+def test_visible_gpus_are_found_by_their_masks(
+        vendor: str, masks: dict[str, str], expected: str, tmp_path: Path) -> None:
+    addresses = ["0000:01:00.0", "0000:c1:00.0", "0001:18:00.0"]
+    for index, address in enumerate(addresses):
+        domain, bus = (int(part, 16) for part in address.split(":")[:2])
+        files = {
+            "nvidia": {f"proc/driver/nvidia/gpus/{address}/information": f"GPU UUID: \t GPU-{'abc'[index]}\n"},
+            "amd": {f"sys/class/kfd/kfd/topology/nodes/{4 + index}/properties":
+                    f"cpu_cores_count 0\nsimd_count 440\nlocation_id {bus << 8}\ndomain {domain}\n",
+                    "sys/class/kfd/kfd/topology/nodes/0/properties": "cpu_cores_count 16\nsimd_count 0\n"},
+            "intel": {f"sys/bus/pci/devices/{address}/vendor": "0x8086\n",
+                      f"sys/bus/pci/devices/{address}/device": "0x0bd6\n"}, "none": {}}
+        for name, text in files[vendor].items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        if vendor == "intel":
+            drm = tmp_path / f"sys/class/drm/card{index}"
+            drm.mkdir(parents=True)
+            (drm / "device").symlink_to(tmp_path / "sys/bus/pci/devices" / address)
+    found = visible_gpu_addresses(masks, tmp_path)
+    assert " ".join(str(addresses.index(one)) if one else "?" for one in found) == expected
 
 
 def test_gpus_are_found_without_torch(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def write_tree(root: Path, name: str) -> None:
         path.write_text(f"{text}\n")
 
     write(system / "cpu/online", format_ranges(cpu for cpus in nodes.values() for cpu in cpus))
+    write(system / "cpu/smt/active", int(sibling > 0))
     for number, cpus in nodes.items():
         write(system / f"node/node{number}/cpulist", format_ranges(cpus))
         first_threads = [cpu for cpu in cpus if cpu - sibling not in cpus] if sibling else cpus

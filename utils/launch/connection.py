@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypedDict, cast
 
 from ..connection import Connection
+from .cores import RankMask
 from .event_loop import EventLoop
 
 LOST_SECONDS = 30  # without any TCP response from the other host
@@ -28,6 +29,7 @@ class JoinReport(TypedDict, total=False):
     world_size: int
     local_rank: int | None  # None where the launcher does not set it
     port: int  # of rank 0: reserved on its host
+    cores: RankMask
     problem: str  # why the rank cannot start; empty where it can
 
 
@@ -84,6 +86,7 @@ class Message(TypedDict, total=False):
     join: JoinReport
     variables: dict[str, str]
     num_hosts: int  # of the launch; beside `variables`
+    cores: list[RankMask]  # of the host, by local rank; beside `variables`
     failed: bool
 
 

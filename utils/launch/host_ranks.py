@@ -6,8 +6,12 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from ..launchers.base import LaunchError
+from .cores import cpus_of_ranks, report_mask
 from .output import Outputs, open_file
 from .processes import Processes
+from .result import print_status
+from .script_imports import imports_this_package
 
 
 def start_on_host(
@@ -24,6 +28,7 @@ def start_on_host(
     commands: words and variables of each. outputs: gets what they write; None where they share our
     streams. output_dir: where each rank writes a file instead. new_session: see Processes.start().
     """
+    cpus = _cpus(commands, environ)
     for index, (words, variables) in enumerate(commands):
         target: int | None = None if outputs is None else subprocess.PIPE
         if output_dir:
@@ -35,8 +40,25 @@ def start_on_host(
             stderr=target,
             new_session=new_session,
             hold_signals=True,
+            cpus=cpus[index],
         )
         if output_dir and target is not None:
             os.close(target)
         if child is not None and outputs is not None:
             outputs.add(child, index)
+
+
+def _cpus(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], environ: Mapping[str, str]
+) -> list[set[int]]:
+    """Return the CPUs to bind each rank to; empty where that is left to setup_distributed()."""
+    unbound: list[set[int]] = [set() for _ in commands]
+    words, variables = commands[0]
+    if "LOCAL_RANK" not in variables or imports_this_package(words):  # not for torchrun's agent
+        return unbound
+    reports = [report_mask({**environ, **variables}) for _, variables in commands]
+    try:
+        return cpus_of_ranks(reports, environ)
+    except LaunchError as error:
+        print_status(f"the ranks are not bound to cores: {error}")
+        return unbound

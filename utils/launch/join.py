@@ -17,6 +17,7 @@ from ..launch_report import ReportListener
 from ..schedulers.hostnames import short_name
 from . import environment
 from .connection import JoinReport, LaunchConnection, Message
+from .cores import RankMask
 from .event_loop import EventLoop
 from .plan import Plan
 from .server import ConnectionServer
@@ -34,6 +35,7 @@ class JoinedRank(NamedTuple):
     address: str  # of that host, as this one sees it
     reached: str  # the address by which the rank has reached this host
     port: int = 0  # of rank 0: reserved on its host
+    cores: RankMask = RankMask(mask="", gpu_nodes=[])
 
 
 class JoinServer(ConnectionServer):
@@ -109,8 +111,15 @@ class JoinServer(ConnectionServer):
         self.complete = True
         own_addresses = set(network.local_addresses())
         num_hosts = len({one.host for one in ranks})
-        for rank, variables in rank_variables(self._joined, own_addresses).items():
-            self.clients[rank].send({"variables": variables, "num_hosts": num_hosts})
+        variables_of = rank_variables(self._joined, own_addresses)
+        cores: dict[str, list[RankMask]] = {}  # of each host, by local rank
+        for rank in sorted(variables_of, key=lambda rank: int(variables_of[rank]["LOCAL_RANK"])):
+            cores.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank].cores)
+        for rank, variables in variables_of.items():
+            host_cores = cores[variables["NODE_RANK"]]
+            self.clients[rank].send(
+                {"variables": variables, "num_hosts": num_hosts, "cores": host_cores}
+            )
 
     def client_lost(self, index: int) -> None:
         if not self.complete:
@@ -164,6 +173,7 @@ class JoinServer(ConnectionServer):
             connection.peer_address,
             str(report["reached"]),
             int(report.get("port", 0)),
+            report["cores"],
         )
 
     def _expected(self) -> str:

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import IO
 
@@ -64,6 +65,7 @@ class Processes:
         pass_fds: Sequence[int] = (),
         stdin: bytes = b"",
         hold_signals: bool = False,
+        cpus: Collection[int] = (),
     ) -> subprocess.Popen[bytes] | None:
         """Start a process in its own process group; None where it could not be started.
 
@@ -72,7 +74,7 @@ class Processes:
         new_session: also in its own session, away from the signals that PBS and terminals send to a
         whole session. stdin: a short text for the child; our standard input is not inherited.
         hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a
-        StopSignal receives them.
+        StopSignal receives them. cpus: to run on; empty for those of this process.
         """
         index = len(self._children) + len(self._unstarted)
         launches = [environ.get(LAUNCH_VARIABLE), self._id]
@@ -87,6 +89,9 @@ class Processes:
                 os.setpgrp()
             if hold_signals:
                 early_signals.block()
+            if cpus:
+                with suppress(OSError):  # slower without, not wrong
+                    os.sched_setaffinity(0, cpus)
 
         source = _readable(stdin)
         try:
@@ -98,7 +103,7 @@ class Processes:
                 env=environ,
                 start_new_session=new_session,
                 pass_fds=pass_fds,
-                preexec_fn=None if new_session and not hold_signals else prepare,
+                preexec_fn=None if new_session and not hold_signals and not cpus else prepare,
             )
         except OSError as error:
             print_status(

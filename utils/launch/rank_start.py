@@ -18,6 +18,7 @@ from ..launch_report import VARIABLE, parse_address
 from ..launchers.base import LaunchError
 from ..launchers.detect import detect
 from .connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
+from .cores import bind, cpus_of_ranks, report_mask
 from .environment import correct_slurm_variables
 from .files import problem_with
 from .output import open_file
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         report["rank"] = placement.rank
         report["world_size"] = placement.world_size
         report["local_rank"] = placement.local_rank
+        report["cores"] = report_mask(os.environ)
         if placement.rank == 0:
             port = ReservedPort()
             report["port"] = port.port
@@ -66,6 +68,12 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(response["variables"])
     if os.environ.get("SLURM_JOB_ID") and launcher != "slurm":
         correct_slurm_variables(os.environ, response["num_hosts"])
+    if not imports_this_package(program):
+        try:
+            local_rank = int(response["variables"]["LOCAL_RANK"])
+            bind(cpus_of_ranks(response["cores"], os.environ)[local_rank])
+        except LaunchError as error:
+            return _fail(str(error))
     if port is not None:
         port.keep_over_exec()
     if output is not None:

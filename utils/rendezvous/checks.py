@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from .. import binding, process
+from ..cores import HostMasks, RankCores, choose_cores, notes_on_cores
 from ..launchers.base import LaunchError, Placement
 from ..topology import read_topology
-from .cores import HostMasks, RankCores, choose_cores, notes_on_cores
 
 _SHOWN_HOSTS = 16
 _SHOWN_RANKS = 16  # of the first host, with their CPUs

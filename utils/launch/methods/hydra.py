@@ -47,11 +47,11 @@ class Mpich(MpiexecMethod):
             yield from ("-genvlist", ",".join(self.variables_to_pass_on(plan)))
         if labels_output(plan):
             yield "-prepend-rank"
-        yield from self.torchrun_options(plan)
+        yield from self.binding_options(plan)
         yield from (self.host_file_option, HOST_FILE, "-n", str(sum(plan.processes)))
 
-    def torchrun_options(self, plan: Plan) -> Sequence[str]:
-        """Return what keeps this mpiexec from binding a torchrun agent to one core."""
+    def binding_options(self, plan: Plan) -> Sequence[str]:
+        """Return what keeps this mpiexec from binding its processes to cores."""
         return ()
 
 
@@ -62,5 +62,8 @@ class IntelMpi(Mpich):
     version_pattern = r"Intel\(R\) MPI"
     host_file_option = "-machinefile"  # its -f lists hosts without numbers of ranks
 
-    def torchrun_options(self, plan: Plan) -> Sequence[str]:
-        return ("-genv", "I_MPI_PIN", "off") if plan.options.torchrun else ()
+    def binding_options(self, plan: Plan) -> Sequence[str]:
+        chosen_by_user = any(name.startswith("I_MPI_PIN") for name in plan.environ)
+        if chosen_by_user and not plan.options.torchrun:
+            return ()
+        return ("-genv", "I_MPI_PIN", "off")

@@ -49,11 +49,5 @@ class Pals(MpiexecMethod):
         if not self._reads_node_file:
             yield from ("--hosts", ",".join(plan.hosts))
 
-        depth = 0  # cores per rank
-        if not plan.options.torchrun and all(plan.cores):
-            pairs = zip(plan.cores, plan.ranks, strict=True)
-            depth = min((cores or 0) // ranks for cores, ranks in pairs)
-        if depth > 0:
-            yield from ("--depth", str(depth), "--cpu-bind", "depth")
-        else:
-            yield from ("--cpu-bind", "none")
+        # The kit binds the ranks. PALS would count CPUs from 0, across sockets, whatever the GPUs.
+        yield from ("--cpu-bind", "none")

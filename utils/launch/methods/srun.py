@@ -89,6 +89,8 @@ class Srun(NativeMethod):
         if labels_output(plan):
             yield "--label"
         yield "--kill-on-bad-exit=1"  # otherwise the other ranks wait for the one that failed
+        if not plan.environ.get("SLURM_CPU_BIND"):
+            yield "--cpu-bind=none"  # the kit binds the ranks, within the cores of the job
         if plan.environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
             yield "--export=ALL"
 
@@ -109,7 +111,7 @@ class Srun(NativeMethod):
         if self._inside_step:
             yield "--overlap"  # the surrounding step holds the cores and GPUs that we want
 
-        # Without --cpus-per-task srun would bind each rank to one core.
+        # Without --cpus-per-task the step would have one core for each rank.
         requested = plan.environ.get("SLURM_CPUS_PER_TASK", "") if self._as_requested else ""
         if requested.isdecimal():
             yield f"--cpus-per-task={requested}"

@@ -7,9 +7,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..binding import VARIABLE, Cpus, cores_in, cpus_of_mask, divide, is_far, parse_binding
-from ..launchers.base import LaunchError
-from ..topology import Topology, format_ranges
+from .binding import (
+    NO_BINDING,
+    VARIABLE,
+    Cpus,
+    cores_in,
+    cpus_of_mask,
+    divide,
+    is_far,
+    parse_binding,
+)
+from .launchers.base import LaunchError
+from .topology import Topology, format_ranges
 
 
 class HostMasks(NamedTuple):
@@ -38,9 +47,10 @@ class RankCores(NamedTuple):
 def choose_cores(host: HostMasks) -> list[RankCores]:
     """Return the cores of each rank of a host. Raises LaunchError for a bad DDPKIT_CPU_BIND."""
     masks = [frozenset(cpus_of_mask(mask)) for mask in host.masks]
-    topology = Topology.from_text(host.topology) if host.bind and host.topology else None
+    bind = host.bind and host.binding != NO_BINDING
+    topology = Topology.from_text(host.topology) if bind and host.topology else None
     chosen = masks
-    if host.bind and host.binding:
+    if bind and host.binding:
         chosen = _bind_as_given(host, masks)
     elif topology is not None:
         chosen = divide(topology, masks, host.gpu_nodes)
@@ -104,7 +114,8 @@ def notes_on_cores(
             "--cpus-per-task (srun)"
         )
         return
-    entries = parse_binding(reported.binding) if reported.bind and reported.binding else []
+    given = reported.bind and reported.binding not in ("", NO_BINDING)
+    entries = parse_binding(reported.binding) if given else []
     for rank, local_rank, one, mask in zip(
         ranks, reported.local_ranks, chosen, reported.masks, strict=True
     ):
