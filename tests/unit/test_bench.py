@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bench_startup
+from scripts import bench_binding, bench_startup
 from tests.unit.programs import python
 
 
@@ -37,3 +37,9 @@ def test_failed_launch_is_an_error_with_its_output(tmp_path: Path) -> None:
     program.write_text("raise ValueError('no such rank')")
     with pytest.raises(SystemExit, match=r"(?s)bare\.py ended with status 1 and 1\..*no such rank"):
         bench_startup.run("direct", bench_startup.direct().bare, program, tmp_path)
+
+
+def test_costs_and_steps_of_the_binding_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_binding.main(["--pairs", "2", "--steps", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["host", "topology", "choose", "bind", "steps"]
