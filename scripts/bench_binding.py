@@ -166,7 +166,8 @@ def bench_steps(ranks: int, pairs: int, steps: int) -> None:
     )
     print(
         f"steps     {ranks} ranks, {pairs} pairs of {steps} steps on each side: "
-        f"bound {bound:.3f} ms, free {free:.3f} ms, ratio {statistics.median(ratios):.3f}, IQR {low:.3f} to {high:.3f}"
+        f"bound {bound:.3f} ms, free {free:.3f} ms, ratio {statistics.median(ratios):.3f}, "
+        f"IQR {low:.3f} to {high:.3f}"
     )
 
 

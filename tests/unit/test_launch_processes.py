@@ -61,8 +61,7 @@ def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, sha
     with Processes("unit.cores") as processes:
         environ = {**os.environ, "DDPKIT_CPU_BIND": binding}
         start_on_host([(command, one) for one in variables], environ, processes, None, output_dir=str(tmp_path))
-        wait_until(lambda: processes.ended() or not processes.running, "the end of a rank")
-        wait_until(lambda: processes.ended() or not processes.running, "the end of both ranks")
+        wait_until(lambda: processes.ended() == [] and not processes.running, "the end of both ranks")
     mask = report_mask({})
     expected = cpus_of_ranks([mask, mask], {}) if shared else [set(), set()]
     for path, cpus in zip(sorted(tmp_path.iterdir()), expected, strict=True):
