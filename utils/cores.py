@@ -48,14 +48,13 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
     """Return the cores of each rank of a host. Raises LaunchError for a bad DDPKIT_CPU_BIND."""
     masks = [frozenset(cpus_of_mask(mask)) for mask in host.masks]
     bind = host.bind and host.binding != NO_BINDING
-    topology = Topology.from_text(host.topology) if bind and host.topology else None
+    known = _topology(host.topology if bind else "")
     chosen = masks
     if bind and host.binding:
         chosen = _bind_as_given(host, masks)
-    elif topology is not None:
-        chosen = divide(topology, masks, host.gpu_nodes)
+    elif known.cores:
+        chosen = divide(known, masks, host.gpu_nodes)
 
-    known = topology or Topology(())
     cores: list[list[Hashable]] = [[*(cores_in(known, cpus) or cpus)] for cpus in chosen]
     return [
         RankCores(
@@ -106,8 +105,9 @@ def notes_on_cores(
     host: its name. host_cores: all that it has. ranks: their numbers, as in `reported`.
     """
     chosen = choose_cores(reported)
-    usable = frozenset(cpu for mask in set(reported.masks) for cpu in cpus_of_mask(mask))
-    if len(usable) < min(len(ranks), host_cores):
+    usable = _usable(reported)
+    known = _topology(reported.topology)
+    if len(cores_in(known, usable) or usable) < min(len(ranks), len(known.cores) or host_cores):
         yield (
             f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
             f"{host_cores}: start with --bind-to none (Open MPI), --cpu-bind none (PALS) or "
@@ -136,9 +136,19 @@ def notes_on_cores(
         )
 
 
+def _usable(reported: HostMasks) -> Cpus:
+    """Return the CPUs that some rank of the host may run on."""
+    return frozenset(cpu for mask in set(reported.masks) for cpu in cpus_of_mask(mask))
+
+
+@functools.lru_cache(maxsize=256)
+def _topology(text: str) -> Topology:
+    """Return the topology of a host; one without cores where it is not known."""
+    return Topology.from_text(text) if text else Topology(())
+
+
 def _remedy(reported: HostMasks, far: RankCores) -> str:
-    usable = frozenset(cpu for mask in set(reported.masks) for cpu in cpus_of_mask(mask))
-    if is_far(Topology.from_text(reported.topology), usable, far.gpu_node):
+    if is_far(_topology(reported.topology), _usable(reported), far.gpu_node):
         return "The job has no core there: request more cores, or the whole node"
     if reported.binding:
         return f"Correct or unset {VARIABLE}"

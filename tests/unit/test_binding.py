@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from tests.unit.topologies import NAMES, load_site
 from utils.binding import Cpus, cores_in, cpus_of_mask, divide, is_far, mask_of_cpus, parse_binding
-from utils.topology import Core, Topology
+from utils.cores import HostMasks, choose_cores, notes_on_cores
+from utils.submission.profiles import load
+from utils.topology import Core, Topology, parse_ranges
 
 
 def host(*nodes: tuple[int, int], threads: int = 1) -> Topology:
@@ -37,8 +38,8 @@ def sizes(topology: Topology, gpu_nodes: list[int | None], mask: Cpus | None = N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_of_a_site_run_beside_their_gpus(name: str, tmp_path: Path) -> None:
-    site = load_site(name, tmp_path)
+def test_ranks_of_a_site_run_beside_their_gpus(name: str) -> None:
+    site = load_site(name)
     found = divide(site.topology, [site.mask] * len(site.gpus), site.gpus)
     published = parse_binding(site.cores)
     if site.by == "divide":
@@ -49,8 +50,29 @@ def test_ranks_of_a_site_run_beside_their_gpus(name: str, tmp_path: Path) -> Non
         assert {core.node for core in cores_in(site.topology, found[rank])} == {rank if node is None else node}
 
 
-def test_gpus_without_a_known_node_get_a_node_each(tmp_path: Path) -> None:
-    site = load_site("derecho", tmp_path)
+@pytest.mark.parametrize("name", NAMES)
+def test_published_cores_can_be_given(name: str) -> None:
+    site = load_site(name)
+    ranks = len(site.gpus)
+    host = HostMasks(True, site.topology.to_text(), site.cores, (mask_of_cpus(site.mask),) * ranks,
+                     tuple(range(ranks)), tuple(site.gpus))
+    assert [parse_ranges(one.cpus) for one in choose_cores(host)] == parse_binding(site.cores)
+    assert not list(notes_on_cores("n1", len(site.mask), range(ranks), host))
+
+
+@pytest.mark.parametrize("name", ["aurora", "derecho", "lumi", "polaris"])
+def test_binding_of_a_profile_is_the_published_one(name: str) -> None:
+    pytest.importorskip("yaml")
+    given = parse_binding(str(load(name).binding))
+    site = load_site(name)
+    published = parse_binding(site.cores)
+    if name == "derecho":  # NCAR names the first core of each NUMA node only
+        given = [frozenset({min(cpus)}) for cpus in given]
+    assert given == published
+
+
+def test_gpus_without_a_known_node_get_a_node_each() -> None:
+    site = load_site("derecho")
     found = divide(site.topology, [site.mask] * 4, site.gpus)
     assert [min(cpus) for cpus in found] == [0, 16, 32, 48]  # NCAR's recipe has the first core of each
 

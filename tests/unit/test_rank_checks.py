@@ -91,6 +91,8 @@ def test_ranks_that_cannot_train_together_are_refused(reports: Sequence[RankRepo
     ([report("a"), *bound("4", "4", host="b")], ["all 2 ranks of b may run on core 2 only, of 4"]),
     (bound("1"), []), (bound("1", "2"), []), (bound("3", "3"), []), (bound("1", "1", host_cores=1), []),
     ([report(gloo_interfaces="lo")] * 2, []),
+    (bound("11", "11", host_cores=8, topology="0:0+4,1+5,2+6,3+7"), ["all 2 ranks of n1 may run on core 0,4 only"]),
+    (bound("33", "33", host_cores=8, topology="0:0+4,1+5,2+6,3+7"), []),
     ([report(notes=["RANK=7 was ignored"])] * 3, ["RANK=7 was ignored (3 ranks)"]),
     ([report(notes=[f"note {rank}"]) for rank in range(10)], ["note 0", "note 1", "note 2", "... and 7 more"])])
 def test_notes_for_the_user(reports: Sequence[RankReport], notes: list[str]) -> None:

@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.topologies import NAMES, gpu_address, load_site, write_tree
+from tests.unit.topologies import NAMES, load_site, write_tree
 from utils.gpus import intel_addresses, nvidia_address, visible_gpu_addresses
 from utils.topology import Core, Topology, format_ranges, parse_ranges, pci_node, read_topology
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_topology_of_a_site_survives_as_text(name: str, tmp_path: Path) -> None:
-    site = load_site(name, tmp_path)
-    again = Topology.from_text(site.topology.to_text())
-    assert again == site.topology
-    assert [pci_node(gpu_address(index), tmp_path) for index in range(len(site.gpus))] == site.gpus
-    assert len(site.topology.to_text()) < 4000
+def test_topology_of_a_site_survives_as_text(name: str) -> None:
+    topology = load_site(name).topology
+    text = topology.to_text()
+    assert Topology.from_text(text) == topology and len(text) < 4000
 
 
 def test_core_has_its_threads_its_node_and_its_cache(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """The nodes of tests/topologies, also as the sysfs trees that their kernels would show."""
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from utils.binding import Cpus
-from utils.topology import Topology, format_ranges, parse_ranges, read_topology
+from utils.topology import Topology, format_ranges, parse_ranges, pci_node, read_topology
 
 FOLDER = Path(__file__).resolve().parents[1] / "topologies"
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # hundreds of small files
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -48,19 +51,22 @@ def write_tree(root: Path, name: str) -> None:
             shared = {*group, *(cpu + sibling for cpu in group)}
             for thread in {cpu, cpu + sibling}:
                 write(system / f"cpu/cpu{thread}/topology/thread_siblings_list", format_ranges({cpu, cpu + sibling}))
-                for level, sharing in ((2, {cpu, cpu + sibling}), (3, shared)):
-                    write(system / f"cpu/cpu{thread}/cache/index{level}/level", level)
-                    write(system / f"cpu/cpu{thread}/cache/index{level}/shared_cpu_list", format_ranges(sharing))
+                write(system / f"cpu/cpu{thread}/cache/index3/shared_cpu_list", format_ranges(shared))
+    for index, level in enumerate((1, 1, 2, 3)):  # data, instructions, both, both
+        write(system / f"cpu/cpu0/cache/index{index}/level", level)
     for index, node in enumerate(described["gpus"]):
         write(root / f"sys/bus/pci/devices/{gpu_address(index)}/numa_node", -1 if node is None else node)
 
 
-def load_site(name: str, root: Path) -> Site:
-    """Return a node of a cluster, as read from its sysfs tree below `root`."""
+@functools.cache
+def load_site(name: str) -> Site:
+    """Return a node of a cluster, as read from its sysfs tree."""
     described = json.loads((FOLDER / f"{name}.json").read_text())
-    write_tree(root, name)
-    topology = read_topology(root)
-    assert topology is not None
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        write_tree(Path(folder), name)
+        topology = read_topology(Path(folder))
+        gpus = [pci_node(gpu_address(index), Path(folder)) for index in range(len(described["gpus"]))]
+    assert topology is not None and gpus == described["gpus"]
     cpus = {cpu for core in topology.cores for cpu in core.cpus}
     mask = frozenset(cpus - parse_ranges(described["reserved"]))
-    return Site(topology, mask, described["gpus"], described["cores"], described["by"])
+    return Site(topology, mask, gpus, described["cores"], described["by"])
