@@ -3,7 +3,7 @@
 
 python scripts/bench_binding.py                two ranks on this host
 python scripts/bench_binding.py --ranks 4      more ranks; at most one for each core makes sense
-python scripts/bench_binding.py --pairs 100    more pairs
+python scripts/bench_binding.py --pairs 500    more pairs
 
 The training is a small network on the CPU over gloo, one thread per rank and core. Its ranks are
 bound and freed in turn while it runs.
@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, epilog=COLUMNS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2, help="on this host (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=40, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="of a side (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=200, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="of a side (default: %(default)s)")
     args = parser.parse_args(arguments)
     if min(args.ranks, args.pairs - 1, args.steps) < 1:
         parser.error("--ranks and --steps must be 1 or more, --pairs 2 or more")
