@@ -14,6 +14,7 @@ No later step reads ranks from the environment again.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import __version__, coordination, device, failure, gloo
+from . import __version__, coordination, device, failure, gloo, transport
 from .binding import bind_process
 from .launchers.base import Launcher, LaunchError, Placement
 from .launchers.detect import Detection, find_launcher
@@ -147,6 +148,10 @@ def setup_distributed(
       of each local rank explicitly.
     - Where OMP_NUM_THREADS is not set, it sets that and torch's number of threads to this rank's
       share of the cores that it may run on.
+    - With NCCL or RCCL on several hosts, rank 0 lets it write its log into memory during the
+      start, by NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE, and prints which network it
+      uses. It warns of TCP where the profile (DDPKIT_NETWORK) or the host leads to more. The
+      variables are as before afterwards. Where NCCL_DEBUG is set, it does none of this.
     - With gloo on several hosts it sets GLOO_SOCKET_IFNAME where gloo would choose an interface
       that other hosts cannot reach. A value that is set stays.
     - It replaces sys.excepthook, to name the rank that failed first, and registers an atexit
@@ -211,16 +216,21 @@ def _start(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(assignment["threads"])
         os.environ["OMP_NUM_THREADS"] = str(assignment["threads"])  # for child processes
-    if chosen_backend == "gloo" and assignment["num_nodes"] > 1:
-        gloo.choose_interface(found.local_addr, found.master_addr)
+    has_network, interface = assignment["num_nodes"] > 1, ""
+    if chosen_backend == "gloo" and has_network:
+        interface = gloo.choose_interface(found.local_addr, found.master_addr)
 
-    _connect_ranks(placement, chosen_backend, chosen_device, found, store, collective_timeout)
+    reads_log = chosen_backend == "nccl" and has_network and placement.rank == 0
+    with transport.log_of_nccl(reads_log) as nccl_log:
+        _connect_ranks(placement, chosen_backend, chosen_device, found, store, collective_timeout)
     if found.monitor:
         found.monitor.entered_collectives = failure.entered_collectives
         found.monitor.started()
         coordination.departed_ranks = found.monitor.departed_ranks
     if placement.rank == 0:
         _log_start(placement, chosen_backend, found)
+        if has_network:
+            _log_network(chosen_backend, interface, nccl_log)
         if backend is None and chosen_backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
 
@@ -318,6 +328,19 @@ def _log_start(placement: Placement, backend: str, found: Rendezvous) -> None:
     )
     for note in found.notes:
         _log.warning("%s", note)
+
+
+def _log_network(backend: str, interface: str, nccl_log: list[str]) -> None:
+    """Print on rank 0 which network carries the data between hosts, where that is known."""
+    if backend == "gloo" and interface:
+        _log.info("network: TCP over %s (gloo)", interface)
+    elif backend == "xccl":  # oneCCL logs to standard output only
+        _log.info("network: unknown; CCL_LOG_LEVEL=info shows the log of oneCCL")
+    elif nccl_log:
+        library = "RCCL" if torch.version.hip else "NCCL"
+        used = transport.classify(nccl_log, one_host=False)
+        text, is_warning = transport.describe(used, transport.expected_network(), library)
+        _log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 
 
 def _set_rank_variables(job: Distributed, launcher: Launcher) -> None:

@@ -24,25 +24,25 @@ def interface_problem() -> str:
     )
 
 
-def choose_interface(local_addr: str, master_addr: str) -> None:
+def choose_interface(local_addr: str, master_addr: str) -> str:
     """Set GLOO_SOCKET_IFNAME where gloo would choose an interface that other hosts cannot reach.
 
     gloo listens on the address that the host name resolves to, which may be 127.0.1.1. A value
-    that is already set stays.
+    that is already set stays. Returns the interface that gloo uses; "" where it is unknown.
 
     local_addr: this host's address on the way to rank 0. master_addr: rank 0's address.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return chosen
     address = local_addr
     if network.is_loopback(address):
         # This is rank 0's host, reached by a name that means the host itself.
         outward = network.local_addresses()
         address = master_addr if master_addr in outward else (outward or [address])[0]
-    if network.default_gloo_address() != address:
-        interface = network.interface_of(address)
-        if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    interface = network.interface_of(address) or ""
+    if interface and network.default_gloo_address() != address:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    return interface
 
 
 def wait_for_threads() -> None:
