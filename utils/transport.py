@@ -107,7 +107,9 @@ def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
     names += ["oneCCL " + name.lower() for name in _find(_ONECCL, text)]
     if not names and re.search(_FAILURE, text):
         names = [NOT_FOUND]
-    names += [*(name for name, _ in opened), *_find(_LOADED, text)]
+    # NCCL 2.4 opens sockets first, for its start.
+    names += sorted((name for name, _ in opened), key=lambda name: name == "Socket")
+    names += _find(_LOADED, text)
     network = [*names, "AWS Libfabric" if provider else ""][0]
     network = re.sub(r"_v\d+$", "", network)  # "GPUDirectTCPX_v7"
 
@@ -116,7 +118,7 @@ def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
     if re.search(r"^IB|RDMA Plugin", network):  # "IBext_v8", "NCCL RDMA Plugin v8" of HPC-X
         network = "RoCE" if {layer for _, layer in adapters} == {"R"} else "IB"
         provider = "verbs"
-    elif network != "Socket":
+    if network != "Socket":
         devices = devices or _find(_HCA, text)
     sockets = "\n".join(line for name, line in opened if name.endswith("Socket"))
     bootstrap = re.sub(r"^(?=\w)", "[0]", "\n".join(_find(_BOOTSTRAP, text)), flags=re.MULTILINE)
