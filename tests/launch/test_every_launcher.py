@@ -19,6 +19,7 @@ ON_TWO_HOSTS = "h1 h1 h2 h2"
 def assert_trained(lab: Lab, done: Result, hosts: int, launcher: str) -> None:
     assert done.status == 0, done.output
     assert f"3 ranks on {hosts} hosts by {launcher}," in done.output, done.output
+    assert done.line("network: TCP over ").endswith(" (gloo)")
     assert done.line("final loss:") == lab.minimal_loss
     # Every host has the CPUs of this machine, and its ranks share them out.
     shared = [parse_ranges(text) for text in done.line("  CPUs of ranks").split(": ")[1].split(":")]

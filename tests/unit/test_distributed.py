@@ -1,13 +1,17 @@
-"""The arguments of setup_distributed(), and a mean on the device of a rank."""
+"""The arguments of setup_distributed(), its line about NCCL's network, and a mean on the device of a rank."""
 from __future__ import annotations
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from utils import device
 from utils.distributed import Distributed, setup_distributed
+from utils.rendezvous.address import Rendezvous
 
 
 @pytest.mark.parametrize(("argument", "values", "expected"), [
@@ -35,3 +39,24 @@ def test_cpu_tensor_is_reduced_on_the_device(monkeypatch: pytest.MonkeyPatch) ->
     job = SimpleNamespace(device=torch.device("meta"), world_size=2)  # meta stands for a GPU
     with pytest.raises(ArithmeticError, match="^reduced on meta$"):
         Distributed.all_reduce_mean(job, torch.ones(2))
+
+
+def test_network_of_nccl_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A function that writes a log stands for NCCL, and two hosts are assigned."""
+    def connect(*args: object, **options: object) -> None:
+        with open(os.environ["NCCL_DEBUG_FILE"], "w") as log:
+            log.write("n1:7:9 [0] NCCL INFO Using network Socket\n")
+
+    for name, result in (("choose_backend", "nccl"), ("visible_devices", []), ("device_nodes", []),
+                         ("device_at", torch.device("cpu"))):
+        monkeypatch.setattr(device, name, lambda *args, result=result: result)
+    met = Rendezvous("127.0.0.1", 0, {"node_rank": 0, "num_nodes": 2, "local_rank": 0, "local_world_size": 1,
+                                      "device_index": 0, "cpus": "", "threads": 1}, "127.0.0.1", "127.0.0.1")
+    monkeypatch.setattr("utils.distributed.rendezvous", lambda *args: (met, dist.HashStore()))
+    monkeypatch.setattr(dist, "init_process_group", connect)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored afterwards
+    for variable, value in (("OMP_NUM_THREADS", "1"), ("DDPKIT_NETWORK", "AWS Libfabric")):
+        monkeypatch.setenv(variable, value)
+    setup_distributed().close()
+    assert "WARNING: NCCL uses TCP sockets over an unknown interface, although AWS Lib" in capfd.readouterr().err
+    assert not [variable for variable in os.environ if variable.startswith("NCCL_DEBUG")]
