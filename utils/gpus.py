@@ -46,7 +46,7 @@ def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) ->
     """
     vendor = gpu_vendor(root)
     if vendor == "nvidia":
-        addresses = sorted(_names(root / "proc/driver/nvidia/gpus", r"[0-9a-fA-F:.]+"))
+        addresses = list(_nvidia_addresses(root))
         masks = [environ.get(name) for name in NVIDIA_MASKS]
     elif vendor == "amd":
         addresses = list(_amd_addresses(root))
@@ -92,6 +92,22 @@ def nvidia_address(uuid: str, root: Path = Path("/")) -> str:
             if uuid and uuid.removeprefix("GPU-") in (gpu / "information").read_text():
                 return gpu.name
     return ""
+
+
+def _nvidia_addresses(root: Path) -> Iterator[str]:
+    """Yield the PCI address of each GPU that this process may use, in CUDA's order.
+
+    The driver lists all GPUs of the host. The cgroup of a job may deny the devices of some, and
+    CUDA_VISIBLE_DEVICES counts the others then.
+    """
+    gpus = root / "proc/driver/nvidia/gpus"
+    has_devices = bool(_names(root / "dev", r"nvidia\d+"))
+    for address in sorted(_names(gpus, r"[0-9a-fA-F:.]+")):
+        with contextlib.suppress(OSError):
+            text = (gpus / address / "information").read_text()
+            minor = re.search(r"Device Minor:\s*(\d+)", text)
+            if not (minor and has_devices) or os.access(root / f"dev/nvidia{minor[1]}", os.W_OK):
+                yield address
 
 
 def _count_entries(mask: str) -> int:

@@ -68,6 +68,18 @@ def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, sha
         assert parse_ranges(path.read_text().split()[1]) == (cpus or os.sched_getaffinity(0))
 
 
+@pytest.mark.parametrize(("gpus", "ranks", "first"), [
+    ([0, 0, 1, 1], 4, [{0}, {1}, {2}, {3}]), ([1, 0], 4, [{2}, {3}, {0}, {1}]), ([1, 1], 1, [{2, 3}]),
+    ([0, 0, 1, 1], 1, [set()]), ([0, 0, 1, 1], 2, [{0, 1}, {2, 3}])],
+    ids=["a GPU each", "two ranks for each GPU", "near both", "an agent with all GPUs", "two GPUs each"])
+def test_rank_runs_near_the_gpus_that_it_may_use(
+        gpus: list[int | None], ranks: int, first: list[set[int]], tmp_path: Path) -> None:
+    for path, text in {"cpu/online": "0-3", "node/node0/cpulist": "0-1", "node/node1/cpulist": "2-3"}.items():
+        (tmp_path / "sys/devices/system" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/devices/system" / path).write_text(text)
+    assert cpus_of_ranks([{"mask": "f", "gpu_nodes": gpus}] * ranks, {}, tmp_path) == first
+
+
 def test_process_that_ignores_sigterm_is_killed() -> None:
     with Processes("unit.3") as processes:
         words = ["sh", "-c", "trap '' TERM; echo; sleep 60 & wait; wait"]

@@ -90,6 +90,18 @@ def test_visible_gpus_are_found_by_their_masks(
     assert " ".join(str(addresses.index(one)) if one else "?" for one in found) == expected
 
 
+def test_gpus_that_the_cgroup_of_a_job_denies_are_not_counted(tmp_path: Path) -> None:
+    """Slurm gives a job the third and the fourth GPU of a host as CUDA_VISIBLE_DEVICES=0,1."""
+    for number in range(4):
+        gpu = tmp_path / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"GPU UUID: \t GPU-{number}\nDevice Minor: \t {number}\n")
+    (tmp_path / "dev").mkdir()
+    for number in (2, 3):  # access(2) of the others fails in the cgroup
+        (tmp_path / f"dev/nvidia{number}").touch()
+    assert visible_gpu_addresses({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == ["0000:02:00.0", "0000:03:00.0"]
+
+
 def test_gpus_are_found_without_torch(tmp_path: Path) -> None:
     for card, address, device in ((0, "0000:03:00.0", "0x56a0"), (1, "0001:18:00.0", "0x0bd6"),
                                   (2, "0000:6c:00.0", "0x0bd6")):

@@ -69,12 +69,11 @@ def bind(cpus: set[int]) -> None:
 def _gpu_node(nodes: Sequence[int | None], local_rank: int, local_world_size: int) -> int | None:
     """Return the NUMA node of a rank's GPU: the one that it sees, or that of its local rank.
 
-    Several ranks in turn may share a GPU, or have its tiles.
+    Several ranks in turn may share a GPU, or have its tiles. A rank that sees more GPUs than there
+    are ranks may use them all, as an agent of torchrun or Accelerate does.
     """
-    if len(nodes) == 1:
+    if len(set(nodes)) == 1:
         return nodes[0]
-    if len(nodes) >= local_world_size:
-        return nodes[local_rank]
     if nodes and local_world_size % len(nodes) == 0:
         return nodes[local_rank * len(nodes) // local_world_size]
     return None
