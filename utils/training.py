@@ -11,6 +11,8 @@ for step, micro_batches in enumerate(batched(loader, split.accumulation)):
         (weight * cross_entropy(ddp(inputs), targets)).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+GradientNoiseScale measures whether a larger global batch is worth its samples (noise_scale.py).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint.rng import random_states, restore_random_states
+from .noise_scale import GradientNoiseScale as GradientNoiseScale
+from .noise_scale import recommend as recommend
 
 _Batch = TypeVar("_Batch")
 RULES = ("linear", "sqrt", "none")
