@@ -27,7 +27,7 @@ from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer
 from utils.log import get_logger
 from utils.preemption import StopSignal, requeue
-from utils.training import accumulate, prime_ddp_buckets
+from utils.training import GradientNoiseScale, accumulate, prime_ddp_buckets
 
 # isort: split
 import torch
@@ -220,6 +220,7 @@ def next_byte_loss(scores: Tensor, targets: Tensor) -> Tensor:
 def train_step(
     ddp: DDP,
     optimizer: torch.optim.Optimizer,
+    noise: GradientNoiseScale,
     data: Tensor,
     starts: Tensor,
     args: argparse.Namespace,
@@ -235,6 +236,7 @@ def train_step(
         loss = weight * next_byte_loss(scores, targets)
         loss.backward()
         mean_loss += loss.detach()
+    noise.update()
     nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -310,7 +312,8 @@ def main() -> int:
         )
 
         order = torch.Generator().manual_seed(0)
-        state = {"model": ddp, "optimizer": optimizer, "order": order}
+        noise = GradientNoiseScale(ddp, args.batch_size)
+        state = {"model": ddp, "optimizer": optimizer, "order": order, "noise": noise}
         stop = checkpoints = found = None
         if args.checkpoints:
             zeros = torch.zeros(args.batch_size, args.context, dtype=torch.long, device=dist.device)
@@ -330,7 +333,7 @@ def main() -> int:
             # Every rank draws the whole global batch and takes its share: no two are the same.
             starts = torch.randint(len(data) - args.context, (global_batch,), generator=order)
             share = starts[dist.rank :: dist.world_size]
-            progress.loss_sum += train_step(ddp, optimizer, data, share, args, autocast)
+            progress.loss_sum += train_step(ddp, optimizer, noise, data, share, args, autocast)
 
             is_last = step == args.steps
             if step % args.log_every == 0 or is_last:
@@ -351,6 +354,7 @@ def main() -> int:
                 loss = held_out_loss(model, held_out_data, args, dist)
             entropy = unigram_entropy(held_out_data)
             log.info(f"held-out loss {loss:.4f} nats per byte; unigram entropy {entropy:.4f}")
+            log.info(f"gradient noise scale {noise.value:,.0f} sequences; {global_batch} per step")
 
     if stop is None:
         return 0

@@ -113,7 +113,7 @@ class GradientNoiseScale:
                 self._handles.append(parameter.register_hook(partial(_record, norms)))
 
     def _measure(self, sizes: Sequence[float] | None) -> None:
-        passes = max(map(len, self._norms))
+        passes = max(map(len, self._norms), default=0)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         if not passes or not gradients:
             raise RuntimeError(
@@ -135,8 +135,10 @@ class GradientNoiseScale:
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         self._take_pending()
-        # Read in a later step: a GPU need not be waited for.
-        self._pending = sums, _sum_of_squares([_norm(gradient) for gradient in gradients])
+        whole: list[Tensor] = []
+        for gradient in gradients:
+            _record(whole, gradient)
+        self._pending = sums, _sum_of_squares(whole)  # read later: a GPU is not waited for
 
     def _take_pending(self) -> None:
         """Add the last measured step to the averages."""
@@ -161,14 +163,9 @@ class GradientNoiseScale:
 
 
 def _record(norms: list[Tensor], gradient: Tensor) -> None:
-    """Append the norm of a gradient: a tensor hook."""
-    norms.append(_norm(gradient))
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """Return the norm in float32 or better, also of half precision."""
+    """Append the norm of a gradient, in float32 or better: a tensor hook."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+    norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=dtype))
 
 
 def _sum_of_squares(norms: list[Tensor]) -> Tensor:
@@ -178,48 +175,31 @@ def _sum_of_squares(norms: list[Tensor]) -> Tensor:
 # What follows from it -----------------------------------------------------------------------------
 
 
-def lr_factor(noise_scale: float, batch: float, new_batch: float, exponent: float = 1.0) -> float:
-    """Return the factor of the best learning rate from one global batch to another.
+def recommend(noise_scale: float, batch: float) -> str:
+    """Return in words which global batches are worth their samples, and their learning rates.
 
-    The rate is proportional to 1 / (1 + noise_scale / batch) ** exponent: linear far below the
-    noise scale, constant far above. exponent: 1 for SGD; 0.5 for Adam, for which the paper found
-    0.5 to 1.
+    Training with a batch of b samples takes 1 + noise_scale / b times the fewest steps, and
+    1 + b / noise_scale times the fewest samples (section 2 of the paper). The best learning rate of
+    SGD is proportional to 1 / (1 + noise_scale / b); for Adam the paper found a power of that, with
+    an exponent from 0.5 to 1. Far below the noise scale these are linear and square-root rules.
+
+    batch: the global batch that the learning rate is for.
     """
-    if not all(0 < number < math.inf for number in (noise_scale, batch, new_batch)):
+    if not (0 < noise_scale < math.inf and 0 < batch < math.inf):
         raise ValueError(
-            f"noise_scale={noise_scale} batch={batch} new_batch={new_batch}; expected finite "
-            "numbers above 0. Correct them; where the noise scale is nan or inf, measure more steps"
+            f"noise_scale={noise_scale} batch={batch}; expected finite numbers above 0. Correct "
+            "them; where the noise scale is nan or inf, measure more steps"
         )
-    return float(((1 + noise_scale / batch) / (1 + noise_scale / new_batch)) ** exponent)
-
-
-def recommend(noise_scale: float, batch: float | None = None) -> str:
-    """Return in words which global batches are worth their samples, with their learning rates.
-
-    Training at a batch b takes 1 + noise_scale / b times the fewest steps, and 1 + b / noise_scale
-    times the fewest samples (section 2 of the paper).
-
-    batch: the global batch today. Raises ValueError as lr_factor() does.
-    """
-    linear = noise_scale / 4  # here a fifth of the samples is spent on fewer steps
-    batch = linear if batch is None else batch
-    sgd = lr_factor(noise_scale, batch, linear)
-    lines = [
-        f"Noise scale {noise_scale:,.0f} samples: up to about {linear:,.0f} samples per step the "
-        f"speed-up is nearly linear; beyond {noise_scale:,.0f}, more than half of the samples are "
-        "wasted."
-    ]
-    if batch != linear:
-        lines += [
-            f"{batch:,.0f} samples per step take {1 + noise_scale / batch:.3g} times the fewest "
-            f"steps and {1 + batch / noise_scale:.3g} times the fewest samples.",
-            f"From {batch:,.0f} to {linear:,.0f} samples, multiply the learning rate of SGD by "
-            f"{sgd:.3g} (linear rule), that of Adam by {math.sqrt(sgd):.3g} (square-root rule).",
-        ]
-    return "\n".join([*lines, LARGE_BATCHES])
-
-
-LARGE_BATCHES = """\
-Larger batches need rates per layer, LARS for SGD and LAMB for Adam: pip install pytorch-optimizer
+    linear = noise_scale / 4  # a fifth of the samples is spent on fewer steps
+    growth = linear / batch
+    factor = (1 + noise_scale / batch) / (1 + noise_scale / linear)
+    return f"""\
+Up to about {linear:,.0f} samples per step the speed-up is nearly linear. Beyond {noise_scale:,.0f}
+(the noise scale) more than half of the samples are wasted.
+{batch:,.0f} samples per step take {1 + noise_scale / batch:.3g} times the fewest steps and \
+{1 + batch / noise_scale:.3g} times the fewest samples.
+From {batch:,.0f} to {linear:,.0f} samples, multiply the learning rate of SGD by {factor:.3g} \
+(linear rule: {growth:.3g}), that of Adam by {factor**0.5:.3g} (square root: {growth**0.5:.3g}).
+Larger batches need a rate per layer, LARS for SGD or LAMB for Adam: pip install pytorch-optimizer
     from pytorch_optimizer import LARS, Lamb
     optimizer = Lamb(model.parameters(), lr=2e-3, weight_decay=0.01)"""

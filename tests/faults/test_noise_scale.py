@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.faults.programs import run_ranks
 from utils import Distributed, setup_distributed
-from utils.noise_scale import GradientNoiseScale, lr_factor, recommend
+from utils.noise_scale import GradientNoiseScale, recommend
 from utils.training import accumulate, prime_ddp_buckets
 
-STEPS, MICRO_BATCH, SAMPLES = 300, 16, 512
+STEPS, MICRO_BATCH, SAMPLES = 100, 16, 512
 
 
 class Quadratic(nn.Module):
@@ -51,32 +51,27 @@ class Logistic(nn.Module):
         return binary_cross_entropy_with_logits(self.linear(samples[:, :-1]), samples[:, -1:])
 
 
-def population() -> Tensor:
+def population(model: nn.Module) -> Tensor:
     """All samples: the batches are drawn from them, with replacement."""
-    return torch.randn(SAMPLES, 24, generator=torch.Generator().manual_seed(1))
-
-
-def samples_for(model: nn.Module) -> Tensor:
-    samples = population()
+    samples = torch.randn(SAMPLES, 24, generator=torch.Generator().manual_seed(1))
     if isinstance(model, Logistic):
-        inputs = samples[:, :12]
-        samples = torch.cat([inputs, (inputs.sum(1, keepdim=True) + samples[:, 12:13] > 0).float()], 1)
+        inputs, noise = samples[:, :12], samples[:, 12:13]
+        samples = torch.cat([inputs, (inputs.sum(1, keepdim=True) + noise > 0).float()], 1)
     return samples
 
 
 def exact(model: nn.Module) -> float:
     """trace(C) / |G|^2 over the population, from the gradient of each sample."""
-    each = []
-    for sample in samples_for(model).split(1):
-        each.append(torch.cat([part.flatten() for part in torch.autograd.grad(model(sample), [*model.parameters()])]))
-    gradients = torch.stack(each)
+    parameters = list(model.parameters())
+    gradients = torch.stack([torch.cat([part.flatten() for part in torch.autograd.grad(model(sample), parameters)])
+                             for sample in population(model).split(1)])
     mean = gradients.mean(0).square().sum()
     return float((gradients.square().sum(1).mean() - mean) / mean)
 
 
 def draws(model: nn.Module, sizes: list[int], ranks: int, steps: int = STEPS) -> Iterator[list[list[Tensor]]]:
     """In each step, the micro-batches of each rank."""
-    generator, samples = torch.Generator().manual_seed(2), samples_for(model)
+    generator, samples = torch.Generator().manual_seed(2), population(model)
     for _ in range(steps):
         chosen = samples[torch.randint(SAMPLES, (sum(sizes) * ranks,), generator=generator)]
         yield [list(share.split(sizes)) for share in chosen.split(sum(sizes))]
@@ -105,6 +100,8 @@ def on_ranks(dist: Distributed) -> None:
         found = measure(ddp, shares, GradientNoiseScale(ddp, MICRO_BATCH, every=1))
         compare(f"{make.__name__} on {dist.world_size} ranks", found, exact(make()), 0.15)
 
+        if dist.rank:
+            continue
         one = make()
         whole = (sum(ranks, []) for ranks in draws(one, [MICRO_BATCH], dist.world_size))
         accumulated = measure(one, whole, GradientNoiseScale(one, MICRO_BATCH, every=1))
@@ -120,7 +117,7 @@ def with_options(dist: Distributed) -> None:
         ddp = DDP(Quadratic().to(dtype), **options)
         if hook:
             ddp.register_comm_hook(None, fp16_compress_hook)
-        prime_ddp_buckets(ddp, lambda: ddp(population()[:16].to(dtype)))  # noqa: B023 - called at once
+        prime_ddp_buckets(ddp, lambda: ddp(population(ddp)[:16].to(dtype)))  # noqa: B023 - called at once
         shares = (ranks[dist.rank] for ranks in draws(Quadratic(), [16, 16, 5], dist.world_size))
         found = measure(ddp, shares, GradientNoiseScale(ddp, MICRO_BATCH, every=1), uneven=True)
         compare(f"{options} {dtype}", found, exact(Quadratic()), 0.15)
@@ -136,7 +133,7 @@ def main() -> None:
 
 def test_estimates_on_ranks_are_exact(tmp_path: Path) -> None:
     output = run_ranks(tmp_path, __file__, (2, []), (3, []), (4, []))
-    assert output.count("expected") == (2 + 3 + 4) * 4 + 2 * 3, output
+    assert output.count("expected") == (2 + 3 + 4 + 3) * 2 + 2 * 3, output
 
 
 def test_measured_steps_and_resume() -> None:
@@ -170,15 +167,13 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="expected 2 numbers"):
         noise.update([3])
     with pytest.raises(ValueError, match="measure more steps"):
-        recommend(math.inf)
+        recommend(math.inf, batch=8)
 
 
 def test_recommendation() -> None:
     words = recommend(8192, batch=512)
-    assert "up to about 2,048 samples per step" in words and "beyond 8,192" in words
-    assert "17 times the fewest steps" in words and "SGD by 3.4 " in words and "Adam by 1.84" in words
-    assert lr_factor(1e6, 64, 128) == pytest.approx(2, rel=1e-3)  # the linear rule, far below the noise scale
-    assert lr_factor(1e6, 64, 128, 0.5) == pytest.approx(math.sqrt(2), rel=1e-3)
+    assert "Up to about 2,048 samples per step" in words and "Beyond 8,192" in words
+    assert "17 times the fewest steps" in words and "SGD by 3.4 (" in words and "Adam by 1.84 (" in words
 
 
 if __name__ == "__main__":
