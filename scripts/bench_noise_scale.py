@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 EVERY = 10  # steps per block, one of them measured
-PAIRS = 20
+PAIRS = 10
 
 
 def main(width: int) -> None:

@@ -110,7 +110,8 @@ class GradientNoiseScale:
             if parameter.requires_grad:
                 norms: list[Tensor] = []
                 self._norms.append(norms)
-                self._handles.append(parameter.register_hook(partial(_record, norms)))
+                handle = parameter.register_hook(partial(_record, norms))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
 
     def _measure(self, sizes: Sequence[float] | None) -> None:
         passes = max(map(len, self._norms), default=0)
