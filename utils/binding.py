@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from . import process
@@ -12,6 +13,9 @@ from .topology import Core, Topology, parse_ranges
 
 VARIABLE = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11", "mask_cpu:0xf0,0xf00"
 NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
+
+_CPUS = r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*"  # "0-3,8"
+_MASK = "(?:0x)?[0-9a-fA-F]{1,10000}"
 
 Cpus = frozenset[int]
 
@@ -123,16 +127,12 @@ def parse_binding(text: str) -> list[Cpus]:
     "list:0-3,8-11:4-7" is the syntax of PALS, "mask_cpu:0xf0f,0xf0" that of srun. ValueError for
     other text.
     """
-    kind, _, value = text.strip().removeprefix("verbose,").removeprefix("v,").partition(":")
-    try:
-        if kind == "list":
-            found = [frozenset(parse_ranges(part)) for part in value.split(":")]
-        elif kind == "mask_cpu":
-            found = [frozenset(cpus_of_mask(part)) for part in value.split(",")]
-        else:
-            found = []
-    except ValueError:
-        found = []
+    form = re.fullmatch("(?:(?:verbose|v|quiet|q),)?(list|mask_cpu):(.*)", text.strip())
+    found: list[Cpus] = []
+    if form and form[1] == "list" and re.fullmatch(f"{_CPUS}(:{_CPUS})*", form[2]):
+        found = [frozenset(parse_ranges(part)) for part in form[2].split(":")]
+    elif form and form[1] == "mask_cpu" and re.fullmatch(f"{_MASK}(,{_MASK})*", form[2]):
+        found = [frozenset(cpus_of_mask(part)) for part in form[2].split(",")]
     if not found or not all(found):
         raise ValueError(
             f'{VARIABLE} is {text!r}. Expected "list:" and the CPUs of each local rank, as in '
@@ -161,6 +161,18 @@ def available_cpus() -> Cpus:
     if hasattr(os, "sched_getaffinity"):  # Linux
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def openmp_binding(environ: Mapping[str, str]) -> str:
+    """Return the variable by which OpenMP binds threads, such as OMP_PROC_BIND=close; or "".
+
+    GNU's OpenMP then binds the main thread to the first place when torch loads it. Source:
+    libgomp/config/linux/affinity.c.
+    """
+    if environ.get("OMP_PROC_BIND", "true").strip().lower() == "false":
+        return ""
+    names = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "OMP_PLACES")
+    return next((f"{name}={environ[name]}" for name in names if environ.get(name)), "")
 
 
 def bind_process(cpus: Cpus) -> None:

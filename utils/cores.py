@@ -30,6 +30,7 @@ class HostMasks(NamedTuple):
     masks: tuple[str, ...]  # the CPUs that a rank may run on: hexadecimal
     local_ranks: tuple[int, ...]
     gpu_nodes: tuple[int | None, ...]  # the NUMA node of a rank's GPU, where it is known
+    openmp: str = ""  # a variable by which OpenMP binds threads, such as OMP_PROC_BIND=close
 
 
 class RankCores(NamedTuple):
@@ -108,10 +109,22 @@ def notes_on_cores(
     usable = _usable(reported)
     known = _topology(reported.topology)
     if len(cores_in(known, usable) or usable) < min(len(ranks), len(known.cores) or host_cores):
+        remedy = (
+            f"unset {reported.openmp}, which binds them when torch is imported"
+            if reported.openmp
+            else "request more cores, or start with --bind-to none (Open MPI), --cpu-bind none (PALS) "
+            "or --cpus-per-task (srun)"
+        )
         yield (
             f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
-            f"{host_cores}: start with --bind-to none (Open MPI), --cpu-bind none (PALS) or "
-            "--cpus-per-task (srun)"
+            f"{host_cores}: {remedy}"
+        )
+        return
+    if reported.openmp and reported.bind and reported.binding != NO_BINDING:
+        yield (
+            f"{reported.openmp} binds each rank when torch is imported: rank {ranks[0]} on {host} "
+            f"may run on CPUs {format_ranges(cpus_of_mask(reported.masks[0]))} only, and its "
+            "loader workers with it. Unset it, and each rank is bound to its share of the cores"
         )
         return
     given = reported.bind and reported.binding not in ("", NO_BINDING)

@@ -6,7 +6,16 @@ import random
 import pytest
 
 from tests.unit.topologies import NAMES, load_site
-from utils.binding import Cpus, cores_in, cpus_of_mask, divide, is_far, mask_of_cpus, parse_binding
+from utils.binding import (
+    Cpus,
+    cores_in,
+    cpus_of_mask,
+    divide,
+    is_far,
+    mask_of_cpus,
+    openmp_binding,
+    parse_binding,
+)
 from utils.cores import HostMasks, choose_cores, notes_on_cores
 from utils.submission.profiles import load
 from utils.topology import Core, Topology, parse_ranges
@@ -164,13 +173,14 @@ def test_random_hosts_and_masks_keep_the_promises() -> None:
 @pytest.mark.parametrize(("text", "cpus"), [
     ("list:4-7:8-11", [{4, 5, 6, 7}, {8, 9, 10, 11}]), ("list:0:16:32:48", [{0}, {16}, {32}, {48}]),
     ("verbose,list:0-1,4:2", [{0, 1, 4}, {2}]), ("mask_cpu:0xfe,fe00", [set(range(1, 8)), set(range(9, 16))]),
-    ("v,mask_cpu:0x1", [{0}])])
+    ("v,mask_cpu:0x1", [{0}]), ("quiet,mask_cpu:0x1,2", [{0}, {1}])])
 def test_binding_of_a_site_is_read(text: str, cpus: list[set[int]]) -> None:
     assert parse_binding(text) == cpus
 
 
 @pytest.mark.parametrize("text", [
-    "", "list:", "list:a", "list:3-1", "4-7", "mask_cpu:", "mask_cpu:0x0", "mask_cpu:xyz", "cores"])
+    "", "list:", "list:a", "list:3-1", "list:0-:1", "list:0-99999999999", "4-7", "mask_cpu:", "mask_cpu:0x0",
+    "mask_cpu:xyz", "mask_cpu:-f0", "cores"])
 def test_bad_binding_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="^DDPKIT_CPU_BIND is .*Expected .*unset it$"):
         parse_binding(text)
@@ -178,3 +188,11 @@ def test_bad_binding_is_a_value_error(text: str) -> None:
 
 def test_masks_are_read_and_written() -> None:
     assert cpus_of_mask("0xf0") == [4, 5, 6, 7] and mask_of_cpus(frozenset({4, 5, 6, 7})) == "f0"
+
+
+@pytest.mark.parametrize(("environ", "expected"), [
+    ({}, ""), ({"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}, "OMP_PROC_BIND=close"),
+    ({"OMP_PROC_BIND": "FALSE", "GOMP_CPU_AFFINITY": "0-3"}, ""), ({"OMP_PLACES": "cores"}, "OMP_PLACES=cores"),
+    ({"GOMP_CPU_AFFINITY": "0-3"}, "GOMP_CPU_AFFINITY=0-3"), ({"OMP_PROC_BIND": ""}, "")])
+def test_binding_by_openmp_is_found_in_its_variables(environ: dict[str, str], expected: str) -> None:
+    assert openmp_binding(environ) == expected

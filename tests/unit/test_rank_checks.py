@@ -13,7 +13,7 @@ from utils.rendezvous.checks import RankReport, check_reports, make_report, rang
 def report(host: str = "n1", **changes: Any) -> RankReport:
     made = make_report(Placement("mpich", 0, 1, None, None), backend="gloo", torch_version="2.13.0")
     known = {"host": host, "boot_id": "b", "cores": "f", "host_cores": 4, "topology": "", "binding": "",
-             "omp_num_threads": ""}
+             "omp_num_threads": "", "openmp_binding": ""}
     return made | known | changes
 
 
@@ -93,6 +93,11 @@ def test_ranks_that_cannot_train_together_are_refused(reports: Sequence[RankRepo
     ([report(gloo_interfaces="lo")] * 2, []),
     (bound("11", "11", host_cores=8, topology="0:0+4,1+5,2+6,3+7"), ["all 2 ranks of n1 may run on core 0,4 only"]),
     (bound("33", "33", host_cores=8, topology="0:0+4,1+5,2+6,3+7"), []),
+    (bound("1", "1", openmp_binding="OMP_PLACES=cores"), [
+        "all 2 ranks of n1 may run on core 0 only, of 4: unset OMP_PLACES=cores, which binds them"]),
+    (bound("1", "2", openmp_binding="OMP_PROC_BIND=close"), [
+        "OMP_PROC_BIND=close binds each rank when torch is imported: rank 0 on n1 may run on CPUs 0 only"]),
+    (bound("1", "2", openmp_binding="OMP_PROC_BIND=close", binding="none"), []),
     ([report(notes=["RANK=7 was ignored"])] * 3, ["RANK=7 was ignored (3 ranks)"]),
     ([report(notes=[f"note {rank}"]) for rank in range(10)], ["note 0", "note 1", "note 2", "... and 7 more"])])
 def test_notes_for_the_user(reports: Sequence[RankReport], notes: list[str]) -> None:

@@ -47,6 +47,7 @@ class RankReport(TypedDict):
     bind: bool  # whether setup_distributed() may bind the rank
     binding: str  # DDPKIT_CPU_BIND, "" where it is not set
     omp_num_threads: str  # "" where it is not set
+    openmp_binding: str  # the variable by which OpenMP binds threads, with its value
     notes: list[str]
     backend: str
     devices: list[str]  # visible ones, by identity; empty for the CPU
@@ -108,6 +109,7 @@ def make_report(
         "bind": bind,
         "binding": os.environ.get(binding.VARIABLE, ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "openmp_binding": binding.openmp_binding(os.environ),
         "notes": list(placement.notes),
         "backend": backend,
         "devices": list(devices),
@@ -172,6 +174,7 @@ def _masks_of(
             None if index is None else one["device_nodes"][index]
             for one, index in zip(on_host, indices, strict=True)
         ),
+        openmp=on_host[0]["openmp_binding"],
     )
 
 
@@ -348,7 +351,8 @@ def _table(
         lines.append(f"  ... and {len(host_ranks) - _SHOWN_HOSTS} more hosts")
     if all(one.nodes for one in cores[0]) and len(cores[0]) <= _SHOWN_RANKS:
         cpus = ":".join(one.cpus for one in cores[0])  # as DDPKIT_CPU_BIND=list: expects it
-        lines.append(f"  CPUs of ranks {ranges(host_ranks[0])}: {cpus}")
+        of_ranks = f"rank{'s' * (len(cores[0]) > 1)} {ranges(host_ranks[0])}"
+        lines.append(f"  CPUs of {of_ranks}: {cpus}")
     return "\n".join(lines)
 
 
