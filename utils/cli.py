@@ -14,6 +14,7 @@ COMMANDS = {
     "launch": "start a training script on every GPU of every host of this job",
     "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
     "sites": "list, explain, check and write profiles of clusters",
+    "doctor": "find out what is wrong with a job",
     "explain": "print which launcher started this process, and why",
 }
 
@@ -36,6 +37,10 @@ def main(words: Sequence[str] | None = None) -> int:
         from .submission import sites
 
         return sites.main(arguments)
+    if name == "doctor":
+        from .doctor import cli as doctor
+
+        return doctor.main(arguments)
     if name == "job":  # used by job scripts
         from .submission import in_job
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from ..doctor.cli import summary
+from ..doctor.logs import diagnose
 from ..schedulers import SchedulerError, Status
 from .files import PROGRAM
 from .records import array_index
@@ -141,6 +144,8 @@ def _follow_one(
                 shown, pause = line, MIN_QUERY_SECONDS
             if status.ended or status.state == "unknown":
                 _print_rest(log)
+                if status.state in ("failed", "node_fail", "timeout"):
+                    _print_cause(logs(job_id))
                 return status
             if status.state == "held" and "for ever" in status.reason:
                 # PBS never starts a job that waits for a deleted one.
@@ -159,6 +164,14 @@ def _print_rest(log: Log) -> None:
     for _ in range(4):
         log.print_new()
         time.sleep(LOG_SECONDS / 2)
+
+
+def _print_cause(files: Sequence[Path]) -> None:
+    """Print why a job failed, if its output shows that."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        found = diagnose([(stack.enter_context(path.open("rb")), path.name) for path in files])
+        if found is not None:
+            note(summary(found))
 
 
 def note(text: str) -> None:

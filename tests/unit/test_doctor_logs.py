@@ -1,0 +1,103 @@
+"""`doctor logs`: the cause of a failure in the output of a job."""
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.programs import ROOT
+from utils.doctor import cli
+from utils.doctor.logs import diagnose
+
+NAMES = set("""watchdog_timeout client_socket_timeout ipv6_addresses duplicate_gpu no_socket_interface store_key_timeout
+libfabric_not_found unhandled_system_error invalid_device_ordinal peer_died cuda_oom host_oom xid lustre_eviction quota
+walltime node_failure mpi_init_segfault version_mismatch ssh_refused""".split())
+Found = tuple[str, int | None, str | None, bool | None]
+
+
+def find(*files: tuple[str, str]) -> Found | None:
+    """Cause, rank, host and restart of a job with these files: name and text."""
+    found = diagnose([(io.BytesIO(text.encode()), name) for name, text in files])
+    return found and (found.cause.name, found.rank, found.host, found.cause.restart)
+
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+LOST = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:57993\n"
+HANG = "rank 5 on n3 did not enter collective 7, in which the other ranks wait. It is at train.py, line 4, in main"
+WATCHDOG = "[rank{0}]:[E724 {1} ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective operation timeout: W\n"
+TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24_08:33:05\n  host      : n7\n" \
+           "  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n  traceback: Signal 9 (SIGKILL) received\n"
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("step 1 loss 0.5\nstep 2 loss 0.4\n", None),
+    ("", None),
+    # The kit's messages.
+    (f"Traceback (most recent call last):\n{OOM}\nrank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
+     "rank 1 on n1 stops, because rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
+     "launch.py: rank 3 on n2 ended with exit status 1, the others will be ended\n", ("cuda_oom", 3, "n2", False)),
+    ("ValueError: 7\nrank 1 on n1 failed: ValueError: 7\n"
+     "rank 0 on n1 stops, because rank 1 on n1 failed: ValueError: 7",
+     ("python_exception", 1, "n1", None)),
+    (f"{LOST}rank 0 on n1 stops, because rank 2 on n2 died without a message. It was probably killed (out of memory, "
+     "or a signal). Check the launcher's output\nlaunch.py: rank 2 on n2 was ended by SIGKILL (exit status 137)\n",
+     ("killed", 2, "n2", None)),
+    ("launch.py: rank 2 on n2 was ended by SIGSEGV (exit status 139)", ("crash", 2, "n2", None)),
+    ("launch.py: rank 2 on n2 ended with exit status 3, the others will be ended", ("unknown", 2, "n2", None)),
+    (f"rank 0 on n1 stops, because {HANG}\n", ("collective_not_entered", 5, "n3", None)),
+    ("LaunchError: 2 of 8 ranks did not join: rank 2,5. Check", ("ranks_missing", None, None, None)),
+    ("launch.py: all ranks have saved, and the run can be continued from there (exit status 75)",
+     ("stopped", None, None, True)),
+    ("submit.py: job 12: node fail, on n1 n2, exit status 1", ("node_failure", None, None, True)),
+    # Causes and consequences.
+    (LOST + "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\nsrun: error: n2: task 6: Out Of Memory\n",
+     ("host_oom", 6, "n2", False)),
+    (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
+    (LOST + TORCHRUN, ("killed", 5, "n7", None)),
+    ("[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2).\n"
+     + WATCHDOG.format(0, "08:34:00"), ("watchdog_timeout", None, None, None)),
+    (f"10%|#\r[rank4]: {OOM}\r20%", ("cuda_oom", 4, None, False)),
+    ("CUDA out of memory. Tried to allocate 20 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.00 MiB is free. "
+     "Process 7 has 78 GiB memory in use. Of the allocated memory 300.00 MiB is allocated by PyTorch",
+     ("cuda_oom", None, None, None)),
+    ("n1:1:2 [0] NCCL INFO NET/Plugin: dlerror=libnccl-net.so: cannot open shared object file: No such file or "
+     "directory No plugin found (libnccl-net.so), using internal implementation\n", None),
+])
+def test_cause_rank_host_and_restart(text: str, expected: Found | None) -> None:
+    assert find(("job.out", text)) == expected
+
+
+def test_first_in_time_of_several_files_is_the_cause() -> None:
+    early, late = (f"2026-07-24 08:{minute}:00 step\n" for minute in (10, 50))
+    files = [("rank-0.log", late + OOM), ("rank-1.log", early + "ValueError: 7"), ("rank-2.log", early + OOM)]
+    assert find(*files) == ("cuda_oom", 2, None, False)
+    assert find(*files[:2]) == ("cuda_oom", 0, None, False), "an exact message counts more than a general one"
+    assert find(("rank-0.log", OOM), ("rank-2.log", OOM)) == ("cuda_oom", None, None, False), "which was first is open"
+
+
+def test_output_longer_than_a_block_is_read_to_its_end() -> None:
+    line = b"step 1 loss 0.5\n"
+    found = diagnose([(io.BytesIO(line * 200_000 + b"[rank3]: " + OOM.encode()), "job.out")])
+    assert found and (found.rank, found.finding.line_number) == (3, 200_001)
+
+
+@pytest.mark.parametrize(("text", "status"), [
+    ("loss 0.5", 0), ("srun: error: Node failure on n1", 1), (OOM, 3),
+    ("srun: error: n1: task 3: Exited with exit code 1", 4)])
+def test_exit_status(text: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.out").write_text(text)
+    assert cli.main(["logs", str(tmp_path / "job.out")]) == status
+    assert cli.main(["logs", "--json", str(tmp_path / "job.out")]) == status
+    out, names = capsys.readouterr().out, {0: None, 1: "node_failure", 3: "cuda_oom", 4: "unknown"}
+    assert json.loads(out[out.index("{"):])["cause"] == names[status]
+
+
+def test_missing_file_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["logs", "/nonexistent"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_documentation_has_the_table() -> None:
+    assert cli.table() in (ROOT / "docs/troubleshooting.md").read_text()

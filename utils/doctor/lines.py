@@ -1,0 +1,127 @@
+"""What one line of output says: the cause that it shows, and the rank and host that it names."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+from .causes import CAUSES, Cause
+
+_WORD = r"[A-Za-z0-9_][\w.-]*"
+_PLACEHOLDERS = {
+    "...": ".*?",
+    "{host}": rf"(?P<host>{_WORD}|[^\s,]+)",
+    "{name}": r"[A-Za-z_][\w.]*",
+}
+
+# "[rank3]: ", "3: " (srun --label), "[1,3]<stderr>:", "(Worker pid=7) ", "rank 3 on n2 failed: "
+_LABELS = re.compile(
+    r"(?:\x1b\[[\d;]*m|\[(?:rank ?|default)\d+\]:? ?|\d+: |\[\d+,\d+\]<std(?:err|out)>: ?"
+    r"|\([\w ]+ pid=\d+[^)]*\) |rank \d+ on \S+ (?:stops, because rank \d+ on \S+ )?failed: )+"
+)
+_RANK_AND_HOST = tuple(
+    re.compile(pattern.format(rank=r"(?P<rank>\d+)", host=rf"(?P<host>{_WORD})"))
+    for pattern in (
+        "rank {rank} on {host} (?:failed|died|was ended|ended|did not enter|does not respond"
+        "|left normally|cannot start)",
+        "srun: error: {host}: task {rank}:",
+        r"process rank {rank} with PID \S+ on node {host}",  # Open MPI
+        "{host}: rank {rank} (?:died|exited)",  # PALS
+        r"RANK {rank} PID \d+ RUNNING AT {host}",  # MPICH
+    )
+)
+_RANK = re.compile(
+    r"\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\[\d+,\d+\],(\d+)\]"
+    r"|[Rr]ank (\d+) failed to pass|^  rank +: (\d+)"
+)
+# "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
+_HOST = re.compile(
+    rf"(?<![\w.-])([A-Za-z][\w.-]*):\d+:\d+ \[\d+\] |\[([A-Za-z][\w.-]*)(?<!\.py):\d+[]: ]"
+    rf"|srun: error: ({_WORD}): tasks|  ?ON ({_WORD}) CANCELLED|^  host +: ({_WORD})"
+    rf"|executed on host\(s\) <(?:\d+\*)?({_WORD})>, in queue"
+)
+# Lines of launchers about the end of one process.
+_EXIT = re.compile(
+    r"srun: error: \S+: tasks? |launch.py: rank |process rank \d+ with PID|RANK \d+ PID"
+    r"|: rank \d+ (?:died|exited)|Process name: \[\[|^  (?:host|rank) +: "
+)
+# Lines that say no cause, but where the job ran or which process failed.
+CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  host  ", "  rank  ",
+           "Process name: [[", "RUNNING AT")  # fmt: skip
+
+_GPU_MEMORY = re.compile(
+    r"(?P<total>\S+ \wiB) total capacity; (?P<used>\S+ \w+) already allocated; (?P<free>\S+ \w+)"
+    r" free|capacity of (?P<total_2>\S+ \wiB) of which (?P<free_2>\S+ \w+) is free.*"
+    r"allocated memory (?P<used_2>\S+ \w+) is allocated by PyTorch"
+)
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_GPU_HELD, _GPU_FULL = (cause for cause in CAUSES if cause.name == "cuda_oom")
+
+
+class _Signature(NamedTuple):
+    keyword: str  # each line that matches contains it
+    regex: re.Pattern[str]
+    at_start: bool
+    cause: Cause
+
+
+@cache
+def _signatures() -> tuple[_Signature, ...]:
+    found = []
+    for cause in CAUSES:
+        for pattern in cause.patterns:
+            parts = re.split(r"(\.\.\.|\{host\}|\{name\})", pattern.removeprefix("^"))
+            regex = "".join(_PLACEHOLDERS.get(part, re.escape(part)) for part in parts)
+            keyword = max((part for part in parts if part not in _PLACEHOLDERS), key=len)
+            found.append(_Signature(keyword, re.compile(regex), pattern[0] == "^", cause))
+    return tuple(found)
+
+
+@cache
+def keywords() -> tuple[str, ...]:
+    """Return texts one of which is in every line of interest."""
+    return *(one.keyword for one in _signatures()), *CONTEXT
+
+
+def match(line: str) -> tuple[Cause, str | None] | None:
+    """Return the cause that a line shows, and the host in the place of its pattern's {host}."""
+    labels = _LABELS.match(line)
+    message = line[labels.end() :] if labels else line
+    for keyword, regex, at_start, cause in _signatures():
+        if keyword in line:
+            found = regex.match(message) if at_start else regex.search(line)
+            if found:
+                if cause is _GPU_FULL and _held_by_another_process(line):
+                    cause = _GPU_HELD
+                host = found["host"] if "host" in regex.groupindex else None
+                return cause, host if host and re.fullmatch(_WORD, host) else None
+    return None
+
+
+def rank_and_host(line: str) -> tuple[int | None, str | None]:
+    """Return the rank and the host that a line is about, or that its label names."""
+    for pattern in _RANK_AND_HOST:
+        both = pattern.search(line)
+        if both:
+            return int(both["rank"]), both["host"]
+    rank, host = _RANK.search(line), _HOST.search(line)
+    return int(rank[rank.lastindex or 0]) if rank else None, host and host[host.lastindex or 0]
+
+
+def reports_exit(line: str) -> bool:
+    """Whether a launcher reports the end of a process in this line."""
+    return _EXIT.search(line) is not None
+
+
+def _held_by_another_process(line: str) -> bool:
+    """Whether more than half of a GPU's memory is in use, but not by this process."""
+    found = _GPU_MEMORY.search(line)
+    if not found:
+        return False
+    sizes = {}
+    for name, text in found.groupdict().items():
+        if text:
+            number, unit = text.split()
+            sizes[name.removesuffix("_2")] = float(number) * _UNITS[unit]
+    return sizes["total"] - sizes["free"] - sizes["used"] > sizes["total"] / 2

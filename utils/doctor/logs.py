@@ -1,0 +1,230 @@
+"""Find in the output of a job which rank failed first, on which host and why.
+
+The output is read as a stream. Lines without a sign of a failure are skipped in blocks; the others
+are compared with the table of causes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import BinaryIO
+
+from .causes import CAUSES, Cause
+from .lines import keywords, match, rank_and_host, reports_exit
+
+_BLOCK_BYTES = 1 << 20
+_MAXIMUM_LINE_BYTES = 1 << 16
+_TIME_BYTES = 4096  # a line without a time has the last one printed in so many bytes before it
+
+_VARYING = b"0123456789.-+# "  # what differs between the lines that each step prints
+_MAXIMUM_SHAPES = 100_000
+# "2024-07-24 12:01:00,5", c10's "E724 08:34:00.94", "08:34:00"
+_TIME = re.compile(
+    rb"(?:\d{4}-(\d\d)-(\d\d)[T ]|\b[IWEF](\d{1,2})(\d\d) )?\b(\d\d):(\d\d):(\d\d(?:[.,]\d+)?)"
+)
+_FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
+_HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
+
+
+@dataclass
+class Finding:
+    """The lines of one file that show one cause. named: their ranks and hosts, in order."""
+
+    cause: Cause
+    file: str
+    line_number: int  # of the first line, as what follows
+    line: str
+    position: tuple[int, int]  # number of the file, line
+    date: tuple[int, int] | None  # month and day
+    seconds: float | None  # since midnight
+    count: int = 0
+    named: list[tuple[int | None, str | None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a job failed. rank, host: which failed first; None where the output does not show it."""
+
+    finding: Finding
+    rank: int | None
+    host: str | None
+    others: tuple[Finding, ...]  # what else was found, in the order of the files
+
+    @property
+    def cause(self) -> Cause:
+        return self.finding.cause
+
+
+def diagnose(files: Sequence[tuple[BinaryIO, str]]) -> Diagnosis | None:
+    """Return why a job failed, from its output files and their names; None: it did not fail."""
+    reader = _Reader()
+    for number, (stream, name) in enumerate(files):
+        reader.read(stream, name, number)
+    return reader.diagnose()
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._findings: dict[tuple[int, int], Finding] = {}  # by cause and file
+        self._hosts: set[str] = set()  # that any line names
+        self._host_of_rank: dict[int, str] = {}
+        self._first_exit: tuple[int | None, str | None] = None, None
+        self._in_root_cause = False  # after torchrun's heading
+
+    def read(self, stream: BinaryIO, name: str, number: int) -> None:
+        label = _FILE_RANK.search(os.path.basename(name))
+        file_rank = int(label[1]) if label else None
+        for line_number, line, context in _lines_of_interest(stream):
+            rank, host = rank_and_host(line)
+            if line_number == 1 and _HOST_NAME.fullmatch(line):
+                host = line
+            if host:
+                self._hosts.add(host)
+                if rank is not None:
+                    self._host_of_rank.setdefault(rank, host)
+            self._note_exit(line, rank, host)
+
+            found = match(line)
+            if found is None:
+                continue
+            cause, named_host = found
+            key = CAUSES.index(cause), number
+            if key not in self._findings:
+                date, seconds = _last_time(context)
+                position = number, line_number
+                self._findings[key] = Finding(
+                    cause, name, line_number, line, position, date, seconds
+                )
+            self._findings[key].count += 1
+            if cause.reporter == "survivor":
+                rank, host = None, named_host
+            else:
+                rank, host = file_rank if rank is None else rank, host or named_host
+            if (rank, host) not in self._findings[key].named:
+                self._findings[key].named.append((rank, host))
+
+    def _note_exit(self, line: str, rank: int | None, host: str | None) -> None:
+        """Note the first process whose end a launcher reports, sometimes in two lines."""
+        if "Root Cause (first" in line:
+            self._in_root_cause, self._first_exit = True, (None, None)
+        if not reports_exit(line) or (line.startswith("  ") and not self._in_root_cause):
+            return
+        first_rank, first_host = self._first_exit
+        if first_host is None or host in (None, first_host):
+            self._first_exit = rank if first_rank is None else first_rank, first_host or host
+
+    def diagnose(self) -> Diagnosis | None:
+        findings = list(self._findings.values())
+        if not findings:
+            return None
+        finding = _first(findings)
+        reasons = [one for one in findings if one.cause.name in finding.cause.explained_by]
+        if reasons:
+            finding = _first(reasons)
+        same = [one for one in findings if one.cause is finding.cause]
+        rank, host = self._rank_and_host(finding, same)
+        return Diagnosis(finding, rank, host, tuple(one for one in findings if one not in same))
+
+    def _rank_and_host(
+        self, finding: Finding, same: Sequence[Finding]
+    ) -> tuple[int | None, str | None]:
+        """Return which rank and host failed first. same: the findings of the cause in all files."""
+        named = finding.named
+        if len(same) > 1 and any(one.seconds is None for one in same):
+            everywhere = {pair for one in same for pair in one.named}
+            if len(everywhere) > 1:
+                return None, _only({host for _, host in everywhere})
+
+        hosts = [host for _, host in named if host]
+        if finding.cause.reporter == "survivor":
+            return None, next(iter(hosts), None)
+        if finding.cause.reporter == "scheduler":
+            return None, _only(set(hosts) or self._hosts)
+
+        rank = next((rank for rank, _ in named if rank is not None), None)
+        host = next((host for one, host in named if host and one in (rank, None)), None)
+        exit_rank, exit_host = self._first_exit
+        if rank is None and (host is None or exit_host in (None, host)):
+            rank, host = exit_rank, host or exit_host
+        if host is None and rank is not None:
+            host = self._host_of_rank.get(rank)
+        return rank, host or _only(self._hosts)
+
+
+def _only(hosts: set[str] | set[str | None]) -> str | None:
+    return next(iter(hosts)) if len(hosts) == 1 else None
+
+
+def _first(findings: Sequence[Finding]) -> Finding:
+    """Return the finding of the lowest level that is the first in time, or else in the files."""
+    level = min(one.cause.level for one in findings)
+    candidates = [one for one in findings if one.cause.level == level]
+    timed = all(one.seconds is not None for one in candidates)
+    dated = all(one.date for one in candidates)
+
+    def order(one: Finding) -> tuple[tuple[int, int], float, tuple[int, int]]:
+        date = one.date if dated and one.date else (0, 0)
+        return date, one.seconds if timed and one.seconds else 0.0, one.position
+
+    return min(candidates, key=order)
+
+
+def _last_time(text: bytes) -> tuple[tuple[int, int] | None, float | None]:
+    """Return the date (month and day) and the seconds of the day of the last time in a text."""
+    times = list(_TIME.finditer(text))
+    if not times:
+        return None, None
+    year_month, year_day, month, day, hour, minute, second = times[-1].groups()
+    seconds = int(hour) * 3600 + int(minute) * 60 + float(second.replace(b",", b"."))
+    month, day = year_month or month, year_day or day
+    return ((int(month), int(day)) if month else None), seconds
+
+
+# Lines -------------------------------------------------------------------------------------------
+
+
+def _lines_of_interest(stream: BinaryIO) -> Iterator[tuple[int, str, bytes]]:
+    """Yield line number, line, and the text up to its end, for lines that hold a keyword.
+
+    Most lines differ only by their numbers from an earlier one without a keyword.
+    """
+    rest, before, line_number = b"", b"", 0
+    dull: set[bytes] = set()  # lines without what varies
+    while True:
+        block = stream.read(_BLOCK_BYTES)
+        text = (rest + block).replace(b"\r", b"\n")  # progress bars
+        end = text.rfind(b"\n") + 1 if block and len(text) < 2 * _BLOCK_BYTES else len(text)
+        text, rest = text[:end], text[end:]
+
+        start = 0
+        shapes = text.translate(None, _VARYING).split(b"\n")
+        for shape, line in zip(shapes, text.split(b"\n"), strict=True):
+            line_number += 1
+            if shape not in dull:
+                if line_number == 1 or any(keyword in line for keyword in _digitless_keywords()):
+                    stop = start + len(line)
+                    context = text[max(0, start - _TIME_BYTES) : stop]
+                    context = before + context if start < _TIME_BYTES else context
+                    yield line_number, line[:_MAXIMUM_LINE_BYTES].decode(errors="replace"), context
+                else:
+                    dull.add(shape)
+            start += len(line) + 1
+
+        line_number -= 1  # the empty text after the last line's end
+        before = text[-_TIME_BYTES:] or before
+        if len(dull) > _MAXIMUM_SHAPES:
+            dull.clear()
+        if not block:
+            return
+
+
+@cache
+def _digitless_keywords() -> tuple[bytes, ...]:
+    """Return texts one of which is in each line of interest, whatever its numbers are."""
+    parts = (max(re.split(r"\d", keyword), key=len) for keyword in keywords())
+    encoded = {part.encode() for part in parts}
+    return tuple(one for one in encoded if not any(other in one for other in encoded - {one}))
