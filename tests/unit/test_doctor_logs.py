@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.programs import ROOT
 from utils.doctor import cli
+from utils.doctor.causes import CAUSES, Cause
 from utils.doctor.logs import diagnose
 
 NAMES = set("""watchdog_timeout client_socket_timeout ipv6_addresses duplicate_gpu no_socket_interface store_key_timeout
@@ -32,9 +33,7 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("step 1 loss 0.5\nstep 2 loss 0.4\n", None),
-    ("", None),
-    # The kit's messages.
+    ("step 1 loss 0.5\nstep 2 loss 0.4\n", None), ("", None),
     (f"Traceback (most recent call last):\n{OOM}\nrank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
      "rank 1 on n1 stops, because rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
      "launch.py: rank 3 on n2 ended with exit status 1, the others will be ended\n", ("cuda_oom", 3, "n2", False)),
@@ -45,19 +44,17 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
      "or a signal). Check the launcher's output\nlaunch.py: rank 2 on n2 was ended by SIGKILL (exit status 137)\n",
      ("killed", 2, "n2", None)),
     ("launch.py: rank 2 on n2 was ended by SIGSEGV (exit status 139)", ("crash", 2, "n2", None)),
-    ("launch.py: rank 2 on n2 ended with exit status 3, the others will be ended", ("unknown", 2, "n2", None)),
     (f"rank 0 on n1 stops, because {HANG}\n", ("collective_not_entered", 5, "n3", None)),
-    ("LaunchError: 2 of 8 ranks did not join: rank 2,5. Check", ("ranks_missing", None, None, None)),
-    ("launch.py: all ranks have saved, and the run can be continued from there (exit status 75)",
-     ("stopped", None, None, True)),
-    ("submit.py: job 12: node fail, on n1 n2, exit status 1", ("node_failure", None, None, True)),
-    # Causes and consequences.
     (LOST + "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\nsrun: error: n2: task 6: Out Of Memory\n",
      ("host_oom", 6, "n2", False)),
     (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
     (LOST + TORCHRUN, ("killed", 5, "n7", None)),
     ("[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2).\n"
      + WATCHDOG.format(0, "08:34:00"), ("watchdog_timeout", None, None, None)),
+    ("n1:1:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n2<5912>\n"
+     "[n1:1 :0:98] Caught signal 11 (Segmentation fault)\n", ("peer_died", None, "n2", None)),
+    ("n1:1:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n2<5912>\n"
+     "srun: error: n2: task 4: Segmentation fault (core dumped)\n", ("crash", 4, "n2", None)),
     (f"10%|#\r[rank4]: {OOM}\r20%", ("cuda_oom", 4, None, False)),
     ("CUDA out of memory. Tried to allocate 20 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.00 MiB is free. "
      "Process 7 has 78 GiB memory in use. Of the allocated memory 300.00 MiB is allocated by PyTorch",
@@ -67,6 +64,29 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
 ])
 def test_cause_rank_host_and_restart(text: str, expected: Found | None) -> None:
     assert find(("job.out", text)) == expected
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+def test_each_pattern_finds_its_cause(cause: Cause) -> None:
+    """No other row of the table, and of docs/troubleshooting.md, comes first."""
+    for pattern in cause.patterns:
+        line = pattern.replace("{host}", "n1").replace("{name}", "Other").replace("...", " x ").lstrip("^")
+        found = find(("job.out", line))
+        assert found and (found[0], found[3]) == (cause.name, cause.restart), line
+
+
+RECORDINGS = sorted((ROOT / "tests/recordings/deaths").rglob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_quoted_log(path: Path) -> None:
+    """The cause of a log that was quoted in public, and no restart discouraged that makes sense."""
+    recording = json.loads(path.read_text())
+    expected = recording["expected"]
+    cause, rank, host, restart = find(("job.out", "\n".join(recording["lines"]))) or pytest.fail("no cause")
+    assert (cause if cause in NAMES else "other") == expected["cause"]
+    assert restart == expected["restart"] or restart is None, "a wrong answer is worse than none"
+    assert rank in (expected["rank"], None) and host in (expected["host"], None)
 
 
 def test_first_in_time_of_several_files_is_the_cause() -> None:
@@ -92,11 +112,7 @@ def test_exit_status(text: str, status: int, tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["logs", "--json", str(tmp_path / "job.out")]) == status
     out, names = capsys.readouterr().out, {0: None, 1: "node_failure", 3: "cuda_oom", 4: "unknown"}
     assert json.loads(out[out.index("{"):])["cause"] == names[status]
-
-
-def test_missing_file_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["logs", "/nonexistent"]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert cli.main(["logs", str(tmp_path / "missing")]) == 2
 
 
 def test_documentation_has_the_table() -> None:

@@ -68,6 +68,12 @@ def test_follow_prints_states_positions_and_output(chain: Submission, capfd: pyt
         "submit.py: job 1: running, on n1 n2", "submit.py: job 1: completed, exit status 0"]
 
 
+def test_follow_prints_the_cause_of_a_failure(chain: Submission, capfd: pytest.CaptureFixture[str]) -> None:
+    (chain.folder / "1.out").write_text("rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n")
+    assert follow(chain, Status("1", "failed", 1)) == 1
+    assert "submit.py: rank 3 on n2: cuda_oom. The model" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("status", "alone", "in_chain"), [
     (DONE, 0, 0), (Status("1", "failed", 42), 42, 42), (Status("1", "failed", 0), 1, 1),
     (Status("1", "cancelled"), 1, 1), (PREEMPTED, 1, 0), (Status("1", "timeout", 0), 1, 0),

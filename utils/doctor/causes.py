@@ -34,7 +34,7 @@ Reporter = Literal["failed", "survivor", "scheduler"]
 class Cause:
     """One row. restart: whether it makes sense; None: the output does not decide that.
 
-    explained_by: names of causes of a higher level that replace this one where they are found.
+    explained_by: names of causes that replace this one where they are found, too.
     """
 
     name: str
@@ -108,7 +108,7 @@ CAUSES = (
           "dmesg on that host; the status page of the centre.",
           "Restart from the last checkpoint, without this host if it happens again.",
           ("Cannot send after transport endpoint shutdown", "client was evicted by")),
-    Cause("file_system", None, _CAUSE,
+    Cause("file_system", None, _FAILURE,
           "A file system did not respond, or a file was replaced while it was open.",
           "ls of the path in the message on that host; the status page of the centre.",
           "Restart when it responds. Do not change the environment of a running job.",
@@ -143,6 +143,13 @@ CAUSES = (
           "The training saved a checkpoint and stopped, to be continued.",
           "submit.py status JOB.", "Submit the job again; it resumes.",
           ("all ranks have saved, and the run can be continued",), "scheduler"),
+    Cause("request_refused", False, _CAUSE,
+          "Slurm refused the job or the step: the allocation does not have what it requests.",
+          "scontrol show job JOB: what was allocated, against the options of srun.",
+          "Correct the options of srun, or request the same in the job script.",
+          ("Invalid generic resource", "Requested node configuration is not available",
+           "More processors requested than permitted",
+           "Memory required by task is not available")),
     # GPUs and libraries --------------------------------------------------------------------------
     Cause("xid", None, _CAUSE,
           "The NVIDIA driver reported a GPU error. Numbers 13, 31 and 43 may be the program; "
@@ -232,13 +239,18 @@ CAUSES = (
            "in PMPI_Init (", "in MPI_Init_thread (", "in PMPI_Init_thread (",
            "MPIR_Init_thread+", "MPIR_Init+", "MPID_Init+", "MPII_Init_thread+",
            "ompi_mpi_init (")),
+    Cause("mpi_launcher_mismatch", False, _CAUSE,
+          "The launcher does not offer the process interface (PMI) that this MPI was built for.",
+          "srun --mpi=list; which mpiexec, against the MPI that the program uses.",
+          "Use srun --mpi=pmix or --mpi=pmi2 as the MPI needs, or the mpiexec of the same MPI.",
+          ("PMI2_Job_GetId returned", "PMI_Init returned", "PMI2_Init failed",
+           "OMPI was not built with SLURM's PMI support")),
     Cause("mpi_init_failed", None, _FAILURE,
           "MPI could not start: wrong launcher for this MPI, or no fabric on a host.",
           "A program that only calls MPI_Init, on the same hosts.",
           "Start with the launcher of the same MPI (srun --mpi=pmix or pmi2), on other hosts.",
           ("An error occurred in MPI_Init", "Fatal error in PMPI_Init",
-           "Fatal error in MPI_Init", "Fatal error in internal_Init", "PMI_Init returned",
-           "PMI2_Job_GetId")),
+           "Fatal error in MPI_Init", "Fatal error in internal_Init")),
     Cause("collective_not_entered", None, _CAUSE,
           "A rank did not enter a collective in which the others wait. It is stopped, slow, or "
           "took another branch.",
@@ -274,7 +286,8 @@ CAUSES = (
           "A rank tries again and again to connect to rank 0's store.",
           "The first message of rank 0; nc -z HOST PORT from another host.",
           "Set MASTER_ADDR and MASTER_PORT to those of rank 0.",
-          ("client socket has failed to connect to [{host}]:",
+          ("client socket has failed to connect to [::ffff:{host}]:",
+           "client socket has failed to connect to [{host}]:",
            "client socket has failed to connect to {host}:"), "survivor"),
     Cause("store_key_timeout", None, _FAILURE,
           "A rank waited for a key of the store, such as NCCL's unique id: rank 0 hangs, has "
@@ -319,12 +332,13 @@ CAUSES = (
           "Correct the line. If only one host fails, exclude it.",
           ("CUDA error: ", "HIP error: ", "device-side assert triggered", "CUBLAS_STATUS_",
            "CUDNN_STATUS_", "Cuda failure")),
-    Cause("program_not_found", False, _FAILURE,
-          "The program, a module of it or an option does not exist, or has a syntax error.",
+    Cause("program_error", False, _FAILURE,
+          "The program, a module, a name or an argument does not exist, or the syntax is wrong.",
           "The message; which python, and the folder of the job.",
           "Correct the command. Activate the environment in the job script.",
           ("execve(): ", "^ModuleNotFoundError:", "can't open file '", "^SyntaxError:",
            "^IndentationError:", "^NameError:", "error: unrecognized arguments:",
+           "got an unexpected keyword argument", "required positional argument",
            "could not be started: No such file")),
     Cause("crash", None, _FAILURE,
           "A process crashed in native code.",
@@ -332,8 +346,8 @@ CAUSES = (
           "Look for mixed library versions. If only one host crashes, exclude it.",
           ("Segmentation fault", "segmentation fault", "Caught signal 11", "SIGSEGV",
            "on signal 11", "Bus error", "SIGBUS", "Illegal instruction", "SIGILL",
-           "Floating point exception", "Fatal Python error: ", "Assertion `", "exit status 139",
-           "exit code 139", "core dumped")),
+           "Floating point exception", "Fatal Python error: ", "forrtl: ", "Assertion `",
+           "exit status 139", "exit code 139", "core dumped")),
     Cause("launch_error", None, _FAILURE,
           "The kit did not start the training; the message gives cause and remedy.",
           "The message; python -m utils.launchers.", "Follow the message.",

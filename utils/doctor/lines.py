@@ -15,6 +15,8 @@ _PLACEHOLDERS = {
     "{name}": r"[A-Za-z_][\w.]*",
 }
 
+_HOST_NAME = re.compile(rf"(?!localhost){_WORD}")
+
 # "[rank3]: ", "3: " (srun --label), "[1,3]<stderr>:", "(Worker pid=7) ", "rank 3 on n2 failed: "
 _LABELS = re.compile(
     r"(?:\x1b\[[\d;]*m|\[(?:rank ?|default)\d+\]:? ?|\d+: |\[\d+,\d+\]<std(?:err|out)>: ?"
@@ -33,11 +35,11 @@ _RANK_AND_HOST = tuple(
 )
 _RANK = re.compile(
     r"\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\[\d+,\d+\],(\d+)\]"
-    r"|[Rr]ank (\d+) failed to pass|^  rank +: (\d+)"
+    r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
 )
 # "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
 _HOST = re.compile(
-    rf"(?<![\w.-])([A-Za-z][\w.-]*):\d+:\d+ \[\d+\] |\[([A-Za-z][\w.-]*)(?<!\.py):\d+[]: ]"
+    rf"(?<![\w.-])({_WORD}):\d+:\d+ \[\d+\] |\[([A-Za-z][\w.-]*)(?<!\.py):\d+[]: ]"
     rf"|srun: error: ({_WORD}): tasks|  ?ON ({_WORD}) CANCELLED|^  host +: ({_WORD})"
     rf"|executed on host\(s\) <(?:\d+\*)?({_WORD})>, in queue"
 )
@@ -95,7 +97,7 @@ def match(line: str) -> tuple[Cause, str | None] | None:
                 if cause is _GPU_FULL and _held_by_another_process(line):
                     cause = _GPU_HELD
                 host = found["host"] if "host" in regex.groupindex else None
-                return cause, host if host and re.fullmatch(_WORD, host) else None
+                return cause, host if host and _HOST_NAME.fullmatch(host) else None
     return None
 
 

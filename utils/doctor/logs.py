@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import BinaryIO
 
-from .causes import CAUSES, Cause
+from .causes import CAUSES, Cause, Level
 from .lines import keywords, match, rank_and_host, reports_exit
 
 _BLOCK_BYTES = 1 << 20
@@ -113,8 +113,10 @@ class _Reader:
             self._in_root_cause, self._first_exit = True, (None, None)
         if not reports_exit(line) or (line.startswith("  ") and not self._in_root_cause):
             return
-        first_rank, first_host = self._first_exit
-        if first_host is None or host in (None, first_host):
+        if self._first_exit == (None, None):
+            self._first_exit = rank, host
+        elif self._in_root_cause and line.startswith("  "):
+            first_rank, first_host = self._first_exit
             self._first_exit = rank if first_rank is None else first_rank, first_host or host
 
     def diagnose(self) -> Diagnosis | None:
@@ -122,7 +124,7 @@ class _Reader:
         if not findings:
             return None
         finding = _first(findings)
-        reasons = [one for one in findings if one.cause.name in finding.cause.explained_by]
+        reasons = [one for one in findings if _explains(one, finding)]
         if reasons:
             finding = _first(reasons)
         same = [one for one in findings if one.cause is finding.cause]
@@ -159,18 +161,34 @@ def _only(hosts: set[str] | set[str | None]) -> str | None:
     return next(iter(hosts)) if len(hosts) == 1 else None
 
 
+def _explains(one: Finding, other: Finding) -> bool:
+    """Whether a finding is the reason of another one.
+
+    A crash may also be how a rank ends after it has lost another one.
+    """
+    if one.cause.name not in other.cause.explained_by:
+        return False
+    is_by_rank = one.cause.reporter == "failed" and not reports_exit(one.line)
+    may_follow = is_by_rank and one.cause.level == Level.FAILURE
+    return not may_follow or _in_order([one, other])[0] is one
+
+
 def _first(findings: Sequence[Finding]) -> Finding:
     """Return the finding of the lowest level that is the first in time, or else in the files."""
     level = min(one.cause.level for one in findings)
-    candidates = [one for one in findings if one.cause.level == level]
-    timed = all(one.seconds is not None for one in candidates)
-    dated = all(one.date for one in candidates)
+    return _in_order([one for one in findings if one.cause.level == level])[0]
+
+
+def _in_order(findings: Sequence[Finding]) -> list[Finding]:
+    """Sort findings by time where all have one, else by their place in the files."""
+    timed = all(one.seconds is not None for one in findings)
+    dated = all(one.date for one in findings)
 
     def order(one: Finding) -> tuple[tuple[int, int], float, tuple[int, int]]:
         date = one.date if dated and one.date else (0, 0)
         return date, one.seconds if timed and one.seconds else 0.0, one.position
 
-    return min(candidates, key=order)
+    return sorted(findings, key=order)
 
 
 def _last_time(text: bytes) -> tuple[tuple[int, int] | None, float | None]:
