@@ -15,6 +15,8 @@ COMMANDS = {
     "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
     "sites": "list, explain, check and write profiles of clusters",
     "doctor": "find out what is wrong with a job",
+    "bench": "measure collectives, links between hosts, and how a training scales",
+    "tune": "find the settings of DistributedDataParallel that are fastest for a script here",
     "explain": "print which launcher started this process, and why",
 }
 
@@ -45,6 +47,14 @@ def main(words: Sequence[str] | None = None) -> int:
         from .submission import in_job
 
         return in_job.main(arguments)
+    if name == "bench":
+        from .bench import cli as bench
+
+        return bench.main(arguments)
+    if name == "tune":
+        from .bench import tune
+
+        return tune.main(arguments)
     if name == "explain":
         from .launchers import __main__ as explain
 

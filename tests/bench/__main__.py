@@ -1,0 +1,96 @@
+"""Check bench.py and tune.py on hosts with limited links: python -m tests.bench links|causes|tune [RATE ...]. Root."""
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.bench.shaped import ROOT, run_ranks, shape, start_ranks
+from tests.cluster.hosts import Hosts
+
+HERE = Path(__file__).resolve().parent
+TRAINING = str(HERE / "training.py")
+# What is planted: the name that has to come first, the rate, and more options of the training.
+PLANTED = {
+    "accumulation": ("accumulation that communicates each time", "1gbit", ["--batch", "128"]),
+    "buckets": ("many small buckets", "1gbit", ["--layers", "40", "--width", "64"]),
+    "data": ("data wait", "1gbit", []),
+    "rank": ("one slow rank", "1gbit", []),
+    "link": ("one slow link", "1gbit", []),
+    "threads": ("too many threads", "4gbit", ["--batch", "256"]),
+    "batch": ("too small a micro-batch", "400mbit", ["--batch", "2", "--width", "512"]),
+    "hook": ("no overlap", "2gbit", ["--batch", "256", "--width", "512"]),
+}
+
+
+def check_links(times: int, count: int, seed: int = 0) -> int:
+    """Plant one slow link or one slow host among `count` hosts, several times; return how often it was found."""
+    choose, right = random.Random(seed), 0
+    with Hosts(count) as hosts:
+        ranks = start_ranks(hosts, [str(HERE / "rounds.py"), "400000"])
+        assert ranks[0].stdout
+        for number in range(times):
+            a, b = sorted(choose.sample(hosts.hosts, 2))
+            if number % 2:
+                slow = {(a, other): "50mbit" for other in hosts.hosts if other != a}
+                expected = f"FOUND {a} is "
+            else:
+                slow, expected = {(a, b): "50mbit"}, f"FOUND the link {a} - {b} is "
+            shape(hosts, "200mbit", slow)
+            found = ask(ranks[0])
+            right += found.startswith(expected) and ";" not in found.replace("; both hosts", "")
+            print(f"{number + 1}: planted {expected[6:]}slow: {found[6:].strip()}", flush=True)
+        for rank in ranks:
+            rank.communicate()
+    print(f"{right} of {times} found, among {count * (count - 1) // 2} pairs")
+    return right
+
+
+def ask(rank: subprocess.Popen[str]) -> str:
+    assert rank.stdin and rank.stdout
+    rank.stdin.write("go\n")
+    rank.stdin.flush()
+    lines = []
+    for line in rank.stdout:
+        lines.append(line)
+        if line.startswith("FOUND"):
+            return line
+    raise AssertionError("".join(lines))
+
+
+def check_causes(names: list[str]) -> int:
+    right = 0
+    for plant in names:
+        name, rate, options = PLANTED[plant]
+        with Hosts(3 if plant == "link" else 2) as hosts:
+            shape(hosts, rate, {("h1", "h3"): "60mbit"} if plant == "link" else None,
+                  "1ms" if plant == "buckets" else "")
+            words = [str(ROOT / "scripts/bench.py"), "ddp", "--full-only", "--steps", "6", TRAINING, "--plant", plant,
+                     *options]
+            output = run_ranks(hosts, words, threads=8 if plant == "threads" else 1)
+        first = re.search(r"^1\. (.*?), up to", output, re.MULTILINE)
+        right += bool(first) and first[1] == name
+        print(f"--- planted: {plant} ({name})\n{output[output.find('# '):]}", flush=True)
+    print(f"{right} of {len(names)} planted causes named first")
+    return right
+
+
+def check_tune(rates: list[str]) -> None:
+    for rate in rates:
+        with Hosts(2) as hosts:
+            shape(hosts, "" if rate == "fast" else rate)
+            words = [str(ROOT / "scripts/tune.py"), "--budget", "240", "--steps", "10", "--only",
+                     "hook,bucket,gradient_as_bucket_view", TRAINING, "--batch", "32", "--width", "640"]
+            print(f"--- {rate}\n{run_ranks(hosts, words)}", flush=True)
+
+
+if __name__ == "__main__":
+    what, *more = sys.argv[1:]
+    if what == "links":
+        sys.exit(check_links(20, 8) < 20)
+    if what == "causes":
+        planted = more or list(PLANTED)
+        sys.exit(check_causes(planted) < len(planted))
+    check_tune(more or ["1gbit", "100mbit", "fast"])

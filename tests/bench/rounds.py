@@ -1,0 +1,23 @@
+"""A rank that measures all pairs of hosts once for each line that rank 0 reads: rounds.py BYTES."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from utils import setup_distributed
+from utils.bench import operations, pairs
+
+with setup_distributed("gloo", bind=False) as dist:
+    ranks = operations.Ranks(dist.rank, dist.world_size, dist.device)
+    names = [f"h{i + 1}" for i in range(dist.world_size)]
+    while True:
+        more = [bool(sys.stdin.readline()) if dist.is_main else None]
+        torch.distributed.broadcast_object_list(more, 0)
+        if not more[0]:
+            break
+        measured = pairs.measure_pairs(range(dist.world_size), ranks, int(sys.argv[1]), 3)
+        if dist.is_main:
+            print("FOUND", pairs.describe({pair: one.bandwidth for pair, one in measured.items()}, names), flush=True)

@@ -1,0 +1,77 @@
+"""A training with a planted cause of low efficiency, for `bench.py ddp` and tune.py."""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from utils import setup_distributed
+
+
+class Data(Dataset[torch.Tensor]):
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self._seconds)
+        return torch.randn(256, generator=torch.Generator().manual_seed(index))
+
+
+def waiting_hook(group: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer()
+    torch.distributed.all_reduce(gradients.div_(torch.distributed.get_world_size()))
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradients)
+    return done
+
+
+waiting_hook.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plant", default="")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    args = parser.parse_args()
+    with setup_distributed(bind=False) as dist:
+        torch.manual_seed(0)
+        sizes = [256, *[args.width] * args.layers]
+        model = nn.Sequential(*(layer for a, b in zip(sizes, sizes[1:], strict=False)
+                                for layer in (nn.Linear(a, b), nn.Tanh())), nn.Linear(args.width, 16))
+        target = torch.randn(256, 16)
+        options = {"buckets": {"bucket_cap_mb": 0.01}, "unused": {"find_unused_parameters": True}}
+        ddp = DDP(model, **options.get(args.plant, {}))  # type: ignore[arg-type]
+        if args.plant == "hook":
+            ddp.register_comm_hook(None, waiting_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+        slow = args.plant == "rank" and dist.rank == dist.world_size - 1
+        loader = DataLoader(Data(0.02 / args.batch if args.plant == "data" else 0), args.batch)
+        batches = iter(loader)
+        while True:
+            for i in range(4 if args.plant in ("accumulation", "no_sync") else 1):
+                with ddp.no_sync() if args.plant == "no_sync" and i < 3 else contextlib.nullcontext():
+                    inputs = next(batches)
+                    for _ in range(4 if slow else 1):
+                        loss = nn.functional.mse_loss(ddp(inputs), torch.tanh(inputs @ target / 16))
+                    loss.backward()
+                    if slow:
+                        time.sleep(0.03)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()

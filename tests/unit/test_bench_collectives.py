@@ -1,0 +1,122 @@
+"""bench.py collectives: definitions of nccl-tests, checks, slow links, and results that a stop leaves."""
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.programs import ROOT, TORCHRUN, python
+from utils.bench import links, pairs, timing
+
+EVERY_OPERATION = """
+from utils import setup_distributed
+from utils.bench.operations import DATA_TYPES, OPERATIONS, Ranks
+with setup_distributed("gloo") as dist:
+    ranks = Ranks(dist.rank, dist.world_size, dist.device)
+    for name, kind in OPERATIONS.items():
+        for data_type in DATA_TYPES:
+            operation = kind(ranks, 1000, data_type)
+            assert operation.count_wrong() == 0, (name, data_type)
+            run = operation.run
+            def spoil():
+                run()
+                operation.output[-3:] += 1
+            operation.run = spoil
+            assert operation.count_wrong() == 3, (name, data_type)
+    print("checked", flush=True)
+"""
+
+
+@pytest.mark.parametrize("hosts", range(2, 10))
+def test_every_pair_meets_once_and_no_host_has_two_partners(hosts: int) -> None:
+    rounds = pairs.rounds(hosts)
+    assert sorted(pair for pairs_ in rounds for pair in pairs_) == [(a, b) for a in range(hosts)
+                                                                   for b in range(a + 1, hosts)]
+    for pairs_ in rounds:
+        partners = [host for pair in pairs_ for host in pair]
+        assert len(partners) == len(set(partners))
+
+
+def test_slow_link_and_slow_host_are_told_apart() -> None:
+    choose = random.Random(1)
+    for number in range(40):
+        bandwidths = {(a, b): choose.uniform(0.9, 1.1) for b in range(8) for a in range(b)}
+        link = choose.choice(list(bandwidths))
+        for pair in bandwidths:
+            if pair == link or number % 2 and link[0] in pair:
+                bandwidths[pair] /= 4
+        expected = ([link[0]], []) if number % 2 else ([], [link])
+        assert pairs.find_slow(bandwidths) == expected
+    names = [f"n{i}" for i in range(3)]
+    said = pairs.describe({(0, 1): 1e9, (0, 2): 1e9, (1, 2): 0.25e9}, names)
+    assert said.startswith("the link n1 - n2 is 4.0 times slower than the rest; both hosts are")
+    assert pairs.describe({(0, 1): 1e9}, names).startswith("No slow link among 1: the median is 1 GB/s")
+
+
+def test_links_are_fitted_to_a_ring() -> None:
+    def seconds(size: int, ranks: int) -> float:
+        return 2 * (ranks - 1) * 20e-6 + 2 * (ranks - 1) / ranks * size / 5e9
+
+    found = links.fit([(size, seconds(size, 8)) for size in (1 << 10, 1 << 16, 1 << 25)], 8)
+    assert found.latency_seconds == pytest.approx(20e-6)
+    assert found.bandwidth_bytes_per_second == pytest.approx(5e9)
+
+
+def test_percentiles_are_by_nearest_rank() -> None:
+    assert [timing.percentile(range(1, 21), percent) for percent in (50, 95, 99)] == [10, 19, 20]
+
+
+def test_wrong_elements_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "check.py"
+    path.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})" + EVERY_OPERATION)
+    done = python(str(path), ranks=3)
+    assert done.returncode == 0 and "checked" in done.stdout, done.stderr
+
+
+def test_table_json_and_links(tmp_path: Path) -> None:
+    saved, measured = tmp_path / "results.json", tmp_path / "links.json"
+    done = python("scripts/bench.py", "collectives", "-b", "1000", "-e", "64K", "-f", "8", "-n", "3",
+                  "-J", str(saved), "--links", str(measured), "--expect", "100", ranks=2)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("all_reduce reaches ") and "% of the expected" in last
+    assert last.endswith("all results are correct.")
+    found = json.loads(saved.read_text())
+    rows = {(row["collective"], row["size"]): row for row in found["results"]}
+    assert len(rows) == 6 * 3 and ("all_to_all", 64000) in rows
+    for name, factor in {"all_reduce": 1, "broadcast": 1, "all_gather": 0.5, "reduce_scatter": 0.5,
+                         "all_to_all": 0.5, "send_recv": 1}.items():
+        row = rows[name, 8000]
+        place = row["in_place"] or row["out_of_place"]
+        assert place["alg_bw"] == pytest.approx(8000 / place["time"] / 1e3)
+        assert place["bus_bw"] == pytest.approx(factor * place["alg_bw"]) and place["nwrong"] == 0
+    assert found["out_of_bounds"] == {"count": 0, "okay": "true"}
+    links_found = json.loads(measured.read_text())
+    assert links_found["inside"]["bandwidth_bytes_per_second"] > 0 and links_found["between"] is None
+    assert (links_found["format"], links_found["backend"], links_found["hosts"]) == (1, "gloo", 1)
+
+
+def test_interrupt_of_one_rank_leaves_what_was_measured(tmp_path: Path) -> None:
+    saved = tmp_path / "results.json"
+    words = ["scripts/bench.py", "collectives", "-b", "8", "-e", "1G", "-f", "2", "-n", "20", "-J", str(saved)]
+    with subprocess.Popen([sys.executable, *TORCHRUN, "2", *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
+        assert run.stdout
+        lines = []
+        for line in run.stdout:
+            lines.append(line)
+            if line.split()[:2] == ["all_reduce", "64"]:
+                os.kill(json.loads(saved.read_text())["config"]["devices"][1]["pid"], signal.SIGINT)
+    assert run.returncode == 0 and "stopped by a signal before all_reduce at " in lines[-1]
+    assert len(json.loads(saved.read_text())["results"]) >= 4
+
+
+def test_one_rank_is_refused() -> None:
+    done = python("scripts/bench.py", "collectives")
+    assert done.returncode == 2 and "Expected at least two: use a launcher" in done.stderr

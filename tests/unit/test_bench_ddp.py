@@ -1,0 +1,114 @@
+"""bench.py ddp names planted causes; tune.py combines what gains and keeps the loss."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.programs import python
+from utils.bench import causes, scaling, tune
+from utils.bench.trials import TrialFailed
+from utils.bench.worker import Phase, Report, Settings
+
+TRAINING = "tests/bench/training.py"
+HEALTHY = Report(host="h1", losses=[], passes=1, exchanges=1, backend="nccl", threads=4, cpus=[0, 1, 2, 3],
+                 small_seconds=0.0005, whole_seconds=0.02, gradient_bytes=100 << 20, bucket_bytes=[25 << 20] * 4,
+                 phases={"sync": Phase(1.0, 0, 10), "local": Phase(0.9, 0, 10)})
+
+
+def reports(seconds: float = 0.1, local: float = 0.09, **changes: object) -> list[Report]:
+    """Return the reports of four ranks on two hosts with a step of `seconds`, `local` without communication."""
+    phases = {"sync": Phase(seconds * 10, 0, 10), "local": Phase(local * 10, 0, 10)}
+    return [dataclasses.replace(HEALTHY, **{"host": f"h{rank // 2 + 1}", "phases": phases, **changes,  # type: ignore[arg-type]
+                                            "cpus": range(4 * (rank % 2), 4 * (rank % 2) + 4)}) for rank in range(4)]
+
+
+def first_cause(found: list[Report], links: causes.Links | None = None) -> str:
+    point = scaling.split("weak", 2, found, 0.09)
+    return next((cause.name for cause in causes.find_causes(point, links)), "")
+
+
+def test_healthy_training_has_no_cause() -> None:
+    point = scaling.split("weak", 2, reports(), 0.095)
+    assert causes.find_causes(point) == []
+    assert causes.explain(point, []) == ("95% efficiency (weak scaling) on 4 ranks, computing 90% of the time: "
+                                         "nothing to look for.")
+
+
+def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_cause(reports(0.2, exchanges=4, passes=4)) == "accumulation that communicates each time"
+    assert first_cause(reports(0.2, bucket_bytes=[1 << 18] * 400)) == "many small buckets"
+    assert first_cause(reports(0.11, hook="mine", find_unused_parameters=True)) == "no overlap"
+    assert first_cause(reports(0.1, 0.09, find_unused_parameters=True, small_seconds=0.01)) == "find_unused_parameters"
+    assert first_cause(reports(0.12, 0.12, threads=16)) == "too many threads"
+    assert first_cause(reports(0.12, 0.12, threads=1, backend="gloo")) == "too few threads"
+    assert first_cause(reports(0.09, 0.01, whole_seconds=0.08)) == "too small a micro-batch"
+    waiting = {"sync": Phase(1, 0.5, 10), "local": Phase(0.9, 0.5, 10)}
+    assert first_cause(reports(phases=waiting)) == "data wait"
+    slow = reports(0.2)
+    slow[2] = dataclasses.replace(slow[2], phases={"sync": Phase(2, 0, 10), "local": Phase(1.9, 0, 10)})
+    assert first_cause(slow) == "one slow rank"
+    links = causes.Links({(0, 1): 1e9, (0, 2): 1e8, (1, 2): 1e9}, ["a", "b", "c"])
+    assert first_cause(reports(0.2, whole_seconds=0.1), links) == "one slow link"
+    warning = "NCCL uses TCP sockets over eth0, although IB is expected (DDPKIT_NETWORK)"
+    assert first_cause(reports(0.2, network=warning)) == "sockets instead of the fabric"
+    monkeypatch.setenv("DDPKIT_NETWORK", "AWS Libfabric")
+    assert first_cause(reports(0.2, backend="gloo", threads=3)) == "sockets instead of the fabric"
+
+
+def test_numbers_of_ranks() -> None:
+    assert [scaling.numbers_of_ranks(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_planted_cause_is_named_first(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    done = python("scripts/bench.py", "ddp", "--full-only", "--steps", "4", "--json", str(table), TRAINING,
+                  "--plant", "accumulation", ranks=2)
+    assert done.returncode == 0, done.stderr
+    first = re.search(r"^1\. (.*), up to .* per step\.", done.stdout, re.MULTILINE)
+    assert first and first[1] == "accumulation that communicates each time", done.stdout
+    points = json.loads(table.read_text())["points"]
+    assert [point["ranks"] for point in points] == [1, 2] and points[1]["step"] > 0
+
+
+class FakeTrials:
+    """Trials whose times and losses are computed from the settings."""
+
+    def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
+        if settings.fused:
+            raise TrialFailed("rank 0 of 2: status 1\nno fused optimizer")
+        seconds = 0.1 / {"": 1, "fp16": 1.5, "powersgd-1": 3}.get(settings.hook, 0.9)
+        seconds /= 1.2 if settings.ddp.get("static_graph") else 1
+        losses = [1.1 if settings.hook == "powersgd-1" else 1.01 if settings.hook else 1.0] * 40
+        steps = phases[0][1]
+        return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": Phase(seconds * steps, 0, steps)})] * ranks
+
+    def agree(self, value: bool) -> bool:
+        return value
+
+
+def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
+    tuner = tune.Tuner(FakeTrials(), 2, 10, budget=100, tolerance=0.02)  # type: ignore[arg-type]
+    best = tuner.search(tune.candidates(4, False))
+    assert best.settings == Settings(hook="fp16", ddp={"static_graph": True})
+    assert best.gain == pytest.approx(1.8) and best.worse == pytest.approx(0.01)
+    problems = {one.name: one.problem.splitlines()[-1] for one in tuner.alone if one.problem}
+    assert problems == {"hook powersgd-1": "the loss is 10.0% higher", "fused optimizer": "no fused optimizer"}
+    assert tune.code(best.settings) == (
+        "ddp = DistributedDataParallel(model, device_ids=dist.device_ids, static_graph=True)\n"
+        "ddp.register_comm_hook(None, utils.hooks.fp16_hook)")
+
+
+def test_tuner_keeps_the_script_where_nothing_gains() -> None:
+    tuner = tune.Tuner(FakeTrials(), 2, 10, budget=100, tolerance=0.02)  # type: ignore[arg-type]
+    assert tuner.search({"bucket": tune.candidates(4, False)["bucket"]}) is tuner.default
+
+
+def test_trial_that_fails_names_rank_and_output() -> None:
+    done = python("scripts/tune.py", TRAINING, "--bad-option", ranks=2)
+    assert done.returncode == 1
+    assert re.search(r"does not run as it is.*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)

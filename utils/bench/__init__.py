@@ -1,0 +1,1 @@
+"""Measure collectives, links between hosts, and the scaling of a training; tune its settings."""

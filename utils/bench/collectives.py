@@ -1,0 +1,295 @@
+"""Measure collectives over a range of sizes; print and save them as nccl-tests does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .operations import OPERATIONS, Operation, Ranks
+from .timing import barrier, gather, percentile, time_iterations
+
+_TIME = "%Y-%m-%d %H:%M:%S"
+HEADER = f"""\
+# {"operation":>14} {"size":>12} {"count":>12} {"type":>8} {"redop":>6} {"root":>5} \
+{"time":>10} {"algbw":>7} {"busbw":>7} {"#wrong":>6} {"p50":>10} {"p99":>10}
+# {"":>14} {"(B)":>12} {"(elements)":>12} {"":>8} {"":>6} {"":>5} \
+{"(us)":>10} {"(GB/s)":>7} {"(GB/s)":>7} {"":>6} {"(us)":>10} {"(us)":>10}"""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure: nccl-tests' -b, -e, -f, -n, -w, -c and -d."""
+
+    smallest_bytes: int
+    largest_bytes: int
+    factor: int
+    iterations: int
+    warm_up: int
+    checks: int
+    data_type: str
+
+    def sizes(self) -> Iterator[int]:
+        size = self.smallest_bytes
+        while size <= self.largest_bytes:
+            yield size
+            size *= self.factor
+
+
+@dataclass(frozen=True)
+class Result:
+    """One operation at one size. Times in seconds; bandwidths in bytes per second."""
+
+    operation: str
+    size: int
+    count: int
+    data_type: str
+    redop: str
+    root: int
+    in_place: bool
+    seconds: float  # of one iteration: the mean over the iterations and the ranks
+    factor: float
+    wrong: int | None  # elements, over all ranks and checks; None: not checked
+    rank_seconds: list[list[float]] = field(repr=False)  # of each rank, each iteration
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        return self.size / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        return self.algorithm_bandwidth * self.factor
+
+    @property
+    def slowest_seconds(self) -> list[float]:
+        """The time of each iteration on the rank where it took longest."""
+        return [max(times) for times in zip(*self.rank_seconds, strict=True)]
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM on any rank ends the measurement on all of them, between two sizes."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = 1
+        signal.signal(number, signal.SIG_DFL)  # a second one ends this process at once
+
+    def agreed(self) -> bool:
+        """Return whether a rank has received a signal. All ranks call it together."""
+        flag = torch.tensor([self._received], device=self._ranks.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.group)
+        return bool(flag.item())
+
+
+def measure(kind: type[Operation], size: int, sweep: Sweep, ranks: Ranks) -> Result:
+    """Check and time one operation at one size. All ranks of the group call it together."""
+    operation = kind(ranks, size, sweep.data_type)
+    wrong = None
+    if sweep.checks:
+        found = sum(operation.count_wrong() for _ in range(sweep.checks))
+        wrong = int(sum(count for (count,) in gather([found], ranks)))
+        operation.input.fill_(1)
+    for _ in range(sweep.warm_up):
+        operation.run()
+    barrier(ranks)  # outside of the time
+    own = time_iterations(operation.run, sweep.iterations, ranks.device)
+    every = gather(own, ranks)
+    return Result(
+        operation=kind.name,
+        size=operation.size,
+        count=operation.count,
+        data_type=sweep.data_type,
+        redop=kind.redop,
+        root=kind.root,
+        in_place=kind.in_place,
+        seconds=statistics.fmean(statistics.fmean(times) for times in every),
+        factor=operation.factor,
+        wrong=wrong,
+        rank_seconds=every,
+    )
+
+
+def measure_all(
+    names: Sequence[str],
+    sweep: Sweep,
+    ranks: Ranks,
+    stop: StopRequest,
+    report: Callable[[Result], None],
+) -> list[str]:
+    """Measure the operations at all sizes, and report each result as it is there.
+
+    Returns sentences about what is missing: what the backend cannot do, or a stop.
+    """
+    missing: list[str] = []
+    for name in names:
+        for size in sweep.sizes():
+            if stop.agreed():
+                return [*missing, f"stopped by a signal before {name} at {size} bytes"]
+            try:
+                report(measure(OPERATIONS[name], size, sweep, ranks))
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                if "upport" not in reason and "mplement" not in reason:
+                    raise
+                missing.append(f"{name}: the backend refuses it ({reason})")
+                break
+    return missing
+
+
+# The output -------------------------------------------------------------------------------------
+
+
+def show(result: Result) -> str:
+    """Return one line of the table."""
+    slowest = result.slowest_seconds
+    wrong = "N/A" if result.wrong is None else str(result.wrong)
+    return (
+        f"  {result.operation:>14} {result.size:>12} {result.count:>12} {result.data_type:>8} "
+        f"{result.redop:>6} {result.root:>5} {result.seconds * 1e6:>10.1f} "
+        f"{_gigabytes(result.algorithm_bandwidth)} {_gigabytes(result.bus_bandwidth)} {wrong:>6} "
+        f"{percentile(slowest, 50) * 1e6:>10.1f} {percentile(slowest, 99) * 1e6:>10.1f}"
+    )
+
+
+def _gigabytes(bandwidth: float) -> str:
+    gigabytes = bandwidth / 1e9
+    return f"{gigabytes:>7.2f}" if gigabytes >= 1 else f"{gigabytes:>7.4f}"
+
+
+def as_json(results: Sequence[Result], sweep: Sweep, devices: object, start: float) -> str:
+    """Return the results with the field names of nccl-tests (-J); times in us, bandwidth in GB/s.
+
+    Not from nccl-tests: "collective" in each result, because one file holds several.
+    """
+    wrong = sum(result.wrong or 0 for result in results)
+    mean = statistics.fmean([result.bus_bandwidth for result in results] or [0.0])
+    content = {
+        "version": 1,
+        "start_time": time.strftime(_TIME, time.localtime(start)),
+        "args": sys.argv,
+        "config": {
+            "nthreads": 1,
+            "ngpus": 1,
+            "minimum_bytes": sweep.smallest_bytes,
+            "maximum_bytes": sweep.largest_bytes,
+            "step_factor": sweep.factor,
+            "warmup_iters": sweep.warm_up,
+            "iterations": sweep.iterations,
+            "aggregated_iterations": 1,
+            "validation": sweep.checks,
+            "devices": devices,
+        },
+        "results": [_result_json(result) for result in results],
+        "out_of_bounds": {"count": wrong, "okay": str(wrong == 0).lower()},
+        "average_bus_bandwidth": {"bandwidth": mean / 1e9, "okay": "unchecked"},
+        "end_time": time.strftime(_TIME),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    times = result.slowest_seconds
+    mean, deviation = statistics.fmean(times), statistics.pstdev(times)
+    measured = {
+        "time": result.seconds * 1e6,
+        "alg_bw": result.algorithm_bandwidth / 1e9,
+        "bus_bw": result.bus_bandwidth / 1e9,
+        "nwrong": result.wrong,
+    }
+    iterations = {
+        "skipped_iterations": 0,
+        "min_us": min(times) * 1e6,
+        "max_us": max(times) * 1e6,
+        "avg_us": mean * 1e6,
+        "p50_us": percentile(times, 50) * 1e6,
+        "p95_us": percentile(times, 95) * 1e6,
+        "p99_us": percentile(times, 99) * 1e6,
+        "stdev_us": deviation * 1e6,
+        "cv_pct": 100 * deviation / mean,
+        "times_us": [seconds * 1e6 for seconds in times],
+        "per_process_max_times_us": [
+            [seconds * 1e6 for seconds in times] for times in result.rank_seconds
+        ],
+    }
+    place = "in_place" if result.in_place else "out_of_place"
+    other = "out_of_place" if result.in_place else "in_place"
+    return {
+        "collective": result.operation,
+        "size": result.size,
+        "count": result.count,
+        "type": result.data_type,
+        "redop": result.redop,
+        "root": str(result.root),
+        other: None,
+        place: measured,
+        f"{place}_per_iter": iterations,
+        "actual_iterations": len(times),
+        "experiment_name": result.operation,
+    }
+
+
+def describe_rank(ranks: Ranks) -> dict[str, Any]:
+    """Return what nccl-tests writes about a rank under "devices"."""
+    device = ranks.device
+    info = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    return {
+        "rank": ranks.rank,
+        "group": 0,
+        "pid": os.getpid(),
+        "hostname": socket.gethostname(),
+        "device": device.index or 0,
+        "device_info": info,
+    }
+
+
+def summary(results: Sequence[Result], missing: Sequence[str], expected: float | None) -> str:
+    """Return the last line: bandwidth, latency and correctness in words.
+
+    expected: bytes per second of bus bandwidth.
+    """
+    if not results:
+        return f"Nothing was measured: {'; '.join(missing)}."
+    best = max(results, key=lambda result: (result.operation == "all_reduce", result.bus_bandwidth))
+    first = min(
+        (result for result in results if result.operation == best.operation),
+        key=lambda result: result.size,
+    )
+    share = f", {best.bus_bandwidth / expected:.0%} of the expected" if expected else ""
+    wrong = [result for result in results if result.wrong]
+    unchecked = any(result.wrong is None for result in results)
+    correct = (
+        f"WRONG RESULTS in {', '.join(sorted({result.operation for result in wrong}))}"
+        if wrong
+        else "results were not checked"
+        if unchecked
+        else "all results are correct"
+    )
+    sentence = (
+        f"{best.operation} reaches {best.bus_bandwidth / 1e9:.3g} GB/s of bus bandwidth{share}, "
+        f"and takes {first.seconds * 1e6:.0f} us for {first.size} bytes; {correct}"
+    )
+    return f"{'; '.join([sentence, *missing])}."
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once, so that a reader or a kill never finds half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

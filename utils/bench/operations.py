@@ -1,0 +1,226 @@
+"""Define the collectives that are measured: buffers, call, factor of the bus bandwidth, check.
+
+Sizes, factors and the meaning of in place are those of nccl-tests:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+
+Every operation is checked against values that each rank can compute alone. They are small whole
+numbers, so that sums are exact in each data type and in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# nccl-tests' name: the type, and the whole number up to which it represents every one.
+DATA_TYPES = {
+    "float": (torch.float32, 1 << 24),
+    "double": (torch.float64, 1 << 53),
+    "half": (torch.float16, 1 << 11),
+    "bfloat16": (torch.bfloat16, 1 << 8),
+    "int32": (torch.int32, 1 << 31),
+    "int64": (torch.int64, 1 << 63),
+}
+# New names, and warnings for the old ones, from torch 2.13 on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_PERIOD = 97  # prime: a block that arrives in the wrong place shows
+
+
+@dataclass
+class Ranks:
+    """The ranks that take part: their group, and this rank's number in it."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: ProcessGroup | None = None  # None: all ranks
+
+    def global_rank(self, rank: int) -> int:
+        """Return the number of a rank of the group among all ranks."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class Operation:
+    """One collective with buffers of `count` elements; a subclass for each.
+
+    size: bytes as nccl-tests counts them, the larger of what a rank sends and receives. input and
+    output have `count` elements, divided by the ranks where a rank sends or receives a block.
+    """
+
+    name = ""
+    redop = "none"
+    root = -1
+    in_place = False
+    sends_block = receives_block = exchanges_blocks = False
+    passes = 1  # of all data through the ring
+    bus_factor: float | None = None  # where the bus bandwidth is not that of a ring
+
+    def __init__(self, ranks: Ranks, size: int, data_type: str) -> None:
+        self.ranks = ranks
+        self.dtype, self.exact = DATA_TYPES[data_type]
+        count = max(1, size // self.dtype.itemsize)
+        if self.sends_block or self.receives_block or self.exchanges_blocks:
+            count = -(-count // ranks.size) * ranks.size
+        self.count, self.size = count, count * self.dtype.itemsize
+        block = count // ranks.size
+        self.input = self.ones(block if self.sends_block else count)
+        self.output = self.input
+        if not self.in_place:
+            self.output = self.ones(block if self.receives_block else count)
+        # Bus bandwidth / algorithm bandwidth.
+        self.factor = self.bus_factor or self.passes * (ranks.size - 1) / ranks.size
+
+    def run(self) -> None:
+        """Run the collective once."""
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        """Write this rank's values into the input."""
+        self.input.copy_(self.sequence(len(self.input), self.ranks.rank))
+
+    def expected(self) -> Tensor:
+        """Return the output that this rank should have."""
+        raise NotImplementedError
+
+    def count_wrong(self) -> int:
+        """Run the collective once on known values; return the number of wrong elements."""
+        self.output.fill_(-1)
+        self.fill()
+        self.run()
+        return int((self.output != self.expected()).sum())
+
+    def ones(self, count: int) -> Tensor:
+        return torch.ones(count, dtype=self.dtype, device=self.ranks.device)
+
+    def sequence(self, count: int, start: int, period: int = _PERIOD) -> Tensor:
+        """Return whole numbers from 0 to period - 1 in turn, beginning at `start`."""
+        one = (torch.arange(period, device=self.ranks.device) + start) % period
+        return one.to(self.dtype).repeat(-(-count // period))[:count]
+
+
+class AllReduce(Operation):
+    name = "all_reduce"
+    redop = "sum"
+    in_place = True
+
+    passes = 2
+
+    def run(self) -> None:
+        dist.all_reduce(self.input, group=self.ranks.group)
+
+    def fill(self) -> None:
+        self.input.copy_(self._summand(self.ranks.rank, self.count))
+
+    def expected(self) -> Tensor:
+        period = self._period
+        ranks = range(self.ranks.size)
+        one = sum(self._summand(rank, period).to(torch.int64) for rank in ranks)
+        assert isinstance(one, Tensor)
+        return one.to(self.dtype).repeat(-(-self.count // period))[: self.count]
+
+    @property
+    def _period(self) -> int:
+        return max(2, min(_PERIOD, self.exact // self.ranks.size))
+
+    def _summand(self, rank: int, count: int) -> Tensor:
+        # Beyond this rank the sum would not be exact, with 16 bits and very many ranks.
+        if (rank + 1) * (self._period - 1) > self.exact:
+            return self.ones(count).zero_()
+        return self.sequence(count, 3 * rank, self._period)
+
+
+class ReduceScatter(AllReduce):
+    name = "reduce_scatter"
+    in_place = False
+    receives_block = True
+    passes = 1
+
+    def run(self) -> None:
+        _reduce_scatter(self.output, self.input, group=self.ranks.group)
+
+    def expected(self) -> Tensor:
+        return super().expected().chunk(self.ranks.size)[self.ranks.rank]
+
+
+class Broadcast(Operation):
+    name = "broadcast"
+    root = 0
+    in_place = True
+    bus_factor = 1.0
+
+    def run(self) -> None:
+        dist.broadcast(self.input, self.ranks.global_rank(0), group=self.ranks.group)
+
+    def fill(self) -> None:
+        if self.ranks.rank == 0:
+            super().fill()
+
+    def expected(self) -> Tensor:
+        return self.sequence(self.count, 0)
+
+
+class AllGather(Operation):
+    name = "all_gather"
+    sends_block = True
+
+    def run(self) -> None:
+        _all_gather(self.output, self.input, group=self.ranks.group)
+
+    def expected(self) -> Tensor:
+        return torch.cat([self.sequence(len(self.input), rank) for rank in range(self.ranks.size)])
+
+
+class AllToAll(Operation):
+    name = "all_to_all"
+    exchanges_blocks = True
+
+    def run(self) -> None:
+        dist.all_to_all_single(self.output, self.input, group=self.ranks.group)
+
+    def fill(self) -> None:
+        own = self.ranks.rank
+        self.input.copy_(torch.cat([self._block(own, to) for to in range(self.ranks.size)]))
+
+    def expected(self) -> Tensor:
+        own = self.ranks.rank
+        return torch.cat([self._block(sender, own) for sender in range(self.ranks.size)])
+
+    def _block(self, sender: int, receiver: int) -> Tensor:
+        return self.sequence(self.count // self.ranks.size, 31 * sender + receiver)
+
+
+class SendRecv(Operation):
+    """Each rank sends to the next one and receives from the one before."""
+
+    name = "send_recv"
+    bus_factor = 1.0
+
+    def run(self) -> None:
+        before, after = ((self.ranks.rank + step) % self.ranks.size for step in (-1, 1))
+        to, sender = self.ranks.global_rank(after), self.ranks.global_rank(before)
+        exchange(self.input, to, self.output, sender, self.ranks.group)
+
+    def expected(self) -> Tensor:
+        return self.sequence(self.count, (self.ranks.rank - 1) % self.ranks.size)
+
+
+OPERATIONS: dict[str, type[Operation]] = {
+    kind.name: kind for kind in (AllReduce, Broadcast, AllGather, ReduceScatter, AllToAll, SendRecv)
+}
+
+
+def exchange(
+    sent: Tensor, to: int, received: Tensor, sender: int, group: ProcessGroup | None = None
+) -> None:
+    """Send a tensor to one rank and receive one from another at the same time."""
+    both = [
+        dist.P2POp(dist.isend, sent, to, group),
+        dist.P2POp(dist.irecv, received, sender, group),
+    ]
+    for one in dist.batch_isend_irecv(both):
+        one.wait()

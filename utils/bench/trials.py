@@ -1,0 +1,174 @@
+"""Run a training script on some of the ranks of this launch, again and again.
+
+The ranks of bench.py and tune.py do not train. Each starts a process that is a rank of a new
+launch, with RANK and the variables like it, and waits for it: so a trial can have fewer ranks, and
+settings that hold from the start of a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..distributed import Distributed
+from ..launch.environment import rank_variables
+from .worker import VARIABLE, Phase, Report, Settings, Trial
+
+_ROOT = Path(__file__).resolve().parents[2]  # what `import utils` needs
+
+
+class TrialFailed(RuntimeError):
+    """A rank of a trial failed; the message is its last output."""
+
+
+class Trials:
+    """Runs of one script. Every rank of the launch makes one, and calls run() together."""
+
+    def __init__(
+        self, job: Distributed, command: Sequence[str], *, warm_up: int, timeout: float
+    ) -> None:
+        self._job, self._command = job, list(command)
+        self._warm_up, self._timeout = warm_up, timeout
+        self._count = 0
+        places: list[tuple[int, int, int]] = [(0, 0, 0)] * job.world_size
+        dist.all_gather_object(places, (job.node_rank, job.local_rank, job.rank))
+        self._places = sorted(places)  # host by host
+
+    def hosts(self, ranks: int) -> int:
+        """Return the number of hosts that the first `ranks` ranks are on."""
+        return len({node for node, _, _ in self._places[:ranks]})
+
+    def agree(self, value: bool) -> bool:
+        """Return the value that rank 0 has given."""
+        values: list[bool] = [value]
+        dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def run(
+        self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]
+    ) -> list[Report]:
+        """Run the script on the first `ranks` ranks; return their reports.
+
+        phases: as in Trial. Raises TrialFailed on all ranks.
+        """
+        self._count += 1
+        ports: list[int] = [_free_port()]
+        dist.broadcast_object_list(ports, 0)  # rank 0 is on the first host
+        chosen = self._places[:ranks]
+        place = (self._job.node_rank, self._job.local_rank, self._job.rank)
+        result: tuple[int, str, str] | None = None
+        if place in chosen:
+            number = chosen.index(place)
+            same_host = [other for other in chosen if other[0] == place[0]]
+            variables = rank_variables(
+                rank=number,
+                world_size=ranks,
+                local_rank=same_host.index(place),
+                local_world_size=len(same_host),
+                node_rank=place[0],
+                address=self._job.master_addr,
+                port=ports[0],
+            )
+            with tempfile.TemporaryDirectory(prefix="ddpkit-trial-") as folder:
+                trial = Trial(settings, list(phases), self._warm_up, f"{folder}/report")
+                result = (number, *self._run_rank(trial, variables))
+        every: list[tuple[int, str, str] | None] = [None] * self._job.world_size
+        dist.all_gather_object(every, result)
+        found = sorted(one for one in every if one is not None)
+        failed = [(number, error) for number, _, error in found if error]
+        if failed:
+            number, error = min(failed, key=lambda one: _is_follower(one[1]))
+            raise TrialFailed(f"rank {number} of {ranks}: {error}")
+        return [_read_report(text) for _, text, _ in found]
+
+    def _run_rank(self, trial: Trial, variables: dict[str, str]) -> tuple[str, str]:
+        """Run this rank's process. Returns its report, or "" and an error."""
+        settings = trial.settings
+        command = [_fill(word, settings.placeholders) for word in self._command]
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_ASYNC"))
+        }
+        environ.update(variables)
+        environ[VARIABLE] = json.dumps(asdict(trial))
+        environ["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
+        if settings.threads is not None:
+            environ["OMP_NUM_THREADS"] = str(settings.threads)
+        output = Path(f"{trial.output}.out")
+        words = [sys.executable, "-m", f"{__package__}.worker", *command]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                words, env=environ, stdout=file, stderr=file, start_new_session=True
+            )
+        error = self._wait(process)
+        report, text = Path(trial.output), output.read_text(errors="replace").strip()
+        if not report.exists():
+            return "", "\n".join([error, *text.splitlines()[-8:]])
+        # setup_distributed() of the script warns where NCCL does not use the fabric.
+        warning = re.search(r"\w+ uses .*, although .* is expected.*", text)
+        content = json.loads(report.read_text())
+        return json.dumps({**content, "network": warning[0] if warning else ""}), ""
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait for a rank, and end it when another one has failed. Returns an error or ""."""
+        key, limit = f"trial/{self._count}", time.monotonic() + self._timeout
+        error = ""
+        try:
+            while process.poll() is None:
+                if self._job.store.check([key]):
+                    error = _FOLLOWER
+                    break
+                if time.monotonic() > limit:
+                    error = f"not ended after {self._timeout:.0f} s. Set a longer --trial-timeout"
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode and not error:
+            error = f"status {process.returncode}"
+        if error:
+            self._job.store.set(key, error)
+        return error
+
+
+_FOLLOWER = "ended because another rank has failed"
+
+
+def _is_follower(error: str) -> bool:
+    return error.startswith(_FOLLOWER)
+
+
+def _fill(word: str, placeholders: dict[str, int]) -> str:
+    for name, value in placeholders.items():
+        word = word.replace(f"{{{name}}}", str(value))
+    return word
+
+
+def _read_report(text: str) -> Report:
+    content = json.loads(text)
+    phases = {kind: Phase(**phase) for kind, phase in content.pop("phases").items()}
+    return Report(**content, phases=phases)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port

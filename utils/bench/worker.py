@@ -1,0 +1,284 @@
+"""Run a training script with some settings changed, and measure its steps.
+
+Started by trials.py for each rank, with a Trial in the environment. A step ends where the first
+optimizer that steps has done so. Measured are phases of steps that exchange gradients, and phases
+in which each rank trains alone: their difference is what the communication costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+
+from .. import hooks
+from .operations import AllReduce, Ranks
+from .timing import time_iterations
+
+VARIABLE = "DDPKIT_TRIAL"
+SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a trial changes in the script; the defaults change nothing."""
+
+    ddp: dict[str, Any] = field(default_factory=dict)  # arguments of DistributedDataParallel
+    first_bucket_mb: float | None = None
+    hook: str = ""  # fp16, bf16 or powersgd-RANK
+    fused: bool = False  # the optimizer
+    workers: int | None = None  # of every DataLoader
+    threads: int | None = None  # OMP_NUM_THREADS
+    placeholders: dict[str, int] = field(default_factory=dict)  # {batch} in the arguments
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How to run the script. phases: "sync" or "local", each with a number of steps."""
+
+    settings: Settings
+    phases: list[tuple[str, int]]
+    warm_up: int
+    output: str
+
+
+@dataclass
+class Phase:
+    """Steps of one kind that were measured."""
+
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Report:
+    """What one rank has measured."""
+
+    host: str = field(default_factory=socket.gethostname)
+    phases: dict[str, Phase] = field(default_factory=lambda: {"sync": Phase(), "local": Phase()})
+    losses: list[float] = field(default_factory=list)  # of each backward pass before "local"
+    passes: int = 0  # backward passes per step
+    exchanges: int = 0  # passes per step that exchange gradients
+    backend: str = ""
+    network: str = ""  # a warning that the network is not the expected one
+    threads: int = 0
+    cpus: list[int] = field(default_factory=list)
+    small_seconds: float = 0.0  # of an all-reduce of one number
+    whole_seconds: float = 0.0  # of an all-reduce of as many bytes as all gradients
+    gradient_bytes: int = 0
+    hook: str = ""
+    bucket_bytes: list[int] = field(default_factory=list)
+    find_unused_parameters: bool = False
+    unused_bytes: int = 0
+
+    def step(self, kind: str) -> float:
+        """Return the seconds of a step."""
+        return self.phases[kind].seconds / self.phases[kind].steps
+
+    def data(self, kind: str) -> float:
+        """Return the seconds of a step in which it waited for data."""
+        return self.phases[kind].data_seconds / self.phases[kind].steps
+
+
+class Recorder:
+    """Change the script's settings and measure its steps."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self.report = Report()
+        # The kind of each coming step, and whether it is measured.
+        self._plan = [("warm-up", False)] * trial.warm_up
+        for kind, steps in trial.phases:
+            self._plan += [(kind, False)] * SETTLING_STEPS + [(kind, True)] * steps
+        self._step = 0
+        self._ddp: DistributedDataParallel | None = None
+        self._optimizer: object = None
+        self._step_start = self._data_seconds = 0.0
+        self._passes = self._exchanges = 0
+
+    def install(self) -> None:
+        """Replace what the script will call."""
+        settings = self._trial.settings
+        _wrap_init(DistributedDataParallel, settings.ddp, self._prepare_ddp)
+        _wrap_init(
+            DataLoader, {} if settings.workers is None else {"num_workers": settings.workers}
+        )
+        if settings.fused:
+            for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+                _wrap_init(kind, {"fused": True})
+        if settings.hook:
+            register = DistributedDataParallel.register_comm_hook
+            self._register_hook = register
+            setattr(DistributedDataParallel, "register_comm_hook", lambda *_: None)  # noqa: B010
+        load, backward = DataLoader.__iter__, torch.Tensor.backward
+
+        def timed_load(loader: DataLoader[Any]) -> Iterator[Any]:
+            batches = load(loader)
+            while True:
+                start = time.perf_counter()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                self._data_seconds += time.perf_counter() - start
+                yield batch
+
+        def recorded_backward(loss: torch.Tensor, *args: Any, **options: Any) -> None:
+            self._passes += 1
+            if loss.numel() == 1 and self._plan[self._step][0] != "local":
+                losses.append(loss.detach())  # its value is read later: that would wait for a GPU
+            backward(loss, *args, **options)  # type: ignore[no-untyped-call]
+
+        losses: list[torch.Tensor] = []
+        self._losses = losses
+        setattr(DataLoader, "__iter__", timed_load)  # noqa: B010
+        setattr(torch.Tensor, "backward", recorded_backward)  # noqa: B010
+        register_optimizer_step_post_hook(self._end_step)
+
+    def _prepare_ddp(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        name = self._trial.settings.hook
+        if name.startswith("powersgd"):
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+            rank = int(name.rpartition("-")[2])
+            state = powersgd.PowerSGDState(
+                None, matrix_approximation_rank=rank, start_powerSGD_iter=2
+            )
+            self._register_hook(ddp, state, hooks.in_order(powersgd.powerSGD_hook))
+        elif name:
+            self._register_hook(ddp, None, getattr(hooks, f"{name}_hook"))
+        ddp.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
+        ddp = self._ddp
+        if ddp is None or not torch.is_grad_enabled():
+            return
+        if self._plan[self._step][0] == "local":
+            ddp.require_backward_grad_sync = False  # as in no_sync()
+        elif ddp.require_backward_grad_sync:
+            self._exchanges += 1
+
+    def _end_step(self, optimizer: object, args: object, options: object) -> None:
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer:
+            return
+        kind, measured = self._plan[self._step]
+        last = self._step + 1 == len(self._plan)
+        if last or self._plan[self._step + 1] != (kind, measured):
+            _synchronize()  # between phases only: in each step it would slow a GPU
+        now = time.perf_counter()
+        if measured:
+            phase = self.report.phases[kind]
+            phase.seconds += now - self._step_start
+            phase.data_seconds += self._data_seconds
+            phase.steps += 1
+        if kind != "local":
+            self.report.passes, self.report.exchanges = self._passes, self._exchanges
+        self._step_start, self._data_seconds = now, 0.0
+        self._passes = self._exchanges = 0
+        if last:
+            self._write()
+            dist.barrier()  # another rank may still receive from this one
+            os._exit(0)  # what the script would do at its end is not measured
+        self._step += 1
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = True
+
+    def explain_end(self) -> str:
+        """Return why the script ended before all phases were measured."""
+        return (
+            f"the script ended after {self._step} optimizer steps. Expected {len(self._plan)} of "
+            "one optimizer. Let it train longer"
+        )
+
+    def _write(self) -> None:
+        report, ddp = self.report, self._ddp
+        if ddp is None:
+            raise RuntimeError("the script made no DistributedDataParallel. Expected one")
+        report.losses = [loss.item() for loss in self._losses]
+        report.backend = dist.get_backend()
+        report.threads, report.cpus = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
+        # Prototype interface of torch: nothing else tells the buckets.
+        data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+        report.bucket_bytes = [int(size) for size in sizes.split(", ") if size]
+        report.hook = data.get("comm_hook", "")
+        report.gradient_bytes = sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in ddp.parameters()
+            if parameter.requires_grad
+        )
+        device = next(ddp.parameters()).device
+        report.small_seconds = _time_all_reduce(4, device)
+        report.whole_seconds = _time_all_reduce(report.gradient_bytes, device)
+        report.find_unused_parameters = ddp.find_unused_parameters
+        report.unused_bytes = data.get("unused_parameter_size", 0)
+        Path(self._trial.output).write_text(json.dumps(asdict(report)))
+
+
+def _wrap_init(
+    kind: type, changed: dict[str, Any], then: Callable[[Any], None] | None = None
+) -> None:
+    """Let a class be constructed with changed keyword arguments."""
+    init = kind.__init__  # type: ignore[misc]
+
+    def changed_init(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, **changed})
+        if then is not None:
+            then(self)
+
+    kind.__init__ = changed_init  # type: ignore[misc]
+
+
+def _time_all_reduce(size: int, device: torch.device) -> float:
+    """Return the median seconds of an all-reduce of float32 values."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
+    operation = AllReduce(ranks, size, "float")
+    operation.run()
+    return statistics.median(time_iterations(operation.run, 5, device))
+
+
+def _synchronize() -> None:
+    accelerator = getattr(torch, "accelerator", torch.cuda)
+    if accelerator.is_available():
+        accelerator.synchronize()
+
+
+def main() -> None:
+    content = json.loads(os.environ[VARIABLE])
+    trial = Trial(**{**content, "settings": Settings(**content["settings"])})
+    script, *arguments = sys.argv[1:]
+    if trial.settings.first_bucket_mb is not None:
+        # Private: the first bucket's size has no public setting before torch 2.12.
+        bucket_bytes = int(trial.settings.first_bucket_mb * (1 << 20))
+        setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", bucket_bytes)  # noqa: B010
+    recorder = Recorder(trial)
+    recorder.install()
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    sys.exit(recorder.explain_end())
+
+
+if __name__ == "__main__":
+    main()
