@@ -112,8 +112,8 @@ def notes_on_cores(
         remedy = (
             f"unset {reported.openmp}, which binds them when torch is imported"
             if reported.openmp
-            else "request more cores, or start with --bind-to none (Open MPI), --cpu-bind none (PALS) "
-            "or --cpus-per-task (srun)"
+            else "request more cores, or start with --bind-to none (Open MPI), --cpu-bind none "
+            "(PALS) or --cpus-per-task (srun)"
         )
         yield (
             f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
