@@ -16,7 +16,8 @@ from utils.launchers import LAUNCHERS, LaunchError, Placement, detect
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "tests" / "recordings"
-FILES = sorted(str(path.relative_to(RECORDINGS)) for path in RECORDINGS.glob("*/*.json"))
+FOLDERS = ("mpi", "pbs", "slurm", "slurm-25.11")
+FILES = sorted(f"{folder}/{path.name}" for folder in FOLDERS for path in (RECORDINGS / folder).glob("*.json"))
 WRITTEN = {case["name"]: case for case in json.loads((RECORDINGS / "written-cases.json").read_text())}
 # The variables of each launcher alone
 EVERY = {one.name: WRITTEN[one.name]["env"] for one in LAUNCHERS if one.name != "single"}

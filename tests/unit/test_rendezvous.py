@@ -281,7 +281,7 @@ def test_on_one_host_rank_0_listens_at_master_addr_and_port() -> None:
 
 
 def test_every_recorded_task_of_srun_tries_the_host_of_rank_0() -> None:
-    files = (json.loads(path.read_text())["processes"] for path in RECORDINGS.glob("*/*.json"))
+    files = (json.loads(path.read_text())["processes"] for path in RECORDINGS.glob("slurm*/*.json"))
     tasks = [process for processes in files for process in processes if process["expect"]["launcher"] == "slurm"]
     assert len(tasks) > 50
     for process in tasks:
