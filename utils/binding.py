@@ -64,7 +64,7 @@ def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> lis
     Ranks share the cores of their GPU's node. A rank whose GPU has no known node, or a node with
     too few of these cores, gets cores of the nodes that no other rank's GPU is on. Those stay
     unused otherwise, unless a rank would have less than half of an equal share: the far cores are
-    worth more then than being near.
+    worth more then than being near. Where they are not enough either, all shares are equal.
     """
     cores_on = Counter(core.node for core in cores)
     ranks_on = Counter(gpu_nodes)
@@ -82,10 +82,19 @@ def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> lis
         shared = others if node is None else [core for core in cores if core.node == node]
         for rank, part in zip(ranks, _split(shared, len(ranks)), strict=True):
             parts[rank] = part
-    if None not in near and 2 * len(near) * min(map(len, parts)) < len(cores):
-        extra = _split(others, len(near))
+    extra = [] if None in near else _split(others, len(near))
+    if not _is_fair(parts, cores) and extra:
         parts = [part + more for part, more in zip(parts, extra, strict=True)]
+    if not _is_fair(parts, cores):  # these nodes have too few cores for their ranks
+        by_node = sorted(range(len(near)), key=lambda rank: -1 if None in near else near[rank] or 0)
+        for rank, part in zip(by_node, _split(cores, len(near)), strict=True):
+            parts[rank] = part
     return parts
+
+
+def _is_fair(parts: Sequence[Sequence[Core]], cores: Sequence[Core]) -> bool:
+    """Return whether each rank has at least half of an equal share of these cores."""
+    return 2 * len(parts) * min(map(len, parts)) >= len(cores)
 
 
 def _split(cores: Sequence[Core], count: int) -> list[list[Core]]:
