@@ -151,6 +151,21 @@ def parse_binding(text: str) -> list[Cpus]:
     return found
 
 
+def binding_for(text: str, local_ranks: int) -> list[Cpus]:
+    """Return the CPUs of so many local ranks, or more, from the value of DDPKIT_CPU_BIND.
+
+    ValueError for a value that is wrong, or has no entry for one of them.
+    """
+    given = parse_binding(text)
+    if local_ranks > len(given):
+        raise ValueError(
+            f"{VARIABLE}={text} has CPUs for {len(given)} local ranks, but there is a local rank "
+            f"{local_ranks - 1}. Expected an entry for each rank of a host. Start fewer ranks on "
+            "each host, correct or unset it"
+        )
+    return given
+
+
 def cpus_of_mask(mask: str) -> list[int]:
     """Return the CPUs of a hexadecimal mask: "0xf0" -> [4, 5, 6, 7]."""
     bits = int(mask, 16)

@@ -11,6 +11,7 @@ from .binding import (
     NO_BINDING,
     VARIABLE,
     Cpus,
+    binding_for,
     cores_in,
     cpus_of_mask,
     divide,
@@ -75,15 +76,9 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
 def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
     """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, as far as its mask has them."""
     try:
-        given = parse_binding(host.binding)
+        given = binding_for(host.binding, max(host.local_ranks) + 1)
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    if max(host.local_ranks) >= len(given):
-        raise LaunchError(
-            f"{VARIABLE}={host.binding} has CPUs for {len(given)} local ranks, but there is a "
-            f"local rank {max(host.local_ranks)}. Expected an entry for each rank of a host. Start "
-            "fewer ranks on each host, correct or unset it"
-        )
     entries = (given[local_rank] for local_rank in host.local_ranks)
     return [entry & mask or mask for entry, mask in zip(entries, masks, strict=True)]
 

@@ -57,6 +57,8 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (slurm(max_restarts=-1), "--max-restarts is -1. Expected 0 or more"),
     (slurm(ntasks=5), "-n is 5, but there are 2 hosts, .* Expected a multiple of 2"),
     (slurm(ntasks=4, ntasks_per_node=2), "both -n and --ntasks-per-node are given"),
+    (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),
+    (slurm({"DDPKIT_CPU_BIND": "list:0:1"}, ranks=(2, 3)), "DDPKIT_CPU_BIND=list:0:1 has CPUs for 2 local ranks"),
     (pbs(ranks=(0, 0)), "no host of PBS job 7 gets a rank")])
 def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -> None:
     with pytest.raises(PlanError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from .. import binding
 from ..schedulers.allocation import Allocation
 from ..schedulers.slurm.environment import components
 from .environment import clean, threads_per_rank
@@ -26,6 +27,12 @@ def make_plan(
     """
     options = _checked(options)
     hosts = choose_hosts(options, allocation, host_info)
+    given = environ.get(binding.VARIABLE, "")
+    if given not in ("", binding.NO_BINDING):
+        try:
+            binding.binding_for(given, max(hosts.ranks))
+        except ValueError as error:
+            raise PlanError(str(error)) from None
     if hosts.partial:
         environ = _for_part(environ, allocation, hosts)
     method = choose(options.launcher, allocation, host_info, hosts.names)
