@@ -26,6 +26,7 @@ PROGRAMS = {
     "system-openmpi": ("mpiexec.openmpi",),
     "slurm": ("slurmctld", "slurmd", "srun", "munged"),
     "sshd": ("sshd", "ssh", "ssh-keygen"),
+    "browser": ("chromium",),
     "hosts": ("ip", "unshare", "nsenter"),
 }
 

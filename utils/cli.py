@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "find out what is wrong with a job",
     "bench": "measure collectives, links between hosts, and how a training scales",
     "tune": "find the settings of DistributedDataParallel that are fastest for a script here",
+    "plan": "predict memory, step time and scaling of a training",
     "explain": "print which launcher started this process, and why",
 }
 
@@ -43,6 +44,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from .doctor import cli as doctor
 
         return doctor.main(arguments)
+    if name == "plan":
+        _restart_where_yaml_is_installed()
+        from .plan import cli as plan
+
+        return plan.main(arguments)
     if name == "job":  # used by job scripts
         from .submission import in_job
 

@@ -1,0 +1,195 @@
+"""scripts/plan.py from numbers: reference figures, links, advice, and the page in a real browser."""
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from utils.plan import cli, report
+from utils.plan.communication import Link, Network, sent_bytes
+from utils.plan.hardware import Hardware
+from utils.plan.step import BUCKET, FIRST_BUCKET, MIB, Computation, Gradient, fill_buckets, simulate
+
+SEVEN_BILLION = "--parameters 7e9 --precision bf16"
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    def run(options: str) -> dict[str, Any]:
+        assert cli.main([*options.split(), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+    return run
+
+
+def rows(found: dict[str, Any]) -> dict[int, dict[str, float]]:
+    return {row["gpus"]: row for row in found["scaling"]}
+
+
+# --- reference figures, each with the line that computes it
+
+def test_seven_billion_parameters_send_24_gb_in_500_ms_on_8_gpus(plan: Callable[..., dict[str, Any]]) -> None:
+    found = plan(f"{SEVEN_BILLION} --gpus 8 --bandwidth 50e9 --compute-seconds 0.2 --no-overlap")
+    step = rows(found)[8]
+    assert step["sent_bytes"] == pytest.approx(2 * 7 / 8 * 14e9) == 24.5e9
+    assert step["communication_seconds"] == pytest.approx(0.5, rel=0.03)
+    assert step["efficiency"] == pytest.approx(0.2 / 0.7, rel=0.03) and step["efficiency"] < 0.4
+
+
+def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter(plan: Callable[..., dict[str, Any]]) -> None:
+    memory = plan(SEVEN_BILLION)["memory"]
+    assert memory["parameters"] + memory["gradients"] + memory["optimizer"] == (2 + 2 + 4 + 4 + 4) * 7e9 == 112e9
+    assert memory["buckets"] == 14e9 and plan(f"{SEVEN_BILLION} --bucket-view")["memory"]["gradients"] == 0
+
+
+def test_one_all_reduce_per_parameter_reaches_a_tenth_of_the_bandwidth() -> None:
+    """ResNet-50, 161 parameters with 25.6 million elements, on 8 GPUs with NVLink."""
+    nvlink = Hardware().link("nvlink3")
+    network = Network(nvlink, nvlink, 8)
+    gradients = [Gradient(0.0, 4 * 25.6e6 / 161)] * 161
+
+    def bandwidth(messages: Any) -> float:
+        seconds = sum(network.all_reduce_seconds(message.size, 8) for message in messages)
+        return sent_bytes(4 * 25.6e6, 8) / seconds
+    assert bandwidth(gradients) / nvlink.bandwidth == pytest.approx(0.1, abs=0.01)
+    assert bandwidth(fill_buckets(gradients)) / nvlink.bandwidth > 0.75
+
+
+def test_seven_billion_parameters_collapse_beyond_32_gpus(plan: Callable[..., dict[str, Any]]) -> None:
+    """So for 0.5 s of computation, nodes of 4 GPUs, 100 GB/s and 20 µs between them, and rings."""
+    found = plan(f"{SEVEN_BILLION} --gpus 256 --gpus-per-node 4 --compute-seconds 0.5 --ring "
+                 "--inside nvlink3 --between 100e9 --between-latency 20e-6")
+    assert found["holds_up_to"] == {"0.8": 16, "0.7": 32}
+    efficiency = {gpus: row["efficiency"] for gpus, row in rows(found).items()}
+    assert efficiency[16] > 0.8 and 0.7 < efficiency[32] < 0.8 and efficiency[64] < 0.56 and efficiency[128] < 0.4
+
+
+def test_measured_half_where_more_was_expected_names_what_to_check_first(
+        plan: Callable[..., dict[str, Any]]) -> None:
+    options = (f"{SEVEN_BILLION} --gpus 16 --gpus-per-node 8 --inside nvlink4 --between 100e9 "
+               "--compute-seconds 0.4 --measured-efficiency ")
+    advice = "\n".join(plan(options + "0.5")["advice"])
+    assert re.search("predicted (8|9).%. Check first:\n1. communication does not overlap", advice), advice
+    assert "1. NCCL uses TCP sockets" in "\n".join(plan(options + "0.02")["advice"])
+    assert "nothing to look for" in plan(options + "0.9")["advice"][-1]
+
+
+# --- the model
+
+def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
+    gradients = [Gradient(float(i), size * MIB) for i, size in enumerate((0.5, 0.5, 24, 2, 30, 3))]
+    sizes = [(bucket.ready, bucket.size / MIB) for bucket in fill_buckets(gradients, BUCKET, FIRST_BUCKET)]
+    assert sizes == [(1, 1), (3, 26), (4, 30), (5, 3)]
+
+
+@pytest.mark.parametrize(("overlap", "exposed"), [(True, 1.0), (False, 4.0)])
+def test_buckets_wait_for_their_gradients_and_for_each_other(overlap: bool, exposed: float) -> None:
+    buckets = [Gradient(4.0, 2.0), Gradient(5.0, 1.0), Gradient(7.5, 1.0)]
+    step = simulate(Computation(tuple(buckets), 8.0), buckets, lambda size: size, overlap=overlap)
+    assert step.exposed == exposed - 0.5 * overlap and step.communication == 4.0
+    assert [begin for begin, _, _ in step.transfers] == ([4.0, 6.0, 7.5] if overlap else [8.0, 10.0, 11.0])
+
+
+def test_slowest_link_and_latency_of_each_hop_count() -> None:
+    network = Network(Link(100.0, 1.0), Link(10.0, 5.0), 4, tree=False)
+    assert network.all_reduce_seconds(100.0, 1) == 0
+    assert network.all_reduce_seconds(100.0, 4) == 2 * 3 * 1.0 + 1.5 * 100 / 100
+    assert network.all_reduce_seconds(100.0, 8) == 2 * (6 * 1.0 + 1 * 5.0) + 1.75 * 100 / 10
+    tree = Network(Link(100.0, 1.0), Link(10.0, 5.0), 4)
+    assert tree.all_reduce_seconds(0.0, 64) == 2 * (3 * 1.0 + 4 * 5.0)
+
+
+# --- the command
+
+def test_measured_links_replace_those_of_the_site(plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    link = {"bandwidth_bytes_per_second": 1e9, "latency_seconds": 1e-4}
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps({"format": 1, "hosts": 2, "inside": None, "between": link}))
+    inputs = plan(f"--parameters 1e6 --site polaris --links {file}")["inputs"]
+    assert (inputs["between_bandwidth"], inputs["inside_latency"], inputs["gpus_per_node"]) == (1e9, 1e-4, 4)
+
+
+def test_time_to_a_target_follows_from_the_step(plan: Callable[..., dict[str, Any]]) -> None:
+    found = plan("--parameters 1e6 --gpus 4 --batch 8 --compute-seconds 0.9 --accumulate 2 --target 1e6 "
+                 "--tokens-per-sample 10")["target"]
+    assert found["samples"] == 1e5 and found["steps"] == 1e5 / (8 * 2 * 4)
+    assert found["gpu_hours"] == pytest.approx(4 * found["steps"] * 1.8 / 3600, rel=0.01)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ("--parameters 1e6 --site perlmuter", "perlmutter"), ("--parameters 1e6 --gpu a100-41", "a100-40"),
+    ("--parameters 1e6 --links /nowhere", "cannot be read"), ("--model no_such:thing", "no_such"),
+    ("--parameters 1e6 --site derecho", "--gpu"), ("nothing.py", "nothing.py"),
+    ("--model json:dumps --precision bf16", "bf16-pure")])
+def test_mistake_is_named(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(options.split()) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_text_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--parameters", "7e9", "--precision", "bf16", "--gpu", "a100-80"]) == 0
+    text = capsys.readouterr().out
+    assert "126.00 GB" in text and "does not fit" in text and "FSDP2" in text
+    assert cli.main(["--parameters", "1e6"]) == 0
+    assert "No step time: it needs --gpu" in capsys.readouterr().out
+
+
+def test_table_of_hardware_has_sources() -> None:
+    hardware = Hardware()
+    hardware.check()
+    assert {"a100-40", "mi250x", "max1550"} <= {gpu.name for gpu in hardware.accelerators()}
+
+
+# --- the page
+
+IN_THE_PAGE = """<script>
+const results = SETTINGS.map(inputs => {
+  setInputs(inputs);
+  const result = plan(readInputs());
+  result.scaling.forEach(point => delete point.transfers);
+  return {...result, shown: document.querySelector("#figures b").textContent};
+});
+document.body.innerHTML = "<pre id=results>" + JSON.stringify(results) + "</pre>";
+</script></body>"""
+
+
+def random_options(chance: random.Random) -> str:
+    def between(least: float, most: float) -> float:
+        return float(f"{least * (most / least) ** chance.random():.4g}")
+    buckets = f" --bucket-cap-mb {between(1, 500)}" if chance.random() < 0.6 else ""
+    flags = "".join(flag for flag in (" --ring", " --no-overlap") if chance.random() < 0.5)
+    return (f"--parameters {between(1e5, 2e10)} --precision {chance.choice(('fp32', 'amp', 'bf16', 'bf16-pure'))} "
+            f"--optimizer {chance.choice(('adamw', 'sgd', 'sgd-momentum'))} --gpus {int(between(1, 1500))} "
+            f"--gpus-per-node {int(between(1, 16))} --inside {between(1e9, 1e12)} --between {between(1e8, 1e12)} "
+            f"--inside-latency {between(1e-7, 1e-4)} --between-latency {between(1e-6, 1e-3)} "
+            f"--compute-seconds {between(1e-2, 10)} --accumulate {int(between(1, 32))}{buckets}{flags}")
+
+
+def test_page_computes_the_numbers_of_the_command_in_a_browser(
+        plan: Callable[..., dict[str, Any]], tmp_path: Path, need: Callable[[str], Path]) -> None:
+    browser = need("browser")
+    chance = random.Random(0)
+    expected = [plan(random_options(chance)) for _ in range(50)]
+    page = tmp_path / "page.html"
+    report.write_page(expected[0]["inputs"], page)
+    text = page.read_text()
+    assert "http" not in text, "the page must need no network"
+    settings = json.dumps([found["inputs"] for found in expected])
+    page.write_text(text.replace("</body>", IN_THE_PAGE.replace("SETTINGS", settings)))
+    done = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+                           f"--user-data-dir={tmp_path}/profile", page.as_uri()],
+                          capture_output=True, text=True, timeout=120)
+    match = re.search("<pre id=\"results\">(.*)</pre>", done.stdout)
+    assert match, done.stdout[-500:] + done.stderr[-2000:]
+    for found, shown in zip(expected, json.loads(match[1]), strict=True):
+        assert shown["holds_up_to"] == found["holds_up_to"]
+        assert shown["memory"] == pytest.approx(found["memory"], rel=1e-9)
+        for point, other in zip(found["scaling"], shown["scaling"], strict=True):
+            assert other == pytest.approx(point, rel=1e-9, abs=1e-12)
+        efficiency = rows(found)[found["gpus"]]["efficiency"]
+        assert float(shown["shown"].split()[0]) == pytest.approx(100 * efficiency, abs=0.5)

@@ -1,0 +1,96 @@
+"""scripts/plan.py of a training script: a prediction, or a sentence that says what could not be traced."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.programs import ROOT
+
+GPU_SCRIPT = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("nccl")
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+torch.cuda.set_device(device)
+model = DDP(nn.Sequential(nn.Linear(1000, 4000), nn.ReLU(), nn.Linear(4000, 1000)).to(device), device_ids=[0],
+            gradient_as_bucket_view=True, bucket_cap_mb=5)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(256, 1000))
+for i, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)):
+    with model.no_sync() if i % 2 == 0 else torch.enable_grad():
+        with torch.autocast("cuda"):
+            loss = model(x.cuda(non_blocking=True)).square().mean()
+        loss.backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"loss {loss.item():.3f}")
+"""
+HEAD = """
+import torch
+model = torch.nn.Linear(10, 10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def plan(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, ROOT / "scripts" / "plan.py", *words], capture_output=True, text=True,
+                          timeout=300, cwd=ROOT)
+
+
+def planned(*words: str) -> dict[str, Any]:
+    done = plan("--json", *words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_script_for_gpus_is_traced_without_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(GPU_SCRIPT)
+    found = planned("--site", "polaris", "--nodes", "4", str(script))
+    parameters = 2 * 4000 * 1000 + 5000
+    assert found["inputs"]["parameters"] == parameters
+    memory = found["memory"]
+    assert (memory["parameters"], memory["gradients"], memory["buckets"]) == (4 * parameters, 0, 4 * parameters)
+    assert memory["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
+    assert any("train.py:20: traced as 1.0" in note for note in found["notes"]), found["notes"]
+    sent = {row["gpus"]: row["sent_bytes"] for row in found["scaling"]}
+    assert sent[16] == 2 * 15 / 16 * 4 * parameters
+
+
+def test_example_is_traced_as_it_is() -> None:
+    found = planned("--gpu", "a100-40", "examples/01_ddp_minimal.py", "--epochs", "1")
+    assert found["inputs"]["parameters"] == 32 * 64 + 64 + 64 + 1
+    batch = 64 * 33 * 4  # inputs and targets, not the data set
+    assert found["memory"]["inputs"] == pytest.approx(batch, rel=0.01)
+
+
+@pytest.mark.parametrize(("script", "words"), [
+    ("optimizer.step(); optimizer.step(); raise ValueError('never reached')", None),
+    ("raise ValueError('no such data')", "train.py:5"),
+    ("optimizer.step()", "1 optimizer steps too early"),
+    ("if model(torch.zeros(1, 10)).argmax() == 3: pass", "torch.bool that the model computed at train.py:5"),
+    ("import sys; sys.exit('no data here')", "no data here")])
+def test_what_cannot_be_traced_is_said(tmp_path: Path, script: str, words: str | None) -> None:
+    (tmp_path / "train.py").write_text(HEAD + script)
+    done = plan(str(tmp_path / "train.py"))
+    if words is None:
+        assert done.returncode == 0 and "does not use DDP" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_factory_gives_the_largest_batch_of_each_gpu(tmp_path: Path) -> None:
+    """Memory grows linearly with the batch: the predicted largest one fits, one more does not."""
+    options = ("--model", "tests.unit.plan_models:planned_gpt", "--gpu", "a100-40")
+    found = planned(*options, "--batch", "4")
+    capacity, batch = found["micro_batches"]["a100-40"]
+    assert capacity == 36e9 and batch > 100
+    sizes = [sum(planned(*options, "--batch", str(size))["memory"].values()) for size in (batch, batch + 1)]
+    assert sizes[0] <= capacity < sizes[1] * 1.001

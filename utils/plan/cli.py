@@ -1,0 +1,325 @@
+"""`plan`: predict memory, step time and scaling before a job is submitted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..argument_parser import ArgumentParser
+from ..submission import profiles
+from ..submission.files import KIT
+from . import advice, report, traced
+from .communication import Link, Network, PlanError, read_links
+from .hardware import Accelerator, Hardware, Node
+from .predict import (
+    OPTIMIZER_STATES,
+    PRECISIONS,
+    Workload,
+    curve_sizes,
+    even_workload,
+    holds_up_to,
+    scaling,
+    state_memory,
+    workload,
+)
+
+if TYPE_CHECKING:
+    from .trace import Trace
+
+PROGRAM = "plan.py" if (KIT / "scripts" / "plan.py").exists() else "ddpkit plan"
+_LARGE_MEMORY = 72e9  # usable bytes of a GPU with 80 GB
+DESCRIPTION = """\
+Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
+
+  plan.py --site perlmutter --nodes 8 train.py --batch-size 32     a script, as it is
+  plan.py --model my_models:gpt --batch 8 --gpu a100-40            a factory (see below)
+  plan.py --parameters 7e9 --precision bf16 --gpus 8 --bandwidth 50e9 --compute-seconds 0.2
+
+A factory gets the micro-batch, and returns (model, inputs) or (model, inputs, loss function).
+A script runs until its second optimizer step, with tensors that have shapes but no data.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print a prediction; return 0, or 1 where something could not be predicted."""
+    args = _parse(sys.argv[1:] if words is None else words)
+    try:
+        plan = make_plan(args)
+        if args.png:
+            report.write_picture(plan, args.png)
+        if args.html:
+            report.write_page(plan["inputs"], args.html)
+    except (PlanError, profiles.ProfileError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(plan, indent=1) if args.json else report.as_text(plan))
+    return 0
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what is trained (one of three)")
+    what.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
+    what.add_argument("--model", metavar="MODULE:FUNCTION")
+    what.add_argument("--parameters", type=float, metavar="N")
+    how = parser.add_argument_group("how it is trained")
+    how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
+    how.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw")
+    how.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    how.add_argument("--accumulate", type=int, default=1, metavar="STEPS")
+    how.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of DDP")
+    how.add_argument("--bucket-view", action="store_true", help="gradient_as_bucket_view=True")
+    how.add_argument("--no-overlap", action="store_true", help="communicate after backward")
+    how.add_argument(
+        "--compute-seconds",
+        type=float,
+        metavar="S",
+        help="measured, forward and backward pass of a micro-batch; default: from the GPU's peak",
+    )
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--site", metavar="NAME|FILE", help="a profile (see sites.py list)")
+    where.add_argument("--gpu", metavar="TYPE", help="of jobs/hardware.yaml")
+    where.add_argument("--gpus-per-node", type=int, metavar="N")
+    where.add_argument("--nodes", type=int, metavar="N")
+    where.add_argument("--gpus", type=int, metavar="N", help="instead of --nodes")
+    where.add_argument("--inside", metavar="LINK|B/S", help="within a node, for each GPU")
+    where.add_argument("--between", metavar="LINK|B/S", help="of a node, such as '4 slingshot-200'")
+    where.add_argument("--bandwidth", metavar="B/S", help="of both")
+    where.add_argument("--inside-latency", type=float, metavar="S")
+    where.add_argument("--between-latency", type=float, metavar="S")
+    where.add_argument("--links", type=Path, metavar="FILE", help="measured by bench.py")
+    where.add_argument("--ring", action="store_true", help="no trees, as gloo")
+    out = parser.add_argument_group("what is printed")
+    out.add_argument("--target", type=float, metavar="N", help="samples to train on in all")
+    out.add_argument("--tokens-per-sample", type=int, metavar="N", help="--target counts tokens")
+    out.add_argument("--measured-efficiency", type=float, metavar="E", help="0.5: what to check")
+    out.add_argument("--json", action="store_true")
+    out.add_argument("--png", type=Path, metavar="FILE")
+    out.add_argument("--html", type=Path, metavar="FILE", help="a page with sliders")
+    args = parser.parse_args(words)
+    if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
+        parser.error("expected one of SCRIPT, --model and --parameters")
+    for name in ("parameters", "batch", "accumulate", "gpus", "nodes", "gpus_per_node", "target"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
+    return args
+
+
+def make_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a prediction as a dict that JSON can hold. Raises PlanError."""
+    hardware = Hardware()
+    site = _site(args, hardware)
+    network = _network(args, hardware, site)
+    gpus = args.gpus or (args.nodes or 1) * network.gpus_per_node
+    name = args.gpu or (site.gpu if site else None)
+    gpu = hardware.accelerator(name) if name else None
+    notes: list[str] = []
+
+    bucket_view = args.bucket_view
+    trace = None if args.parameters else _trace(args, args.batch)
+    if trace is None:
+        memory = state_memory(
+            args.parameters, args.precision, args.optimizer, bucket_view=bucket_view
+        )
+        notes.append("Memory without activations, which --model or a script tells.")
+        micro_batches: dict[str, tuple[float, int]] = {}
+    else:
+        bucket_view = bucket_view or bool(trace.ddp_options.get("gradient_as_bucket_view"))
+        memory = traced.memory(trace, bucket_view=bucket_view)
+        micro_batches = _micro_batches(args, trace, hardware, bucket_view, notes)
+        notes += trace.notes
+
+    work = _workload(args, trace, gpu)
+    texts = [] if gpu is None else advice.memory_advice(memory, gpu.memory, gpus, gpu.name)
+    points = []
+    if work is None:
+        notes.append(
+            "No step time: it needs --gpu TYPE, a --site whose GPU is known, or --compute-seconds."
+        )
+    else:
+        points = scaling(work, network, curve_sizes(gpus), not args.no_overlap)
+        gradient_bytes = PRECISIONS[args.precision].gradient
+        texts += advice.scaling_advice(work, network, gpus, gradient_bytes)
+        if args.measured_efficiency is not None:
+            texts += advice.first_checks(work, network, gpus, args.measured_efficiency)
+        if args.compute_seconds is None and gpu is not None:
+            notes.append(
+                f"Computation estimated from the peak of {gpu.name} ({gpu.source}), of which half "
+                "is assumed to be reached. Measure it with bench.py ddp: --compute-seconds."
+            )
+    return {
+        "inputs": _inputs(args, network, gpus, work, trace),
+        "gpus": gpus,
+        "memory": memory,
+        "peak": trace.peak(without_gradients=bucket_view).where if trace else "",
+        "micro_batches": micro_batches,
+        "scaling": [point.as_dict() for point in points],
+        "holds_up_to": {
+            str(level): holds_up_to(points, level)
+            for level in (advice.GOOD, advice.LEAST)
+            if points
+        },
+        "target": _target(args, trace, work, network, gpus),
+        "advice": texts,
+        "notes": notes,
+    }
+
+
+def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
+    if args.site is None:
+        return None
+    profile = profiles.load(args.site)
+    if hardware.has_site(profile.name):
+        return hardware.node(profile.name)
+    if args.gpus_per_node is None:
+        args.gpus_per_node = profile.gpus_per_node
+    missing = [f"--{key}" for key in ("gpu", "inside", "between") if getattr(args, key) is None]
+    if missing and not (args.links or args.bandwidth):
+        raise PlanError(
+            f"The hardware of {profile.name} is not in jobs/hardware.yaml. Give "
+            f"{', '.join(missing)}, or measured links with --links."
+        )
+    return None
+
+
+def _network(args: argparse.Namespace, hardware: Hardware, site: Node | None) -> Network:
+    def link(text: str | None, latency: float | None, default: Link) -> Link:
+        text = text or args.bandwidth
+        if text is not None:
+            try:
+                default = Link(float(text), default.latency)
+            except ValueError:
+                default = hardware.link(text)
+        return Link(default.bandwidth, default.latency if latency is None else latency)
+
+    inside, between = hardware.link("nvlink3"), hardware.link("4 slingshot-200")
+    if args.links:
+        inside, between = read_links(args.links)
+    elif site:
+        inside, between = site.inside, site.between
+    per_node = args.gpus_per_node or (site.gpus_per_node if site else 8)
+    return Network(
+        link(args.inside, args.inside_latency, inside),
+        link(args.between, args.between_latency, between),
+        per_node,
+        tree=not args.ring,
+    )
+
+
+def _trace(args: argparse.Namespace, batch: int) -> Trace:
+    if args.model:
+        return traced.trace_factory(
+            args.model, batch, args.optimizer, args.precision, args.accumulate
+        )
+    from .script import trace_script
+
+    return trace_script(args.script[0], args.script[1:])
+
+
+def _micro_batches(
+    args: argparse.Namespace,
+    trace: Trace,
+    hardware: Hardware,
+    bucket_view: bool,
+    notes: list[str],
+) -> dict[str, tuple[float, int]]:
+    def total(trace: Trace, optimizer: bool) -> float:
+        parts = traced.memory(trace, bucket_view=bucket_view, optimizer=optimizer)
+        return sum(parts.values())
+
+    peak = traced.memory(trace, bucket_view=bucket_view, optimizer=False)
+    growing = sum(peak[name] for name in ("inputs", "activations", "temporary"))
+    fixed = total(trace, False) - growing
+    if args.model:
+        # A second trace near the limit of a large GPU.
+        limit = int(args.batch * (_LARGE_MEMORY - fixed) / growing)
+        other = max(2 * args.batch, min(limit, 1000 * args.batch))
+        totals = {args.batch: fixed + growing, other: total(_trace(args, other), False)}
+    elif trace.batch_size:
+        notes.append(
+            "Largest micro-batch from one traced batch size: inputs, activations and temporary "
+            "memory are taken to be proportional to it."
+        )
+        totals = {0: fixed, trace.batch_size: fixed + growing}
+    else:
+        return {}
+    return traced.largest_batches(totals, total(trace, True), hardware.accelerators())
+
+
+def _workload(
+    args: argparse.Namespace, trace: Trace | None, gpu: Accelerator | None
+) -> Workload | None:
+    bucket_mb = args.bucket_cap_mb
+    if trace is None:
+        if args.compute_seconds is None:
+            return None
+        return even_workload(
+            args.parameters, args.precision, args.compute_seconds, args.accumulate, bucket_mb
+        )
+    if gpu is None and args.compute_seconds is None:
+        return None
+    shape = traced.computation(trace, gpu or Hardware().accelerator("a100-40"))
+    if args.compute_seconds is not None:
+        shape = traced.scaled_to(shape, args.compute_seconds, args.accumulate)
+    return workload(shape, bucket_mb or trace.ddp_options.get("bucket_cap_mb"), args.accumulate)
+
+
+def _inputs(
+    args: argparse.Namespace,
+    network: Network,
+    gpus: int,
+    work: Workload | None,
+    trace: Trace | None,
+) -> dict[str, Any]:
+    """Return what the sliders of the page show."""
+    return {
+        "parameters": args.parameters or (trace.num_parameters if trace else 0),
+        "precision": args.precision,
+        "optimizer": args.optimizer,
+        "gpus": gpus,
+        "gpus_per_node": network.gpus_per_node,
+        "inside_bandwidth": network.inside.bandwidth,
+        "inside_latency": network.inside.latency,
+        "between_bandwidth": network.between.bandwidth,
+        "between_latency": network.between.latency,
+        "compute_seconds": work.micro_step if work else 1.0,
+        "bucket_mb": args.bucket_cap_mb or 25,
+        "default_buckets": args.bucket_cap_mb is None,
+        "accumulate": args.accumulate,
+        "overlap": not args.no_overlap,
+        "tree": network.tree,
+    }
+
+
+def _target(
+    args: argparse.Namespace,
+    trace: Trace | None,
+    work: Workload | None,
+    network: Network,
+    gpus: int,
+) -> dict[str, float] | None:
+    if args.target is None or work is None:
+        return None
+    batch = trace.batch_size if trace and trace.batch_size else args.batch
+    seconds = work.step(network, gpus, not args.no_overlap).total
+    samples = args.target / (args.tokens_per_sample or 1)
+    per_step = batch * work.accumulate_steps * gpus
+    steps = samples / per_step
+    hours = steps * seconds / 3600
+    return {
+        "samples": samples,
+        "steps": steps,
+        "hours": hours,
+        "gpu_hours": hours * gpus,
+        "samples_per_second": per_step / seconds,
+    }

@@ -1,0 +1,186 @@
+"""Predict memory and scaling from numbers: the model behind plan.py and its page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from .communication import Network, PlanError, sent_bytes
+from .step import (
+    BUCKET,
+    FIRST_BUCKET,
+    MIB,
+    Computation,
+    Gradient,
+    Step,
+    even_computation,
+    fill_buckets,
+    simulate,
+)
+
+LARGEST = 1024  # GPUs, in curves
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of one parameter in each kind of training."""
+
+    parameter: int
+    gradient: int
+    master: int  # the copy of mixed precision that the optimizer updates
+    state: int  # each moment of the optimizer
+
+
+PRECISIONS = {
+    "fp32": Precision(4, 4, 0, 4),
+    "amp": Precision(4, 4, 0, 4),  # torch.autocast: only activations are short
+    "bf16": Precision(2, 2, 4, 4),  # mixed precision: 2 + 2 + 4 + 4 + 4 bytes with AdamW
+    "bf16-pure": Precision(2, 2, 0, 2),
+}
+OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one GPU computes in a step, and the buckets of gradients that it communicates."""
+
+    computation: Computation
+    buckets: tuple[Gradient, ...]
+    accumulate_steps: int = 1
+
+    @property
+    def gradient_bytes(self) -> float:
+        return sum(bucket.size for bucket in self.buckets)
+
+    @property
+    def micro_step(self) -> float:
+        return self.computation.backward_end / self.accumulate_steps
+
+    def accumulated(self, factor: int) -> Workload:
+        """Return the workload with so many times the micro-steps between two all-reduces."""
+        delay = self.computation.backward_end * (factor - 1)
+
+        def later(gradients: Iterable[Gradient]) -> tuple[Gradient, ...]:
+            return tuple(Gradient(entry.ready + delay, entry.size) for entry in gradients)
+
+        computation = Computation(
+            later(self.computation.gradients),
+            self.computation.backward_end + delay,
+            self.computation.optimizer,
+        )
+        return Workload(computation, later(self.buckets), self.accumulate_steps * factor)
+
+    def compressed(self, factor: float) -> Workload:
+        """Return the workload with gradients that a communication hook makes smaller."""
+        return replace(
+            self,
+            buckets=tuple(Gradient(entry.ready, entry.size / factor) for entry in self.buckets),
+        )
+
+    def step(self, network: Network, gpus: int, overlap: bool = True) -> Step:
+        return simulate(
+            self.computation,
+            self.buckets,
+            lambda size: network.all_reduce_seconds(size, gpus),
+            overlap=overlap,
+        )
+
+
+def workload(
+    computation: Computation, bucket_mb: float | None = None, accumulate_steps: int = 1
+) -> Workload:
+    """Return a workload with DDP's buckets. bucket_mb: its bucket_cap_mb, None for the default."""
+    first, cap = FIRST_BUCKET, BUCKET
+    if bucket_mb is not None:
+        first = cap = int(bucket_mb * MIB)
+    return Workload(computation, fill_buckets(computation.gradients, cap, first), accumulate_steps)
+
+
+def even_workload(
+    parameters: float,
+    precision: str,
+    compute_seconds: float,
+    accumulate_steps: int = 1,
+    bucket_mb: float | None = None,
+) -> Workload:
+    """Return the workload of a model of which only numbers are known.
+
+    compute_seconds: of a forward and backward pass of one micro-batch.
+    """
+    size = parameters * PRECISIONS[precision].gradient
+    computation = even_computation(size, compute_seconds, accumulate_steps)
+    return workload(computation, bucket_mb, accumulate_steps)
+
+
+def state_memory(
+    parameters: float, precision: str, optimizer: str, *, bucket_view: bool = False
+) -> dict[str, float]:
+    """Return the bytes per GPU that do not depend on the batch.
+
+    bucket_view: DDP(gradient_as_bucket_view=True), with which gradients are in the buckets only.
+    """
+    if precision not in PRECISIONS or optimizer not in OPTIMIZER_STATES:
+        raise PlanError(
+            f"No numbers for precision {precision!r} with optimizer {optimizer!r}. Expected one of "
+            f"{', '.join(PRECISIONS)}, and one of {', '.join(OPTIMIZER_STATES)}."
+        )
+    kind = PRECISIONS[precision]
+    return {
+        "parameters": parameters * kind.parameter,
+        "gradients": 0.0 if bucket_view else parameters * kind.gradient,
+        "optimizer": parameters * (kind.master + kind.state * OPTIMIZER_STATES[optimizer]),
+        "buckets": parameters * kind.gradient,
+    }
+
+
+def curve_sizes(gpus: int) -> list[int]:
+    """Return the numbers of GPUs of a curve: powers of two, and the wanted number."""
+    sizes = {gpus}
+    size = 1
+    while size <= max(gpus, LARGEST):
+        sizes.add(size)
+        size *= 2
+    return sorted(sizes)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a scaling curve."""
+
+    gpus: int
+    step: Step
+    sent: float  # bytes that each GPU sends for a step
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "gpus": self.gpus,
+            "step_seconds": self.step.total,
+            "computation_seconds": self.step.computation,
+            "communication_seconds": self.step.communication,
+            "exposed_seconds": self.step.exposed,
+            "sent_bytes": self.sent,
+            "efficiency": self.step.efficiency,
+        }
+
+
+def scaling(
+    work: Workload, network: Network, sizes: Sequence[int], overlap: bool = True
+) -> list[Point]:
+    """Predict the step on each number of GPUs, each with its own batch (weak scaling)."""
+    return [
+        Point(size, work.step(network, size, overlap), sent_bytes(work.gradient_bytes, size))
+        for size in sizes
+    ]
+
+
+def holds_up_to(curve: Sequence[Point], efficiency: float) -> int | None:
+    """Return the number of GPUs up to which a curve is at least at this efficiency.
+
+    None where it is so at all points.
+    """
+    last = 1
+    for point in curve:
+        if point.step.efficiency < efficiency:
+            return last
+        last = point.gpus
+    return None

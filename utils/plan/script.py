@@ -1,0 +1,196 @@
+"""Trace a training script as it is: run it until its second optimizer step, with fake parameters.
+
+Parameters are made fake when they are created, and whatever is computed from them is fake, too.
+Everything else, such as the loading of data, runs as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from .communication import PlanError
+from .trace import StepsTraced, StepTracer, Trace, convertible_parameters, fake_mode, is_fake
+
+_DDP_OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
+
+
+def trace_script(path: str, arguments: Sequence[str]) -> Trace:
+    """Trace a script with its arguments, as the single rank of a CPU run.
+
+    Raises PlanError, which says what could not be traced.
+    """
+    if not Path(path).is_file():
+        raise PlanError(f"There is no script {path!r}. Expected the path of a Python file.")
+    # Private, and the only collectives of torch.distributed that take fake tensors.
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    tracer = StepTracer()
+    output = io.StringIO()
+    argv, sys.argv = sys.argv, [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    problem: BaseException | None = None
+    try:
+        with _Patches(tracer).applied(), tracer.active(), _OnCPU():
+            with contextlib.redirect_stdout(output), convertible_parameters():
+                runpy.run_path(path, run_name="__main__")
+    except StepsTraced:
+        pass
+    except SystemExit as error:
+        problem = error if error.code else None
+    except PlanError:
+        raise
+    except Exception as error:
+        problem = error
+    finally:
+        sys.argv = argv
+        del sys.path[0]
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+    if problem is not None:
+        raise PlanError(
+            f"{path} could not be traced: {type(problem).__name__}: {problem}"
+            f"{_place(problem, path)}. Expected a script that trains on one CPU process. Run it "
+            f"so, or use --model or --parameters.{_last(output)}"
+        ) from problem
+    trace = tracer.result()
+    if not trace.ddp_options:
+        trace.notes.append("The script does not use DDP: its default buckets are assumed.")
+    trace.notes.append("The script ran as the only rank: a global batch that it divides is whole.")
+    return trace
+
+
+class _OnCPU(TorchFunctionMode):
+    """Put on the CPU what a script puts on a GPU: a login node has none."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        args, kwargs = tree_map(_on_cpu, (args, kwargs or {}))
+        return _on_cpu(function(*args, **kwargs))
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, str) and value.partition(":")[0] in ("cuda", "xpu"):
+        return "cpu"
+    if isinstance(value, torch.device) and (
+        value.type in ("cuda", "xpu") or value.index is not None
+    ):
+        return torch.device("cpu")
+    return value
+
+
+class _Patches:
+    """What the tracer learns by replacing functions of torch while the script runs."""
+
+    def __init__(self, tracer: StepTracer) -> None:
+        self._tracer, self._mode = tracer, fake_mode()
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        tracer = self._tracer
+        new_parameter = nn.Parameter.__new__
+        init_optimizer = torch.optim.Optimizer.__init__
+        init_autocast = torch.autocast.__init__
+
+        def make_parameter(
+            cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True
+        ) -> Any:
+            if data is not None and not is_fake(data):
+                data = self._mode.from_tensor(data.detach())
+            return new_parameter(cls, data, requires_grad)
+
+        def make_ddp(ddp: Any, module: nn.Module, *args: object, **options: Any) -> None:
+            nn.Module.__init__(ddp)
+            ddp.module = module
+            tracer.ddp_options = {name: options.get(name) for name in _DDP_OPTIONS}
+            tracer.track(module)
+
+        def make_optimizer(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
+            init_optimizer(optimizer, params, *args, **options)
+            for group in optimizer.param_groups:
+                tracer.track_parameters(group["params"])
+
+        def make_autocast(autocast: Any, device_type: str, *args: Any, **options: Any) -> None:
+            if device_type != "cpu" and not args and options.get("dtype") is None:
+                options["dtype"] = torch.float16
+            init_autocast(autocast, "cpu", *args, **options)
+
+        def init_process_group(*args: object, **options: object) -> None:
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            original_init(backend="gloo", store=store, rank=0, world_size=1)
+
+        original_init: Callable[..., None] = dist.init_process_group
+        replaced: list[tuple[Any, str, Any]] = [
+            (nn.Parameter, "__new__", staticmethod(make_parameter)),
+            (DistributedDataParallel, "__init__", make_ddp),
+            (DistributedDataParallel, "forward", lambda ddp, *a, **k: ddp.module(*a, **k)),
+            (DistributedDataParallel, "no_sync", lambda ddp: self._no_sync()),
+            (DistributedDataParallel, "join", lambda ddp, *a, **k: contextlib.nullcontext()),
+            (DistributedDataParallel, "register_comm_hook", self._ignore_hook),
+            (torch.optim.Optimizer, "__init__", make_optimizer),
+            (torch.autocast, "__init__", make_autocast),
+            (torch, "compile", self._not_compiled),
+            (torch.cuda, "set_device", lambda device: None),
+            (dist, "init_process_group", init_process_group),
+        ]
+        kept = [(place, name, place.__dict__[name]) for place, name, _ in replaced]
+        environ = dict(os.environ)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        for place, name, value in replaced:
+            setattr(place, name, value)
+        try:
+            yield
+        finally:
+            for place, name, value in kept:
+                setattr(place, name, value)
+            os.environ.clear()
+            os.environ.update(environ)
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        self._tracer.sync = False
+        try:
+            yield
+        finally:
+            self._tracer.sync = True
+
+    def _ignore_hook(self, ddp: nn.Module, state: object, hook: Any) -> None:
+        name = getattr(hook, "__name__", repr(hook))
+        self._tracer.notes.append(f"Predicted without the communication hook {name}.")
+
+    def _not_compiled(self, model: Any = None, **options: object) -> Any:
+        self._tracer.notes.append("Predicted without torch.compile.")
+        return model if model is not None else lambda function: function
+
+
+def _place(error: BaseException, path: str) -> str:
+    """Return " at FILE:LINE" of the innermost frame of the script's folder."""
+    folder = str(Path(path).resolve().parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if os.path.abspath(frame.filename).startswith(folder):
+            return f" at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def _last(output: io.StringIO) -> str:
+    lines = output.getvalue().strip().splitlines()[-3:]
+    return "".join(f"\n  it printed: {line}" for line in lines)

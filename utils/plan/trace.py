@@ -1,0 +1,388 @@
+"""Trace training steps with fake tensors: the memory and the work of each operation.
+
+Fake tensors have a shape but no data, so nothing is allocated and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+# The documented way to see each operation, although its module has an underscore:
+# https://dev-discuss.pytorch.org/t/what-and-why-is-torch-dispatch/557
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from .communication import PlanError
+
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "inputs",
+    "activations",  # made in the forward pass
+    "temporary",  # made in the backward pass and by the optimizer
+)
+_READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
+_LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor}
+
+
+class Operation(NamedTuple):
+    """The work of one operation."""
+
+    phase: str  # "forward", "backward" or "optimizer"
+    flops: float
+    moved_bytes: int  # read and written
+    dtype: str  # "float32", "bfloat16", ...
+
+
+@dataclass
+class Peak:
+    """The moment of a step at which most memory is in use."""
+
+    total: int = -1
+    bytes: dict[str, int] = field(default_factory=dict)  # by category
+    where: str = ""
+
+
+@dataclass
+class Trace:
+    """What the last traced step needs."""
+
+    num_parameters: int
+    # (while the optimizer runs, without gradients): with DDP(gradient_as_bucket_view=True) they
+    # are in the buckets.
+    peaks: dict[tuple[bool, bool], Peak]
+    operations: list[Operation]
+    # Index of the operation after which a gradient is ready, and its bytes; last backward pass.
+    gradients: list[tuple[int, int]]
+    batch_size: int | None = None  # the first dimension of the input
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def peak(self, *, without_gradients: bool = False) -> Peak:
+        """Return the peak of the whole step."""
+        peaks = (self.peaks[optimizer, without_gradients] for optimizer in (False, True))
+        return max(peaks, key=lambda peak: peak.total)
+
+
+@dataclass
+class _Storage:
+    size: int
+    category: str
+
+
+class StepsTraced(SystemExit):
+    """Ends a script, orderly, after the steps that were to be traced."""
+
+
+class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the storages that fake tensors use, by category, over a number of optimizer steps.
+
+    The first step creates the state of the optimizer; the last one is reported.
+    """
+
+    def __init__(self, num_steps: int = 2, *, foreach: bool = True) -> None:
+        # foreach: torch's optimizers use their multi-tensor form on GPUs, which needs more memory.
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sync = True  # false under DDP.no_sync()
+        self.ddp_options: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.batch_size: int | None = None
+        self._steps_left, self._foreach = num_steps, foreach
+        self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
+        self._live = dict.fromkeys(CATEGORIES, 0)
+        self._total = 0
+        self._module, self._in_optimizer = "", False
+        self._parameters: list[nn.Parameter] = []
+        self._hooks: list[Any] = []
+        self._begin_step()
+
+    # --- what is traced
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Trace what runs in the block."""
+        self._hooks += [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+
+    def track(self, model: nn.Module) -> None:
+        """Count the parameters and buffers of a model, and learn when its gradients are ready."""
+        for name, module in model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
+        for buffer in model.buffers():
+            self._count(buffer, "buffers")
+        self.track_parameters(model.parameters())
+
+    def track_parameters(self, parameters: Iterable[Tensor]) -> None:
+        known = {id(parameter) for parameter in self._parameters}
+        for parameter in parameters:
+            if id(parameter) in known or not isinstance(parameter, nn.Parameter):
+                continue
+            self._parameters.append(parameter)
+            self._count(parameter, "parameters")
+            if parameter.requires_grad:
+                add_hook: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(add_hook(self._gradient_ready))
+
+    def result(self) -> Trace:
+        """Return the trace. Raises PlanError where there was no step."""
+        if self._steps_left > 0:
+            raise PlanError(
+                f"The trace ended {self._steps_left} optimizer steps too early. Expected a model "
+                "that is trained for at least 2 steps. Check the number of steps and the data."
+            )
+        return Trace(
+            sum(parameter.numel() for parameter in self._parameters),
+            self._peaks,
+            self._operations,
+            self._gradients,
+            self.batch_size,
+            self.ddp_options,
+            list(dict.fromkeys(self.notes)),
+        )
+
+    # --- events
+
+    def _begin_step(self) -> None:
+        self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
+        self._operations: list[Operation] = []
+        self._gradients: list[tuple[int, int]] = []
+        self._backward_id = -1
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._module = name
+            if not name:
+                tensors = [item for item in tree_iter(inputs) if isinstance(item, Tensor)]
+                for tensor in tensors:
+                    self._count(tensor, "inputs")
+                self.batch_size = next((t.shape[0] for t in tensors if t.dim()), None)
+
+        return enter
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        self._count(parameter.grad, "gradients")
+        backward_id = torch._C._current_graph_task_id()  # no public function tells
+        if backward_id != self._backward_id:
+            self._backward_id = backward_id
+            self._gradients = []
+        if self.sync:
+            self._gradients.append((len(self._operations) - 1, parameter.grad.nbytes))
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self._in_optimizer = True
+        for group in optimizer.param_groups:
+            if self._foreach and group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self._in_optimizer = False
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._count(value, "optimizer")
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            raise StepsTraced
+        self._begin_step()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is _READS_A_VALUE and is_fake(args[0]):
+            return self._value_of(args[0])
+        output = function(*args, **kwargs)
+        inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
+        outputs = [item for item in tree_iter(output) if isinstance(item, Tensor)]
+        if not any(map(is_fake, inputs)) and not any(map(is_fake, outputs)):
+            return output  # loading of data, for example
+        for tensor in inputs:
+            if tensor.untyped_storage() not in self._storages:
+                self._count(tensor, "inputs")
+        if function._schema.is_mutable or not self._is_view(outputs):
+            self._record(function, args, kwargs, inputs, outputs, output)
+        for tensor in outputs:
+            if tensor.untyped_storage() not in self._storages:
+                self._count(tensor, self._category(), str(function))
+        return output
+
+    def _is_view(self, outputs: list[Tensor]) -> bool:
+        return all(tensor.untyped_storage() in self._storages for tensor in outputs)
+
+    def _phase(self) -> str:
+        if self._in_optimizer:
+            return "optimizer"
+        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    def _category(self) -> str:
+        return "activations" if self._phase() == "forward" else "temporary"
+
+    def _record(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        output: Any,
+    ) -> None:
+        count_flops = flop_registry.get(function._overloadpacket)
+        flops = count_flops(*args, **kwargs, out_val=output) if count_flops else 0
+        moved = outputs * 2 if function in _LOOKUPS else inputs + outputs
+        dtype = next((t.dtype for t in outputs if t.is_floating_point()), torch.float32)
+        size = sum(tensor.nbytes for tensor in moved)
+        self._operations.append(Operation(self._phase(), flops, size, str(dtype)[6:]))
+
+    def _value_of(self, tensor: Tensor) -> float:
+        """Return a value for a tensor without data, and note it; PlanError where it decides."""
+        if not tensor.is_floating_point():
+            raise PlanError(
+                f"The script uses the value of a tensor of type {tensor.dtype} that the model "
+                f"computed{_caller()}. A trace has shapes only. Use --model or --parameters."
+            )
+        self.notes.append(f"The script reads a computed value{_caller()}: traced as 1.0.")
+        return 1.0
+
+    # --- bytes
+
+    def _count(self, tensor: Tensor, category: str, operation: str = "") -> None:
+        """Add a storage, or move it to another category."""
+        storage = tensor.untyped_storage()
+        entry = self._storages.get(storage)
+        if entry is not None:
+            if category != "inputs":
+                self._live[entry.category] -= entry.size
+                self._live[category] += entry.size
+                entry.category = category
+            return
+        # A batch may be a view of a data set that stays on the host.
+        size = tensor.nbytes if category == "inputs" else storage.nbytes()
+        entry = self._storages[storage] = _Storage(size, category)
+        weakref.finalize(storage, self._free, entry)
+        self._live[category] += size
+        self._total += size
+        for without in (False, True):
+            total = self._total - (self._live["gradients"] if without else 0)
+            if total > self._peaks[self._in_optimizer, without].total:
+                live = {**self._live, "gradients": 0} if without else dict(self._live)
+                peak = Peak(total, live, self._where(operation))
+                self._peaks[self._in_optimizer, without] = peak
+
+    def _free(self, entry: _Storage) -> None:
+        self._live[entry.category] -= entry.size
+        self._total -= entry.size
+
+    def _where(self, operation: str) -> str:
+        phase = self._phase()
+        inside = f" of {self._module}" if phase == "forward" and self._module else ""
+        return f"{phase}{inside}" + (f", {operation}" if operation else "")
+
+
+def is_fake(tensor: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_mode() -> Any:
+    """Return a mode under which new tensors are fake; they also compute with real ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def convertible_parameters() -> Iterator[None]:
+    """Let Module.to(dtype) convert fake parameters: torch swaps them, which weak references bar."""
+    original: Any = nn.Module._apply
+    converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # shared ones once
+
+    def apply(module: Any, function: Callable[..., Any], recurse: bool = True) -> Any:
+        if not any(map(is_fake, module.parameters())):
+            return original(module, function, recurse)
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for name, old in module._parameters.items():
+            new = old if old is None or id(old) in converted else function(old)
+            if old is not None and new is not old:
+                converted[id(old)] = (old, nn.Parameter(new.detach(), old.requires_grad))
+            if id(old) in converted:
+                module._parameters[name] = converted[id(old)][1]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else function(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def trace_training(
+    build: Callable[[], nn.Module],
+    step: Callable[[nn.Module], Tensor],
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    *,
+    accumulate_steps: int = 1,
+    foreach: bool = True,
+) -> Trace:
+    """Trace training steps of a model.
+
+    build: makes the model; its tensors are made fake. step: runs a forward pass on a batch, and
+    returns the loss.
+    """
+    with fake_mode(), convertible_parameters():
+        model = build()
+    optimizer = make_optimizer(model.parameters())
+    tracer = StepTracer(foreach=foreach)
+    with tracer.active():
+        tracer.track(model)
+        try:
+            while True:
+                for i in range(accumulate_steps):
+                    tracer.sync = i == accumulate_steps - 1
+                    loss: Any = step(model)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except StepsTraced:
+            pass
+    return tracer.result()
+
+
+def _caller() -> str:
+    """Return " at FILE:LINE" of the innermost frame outside torch and this package, or ""."""
+    import traceback
+
+    skipped = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(skipped):
+            return f" at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
