@@ -71,6 +71,11 @@ def test_example_is_traced_as_it_is() -> None:
     assert found["memory"]["inputs"] == pytest.approx(batch, rel=0.01)
 
 
+def test_example_that_resumes_and_primes_its_buckets_is_traced(tmp_path: Path) -> None:
+    found = planned("--gpu", "a100-40", "examples/05_survive.py", "--folder", str(tmp_path))
+    assert found["inputs"]["parameters"] == 64 * 128 + 128 + 128 * 4 + 4
+
+
 @pytest.mark.parametrize(("script", "words"), [
     ("optimizer.step(); optimizer.step(); raise ValueError('never reached')", None),
     ("raise ValueError('no such data')", "train.py:5"),

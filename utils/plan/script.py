@@ -119,7 +119,9 @@ class _Patches:
 
         def make_ddp(ddp: Any, module: nn.Module, *args: object, **options: Any) -> None:
             nn.Module.__init__(ddp)
-            ddp.module = module
+            ddp.module, ddp.process_group = module, dist.group.WORLD
+            ddp.static_graph = bool(options.get("static_graph"))
+            ddp.require_backward_grad_sync = True
             tracer.ddp_options = {name: options.get(name) for name in _DDP_OPTIONS}
             tracer.track(module)
 
