@@ -122,6 +122,15 @@ def test_what_a_method_cannot_start_is_refused(plan: Callable[[], Plan], message
         line(plan())
 
 
+@pytest.mark.parametrize(("environ", "torchrun", "kept"), [
+    ({}, False, True), ({"SLURM_STEP_ID": "0"}, False, False), ({}, True, False)],
+    ids=["of the user", "of an outer step", "torchrun"])
+def test_slurm_cpu_bind_of_the_user_is_kept(environ: dict[str, str], torchrun: bool, kept: bool) -> None:
+    """Also where the job has requested other tasks than these."""
+    plan = slurm({"SLURM_CPU_BIND": "cores", **environ}, ntasks_per_node=4, torchrun=torchrun)()
+    assert (plan.environ.get("SLURM_CPU_BIND") == "cores") == ("--cpu-bind=none" not in line(plan)) == kept
+
+
 def test_host_file_of_srun() -> None:
     plan = slurm(ranks=(1, 1), gpus=(2, 1))()
     assert plan.method.host_file(plan) == "n1\nn1\nn2\n"

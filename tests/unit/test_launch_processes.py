@@ -35,7 +35,8 @@ def test_nothing_is_left_of_a_process_and_its_children() -> None:
         child = processes.start(WITH_CHILD, around, stdout=subprocess.PIPE)
         with child.stdout as output:
             grandchild = int(output.readline())
-        assert grandchild in find_processes("unit.1", []) and grandchild in find_processes("outer", [])
+        # Between fork() and the end of exec(), a process has no environment.
+        wait_until(lambda: all(grandchild in find_processes(launch, []) for launch in ("unit.1", "outer")), "both")
     assert not find_processes("unit.1", [])
 
 

@@ -53,7 +53,10 @@ class Srun(NativeMethod):
             and (is_heterogeneous(request.environ) or _asks_for_tasks(request))
         )
 
+        binding = environ.get("SLURM_CPU_BIND")  # of the user, unless an outer step has left it
         environ = self.take_requests(request, environ, keep_task_requests=self._as_requested)
+        if binding and not self._inside_step and not options.torchrun:
+            environ["SLURM_CPU_BIND"] = binding
         if not self._as_requested and not self.components:
             # Where --nodes cannot be given, srun takes the number of hosts from here.
             count = str(len(request.hosts))
