@@ -104,6 +104,9 @@ def test_alt_read_needs_its_option_of_the_scheduler() -> None:
     (f"queue: b\nqueues: {{a: {{{ORIGIN}}}}}\n", "queue: b is not one of"),
     (f"queues: {{a: {{min_nodes: 3, max_nodes: 2, {ORIGIN}}}}}\n", "queues.a: min_nodes is more"),
     (f"gpus_per_node: {{value: 4, {ORIGIN}}}\nbinding: {{masks: [0xf, 0xf0], {ORIGIN}}}\n", "2 entries for 4 GPUs"),
+    (f"setup: [{{value: \"echo 'open\", {ORIGIN}}}]\n", "is not complete"),
+    (f"modules: [{{value: cuda 12, {ORIGIN}}}]\n", "modules: 'cuda 12'"),
+    (f"directives: [{{value: gpu, {ORIGIN}}}]\n", "'gpu' is not an option of a scheduler"),
     (f"binding: {{list: ['0-3', '3-7'], {ORIGIN}}}\n", "several ranks share the cores [3]"),
     (f"binding: {{masks: [0x3, 0x6], {ORIGIN}}}\n", "several ranks share the cores [1]"),
     (f"network: {{value: IB, {ORIGIN}}}\n"
@@ -156,6 +159,13 @@ def test_modules_bring_python_unless_the_user_has_activated_one(
     if activated:
         monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     assert (f"export PYTHON={sys.executable}\n" in script(login, "--site roihu --nodes 2")) == activated
+
+
+@pytest.mark.parametrize("words", ["list alps", "new alps", "check --output x.yaml", "show alps --scheduler pbs"])
+def test_argument_of_another_subcommand_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sites.main(words.split())
+    assert f"error: {words.split()[0]} takes no " in capsys.readouterr().err
 
 
 def test_show_explains_each_value(capsys: pytest.CaptureFixture[str]) -> None:

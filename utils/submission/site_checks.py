@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..binding import parse_binding
+from ..schedulers.job import Job, JobError
+from ..schedulers.script import setup_lines
 from .files import JOBS
 from .profiles import Profile
 from .yaml_reader import Node, Read, Reader, compose, read_text
@@ -77,6 +79,7 @@ def check(profile: Profile, rules: list[Rule]) -> list[str]:
         *_unsourced(profile),
         *_duplicates(profile),
         *_contradictions(profile),
+        *_unusable(profile),
         *(finding for finding in known_bad if finding is not None),
     ]
 
@@ -193,6 +196,24 @@ def _contradictions(profile: Profile) -> Iterator[str]:
                 f"{'network' if variable == 'NCCL_NET' else 'interface'} {expected!r}. "
                 "Correct one of them."
             )
+
+
+def _unusable(profile: Profile) -> Iterator[str]:
+    """Yield the first value with which no job script can be written."""
+    try:
+        job = Job(
+            memory=profile.memory_per_node,
+            queue=profile.queue,
+            setup=profile.setup,
+            module_paths=profile.module_paths,
+            modules=profile.modules,
+            environment=profile.exports(2, profile.gpus_per_node or 1),
+            directives=profile.directives,
+            chunk=profile.chunk,
+        )
+        setup_lines(job)
+    except JobError as error:
+        yield str(error)
 
 
 def _binding_problems(profile: Profile) -> Iterator[str]:

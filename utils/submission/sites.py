@@ -34,7 +34,15 @@ def main(words: Sequence[str] | None = None) -> int:
 
     words: the command line without the name of the command; None: that of this process.
     """
-    args = _parser().parse_args(sys.argv[1:] if words is None else words)
+    parser = _parser()
+    args = parser.parse_args(sys.argv[1:] if words is None else words)
+    for option, given, used_by in (
+        ("SITE", args.sites, ("show", "check")),
+        ("--scheduler", args.scheduler, ("new",)),
+        ("--output", args.output, ("new",)),
+    ):
+        if given and args.subcommand not in used_by:
+            parser.error(f"{args.subcommand} takes no {option}")
     try:
         if args.subcommand == "list":
             return _list()
