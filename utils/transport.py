@@ -29,12 +29,13 @@ ONE_HOST, NOT_FOUND = "none (one host)", "none (not found)"
 # "node1:4242:4250 [0] NCCL INFO ", "|CCL_WARN| " of oneCCL
 _PREFIX = r"^.*?(?:NCCL (?:INFO|WARN)|\|CCL_\w+\||libibverbs: Warning:) +"
 _CHOSEN = r"Using network (.+)"
-_ONECCL = r"(?:switch to ATL/|CCL_ATL_TRANSPORT: )(\w+)"
+_ONECCL = r"(?:switch to ATL/|CCL_ATL_TRANSPORT: |\batl-(?=mpi|ofi))(\w+)"
 _CHANNEL = r"(?:Channel|Ring) [\d/]+ : (\d+)(?:\[\w+\])? -> (\d+)(?:\[\w+\])? .*\bvia "
 _LINK = r"\bvia NET/(.+?)/\d+(?:\(\d+\))?((?:/\S+)?)"  # "via NET/IB/0(8)/GDRDMA/Shared"
 _RING = r"^Channel [\d/]+ : +(\d+(?: +\d+)+)$"  # "Channel 00/02 :    0   1   2   3"
 _OPENED = r"NET/(\w+) ?: Using (\[\d+\].*)"
 _LOADED = r"NET/Plugin ?: Loaded net plugin (.+?) \(v\d+\)"
+_VERSION = r"NET/(\w+) ver\. \d"  # "NET/GPUDirectTCPX ver. 3.1.8."
 _PROVIDER = r"NET/OFI Selected [Pp]rovider is ([\w;+-]+)"
 _ADAPTER = r"([\w.+-]+):\d+/([A-Z])"  # "[0]mlx5_0:1/IB/SHARP [1]mlx5_1:1/RoCE"
 _HCA = r"GPU Direct RDMA \w+ for HCA \d+ '([^']+)'"
@@ -45,17 +46,27 @@ _GPUDIRECT = (  # the most certain first; the channels come before them
     r"GPU Direct RDMA (Enabled|Disabled) for GPU",
     r"GPU Direct RDMA (Enabled|Disabled) for HCA",
 )
-_FAILURE = r"Failed to initialize any NET plugin|network .+ not found"
-_CAUSES = {  # what the log shows before NCCL falls back, or fails: the likeliest first
-    "network": r"network .+ not found",
-    "variable": r"NCCL_(?:NET|NET_PLUGIN|IB_DISABLE) set by environment to (?i:socket|none|1)\b",
-    "launcher": r"did not find MPI-launcher specific variables",
-    "verbs": r"No device found|No IP interface found|Failed to open libibverbs|/etc/libibverbs"
-    r"|Failed to initialize NET plugin IB",
-    "plugin": r"NET/(?:Plugin|OFI).*(?:not find|No plugin found|load(?: \(.*\))? returned"
-    r"|cannot open|undefined symbol|No eligible|Couldn't open|Unable to|[Ff]ailed:?(?! to find))"
-    r"|External network plugin .* is unsupported",
-}
+_FAILURE = r"Failed to initialize any NET plugin|network .+ not found|no socket interface found"
+_CAUSES = (  # what the log shows before NCCL falls back, or fails: the likeliest first
+    ("network", r"network .+ not found"),
+    ("interface", r"no socket interface found"),
+    ("variable", r"NCCL_(?:NET|NET_PLUGIN|IB_DISABLE) set by environment to (?i:socket|none|1)\b"),
+    ("launcher", r"did not find MPI-launcher specific variables"),
+    # a plugin that the environment names: "librccl-net-ofi.so", not the default "librccl-net.so"
+    ("plugin", r"NET/Plugin.*(?:not find: |dlerror=)(?:\w+ )?lib\w+-net-\w"),
+    (
+        "verbs",
+        r"No device found|No IP interface found|Failed to open libibverbs|/etc/libibverbs"
+        r"|Failed to initialize NET plugin IB",
+    ),
+    (
+        "plugin",
+        r"NET/(?:Plugin|OFI).*(?:not find|No plugin found|load(?: \(.*\))? returned|cannot open"
+        r"|undefined symbol|No eligible|Couldn't open|Unable to|[Ff]ailed:?(?! to find))"
+        r"|External network plugin .* is unsupported",
+    ),
+)
+_START = r"^(?:(?:NET/\w+|Bootstrap) ?:? |Error: )(?:dlerror=)?"
 _LIKELY = {  # what the warning says of a cause, and what to do
     "variable": "{}. Unset it",
     "plugin": "the network plugin was not loaded ({}). Load its module, or add its folder to "
@@ -109,7 +120,7 @@ def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
         names = [NOT_FOUND]
     # NCCL 2.4 opens sockets first, for its start.
     names += sorted((name for name, _ in opened), key=lambda name: name == "Socket")
-    names += _find(_LOADED, text)
+    names += _find(_LOADED, text) + _find(_VERSION, text)
     network = [*names, "AWS Libfabric" if provider else ""][0]
     network = re.sub(r"_v\d+$", "", network)  # "GPUDirectTCPX_v7"
 
@@ -121,7 +132,7 @@ def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
     if network != "Socket":
         devices = devices or _find(_HCA, text)
     sockets = "\n".join(line for name, line in opened if name.endswith("Socket"))
-    bootstrap = re.sub(r"^(?=\w)", "[0]", "\n".join(_find(_BOOTSTRAP, text)), flags=re.MULTILINE)
+    bootstrap = re.sub(r"^(?=\w)", "[0]", "".join(_find(_BOOTSTRAP, text)[:1]))
 
     if one_host is None:
         one_host = not links and _is_one_host(text)
@@ -166,8 +177,8 @@ def _causes(messages: list[str]) -> tuple[Cause, ...]:
     """Return what may have caused a fall-back, the likeliest first."""
     found = [
         # "NET/IB : No device found." -> "No device found"
-        Cause(kind, re.split(r"[.,] |\.$", re.sub(r"^(NET/\w+ ?:? |Error: )", "", message))[0])
-        for kind, pattern in _CAUSES.items()
+        Cause(kind, re.split(r"[.,] |\.$| No plugin", re.sub(_START, "", message))[0])
+        for kind, pattern in _CAUSES
         for message in messages
         if re.search(pattern, message)
     ]
