@@ -23,11 +23,13 @@ Cpus = frozenset[int]
 def divide(
     topology: Topology, masks: Sequence[Cpus], gpu_nodes: Sequence[int | None]
 ) -> list[Cpus]:
-    """Return the CPUs of each local rank of a host: within its mask, and never empty.
+    """Return the CPUs of each local rank of a host: a subset of its mask, and never empty.
 
-    Ranks with the same mask share its cores out: whole cores, exclusive, those of their GPU's NUMA
-    node, L3 caches kept together. A mask stays as it is where the launcher has given each rank its
-    own, where it overlaps with another one, and where it has fewer cores than ranks.
+    Ranks with the same mask divide its cores among themselves. Each rank gets whole cores, which
+    no other rank has, on the NUMA node of its GPU. Cores that share an L3 cache stay together.
+
+    A mask is kept if the launcher has given each rank its own, if it overlaps with another mask,
+    or if it has fewer cores than ranks.
 
     masks: the CPUs that each rank may run on now. gpu_nodes: None for no GPU or an unknown node.
     """
@@ -50,7 +52,7 @@ def divide(
 
 
 def cores_in(topology: Topology, cpus: Cpus) -> list[Core]:
-    """Return the cores that these CPUs are threads of."""
+    """Return the cores to which these CPUs belong."""
     return [core for core in topology.cores if not cpus.isdisjoint(core.cpus)]
 
 
@@ -59,12 +61,14 @@ def _cpus(cores: Sequence[Core]) -> Cpus:
 
 
 def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
-    """Share cores out among at most as many ranks.
+    """Divide cores among ranks; there are at least as many cores as ranks.
 
-    Ranks share the cores of their GPU's node. A rank whose GPU has no known node, or a node with
-    too few of these cores, gets cores of the nodes that no other rank's GPU is on. Those stay
-    unused otherwise, unless a rank would have less than half of an equal share: the far cores are
-    worth more then than being near. Where they are not enough either, all shares are equal.
+    Ranks share the cores on the NUMA node of their GPU. A rank gets cores on the nodes without
+    GPUs of other ranks if the node of its GPU is unknown or has fewer cores than ranks.
+
+    Otherwise these far cores stay idle, unless a rank would have less than half of an equal share.
+    More cores are then faster than near ones. If the far cores are too few for that, each rank gets
+    an equal share of all cores.
     """
     cores_on = Counter(core.node for core in cores)
     ranks_on = Counter(gpu_nodes)
@@ -72,17 +76,17 @@ def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> lis
         node if node is not None and cores_on[node] >= ranks_on[node] else None
         for node in gpu_nodes
     ]
-    others = [core for core in cores if core.node not in near]
-    if len(others) < near.count(None):
-        near, others = [None] * len(near), list(cores)
+    far_cores = [core for core in cores if core.node not in near]
+    if len(far_cores) < near.count(None):
+        near, far_cores = [None] * len(near), list(cores)
 
     parts: list[list[Core]] = [[] for _ in near]
     for node in dict.fromkeys(near):
         ranks = [rank for rank, its_node in enumerate(near) if its_node == node]
-        shared = others if node is None else [core for core in cores if core.node == node]
+        shared = far_cores if node is None else [core for core in cores if core.node == node]
         for rank, part in zip(ranks, _split(shared, len(ranks)), strict=True):
             parts[rank] = part
-    extra = [] if None in near else _split(others, len(near))
+    extra = [] if None in near else _split(far_cores, len(near))
     if not _is_fair(parts, cores) and extra:
         parts = [part + more for part, more in zip(parts, extra, strict=True)]
     if not _is_fair(parts, cores):  # these nodes have too few cores for their ranks
@@ -98,9 +102,10 @@ def _is_fair(parts: Sequence[Sequence[Core]], cores: Sequence[Core]) -> bool:
 
 
 def _split(cores: Sequence[Core], count: int) -> list[list[Core]]:
-    """Split cores into contiguous parts of equal size, between two L3 caches where one is close.
+    """Split cores into contiguous parts of about equal size, preferably between two L3 caches.
 
-    A part is at most a quarter smaller than an equal share for that.
+    Each end moves by an eighth of an equal share at most, so that no part is more than a quarter
+    smaller than that.
     """
     total = len(cores)
     between_caches = [
@@ -110,18 +115,18 @@ def _split(cores: Sequence[Core], count: int) -> list[list[Core]]:
     ]
     ends = [0]
     for part in range(1, count):
-        exact = part * total  # divided by count; in whole numbers, so that all hosts agree
+        exact = part * total  # count times the exact end; integers, so that all hosts agree
         end = (2 * exact + count) // (2 * count)
-        close = min(between_caches, key=lambda index: abs(index * count - exact), default=end)
-        if 8 * abs(close * count - exact) <= total:  # an eighth of a share
-            end = close
+        nearest = min(between_caches, key=lambda index: abs(index * count - exact), default=end)
+        if 8 * abs(nearest * count - exact) <= total:  # an eighth of an equal share
+            end = nearest
         ends.append(end)
     ends.append(total)
     return [list(cores[first:last]) for first, last in zip(ends, ends[1:], strict=False)]
 
 
 def is_far(topology: Topology, cpus: Cpus, gpu_node: int | None) -> bool:
-    """Return whether none of these CPUs is on the GPU's NUMA node, although that has CPUs."""
+    """Return whether the GPU's NUMA node has cores, but none of these CPUs."""
     nodes = {core.node for core in cores_in(topology, cpus)}
     known = {core.node for core in topology.cores}
     return bool(nodes) and gpu_node in known - nodes
@@ -133,8 +138,8 @@ def is_far(topology: Topology, cpus: Cpus, gpu_node: int | None) -> bool:
 def parse_binding(text: str) -> list[Cpus]:
     """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
 
-    "list:0-3,8-11:4-7" is the syntax of PALS, "mask_cpu:0xf0f,0xf0" that of srun. ValueError for
-    other text.
+    "list:0-3,8-11:4-7" is the syntax of PALS, "mask_cpu:0xf0f,0xf0" that of srun. Raises ValueError
+    for other text.
     """
     form = re.fullmatch("(?:(?:verbose|v|quiet|q),)?(list|mask_cpu):(.*)", text.strip())
     found: list[Cpus] = []
@@ -145,23 +150,23 @@ def parse_binding(text: str) -> list[Cpus]:
     if not found or not all(found):
         raise ValueError(
             f'{VARIABLE} is {text!r}. Expected "list:" and the CPUs of each local rank, as in '
-            'list:0-3:4-7, or "mask_cpu:" and their masks, as in mask_cpu:0xf,0xf0. Correct or '
-            "unset it"
+            'list:0-3:4-7, or "mask_cpu:" and their masks, as in mask_cpu:0xf,0xf0. Correct the '
+            "variable, or unset it"
         )
     return found
 
 
 def binding_for(text: str, local_ranks: int) -> list[Cpus]:
-    """Return the CPUs of so many local ranks, or more, from the value of DDPKIT_CPU_BIND.
+    """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
 
-    ValueError for a value that is wrong, or has no entry for one of them.
+    Raises ValueError if the value is malformed, or has fewer entries than local_ranks.
     """
     given = parse_binding(text)
     if local_ranks > len(given):
         raise ValueError(
             f"{VARIABLE}={text} has CPUs for {len(given)} local ranks, but there is a local rank "
             f"{local_ranks - 1}. Expected an entry for each rank of a host. Start fewer ranks on "
-            "each host, correct or unset it"
+            "each host, or correct or unset the variable"
         )
     return given
 
@@ -188,10 +193,10 @@ def available_cpus() -> Cpus:
 
 
 def openmp_binding(environ: Mapping[str, str]) -> str:
-    """Return the variable by which OpenMP binds threads, such as OMP_PROC_BIND=close; or "".
+    """Return the variable that makes OpenMP bind threads, such as "OMP_PROC_BIND=close", or "".
 
-    GNU's OpenMP then binds the main thread to the first place when torch loads it. Source:
-    libgomp/config/linux/affinity.c.
+    With such a variable, GNU's OpenMP binds the main thread to the first place when torch loads it.
+    Source: libgomp/config/linux/affinity.c.
     """
     if environ.get("OMP_PROC_BIND", "true").strip().lower() == "false":
         return ""
@@ -200,15 +205,17 @@ def openmp_binding(environ: Mapping[str, str]) -> str:
 
 
 def bind_process(cpus: Cpus) -> None:
-    """Let this process run on these CPUs only, with all its threads and child processes.
+    """Bind this process, its threads and their future child processes to these CPUs.
 
-    Threads that something else has bound to other CPUs stay there. Memory follows: Linux takes it
-    from the node of the CPU that first writes to it, unless the launcher has set another policy.
-    Raises OSError where the kernel refuses.
+    Threads that are already bound to other CPUs keep their binding. Memory needs no binding: Linux
+    allocates it on the NUMA node of the CPU that first writes to it, unless the launcher has set
+    another policy.
+
+    Raises OSError if the kernel refuses.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     for thread in process.thread_ids():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             if os.sched_getaffinity(thread) == before:
                 os.sched_setaffinity(thread, cpus)

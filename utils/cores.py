@@ -25,24 +25,24 @@ from .topology import Topology, format_ranges
 class HostMasks(NamedTuple):
     """What the ranks of one host have reported. The tuples have one entry for each of them."""
 
-    bind: bool  # whether the ranks are to be bound
-    topology: str  # Topology.to_text(); "" where it is not known
-    binding: str  # DDPKIT_CPU_BIND; "" where it is not set
-    masks: tuple[str, ...]  # the CPUs that a rank may run on: hexadecimal
+    bind: bool  # whether to bind the ranks
+    topology: str  # Topology.to_text(); "" if it is unknown
+    binding: str  # DDPKIT_CPU_BIND; "" if it is unset
+    masks: tuple[str, ...]  # the CPUs that each rank may run on, as a hexadecimal mask
     local_ranks: tuple[int, ...]
-    gpu_nodes: tuple[int | None, ...]  # the NUMA node of a rank's GPU, where it is known
-    openmp: str = ""  # a variable by which OpenMP binds threads, such as OMP_PROC_BIND=close
+    gpu_nodes: tuple[int | None, ...]  # the NUMA node of each rank's GPU; None if it is unknown
+    openmp: str = ""  # a variable that makes OpenMP bind threads, such as "OMP_PROC_BIND=close"
 
 
 class RankCores(NamedTuple):
     """The cores of a rank."""
 
-    cpus: str  # that it runs on, such as "0-7,64-71"
-    bind: bool  # whether they differ from its mask
-    cores: int  # how many cores they are; CPUs where that is not known
-    threads: int  # its share of them
-    nodes: str  # their NUMA nodes; "" where they are not known
-    gpu_node: int | None  # of its GPU, where none of them is; else None
+    cpus: str  # the CPUs that it runs on, such as "0-7,64-71"
+    bind: bool  # whether these CPUs differ from its mask
+    cores: int  # the number of cores; of CPUs if the topology is unknown
+    threads: int  # the number of threads: its share of the cores
+    nodes: str  # the NUMA nodes of the cores; "" if they are unknown
+    gpu_node: int | None  # the NUMA node of its GPU, if the rank runs on other nodes; else None
 
 
 @functools.lru_cache(maxsize=256)  # most hosts of a job are alike
@@ -74,7 +74,7 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
 
 
 def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
-    """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, as far as its mask has them."""
+    """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, without those outside its mask."""
     try:
         given = binding_for(host.binding, max(host.local_ranks) + 1)
     except ValueError as error:
@@ -84,21 +84,21 @@ def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
 
 
 def _share_out(cores: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Return the threads for each rank of a host: its share of the cores that it may run on.
+    """Return the number of threads of each rank of a host: its share of the cores that it has.
 
-    A core counts for all ranks that may run on it in equal parts.
+    A core that several ranks have counts in equal parts for each of them.
     """
     ranks_on = Counter(core for its_cores in cores for core in its_cores)
     shares = [sum(1 / ranks_on[core] for core in its_cores) for its_cores in cores]
-    return [max(1, int(share + 1e-9)) for share in shares]  # three thirds are 0.999...
+    return [max(1, int(share + 1e-9)) for share in shares]  # 1/3 + 1/3 + 1/3 may be 0.999...
 
 
 def notes_on_cores(
     host: str, host_cores: int, ranks: Sequence[int], reported: HostMasks
 ) -> Iterator[str]:
-    """Yield what the user should know about the cores of a host's ranks, at most one note.
+    """Yield a warning about the cores of a host's ranks: at most one, the most important.
 
-    host: its name. host_cores: all that it has. ranks: their numbers, as in `reported`.
+    host: its name. host_cores: the number of all its cores. ranks: in the order of `reported`.
     """
     chosen = choose_cores(reported)
     usable = _usable(reported)
@@ -118,8 +118,9 @@ def notes_on_cores(
     if reported.openmp and reported.bind and reported.binding != NO_BINDING:
         yield (
             f"{reported.openmp} binds each rank when torch is imported: rank {ranks[0]} on {host} "
-            f"may run on CPUs {format_ranges(cpus_of_mask(reported.masks[0]))} only, and its "
-            "loader workers with it. Unset it, and each rank is bound to its share of the cores"
+            f"and its DataLoader workers may run on CPUs "
+            f"{format_ranges(cpus_of_mask(reported.masks[0]))} only. Unset the variable: the kit "
+            "then binds each rank to its share of the cores"
         )
         return
     given = reported.bind and reported.binding not in ("", NO_BINDING)
@@ -131,36 +132,37 @@ def notes_on_cores(
             yield (
                 f"{VARIABLE} gives CPUs {format_ranges(entries[local_rank])} to rank {rank} on "
                 f"{host}, which may run on {format_ranges(cpus_of_mask(mask))} only; it runs on "
-                f"{one.cpus}. Start without --cpu-bind, on whole nodes, or correct {VARIABLE}"
+                f"{one.cpus}. Request whole nodes and start without --cpu-bind, or correct "
+                f"{VARIABLE}"
             )
             return
     far = [(rank, one) for rank, one in zip(ranks, chosen, strict=True) if one.gpu_node is not None]
     if far:
         rank, one = far[0]
-        more = f" ({len(far)} ranks of the host are as far from theirs)" if len(far) > 1 else ""
+        more = f" ({len(far)} ranks of this host are far from their GPU)" if len(far) > 1 else ""
         yield (
-            f"rank {rank} on {host} runs on CPUs {one.cpus} of NUMA node {one.nodes}, its GPU is "
-            f"on node {one.gpu_node}{more}. {_remedy(reported, one)}"
+            f"rank {rank} on {host} runs on CPUs {one.cpus} of NUMA node {one.nodes}, but its GPU "
+            f"is on node {one.gpu_node}{more}. {_remedy(reported, one)}"
         )
 
 
 def _usable(reported: HostMasks) -> Cpus:
-    """Return the CPUs that some rank of the host may run on."""
+    """Return the CPUs that at least one rank of the host may run on."""
     return frozenset(cpu for mask in set(reported.masks) for cpu in cpus_of_mask(mask))
 
 
 @functools.lru_cache(maxsize=256)
 def _topology(text: str) -> Topology:
-    """Return the topology of a host; one without cores where it is not known."""
+    """Return the topology of a host, without cores if it is unknown."""
     return Topology.from_text(text) if text else Topology(())
 
 
 def _remedy(reported: HostMasks, far: RankCores) -> str:
     if is_far(_topology(reported.topology), _usable(reported), far.gpu_node):
-        return "The job has no core there: request more cores, or the whole node"
+        return "The job has no core on that node. Request more cores, or the whole host"
     if reported.binding:
         return f"Correct or unset {VARIABLE}"
     return (
         "The launcher bound it there. Start with --cpu-bind=none (srun, PALS) or --bind-to none "
-        "(Open MPI), and each rank is bound to cores near its GPU"
+        "(Open MPI): the kit then binds each rank to cores near its GPU"
     )
