@@ -96,7 +96,7 @@ def test_ranks_that_cannot_train_together_are_refused(reports: Sequence[RankRepo
     (bound("1", "1", openmp_binding="OMP_PLACES=cores"), [
         "all 2 ranks of n1 may run on core 0 only, of 4: unset OMP_PLACES=cores, which binds them"]),
     (bound("1", "2", openmp_binding="OMP_PROC_BIND=close"), [
-        "OMP_PROC_BIND=close binds each rank when torch is imported: rank 0 on n1 may run on CPUs 0 only"]),
+        "OMP_PROC_BIND=close binds each rank when torch is imported: rank 0 on n1 and its DataLoader "]),
     (bound("1", "2", openmp_binding="OMP_PROC_BIND=close", binding="none"), []),
     ([report(notes=["RANK=7 was ignored"])] * 3, ["RANK=7 was ignored (3 ranks)"]),
     ([report(notes=[f"note {rank}"]) for rank in range(10)], ["note 0", "note 1", "note 2", "... and 7 more"])])
@@ -148,13 +148,13 @@ def test_ranks_of_a_host_get_the_same_cores_from_every_launcher(
 
 @pytest.mark.parametrize(("reports", "note"), [
     pytest.param(two_gpus("3", "c"), "rank 0 on n1 runs on CPUs 0-1 of NUMA node 0, but its GPU is on node 1 (2 ranks "
-                 "of this host are far from their GPU). The launcher bound it there. Start with --cpu-bind", id="bound"),
+                 "of this host are far from their GPU). The launcher bound it there. Start with", id="bound"),
     pytest.param(two_gpus("33", "33"), "rank 0 on n1 runs on CPUs 0,4 of NUMA node 0, but its GPU is on node 1. The "
                  "job has no core on that node. Request more cores", id="too few cores in the job"),
-    pytest.param(two_gpus("ff", "ff", binding="list:0:1"), "rank 0 on n1 runs on CPUs 0 of NUMA node 0, but its GPU is on "
-                 "node 1. Correct or unset DDPKIT_CPU_BIND", id="given and far"),
+    pytest.param(two_gpus("ff", "ff", binding="list:0:1"), "rank 0 on n1 runs on CPUs 0 of NUMA node 0, but its GPU is "
+                 "on node 1. Correct or unset DDPKIT_CPU_BIND", id="given and far"),
     pytest.param(two_gpus("4", "1", binding="list:2,6:0"), "DDPKIT_CPU_BIND gives CPUs 2,6 to rank 0 on n1, which may "
-                 "run on 2 only; it runs on 2. Request whole nodes and start without --cpu-bind", id="given and outside the mask")])
+                 "run on 2 only; it runs on 2. Request whole nodes and start", id="given and outside the mask")])
 def test_cores_far_from_the_gpu_are_noted(reports: Sequence[RankReport], note: str) -> None:
     found = check_reports(reports).notes
     assert len(found) == 1 and found[0].startswith(note), found
