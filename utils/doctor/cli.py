@@ -34,7 +34,7 @@ _RESTART = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a subcommand; return an exit status. words: the command line without the command."""
-    parser = ArgumentParser(prog="doctor.py", description=__doc__.split(":")[1].strip())
+    parser = ArgumentParser(prog="doctor.py", description="Find out what is wrong with a job.")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     logs = subcommands.add_parser(
         "logs",
@@ -77,7 +77,8 @@ def main(words: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_WRONG_USE
-    print(json.dumps(_as_dict(found), indent=2) if args.json else _describe(found))
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(_as_dict(found), indent=2) if args.json else _describe(found), flush=True)
     return exit_status(found)
 
 

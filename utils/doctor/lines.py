@@ -25,8 +25,8 @@ _LABELS = re.compile(
 _RANK_AND_HOST = tuple(
     re.compile(pattern.format(rank=r"(?P<rank>\d+)", host=rf"(?P<host>{_WORD})"))
     for pattern in (
-        "rank {rank} on {host} (?:failed|died|was ended|ended|did not enter|does not respond"
-        "|left normally|cannot start)",
+        r"rank {rank} on {host}(?: \(pid \d+\))? (?:failed|died|was ended|ended|did not enter"
+        "|does not respond|left normally|cannot start)",
         "srun: error: {host}: task {rank}:",
         r"process rank {rank} with PID \S+ on node {host}",  # Open MPI
         "{host}: rank {rank} (?:died|exited)",  # PALS
@@ -34,23 +34,24 @@ _RANK_AND_HOST = tuple(
     )
 )
 _RANK = re.compile(
-    r"\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\[\d+,\d+\],(\d+)\]"
+    r"launch.py: rank (\d+) (?:was|ended)|\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std"
+    r"|Process name: \[\S+,(\d+)\]"
     r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
 )
 # "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
 _HOST = re.compile(
     rf"(?<![\w.-])({_WORD}):\d+:\d+ \[\d+\] |\[([A-Za-z][\w.-]*)(?<!\.py):\d+[]: ]"
     rf"|srun: error: ({_WORD}): tasks|  ?ON ({_WORD}) CANCELLED|^  host +: ({_WORD})"
-    rf"|executed on host\(s\) <(?:\d+\*)?({_WORD})>, in queue"
+    rf"|PID \d+ RUNNING AT ({_WORD})|executed on host\(s\) <(?:\d+\*)?({_WORD})>, in queue"
 )
 # Lines of launchers about the end of one process.
 _EXIT = re.compile(
-    r"srun: error: \S+: tasks? |launch.py: rank |process rank \d+ with PID|RANK \d+ PID"
-    r"|: rank \d+ (?:died|exited)|Process name: \[\[|^  (?:host|rank) +: "
+    r"srun: error: \S+: tasks? |launch.py: rank |process rank \d+ with PID|PID \d+ RUNNING AT"
+    r"|: rank \d+ (?:died|exited)|Process name: \["
 )
 # Lines that say no cause, but where the job ran or which process failed.
-CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  host  ", "  rank  ",
-           "Process name: [[", "RUNNING AT")  # fmt: skip
+CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  time  ", "  host  ",
+           "  rank  ", "Process name: [", "RUNNING AT")  # fmt: skip
 
 _GPU_MEMORY = re.compile(
     r"(?P<total>\S+ \wiB) total capacity; (?P<used>\S+ \w+) already allocated; (?P<free>\S+ \w+)"

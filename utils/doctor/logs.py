@@ -24,8 +24,9 @@ _VARYING = b"0123456789.-+# "  # what differs between the lines that each step p
 _MAXIMUM_SHAPES = 100_000
 # "2024-07-24 12:01:00,5", c10's "E724 08:34:00.94", "08:34:00"
 _TIME = re.compile(
-    rb"(?:\d{4}-(\d\d)-(\d\d)[T ]|\b[IWEF](\d{1,2})(\d\d) )?\b(\d\d):(\d\d):(\d\d(?:[.,]\d+)?)"
+    rb"(?:\d{4}-(\d\d)-(\d\d)[T _]|\b[IWEF](\d{1,2})(\d\d) |\b)(\d\d):(\d\d):(\d\d(?:[.,]\d+)?)"
 )
+_LINES_AFTER_HINT = 200  # a job that prints more after a warning has survived it
 _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
 _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
 
@@ -38,10 +39,10 @@ class Finding:
     file: str
     line_number: int  # of the first line, as what follows
     line: str
+    last_line_number: int
     position: tuple[int, int]  # number of the file, line
     date: tuple[int, int] | None  # month and day
     seconds: float | None  # since midnight
-    count: int = 0
     named: list[tuple[int | None, str | None]] = field(default_factory=list)
 
 
@@ -67,17 +68,28 @@ def diagnose(files: Sequence[tuple[BinaryIO, str]]) -> Diagnosis | None:
     return reader.diagnose()
 
 
+@dataclass
+class _Exit:
+    """The end of a process, as a launcher reports it."""
+
+    rank: int | None = None
+    host: str | None = None
+    time: str = ""  # "2026-07-24_08:33:05"
+
+
 class _Reader:
     def __init__(self) -> None:
         self._findings: dict[tuple[int, int], Finding] = {}  # by cause and file
         self._hosts: set[str] = set()  # that any line names
         self._host_of_rank: dict[int, str] = {}
-        self._first_exit: tuple[int | None, str | None] = None, None
-        self._in_root_cause = False  # after torchrun's heading
+        self._first_exit: _Exit | None = None
+        self._root_causes: list[_Exit] = []  # of torchrun's agents
+        self._num_lines: list[int] = []  # of each file
 
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
         file_rank = int(label[1]) if label else None
+        line_number = 0
         for line_number, line, context in _lines_of_interest(stream):
             rank, host = rank_and_host(line)
             if line_number == 1 and _HOST_NAME.fullmatch(line):
@@ -97,30 +109,33 @@ class _Reader:
                 date, seconds = _last_time(context)
                 position = number, line_number
                 self._findings[key] = Finding(
-                    cause, name, line_number, line, position, date, seconds
+                    cause, name, line_number, line, line_number, position, date, seconds
                 )
-            self._findings[key].count += 1
+            self._findings[key].last_line_number = line_number
             if cause.reporter == "survivor":
                 rank, host = None, named_host
             else:
                 rank, host = file_rank if rank is None else rank, host or named_host
             if (rank, host) not in self._findings[key].named:
                 self._findings[key].named.append((rank, host))
+        self._num_lines.append(line_number)
 
     def _note_exit(self, line: str, rank: int | None, host: str | None) -> None:
-        """Note the first process whose end a launcher reports, sometimes in two lines."""
+        """Note the ends of processes that launchers report; torchrun does so in several lines."""
+        in_torchrun_summary = re.match("  (time|host|rank)  ", line) is not None
         if "Root Cause (first" in line:
-            self._in_root_cause, self._first_exit = True, (None, None)
-        if not reports_exit(line) or (line.startswith("  ") and not self._in_root_cause):
-            return
-        if self._first_exit == (None, None):
-            self._first_exit = rank, host
-        elif self._in_root_cause and line.startswith("  "):
-            first_rank, first_host = self._first_exit
-            self._first_exit = rank if first_rank is None else first_rank, first_host or host
+            self._root_causes.append(_Exit())
+        elif in_torchrun_summary and self._root_causes:
+            latest = self._root_causes[-1]
+            if line.startswith("  time") and not latest.time:
+                latest.time = line.partition(":")[2].strip()
+            latest.rank = rank if latest.rank is None else latest.rank
+            latest.host = latest.host or host
+        elif reports_exit(line) and not in_torchrun_summary and self._first_exit is None:
+            self._first_exit = _Exit(rank, host)
 
     def diagnose(self) -> Diagnosis | None:
-        findings = list(self._findings.values())
+        findings = [one for one in self._findings.values() if not self._went_on_after(one)]
         if not findings:
             return None
         finding = _first(findings)
@@ -131,15 +146,20 @@ class _Reader:
         rank, host = self._rank_and_host(finding, same)
         return Diagnosis(finding, rank, host, tuple(one for one in findings if one not in same))
 
+    def _went_on_after(self, finding: Finding) -> bool:
+        """Whether a job went on after a warning."""
+        num_lines = self._num_lines[finding.position[0]] - finding.last_line_number
+        return finding.cause.level == Level.HINT and num_lines > _LINES_AFTER_HINT
+
     def _rank_and_host(
         self, finding: Finding, same: Sequence[Finding]
     ) -> tuple[int | None, str | None]:
         """Return which rank and host failed first. same: the findings of the cause in all files."""
         named = finding.named
         if len(same) > 1 and any(one.seconds is None for one in same):
-            everywhere = {pair for one in same for pair in one.named}
-            if len(everywhere) > 1:
-                return None, _only({host for _, host in everywhere})
+            named = [pair for one in same for pair in one.named]
+            if len({rank for rank, _ in named} - {None}) > 1:
+                return None, _only({host for _, host in named if host})
 
         hosts = [host for _, host in named if host]
         if finding.cause.reporter == "survivor":
@@ -149,7 +169,8 @@ class _Reader:
 
         rank = next((rank for rank, _ in named if rank is not None), None)
         host = next((host for one, host in named if host and one in (rank, None)), None)
-        exit_rank, exit_host = self._first_exit
+        first_exit = min(self._root_causes, key=lambda one: one.time, default=self._first_exit)
+        exit_rank, exit_host = (first_exit.rank, first_exit.host) if first_exit else (None, None)
         if rank is None and (host is None or exit_host in (None, host)):
             rank, host = exit_rank, host or exit_host
         if host is None and rank is not None:
@@ -157,7 +178,7 @@ class _Reader:
         return rank, host or _only(self._hosts)
 
 
-def _only(hosts: set[str] | set[str | None]) -> str | None:
+def _only(hosts: set[str]) -> str | None:
     return next(iter(hosts)) if len(hosts) == 1 else None
 
 
@@ -208,13 +229,14 @@ def _last_time(text: bytes) -> tuple[tuple[int, int] | None, float | None]:
 def _lines_of_interest(stream: BinaryIO) -> Iterator[tuple[int, str, bytes]]:
     """Yield line number, line, and the text up to its end, for lines that hold a keyword.
 
-    Most lines differ only by their numbers from an earlier one without a keyword.
+    The last item is an empty line with the number of lines. Most lines differ only by their numbers
+    from an earlier one without a keyword.
     """
     rest, before, line_number = b"", b"", 0
     dull: set[bytes] = set()  # lines without what varies
     while True:
         block = stream.read(_BLOCK_BYTES)
-        text = (rest + block).replace(b"\r", b"\n")  # progress bars
+        text = (rest + block).replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # progress bars
         end = text.rfind(b"\n") + 1 if block and len(text) < 2 * _BLOCK_BYTES else len(text)
         text, rest = text[:end], text[end:]
 
@@ -237,6 +259,7 @@ def _lines_of_interest(stream: BinaryIO) -> Iterator[tuple[int, str, bytes]]:
         if len(dull) > _MAXIMUM_SHAPES:
             dull.clear()
         if not block:
+            yield line_number, "", b""
             return
 
 
