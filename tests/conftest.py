@@ -1,4 +1,4 @@
-"""What tests need for real, and --require-all, which makes its absence a failure."""
+"""What tests need for real, Slurm and PBS among it, and --require-all, which makes its absence a failure."""
 from __future__ import annotations
 
 import atexit
@@ -7,13 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import hosts
-from tests.cluster.slurm import search_path
+from tests.cluster.pbs import Pbs, PbsCluster, RealPbs
+from tests.cluster.slurm import SlurmCluster, search_path
 
 ROOT = Path(__file__).resolve().parent.parent
 MPI_HOME = Path(os.environ.get("DDPKIT_MPI_HOME") or ROOT / ".mpi")
@@ -76,6 +77,50 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
                                          "NodeName=localhost\nPartitionName=main Nodes=localhost\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     return found
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(need: Callable[[str], Path]) -> Iterator[SlurmCluster]:
+    need("hosts")
+    need("slurm")
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_cluster: SlurmCluster) -> SlurmCluster:
+    """A real Slurm: four idle nodes with four CPUs and two fake GPUs each; node1 is the first that a job gets."""
+    slurm_cluster.run(["scancel", "--me"])
+    slurm_cluster.wait_for_nodes()
+    return slurm_cluster
+
+
+@pytest.fixture
+def slow_requeue(slurm: SlurmCluster) -> Iterator[None]:
+    """`scontrol requeue` ends two seconds after it has done its work, long after Slurm has signalled the job."""
+    wrapper = slurm.folder / "bin" / "scontrol"
+    wrapper.write_text(f'#!/bin/sh\n{slurm.program("scontrol")} "$@"\nstatus=$?\n'
+                       '[ "$1" != requeue ] || sleep 2\nexit $status\n')
+    wrapper.chmod(0o755)
+    yield
+    wrapper.unlink()
+
+
+@pytest.fixture(scope="session")
+def pbs_cluster(request: pytest.FixtureRequest, need: Callable[[str], Path]) -> Iterator[Pbs]:
+    if prefix := request.config.getoption("--real-pbs"):
+        yield RealPbs(prefix)
+        return
+    need("hosts")
+    with PbsCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pbs(pbs_cluster: Pbs) -> Iterator[Pbs]:
+    """The stand-in or a real OpenPBS, idle: pbs-head and n1, n2, n3 with four CPUs and four GPUs each."""
+    yield pbs_cluster
+    pbs_cluster.delete_all()
 
 
 def pytest_configure(config: pytest.Config) -> None:

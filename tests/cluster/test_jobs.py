@@ -16,8 +16,6 @@ from tests.cluster.pbs import HEAD, Pbs
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import ROOT, Result
 
-pytest_plugins = ["tests.cluster.pbs_fixture", "tests.cluster.slurm_fixture"]
-
 BOTH = pytest.mark.parametrize("jobs", ["slurm", "pbs"], indirect=True)
 ONE_RANK = ["--nodes", "1", "--ntasks-per-node", "1"]
 TWO_BY_TWO = "select=2:ncpus=2:mpiprocs=2"
@@ -237,5 +235,5 @@ def test_job_that_cannot_run_is_refused_with_the_reason(jobs: Jobs, words: str, 
 
 def test_sbatch_reads_quoted_directives(slurm_jobs: SlurmJobs) -> None:
     (slurm_jobs.folder / "hello.py").write_text("print('it runs')\n")
-    done = slurm_jobs.submit(*ONE_RANK, "--folder", "a  b 'c' \"d\" # $(touch x) \u00e9;&", "--follow", "hello.py")
+    done = slurm_jobs.submit(*ONE_RANK, "--folder", "a  b 'c' \"d\" # $(touch x) 50%j \u00e9;&", "--follow", "hello.py")
     assert done.status == 0 and "it runs\n" in done.output, done.output

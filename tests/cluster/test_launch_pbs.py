@@ -17,8 +17,6 @@ from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import WORK, Pbs
 from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT
 
-pytest_plugins = ["tests.cluster.pbs_fixture"]
-
 EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
 

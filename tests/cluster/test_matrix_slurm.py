@@ -13,8 +13,6 @@ from tests.cluster.jobs import ranks_on
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import RANK_PROGRAM, ROOT
 
-pytest_plugins = ["tests.cluster.slurm_fixture"]
-
 TAKEN = re.compile(r"on (\S+), by (\S+), GPU (\d+),")
 # The --launcher of launch.py -> the launcher that the ranks detect.
 LAUNCHERS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}

@@ -18,8 +18,6 @@ from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import HEAD, HOME, WORK, Pbs
 from tests.launch.launchers import Result
 
-pytest_plugins = ["tests.cluster.pbs_fixture"]
-
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "pbs"
 # What the kit and its tests read of a job.
 SHOWN = ["job_state", "substate", "queue", "run_count", "Exit_status", "Output_Path", "exec_vnode", "Submit_arguments"]

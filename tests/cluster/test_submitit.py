@@ -16,7 +16,6 @@ from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import ROOT, TORCHRUN, Lab
 
 pytest.importorskip("submitit")
-pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 EPOCHS = ["--epochs", "12"]
 SUBMIT = [sys.executable, str(ROOT / "examples" / "04_submitit.py"), *EPOCHS]

@@ -19,8 +19,6 @@ from tests.cluster.pbs import HEAD, Pbs
 from tests.cluster.slurm import SlurmCluster
 from tests.faults.programs import SURVIVE, done_line
 
-pytest_plugins = ["tests.cluster.pbs_fixture", "tests.cluster.slurm_fixture"]
-
 BEGUN = re.compile(r"^(?:starting|resuming after step (\d+))", re.MULTILINE)
 ENDED = re.compile(r"^(?:stopped at step|done after) (\d+)", re.MULTILINE)
 REQUEUED = "is back in the queue"

@@ -12,8 +12,6 @@ import pytest
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MEET, SHOW, TORCHRUN, Lab
 
-pytest_plugins = ["tests.cluster.slurm_fixture"]
-
 Launch = Callable[..., str]
 
 

@@ -18,8 +18,6 @@ from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT
 
-pytest_plugins = ["tests.cluster.slurm_fixture"]
-
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 PUBLIC = str(ROOT / "tests/launch/public_code.py")
 

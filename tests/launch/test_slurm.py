@@ -1,21 +1,16 @@
 """srun of a real Slurm: right ranks, one loss, and one process with a note wherever no launcher started it."""
 from __future__ import annotations
 
-import os
-import pty
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import killed_at_end
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MEET, MINIMAL, ROOT, SHOW, TORCHRUN, Lab, Result, assert_met
-
-pytest_plugins = ["tests.cluster.slurm_fixture"]
 
 RANK = shlex.join(MEET)
 EXPLAIN = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "utils.launchers"])
@@ -142,43 +137,6 @@ def test_python_below_salloc_is_one_process(slurm: SlurmCluster, command: list[s
     done = slurm.run(command)
     assert "rank 0 of 1, " in done.output and "by single" in done.output, done.output
     assert note in done.output
-
-
-def on_a_terminal(slurm: SlurmCluster, command: Sequence[str], *typed: str) -> str:
-    """What appears on the terminal when these lines are typed into `command`."""
-    ours, its = pty.openpty()
-    process = slurm.start(["setsid", "--ctty", "--wait", *command], stdin=its, stdout=its, stderr=its)
-    os.close(its)
-    seen = b""
-    with killed_at_end(process):
-        os.write(ours, "".join(f"{line}\n" for line in [*typed, "exit"]).encode())
-        while True:
-            try:
-                read = os.read(ours, 65536)
-            except OSError:  # Linux says EIO when the last program has closed the terminal
-                break
-            if not read:
-                break
-            seen += read
-        process.wait(30)
-    os.close(ours)
-    return seen.decode(errors="replace").replace("\r\n", "\n")
-
-
-@pytest.mark.parametrize(("options", "note"), [
-    ("-N1 -n1", "holds 2 nodes, but srun --pty started one task"),
-    ("-N2 -n4", "holds 4 tasks on 2 nodes, but no launcher started this process")])
-def test_python_in_a_shell_of_srun_pty_is_one_process(slurm: SlurmCluster, options: str, note: str) -> None:
-    """Of the second step's four shells, a person types into that of rank 0 alone."""
-    srun = ["salloc", "-N2", "--ntasks-per-node=2", "srun", *options.split(), "--pty", "bash"]
-    seen = on_a_terminal(slurm, srun, RANK)
-    assert "rank 0 of 1, local 0 of 1, on node1" in seen and note in seen, seen
-
-
-@pytest.mark.parametrize("shell", [[], ["bash", "-c", '"$@"; true', "bash"]], ids=["directly", "by a script"])
-def test_srun_pty_of_python_is_a_launch(slurm: SlurmCluster, shell: list[str]) -> None:
-    seen = on_a_terminal(slurm, ["srun", "-N2", "--ntasks-per-node=2", "--pty", *shell, *MEET])
-    assert "rank 0 of 4, local 0 of 2, on node1, by slurm" in seen, seen
 
 
 @pytest.mark.parametrize("names", ["debian", "none"])

@@ -6,16 +6,7 @@ import random
 import pytest
 
 from tests.unit.topologies import NAMES, load_site
-from utils.binding import (
-    Cpus,
-    cores_in,
-    cpus_of_mask,
-    divide,
-    is_far,
-    mask_of_cpus,
-    openmp_binding,
-    parse_binding,
-)
+from utils.binding import Cpus, cores_in, divide, is_far, mask_of_cpus, openmp_binding, parse_binding
 from utils.cores import HostMasks, choose_cores, notes_on_cores
 from utils.submission.profiles import load
 from utils.topology import Core, Topology, parse_ranges
@@ -41,9 +32,6 @@ def sizes(topology: Topology, gpu_nodes: list[int | None], mask: Cpus | None = N
     """The first CPU of each core of each rank, where all ranks have one mask."""
     masks = [mask or everything(topology)] * len(gpu_nodes)
     return [[core.cpus[0] for core in cores_in(topology, cpus)] for cpus in divide(topology, masks, gpu_nodes)]
-
-
-# Clusters
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,15 +66,6 @@ def test_binding_of_a_profile_is_the_published_one(name: str) -> None:
     if name == "derecho":  # NCAR names the first core of each NUMA node only
         given = [frozenset({min(cpus)}) for cpus in given]
     assert given == published
-
-
-def test_gpus_without_a_known_node_get_a_node_each() -> None:
-    site = load_site("derecho")
-    found = divide(site.topology, [site.mask] * 4, site.gpus)
-    assert [min(cpus) for cpus in found] == [0, 16, 32, 48]  # NCAR's recipe has the first core of each
-
-
-# Cases
 
 
 @pytest.mark.parametrize(("topology", "gpu_nodes", "expected"), [
@@ -136,9 +115,6 @@ def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
     assert not is_far(topology, frozenset({0}), None) and not is_far(topology, frozenset({0}), 5)
 
 
-# Random hosts
-
-
 def test_random_hosts_and_masks_keep_the_promises() -> None:
     chance = random.Random(12)
     for number in range(10_000):
@@ -172,9 +148,6 @@ def test_random_hosts_and_masks_keep_the_promises() -> None:
         assert all(core.node not in gpu_nodes for core in unused)
 
 
-# DDPKIT_CPU_BIND
-
-
 @pytest.mark.parametrize(("text", "cpus"), [
     ("list:4-7:8-11", [{4, 5, 6, 7}, {8, 9, 10, 11}]), ("list:0:16:32:48", [{0}, {16}, {32}, {48}]),
     ("verbose,list:0-1,4:2", [{0, 1, 4}, {2}]), ("mask_cpu:0xfe,fe00", [set(range(1, 8)), set(range(9, 16))]),
@@ -189,10 +162,6 @@ def test_binding_of_a_site_is_read(text: str, cpus: list[set[int]]) -> None:
 def test_bad_binding_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="^DDPKIT_CPU_BIND is .*Expected .*unset it$"):
         parse_binding(text)
-
-
-def test_masks_are_read_and_written() -> None:
-    assert cpus_of_mask("0xf0") == [4, 5, 6, 7] and mask_of_cpus(frozenset({4, 5, 6, 7})) == "f0"
 
 
 @pytest.mark.parametrize(("environ", "expected"), [

@@ -97,18 +97,6 @@ def test_03_names_the_rank_and_the_missing_or_short_text(
         text_lm.read_text(argparse.Namespace(text=text, context=32), SimpleNamespace(rank=0, world_size=1))
 
 
-def test_03_reads_the_library_in_one_order_without_tests(
-        text_lm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("os.py", "ast.py", "json/decoder.py", "test/test_os.py", "site-packages/numpy.py", "a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{name};")
-    monkeypatch.setattr(text_lm.sysconfig, "get_path", {"stdlib": str(tmp_path)}.get)
-    text = b"json/decoder.py;ast.py;os.py;"
-    assert text_lm.standard_library() == text
-    monkeypatch.setattr(text_lm, "LIBRARY_BYTES", 10)
-    assert text_lm.standard_library() == text[:10]
-
-
 def test_03_predicts_the_next_byte_and_decays_matrices_only(text_lm: ModuleType) -> None:
     inputs, targets = text_lm.windows(torch.arange(100, dtype=torch.uint8), torch.tensor([0, 90]), 5)
     assert inputs.tolist() == [[0, 1, 2, 3, 4], [90, 91, 92, 93, 94]] and (targets == inputs + 1).all()

@@ -26,33 +26,18 @@ from utils.launch.run import run
 from utils.topology import parse_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_CHILD = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]  # the child is in a session of its own
 
 
 def test_nothing_is_left_of_a_process_and_its_children() -> None:
     with Processes("unit.1") as processes:
         around = {**os.environ, LAUNCH_VARIABLE: "outer"}
-        child = processes.start(WITH_CHILD, around, stdout=subprocess.PIPE)
+        words = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]  # the child is in a session of its own
+        child = processes.start(words, around, stdout=subprocess.PIPE)
         with child.stdout as output:
             grandchild = int(output.readline())
         # Between fork() and the end of exec(), a process has no environment.
         wait_until(lambda: all(grandchild in find_processes(launch, []) for launch in ("unit.1", "outer")), "both")
     assert not find_processes("unit.1", [])
-
-
-def test_reaper_ends_everything_when_its_parent_is_killed() -> None:
-    program = f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from utils.launch.processes import Processes
-with Processes("unit.2") as processes:
-    processes.start({WITH_CHILD}, os.environ)
-    time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
-        parent.stdout.readline()
-        parent.kill()
-    wait_until(lambda: not find_processes("unit.2", []), "the end of all processes")
 
 
 @pytest.mark.parametrize(("binding", "shared"), [("", True), ("none", False)])

@@ -2,17 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from utils.launch.environment import clean
 from utils.launchers import LAUNCHERS, LaunchError, Placement, detect
 from utils.launchers.base import Launcher
-from utils.launchers.detect import find_launcher
-from utils.rendezvous import Rendezvous, agree
-from utils.rendezvous.checks import make_report
 from utils.rendezvous.endpoints import find_endpoints
 
 
@@ -56,31 +51,8 @@ def test_its_ranks_are_detected() -> None:
         detect({"ACME_RANK": "3"})
 
 
-def test_its_parent_process_decides() -> None:
-    for parent in ("/opt/acme/bin/acmed 7", "acmerun.new -n 2 x"):
-        assert detect({**SRUN, **RANK}, ancestors=[parent, "slurmstepd: [4.0]"]).launcher == "acme"
-    assert detect({**SRUN, **RANK}, ancestors=["slurmstepd: [4.0]", "acmed"]).launcher == "slurm"
-
-
 def test_its_hosts_and_identity_lead_to_rank_0(acme: Acme) -> None:
     first, other = (
         find_endpoints(acme, PLACEMENT, {**RANK, "ACME_TOKEN": token}, timeout=1) for token in ("b71f", "c822"))
     assert (first.hosts, first.source) == (["h2", "h1"], "ACME_HOSTS")
     assert first.token != other.token and first.ports != other.ports
-
-
-def test_its_ranks_meet(tmp_path: Path) -> None:
-    environ = {"ACME_SIZE": "3", "ACME_TOKEN": str(tmp_path), "ACME_HOSTS": "127.0.0.1"}
-
-    def start(rank: int) -> Rendezvous:
-        found = find_launcher({**environ, "ACME_RANK": str(rank)})
-        met = agree(found.placement, make_report(found.placement), environ=environ, launcher=found.launcher, timeout=60)
-        met.monitor.started()
-        return met
-
-    with ThreadPoolExecutor(3) as threads:
-        results = list(threads.map(start, range(3)))
-    assert len({(one.master_addr, one.master_port) for one in results}) == 1
-    for one in (*results[1:], results[0]):
-        one.monitor.leave("")
-    results[0].listener.close()

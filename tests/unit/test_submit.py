@@ -30,13 +30,6 @@ def test_dry_run_prints_the_script_and_does_nothing_else(login: Login) -> None:
     assert login.commands.calls() == [] and list(login.folder.iterdir()) == [login.folder / "train.py"]
 
 
-def test_submitting_imports_no_torch() -> None:
-    code = ("import sys; from utils import cli; cli.main(['submit', 'run', '--site', 'derecho', '--dry-run', "
-            "'train.py']); sys.exit('torch' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("site", profiles.names())
 def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> None:
     for launcher in ([], ["--launcher", "torchrun"]):
@@ -91,11 +84,6 @@ def test_submission_keeps_script_settings_commit_and_id(login: Login) -> None:
 
     assert login.submit("run", "train.py").status == 0  # in the same second, perhaps
     assert len(login.submissions()) == 2
-
-
-def test_percent_sign_in_a_folder_is_no_pattern_of_slurm(login: Login) -> None:
-    assert login.submit("run", "--folder", "50%j", "train.py").status == 0
-    assert "/50%%j/" in next((login.folder / "50%j").glob("*/job.sh")).read_text()
 
 
 def test_pbs_runs_the_script_without_a_login_shell(login: Login) -> None:
