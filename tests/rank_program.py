@@ -7,7 +7,7 @@ Without --join and --torch the rank does not contact the others. --join is the s
 torch; --torch is setup_distributed() and a sum over all ranks. --notes writes the process id to FOLDER/RANK and the
 signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and then for SIGTERM, and exits with status 5.
 
-Faults of one rank: late, exit-before, kill-during (with --join); exit=STATUS, kill (with --wait); interface,
+Faults of one rank: late, kill-during (with --join); exit=STATUS, kill (with --wait); interface,
 nccl, kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch).
 """
 from __future__ import annotations
@@ -69,7 +69,6 @@ def fail_at_the_start(fault: str, timeout: float) -> None:
 
     if fault == "late":
         time.sleep(timeout + 5)
-    if fault in ("late", "exit-before"):
         sys.exit("this rank ends before it starts")
     if fault == "kill-during":  # between its report and the result, as a rank that runs out of memory
         Connection.receive_one = kill  # type: ignore[assignment,method-assign]
@@ -133,8 +132,6 @@ def wait(rank: Placement, folder: Path, fault: str) -> None:
         time.sleep(0.02)
     sys.exit(5)
 
-
-# With torch ----------------------------------------------------------------------------------------------------------
 
 def all_reduce(timeout: float) -> None:
     from utils import setup_distributed

@@ -43,7 +43,6 @@ class Jobs:
     folder: Path  # where this machine has it
 
     def submit_py(self, *words: str, seconds: float = 120) -> Result:
-        """Run scripts/submit.py."""
         return self.run([sys.executable, str(ROOT / "scripts" / "submit.py"), *words], seconds=seconds)
 
     def submit(self, *words: str, seconds: float = 120) -> Result:

@@ -74,7 +74,6 @@ class Pbs:
         return path
 
     def submit(self, *words: str, cwd: str = WORK, env: Mapping[str, str] | None = None) -> str:
-        """Run qsub; return the job's id."""
         done = self.run(HEAD, ["qsub", *words], cwd=cwd, env=env)
         assert done.status == 0, f"qsub {shlex.join(words)}: {done.output}"
         return done.output.strip()
@@ -94,12 +93,10 @@ class Pbs:
         return self.job(job_id)
 
     def output(self, job: Mapping[str, Any]) -> str:
-        """Return what a job has written."""
         path = self.local(str(job["Output_Path"]).partition(":")[2])
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def delete_all(self) -> None:
-        """End all jobs, and wait until they have ended."""
         def none_is_left() -> bool:
             jobs = self.run(HEAD, ["qselect"]).output.split()
             if jobs:
@@ -150,8 +147,6 @@ class PbsCluster(Hosts, Pbs):
 
     def state(self, job_id: str) -> str:
         return str(self._server.find(job_id).shown()["job_state"])  # without the processes of a qstat
-
-    # Starting --------------------------------------------------------------------------------------------------------
 
     def _hosts_file(self, host: str) -> Path:
         path = super()._hosts_file(host)

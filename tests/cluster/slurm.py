@@ -101,8 +101,6 @@ class SlurmCluster(Hosts):
         self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
                             "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
 
-    # Starting --------------------------------------------------------------------------------------------------------
-
     def _start_hosts(self) -> None:
         super()._start_hosts()
         self._write_files()
@@ -163,7 +161,6 @@ class SlurmCluster(Hosts):
         self._daemons.append(process)
 
     def wait_for_nodes(self) -> None:
-        """Wait until every node is ready for jobs."""
         def ready() -> bool:
             done = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"])
             words = done.output.split()
@@ -177,8 +174,6 @@ class SlurmCluster(Hosts):
         if found is None:
             raise RuntimeError(f"{name} was not found in {self.programs}")
         return found
-
-    # Using -----------------------------------------------------------------------------------------------------------
 
     def start(self, command: Sequence[str], host: str = HEAD, *, env: Mapping[str, str] | None = None,
               cwd: Path | str | None = None, **options: object) -> subprocess.Popen[str]:
@@ -204,6 +199,13 @@ class SlurmCluster(Hosts):
         if done.status != 0:
             raise RuntimeError(f"sbatch {shlex.join(words)}: status {done.status}, {done.output}")
         return done.output.split()[-1].partition(";")[0]
+
+    def batch(self, options: str, *lines: str) -> Result:
+        """Run a batch script of these lines, which has to end with status 0."""
+        job_id = self.sbatch(*options.split(), script="\n".join(["#!/bin/bash", *lines, ""]))
+        job = self.wait(job_id)
+        assert job["JobState"] == "COMPLETED", f"{job}\n{self.output(job_id)}"
+        return Result(0, self.output(job_id))
 
     def jobs(self, job_id: str) -> list[dict[str, str]]:
         """Return what `scontrol show job` reports, for each element of an array and each component of a job."""

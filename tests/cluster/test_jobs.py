@@ -77,8 +77,6 @@ def ids_of(submitted: Result) -> list[str]:
     return re.findall(r"^(\d\S*)$", submitted.output, re.MULTILINE)
 
 
-# Ready scripts -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize(("jobs", "options", "expected"), [
     ("slurm", "-N4", [2, 2, 2, 2]),  # a rank for each GPU of whole nodes
     ("slurm", "-N2 -n3", [1, 2]),
@@ -119,8 +117,6 @@ def test_job_is_requeued_after_a_stop_under_torchrun(slurm_jobs: SlurmJobs) -> N
     assert slurm_jobs.cluster.job(job_id)["Restarts"] == "1"
 
 
-# Stops and failures in jobs of PBS; for Slurm see tests/launch/test_launch_slurm.py ----------------------------------
-
 def running(jobs: PbsJobs, program: str = WAITS) -> str:
     """Start a job of four ranks on two hosts, and wait until all of them run; return its id."""
     jobs.cluster.write(f"{jobs.path}/notes/.keep", "")
@@ -154,8 +150,6 @@ def test_stop_reaches_the_ranks_of_every_host(pbs_jobs: PbsJobs) -> None:
     assert [note.read_text() for note in notes] == ["SIGUSR1\nSIGTERM\n"] * 4
     assert_no_rank_is_left(pbs_jobs)
 
-
-# submit.py -----------------------------------------------------------------------------------------------------------
 
 @BOTH
 def test_following_shows_output_and_ends_with_the_jobs_status(jobs: Jobs) -> None:

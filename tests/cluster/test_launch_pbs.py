@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +14,19 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import WORK, Pbs
-from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT
+from tests.launch.launchers import MPIS, RANK_PROGRAM, launch_py
 
 EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
 
 
-def run(pbs: Pbs, options: str, *, line: str = "exec {}", chunks: str = CHUNKS) -> tuple[int, str]:
+def run(pbs: Pbs, launch: list[str], *, line: str = "exec {}", chunks: str = CHUNKS) -> tuple[int, str]:
     """Run launch.py in a job of two hosts; the job's exit status and output."""
     folder = f"{WORK}/launch {time.monotonic_ns()}"
     notes = pbs.write(f"{folder}/notes/.keep", "")[:-len("/.keep")]
-    rank = shlex.join([str(RANK_PROGRAM), "--notes", notes, "a b"])
-    launch = f"{shlex.join([sys.executable, str(ROOT / 'scripts' / 'launch.py')])} {options} {rank}"
+    command = shlex.join([*launch, str(RANK_PROGRAM), "--notes", notes, "a b"])
     pbs.write(f"{folder}/job.sh", f"#!/bin/bash\nexec 2>&1\ncd {shlex.quote(folder)}\n"
-                                  f"export VALUE=$'two\\nlines'\n{line.format(launch)}\n")
+                                  f"export VALUE=$'two\\nlines'\n{line.format(command)}\n")
     job = pbs.wait(pbs.submit("-l", f"select={chunks}", "-l", "place=scatter", "job.sh", cwd=folder))
     wait_until(lambda: bool(pbs.output(job)), "the output of the job")
     return int(job.get("Exit_status", -999)), pbs.output(job)
@@ -40,17 +38,13 @@ def ranks(output: str, launcher: str) -> list[tuple[str, ...]]:
                              r"notes \(\), value 'two\\nlines', threads 1, folder /.*, arguments \['a b'\]", output))
 
 
-def by(name: str, need: Callable[[str], Path]) -> str:
-    """Return the option that chooses a launcher; "": let launch.py choose."""
-    return f"--launcher {need(MPIS[name][0]) if name in MPIS else name}" if name else ""
-
-
 @pytest.mark.parametrize(("name", "options"), [
-    *((name, "") for name in ("", "pbsdsh", *MPIS)), ("intel", "--dry-run"), ("openmpi5", "--dry-run")])
-def test_ranks_have_environment_and_arguments(pbs: Pbs, name: str, options: str, need: Callable[[str], Path]) -> None:
+    *((name, []) for name in ("", "pbsdsh", *MPIS)), ("intel", ["--dry-run"]), ("openmpi5", ["--dry-run"])])
+def test_ranks_have_environment_and_arguments(pbs: Pbs, name: str, options: list[str],
+                                              need: Callable[[str], Path]) -> None:
     """There is no ssh. --dry-run prints a command that does the same."""
     line = 'command=$({}) && eval "$command"' if options else "exec {}"
-    status, output = run(pbs, f"{options} {by(name, need)}", line=line)
+    status, output = run(pbs, [*launch_py(name, need), *options], line=line)
     assert status == 0, output
     assert ranks(output, MPIS[name][1] if name in MPIS else "env") == EXPECTED, output
     assert name in MPIS or f"by {name or 'pbs_tmrsh'}\n" in output
@@ -59,7 +53,7 @@ def test_ranks_have_environment_and_arguments(pbs: Pbs, name: str, options: str,
 @pytest.mark.parametrize("name", ["pbs_tmrsh", "pbsdsh", "mpich5", "openmpi5", "openmpi4"])
 def test_first_host_without_slots_waits_for_nobody(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
     """PBS does not report to such a host that a task on the first host with slots has ended."""
-    status, output = run(pbs, by(name, need), chunks="1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2")
+    status, output = run(pbs, launch_py(name, need), chunks="1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2")
     if name == "mpich5":
         assert status == 2 and "choose --launcher pbs_tmrsh" in output, output
     else:
@@ -70,6 +64,6 @@ def test_first_host_without_slots_waits_for_nobody(pbs: Pbs, name: str, need: Ca
 
 @pytest.mark.parametrize("name", ["", "mpich5", "openmpi5"])
 def test_launch_on_a_part_of_a_job(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
-    status, output = run(pbs, f"--nodelist n2 {by(name, need)}")
+    status, output = run(pbs, [*launch_py(name, need), "--nodelist", "n2"])
     assert status == 0, output
     assert re.findall(r"rank (\d) of (\d), local \d of \d, on (\w+), by", output) == [("0", "1", "n2")], output

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import pytest
 
 from tests.cluster.jobs import ranks_on
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import RANK_PROGRAM, ROOT
+from tests.launch.launchers import MPIS, RANK_PROGRAM, launch_py
 
 TAKEN = re.compile(r"on (\S+), by (\S+), GPU (\d+),")
 # The --launcher of launch.py -> the launcher that the ranks detect.
-LAUNCHERS = {"srun": "slurm", "torchrun": "torchrun", "mpich": "mpich", "openmpi": "openmpi", "impi": "intel-mpi"}
+LAUNCHERS = {"srun": "slurm", "torchrun": "torchrun", **{name: launcher for name, (_, launcher) in MPIS.items()}}
 RUN = "exec {launch} {rank}"
 IN_A_STEP = "exec srun -N1 -n1 {launch} {rank}"
 PRINTED = 'command=$({launch} --dry-run {rank}) && eval "$command"'
@@ -23,40 +22,33 @@ NTASKS_PER_NODE = '[ "$SLURM_TASKS_PER_NODE" = 3,1 ] && exec {launch} --ntasks-p
 # A job's request, the ranks expected on its nodes, the launchers to try, and what the job runs: each kind of request
 # with launchers that treat it differently. All 75 combinations passed once.
 JOBS = [
-    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun openmpi", RUN),
-    ("-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1], "mpich", RUN),
-    ("-N2 -n3 --gpus-per-node=2", [1, 2], "impi", RUN),
-    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi", RUN),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun openmpi5", RUN),
+    ("-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1], "mpich5", RUN),
+    ("-N2 -n3 --gpus-per-node=2", [1, 2], "intel", RUN),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi5", RUN),
     ("-N2 --gpus-per-node=2", [2, 2], "torchrun", RUN),  # one task per node is requested, and two GPUs
     ("-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2], "srun torchrun", RUN),
-    ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun impi", RUN),
-    ("-N2 -n3 --gpus-per-task=1", [1, 2], "torchrun openmpi", RUN),
-    ("-N2 -n2 --gpus=3", [1, 2], "mpich openmpi", RUN),
-    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1", [2, 2], "mpich impi", RUN),
+    ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun intel", RUN),
+    ("-N2 -n3 --gpus-per-task=1", [1, 2], "torchrun openmpi5", RUN),
+    ("-N2 -n2 --gpus=3", [1, 2], "mpich5 openmpi5", RUN),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1", [2, 2], "mpich5 intel", RUN),
     ("-N2 --ntasks-per-node=2 --gres=gpu:2", [2, 2], "torchrun", RUN),
-    ("-N2 --exclusive", [2, 2], "srun impi", RUN),  # no GPUs are requested: a step gets none
-    ("-N1 --exclusive : -N2 --exclusive", [2, 2, 2], "srun mpich", RUN),
-    ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2], "srun openmpi", RUN),
-    ("-n1 --gpus-per-task=1 : -N1 -n2 --gpus-per-task=1", [1, 2], "torchrun mpich", RUN),
-    ("-N2 -n4 --gpus-per-node=2", [2, 2], "srun openmpi", NTASKS_PER_NODE),
-    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun torchrun openmpi", IN_A_STEP),
+    ("-N2 --exclusive", [2, 2], "srun intel", RUN),  # no GPUs are requested: a step gets none
+    ("-N1 --exclusive : -N2 --exclusive", [2, 2, 2], "srun mpich5", RUN),
+    ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2], "srun openmpi5", RUN),
+    ("-n1 --gpus-per-task=1 : -N1 -n2 --gpus-per-task=1", [1, 2], "torchrun mpich5", RUN),
+    ("-N2 -n4 --gpus-per-node=2", [2, 2], "srun openmpi5", NTASKS_PER_NODE),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun torchrun openmpi5", IN_A_STEP),
     ("-N2 -n3 --gpus-per-node=2", [1, 2], "srun", PRINTED),
-    ("-N2 --gpus-per-node=2", [2, 2], "openmpi", PRINTED),
-    ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2], "mpich impi", PRINTED)]
+    ("-N2 --gpus-per-node=2", [2, 2], "openmpi5", PRINTED),
+    ("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2", [1, 2, 2], "mpich5 intel", PRINTED)]
 
 
 def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: str, launcher: str, *more: str,
              run: str = RUN) -> str:
     """Return the output of a job that has started launch.py with this launcher, and has completed."""
-    chosen = {"srun": ["--launcher", "srun"], "torchrun": ["--torchrun"]}.get(launcher) or [
-        "--launcher", str(need(launcher))]
-    launch = shlex.join([sys.executable, str(ROOT / "scripts" / "launch.py"), *chosen, *more])
-    line = run.format(launch=launch, rank=shlex.quote(str(RANK_PROGRAM)))
-    job_id = slurm.sbatch(*options.split(), script=f"#!/bin/bash\n{line}\n")
-    job = slurm.wait(job_id)
-    output = slurm.output(job_id)
-    assert job["JobState"] == "COMPLETED", output
-    return output
+    launch = shlex.join([*launch_py(launcher, need), *more])
+    return slurm.batch(options, run.format(launch=launch, rank=shlex.quote(str(RANK_PROGRAM)))).output
 
 
 @pytest.mark.parametrize(("options", "expected", "launcher", "run"), [
@@ -70,14 +62,14 @@ def test_each_rank_has_a_gpu_to_itself(slurm: SlurmCluster, need: Callable[[str]
     assert len({(host, gpu) for host, _, gpu in taken}) == sum(expected), output
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpich"])
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpich5"])
 def test_launch_on_a_part_of_a_job(slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
     output = launched(slurm, need, "-N4 --ntasks-per-node=2 --gpus=8", launcher, "--nodelist", "node[3-4]")
     assert sorted(TAKEN.findall(output)) == [
         (host, LAUNCHERS[launcher], gpu) for host in ("node3", "node4") for gpu in "01"], output
 
 
-@pytest.mark.parametrize("launcher", ["srun", "openmpi", "mpich"])
+@pytest.mark.parametrize("launcher", ["srun", "openmpi5", "mpich5"])
 def test_no_rank_takes_the_gpu_of_another_job(slurm: SlurmCluster, need: Callable[[str], Path],
                                               launcher: str) -> None:
     other = slurm.sbatch("-w", "node1", "--gpus-per-node=1", script="#!/bin/bash\nsleep 100\n")

@@ -41,7 +41,7 @@ def lab(pbs: Pbs) -> Pbs:
     """PBS with the programs of the recordings in its user's folder."""
     pbs.write("probe.py", PROBE)
     pbs.local(f"{WORK}/{pbs.write('saves.sh', SAVES)}").chmod(0o755)
-    pbs.run(HEAD, ["sh", "-c", "rm -rf ~/sig ~/tm; mkdir ~/sig ~/tm"])
+    pbs.run(HEAD, ["sh", "-c", "rm -rf ~/sig; mkdir ~/sig"])
     return pbs
 
 
@@ -50,7 +50,6 @@ def recording(path: str) -> dict[str, Any]:
 
 
 def submit_again(pbs: Pbs, recorded: Mapping[str, Any]) -> str:
-    """Submit a recorded job again; return its id."""
     script = re.sub(r"/usr/bin/python3 /cluster/(ckpt|sigcatch).py", f"{WORK}/saves.sh", recorded["script"])
     script = script.replace("/usr/bin/python3 /cluster/", f"{shlex.quote(sys.executable)} {WORK}/")
     pbs.write(f"{recorded['name']}.sh", script)
@@ -63,7 +62,6 @@ def shell(pbs: Pbs, command: str) -> Result:
 
 
 def shown(job: Mapping[str, Any], job_id: str) -> dict[str, Any]:
-    """Return what to compare of a job."""
     requested = {key: job["Resource_List"].get(key) for key in ("select", "place", "walltime")}
     output = re.sub(rf"\.o{job_id.partition('.')[0]}$", ".oID", job["Output_Path"])
     return {key: job.get(key) for key in SHOWN} | requested | {
@@ -107,31 +105,3 @@ def test_signal_does_what_was_recorded(lab: Pbs, name: str) -> None:
     assert (job["Exit_status"], job["substate"]) == (recorded["Exit_status"], recorded["substate"])
     if "ckpt" in name:  # whether it had the time that it takes to save its work
         assert ("exit" in log.read_text()) == any(what == "exit" for _, what, _ in recorded["signals"])
-
-
-@pytest.mark.parametrize(("name", "wanted"), [
-    ("pbsdsh/pbsdsh_2x2_scatter", "F pbsdsh -h n2.pbs.lab"), ("tmrsh/tmrsh_2x2_scatter", "A (?!ip)|[CEFK]")])
-def test_programs_on_the_hosts_of_a_job_behave_as_recorded(lab: Pbs, name: str, wanted: str) -> None:
-    """Of the recorded script the sections about what the kit does."""
-    recorded = recording(name)
-    head, *sections = re.split(r"(?m)^(?=.*?=== )", recorded["script"])
-    sections = [section for section in sections if re.search(f"=== ({wanted})", section)]
-    lab.write("tm.sh", "".join([head, "N1=n1.pbs.lab N2=n2.pbs.lab\n", *sections]))
-    job = lab.wait(lab.submit("-l", "select=2:ncpus=2:mpiprocs=2", "-l", "place=scatter", "tm.sh"))
-
-    def parts(text: str) -> dict[str, list[str]]:
-        # Lines of several hosts come in any order, and a real program's name in a message is a piece of memory.
-        text = re.sub(r"TASKNUM=\w+|NODEFILE=\S+|in job .*|.*(?=: No such file)", "", text)
-        return {part.split("\n")[0]: sorted(part.split("\n")) for part in re.split(r"(?m)^=== ", text)[1:]}
-
-    mine, theirs = parts(lab.output(job)), parts(recorded["output"])
-    assert len(mine) == len(sections)
-    assert mine == {title: theirs[title] for title in mine}
-
-
-def test_first_host_without_slots_is_not_informed_of_the_end_of_a_task(lab: Pbs) -> None:
-    """Of a task on the first host with slots, that is."""
-    lab.write("job.sh", "for n in n2 n3; do timeout -s KILL 4 pbs_tmrsh $n.pbs.lab sleep 1; echo $n $?; done\n")
-    select = "select=1:ncpus=1:mpiprocs=0+2:ncpus=1:mpiprocs=1"
-    job = lab.wait(lab.submit("-l", select, "-l", "place=scatter", "job.sh"))
-    assert lab.output(job).splitlines() == ["n2 137", "n3 0"]

@@ -48,7 +48,6 @@ def logged(words: str) -> int:
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of both ranks."""
     values: list[Any] = [None, None]
     torch.distributed.all_gather_object(values, value)
     return values

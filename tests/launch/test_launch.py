@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import CLEAN_ENV, killed_at_end, wait_until
-from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, Lab, Result
+from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, Lab, Result, launch_py
+from utils import process as processes
 
-LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 VALUE = "two\nlines, 'quotes' \"too\" $HOME"
-SPECIAL = {"auto": [], "ssh": ["--launcher", "ssh"], "torchrun": ["--torchrun"], "restarts": ["--max-restarts", "1"]}
 PUBLIC = str(ROOT / "tests" / "launch" / "public_code.py")
 # What code finds that knows the variables of torchrun and not the kit, after the rank program.
 RANK = f"""\
@@ -59,10 +58,9 @@ class Job:
             return self.lab.wait(process, seconds)
 
     def start(self, by: str, *words: str, folder: Path | None = None, **more: str) -> subprocess.Popen[str]:
-        """Start launch.py on h1. by: the name of an mpiexec, or one of SPECIAL."""
-        options = SPECIAL[by] if by in SPECIAL else ["--launcher", str(self.lab.need(MPIS[by][0]))]
-        # Entering a host changes the working folder.
-        return self.lab.hosts.popen("h1", ["env", "-C", str(folder or self.folder), *LAUNCH, *options, *words],
+        """Start launch.py on h1. Entering a host changes the working folder."""
+        launch = launch_py(by, self.lab.need)
+        return self.lab.hosts.popen("h1", ["env", "-C", str(folder or self.folder), *launch, *words],
                                     env={**self.env, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def wait_for_ranks(self) -> list[int]:
@@ -83,36 +81,23 @@ def job(lab: Lab) -> Iterator[Job]:
     shutil.rmtree(folder)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def wait_until_gone(pids: list[int]) -> None:
-    wait_until(lambda: not any(map(is_running, pids)), f"the end of {pids}", seconds=30)
+    wait_until(lambda: not any(map(processes.start_time, pids)), f"the end of {pids}", seconds=30)
 
 
 def agents(job: Job) -> list[int]:
     """Process ids of the agents, whose command line names them."""
     networks = {os.readlink(f"/proc/{job.lab.hosts.pid(host)}/ns/net") for host in job.lab.hosts.hosts}
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            if os.readlink(process / "ns/net") in networks and len(words) > 4 and b".agent import main" in words[4]:
-                found[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    return sorted(pid for pid, parent in found.items() if parent not in found)  # a reaper has the same command line
+    parents = processes.parents_by_pid()
+    found = [pid for pid in parents
+             if re.match(r"python.* -c .*\.agent import main", processes.command_line(pid) or "", re.DOTALL)
+             and os.readlink(f"/proc/{pid}/ns/net") in networks]
+    return sorted(pid for pid in found if parents[pid] not in found)  # a reaper has the same command line
 
-
-# Starting -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("by", "launcher", "nodes"), [
     ("mpich5", "mpich", "h2 h2 h3"), ("mpich4", "mpich", "h1 h1 h2"), ("intel", "intel-mpi", "h1 h1 h2"),
-    ("openmpi5", "openmpi", "h2 h2 h3"), ("openmpi4", "openmpi", "h1 h1 h2"), ("auto", "env", "h2 h1 h2"),
+    ("openmpi5", "openmpi", "h2 h2 h3"), ("openmpi4", "openmpi", "h1 h1 h2"), ("", "env", "h2 h1 h2"),
     ("torchrun", "torchrun", "h2 h2 h3"), ("restarts", "torchrun", "h1 h1 h2")])
 def test_ranks_start_with_environment_and_arguments(job: Job, by: str, launcher: str, nodes: str) -> None:
     job.nodes = nodes.split()
@@ -125,7 +110,7 @@ def test_ranks_start_with_environment_and_arguments(job: Job, by: str, launcher:
             f"rank {rank} of 3, local {place}, on {host}, by {launcher}, GPU none, notes (), value {VALUE!r}, "
             f"threads {threads}, folder {job.folder}, arguments ['a b']")
         assert done.line(f"public rank {rank} ") == f"public rank {rank} of 3, {place} on {host}, node {rank // 2}"
-    if by == "auto":
+    if not by:
         assert "launch.py: 3 ranks on 2 hosts (1 to 2 each) by ssh" in done.output
 
 
@@ -161,8 +146,6 @@ def test_ranks_of_an_mpiexec_keep_the_limit_of_open_files(job: Job) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert done.output.count("limit 66\n") == 2, done.output  # on this host; the other one has its own limit
 
-
-# What cannot be started -----------------------------------------------------------------------------------------------
 
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_runs(job: Job) -> None:
     job.nodes = ["h1", "h9"]
@@ -207,8 +190,6 @@ def test_a_missing_program_is_reported_by_every_host(job: Job, by: str) -> None:
     assert done.status == 127 and "no-such-program could not be started: No such file" in done.output
 
 
-# What fails -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize(("by", "fault", "status", "cause"), [
     ("ssh", "exit=7:2", 7, "rank 2 on h2 ended with exit status 7"),
     ("ssh", "kill:1", 137, "rank 1 on h1 was ended by SIGKILL"),
@@ -240,8 +221,6 @@ def test_nothing_is_left_anywhere_when_launch_py_is_killed(job: Job, by: str) ->
         wait_until_gone(pids)
 
 
-# Stops ----------------------------------------------------------------------------------------------------------------
-
 # The ranks end with 5. After a SIGTERM Hydra 4 may forget that, and Intel's may make 255 of it.
 @pytest.mark.parametrize(("by", "statuses"), [
     ("ssh", (5,)), ("torchrun", (1,)), ("mpich5", (5,)), ("mpich4", (0, 5)), ("intel", (5, 255))])
@@ -265,7 +244,7 @@ def test_open_mpi_passes_a_request_to_end_on_as_a_signal_that_leaves_time(job: J
         os.kill(process.pid, signal.SIGTERM)
         wait_until(lambda: all(job.signals(rank) == ["SIGUSR1"] for rank in range(3)), "the signal")
         time.sleep(5)  # Open MPI 4 kills after four
-        assert all(map(is_running, pids))
+        assert all(map(processes.start_time, pids))
 
 
 def test_an_unknown_client_changes_nothing_and_a_second_interrupt_ends_everything(job: Job) -> None:
@@ -277,7 +256,7 @@ def test_an_unknown_client_changes_nothing_and_a_second_interrupt_ends_everythin
                 "s.sendall(b'{\"hello\": 0, \"token\": \"no\"}\\n{\"done\": true}\\n'); assert not s.recv(1)")
         client = job.lab.run("h3", [sys.executable, "-c", talk])
         assert client.status == 0, client.output
-        assert all(map(is_running, pids))
+        assert all(map(processes.start_time, pids))
 
         os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGINT)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT
+from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, Result, assert_met, launch_py
 
-LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 PUBLIC = str(ROOT / "tests/launch/public_code.py")
 
 
@@ -30,36 +28,15 @@ class Launches:
     folder: Path
     need: Callable[[str], Path]
 
-    def words(self, options: str, *what: str) -> str:
-        rank = [str(RANK_PROGRAM), "--notes", str(self.folder), *what]
-        return f"{shlex.join(LAUNCH)} {options} {shlex.join(rank)}"
+    def line(self, by: str, *command: str) -> str:
+        """The line of a job script that starts a command on each rank."""
+        return shlex.join([*launch_py(by, self.need), *command])
 
-    def by(self, launcher: str) -> str:
-        """Options of launch.py for "srun", "torchrun" or the name of an mpiexec."""
-        special = {"srun": "--launcher srun", "torchrun": "--torchrun"}
-        return special.get(launcher) or f"--launcher {shlex.quote(str(self.need(MPIS[launcher][0])))}"
+    def rank(self, by: str, *options: str) -> str:
+        return self.line(by, str(RANK_PROGRAM), "--notes", str(self.folder), *options)
 
     def submit(self, request: str, command: str) -> str:
-        return self.slurm.sbatch(*request.split(), script=f"#!/bin/bash\n{command}\n")
-
-    def output(self, request: str, command: str) -> str:
-        """The output of a job, which has to end well."""
-        job = self.submit(request, command)
-        ended = self.slurm.wait(job)
-        output = self.slurm.output(job)
-        assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), output
-        return output
-
-
-def ranks(output: str) -> list[str]:
-    """ "rank local_rank/local_size host launcher" of each rank, in order."""
-    found = re.findall(r"rank (\d+) of \d+, local (\d+) of (\d+), on (\w+), by (\S+), GPU \S+, notes \(\)", output)
-    return [f"{rank} {local}/{size} {host} {launcher}"
-            for rank, local, size, host, launcher in sorted(found, key=lambda one: int(one[0]))]
-
-
-def of(launcher: str, *places: str) -> list[str]:
-    return [f"{place} {launcher}" for place in places]
+        return self.slurm.sbatch(*request.split(), script=f"#!/bin/bash\nexec {command}\n")
 
 
 @pytest.fixture
@@ -70,26 +47,20 @@ def launches(slurm: SlurmCluster, need: Callable[[str], Path]) -> Iterator[Launc
     shutil.rmtree(folder)
 
 
-TWO_BY_TWO = of("slurm", "0 0/2 node1", "1 1/2 node1", "2 0/2 node2", "3 1/2 node2")
-TWO_AND_ONE = ("0 0/2 node1", "1 1/2 node1", "2 0/1 node2")
-
-
 def test_ranks_see_the_gpus_of_their_node(launches: Launches) -> None:
-    command = shlex.join(["sh", "-c", "echo gpus $CUDA_VISIBLE_DEVICES"])
-    both = [f"{shlex.join(LAUNCH)} {launches.by(launcher)} {command}" for launcher in ("srun", "torchrun")]
+    both = [launches.line(by, "sh", "-c", "echo gpus $CUDA_VISIBLE_DEVICES") for by in ("srun", "torchrun")]
     for request in ("-N2 --exclusive", "-N2 --gres=gpu:2"):
-        output = launches.output(request, "\n".join(both))
-        assert re.findall(r"^gpus .*$", output, re.MULTILINE) == ["gpus 0,1"] * 8, output
+        done = launches.slurm.batch(request, *both)
+        assert re.findall(r"^gpus .*$", done.output, re.MULTILINE) == ["gpus 0,1"] * 8, done.output
 
 
 def test_other_launchers_start_the_ranks_of_a_job(launches: Launches) -> None:
     """Launchers that tests/cluster/test_matrix_slurm.py does not try."""
-    launchers = {"--torchrun --max-restarts 1": "torchrun",
-                 **{launches.by(name): MPIS[name][1] for name in ("mpich4", "openmpi4")}}
-    output = launches.output("-N2 -n3 --gres=gpu:2", "\n".join(
-        f"{launches.words(options)}; echo '<end>'" for options in launchers))
-    for part, launcher in zip(output.split("<end>\n"), launchers.values(), strict=False):
-        assert ranks(part) == of(launcher, *TWO_AND_ONE), part
+    launchers = {"restarts": "torchrun", **{name: MPIS[name][1] for name in ("mpich4", "openmpi4")}}
+    done = launches.slurm.batch("-N2 -n3 --gres=gpu:2", *(f"{launches.rank(by)}; echo '<end>'" for by in launchers))
+    for part, launcher in zip(done.output.split("<end>\n"), launchers.values(), strict=False):
+        assert_met(Result(0, part), "node1 node1 node2", launcher)
+        assert part.count("notes ()") == 3, part
 
 
 @pytest.mark.parametrize("by", ["mpich5", "openmpi4"])
@@ -97,10 +68,9 @@ def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, 
     """Not those of the mpiexec's daemons, of which there are two."""
     command = ["sh", "-c", "echo task $RANK: $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID of $SLURM_NTASKS, "
                            "$SLURM_NTASKS_PER_NODE each on $SLURM_NNODES"]
-    output = launches.output("-N2 -n4 --ntasks-per-node=2",
-                             f"{shlex.join(LAUNCH)} {launches.by(by)} {shlex.join(command)}")
-    assert sorted(re.findall(r"^task .*", output, re.MULTILINE)) == [
-        f"task {rank}: {rank} {rank % 2} {rank // 2} of 4, 2 each on 2" for rank in range(4)], output
+    done = launches.slurm.batch("-N2 -n4 --ntasks-per-node=2", launches.line(by, *command))
+    assert sorted(re.findall(r"^task .*", done.output, re.MULTILINE)) == [
+        f"task {rank}: {rank} {rank % 2} {rank // 2} of 4, 2 each on 2" for rank in range(4)], done.output
 
 
 @pytest.mark.parametrize(("request_", "means", "expected", "with_torchrun"), [
@@ -113,48 +83,40 @@ def test_code_written_for_torchrun_is_one_training(launches: Launches, request_:
     ready = shlex.quote(f"{ROOT}/jobs/slurm.sh")
     for options, places in (("", expected), ("--torchrun", with_torchrun)):
         if places is not None:
-            output = launches.output(request_, f"{ready} {options} {shlex.quote(PUBLIC)} {means}")
+            output = launches.slurm.batch(request_, f"{ready} {options} {shlex.quote(PUBLIC)} {means}").output
             found = sorted(re.findall(r"public rank (\d+) of \d+, (\d) of (\d) on (\w+), node (\d)", output))
             assert [f"{local}/{size} {host} {node}" for _, local, size, host, node in found] == places, output
 
 
-# Interactive ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize(("command", "expected"), [
-    ("salloc -N2 --gres=gpu:2 sh -c", TWO_BY_TWO),  # from the login host
-    ("srun -N1 -n1 --gres=gpu:2 sh -c", TWO_BY_TWO[:2]),  # a shell that is a step itself gives its resources
-    ("salloc -N2 -n4 --ntasks-per-node=2 srun --interactive -N1 -n1 sh -c", TWO_BY_TWO),
-    ("salloc -n1 : -n2 sh -c", of("slurm", "0 0/1 node1", "1 0/2 node2", "2 1/2 node2"))])
-def test_a_shell_in_an_allocation_starts_ranks(launches: Launches, command: str, expected: list[str]) -> None:
-    done = launches.slurm.run([*command.split(), launches.words("")])
-    assert done.status == 0 and ranks(done.output) == expected, done.output
+    ("salloc -N2 --gres=gpu:2 sh -c", "node1 node1 node2 node2"),  # from the login host
+    ("srun -N1 -n1 --gres=gpu:2 sh -c", "node1 node1"),  # a shell that is a step itself gives its resources
+    ("salloc -N2 -n4 --ntasks-per-node=2 srun --interactive -N1 -n1 sh -c", "node1 node1 node2 node2"),
+    ("salloc -n1 : -n2 sh -c", "node1 node2 node2")])
+def test_a_shell_in_an_allocation_starts_ranks(launches: Launches, command: str, expected: str) -> None:
+    done = launches.slurm.run([*command.split(), launches.rank("")])
+    assert_met(done, expected, "slurm")
+    assert done.output.count("notes ()") == len(expected.split()), done.output
 
-
-def test_launch_py_under_srun_is_refused(launches: Launches) -> None:
-    done = launches.slurm.run(["srun", "-n2", "sh", "-c", launches.words("")])
-    assert done.status == 2 and "launch.py itself was started as rank 0 of 2 by slurm" in done.output
-
-
-# Ends -----------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("fault", "code", "cause"), [
     ("exit=7:2", "7:0", "rank 2 on node2 ended with exit status 7"),
     ("kill:1", "137:0", "rank 1 on node1 was ended by SIGKILL")])
 def test_the_job_ends_with_the_status_of_the_first_rank_that_failed_and_names_it(
         launches: Launches, fault: str, code: str, cause: str) -> None:
-    job = launches.submit("-N2 -n3", f"exec {launches.words('', '--wait', '--fault', fault)}")
+    job = launches.submit("-N2 -n3", launches.rank("", "--wait", "--fault", fault))
     assert launches.slurm.wait(job, 60)["ExitCode"] == code, launches.slurm.output(job)
     own = [line for line in launches.slurm.output(job).splitlines() if line.startswith("launch.py: ")]
     assert cause in own[-1] and not any("srun was" in line for line in own), own
 
 
-@pytest.mark.parametrize(("options", "cancel", "expected", "code"), [
+@pytest.mark.parametrize(("by", "cancel", "expected", "code"), [
     ("", ["--batch --signal=USR1", "--batch --signal=TERM"], ["SIGUSR1", "SIGTERM"], "5:0"),
-    ("--torchrun", ["--batch --signal=USR1", "--batch --signal=TERM"], ["SIGUSR1", "SIGTERM"], "1:0"),
+    ("torchrun", ["--batch --signal=USR1", "--batch --signal=TERM"], ["SIGUSR1", "SIGTERM"], "1:0"),
     ("", [""], ["SIGTERM"], None)])  # the end of the job
-def test_stops_reach_every_rank_once(launches: Launches, options: str, cancel: list[str], expected: list[str],
+def test_stops_reach_every_rank_once(launches: Launches, by: str, cancel: list[str], expected: list[str],
                                      code: str | None) -> None:
-    job = launches.submit("-N2 -n3", f"exec {launches.words(options, '--wait')}")
+    job = launches.submit("-N2 -n3", launches.rank(by, "--wait"))
     notes = [launches.folder / f"{rank}.signals" for rank in range(3)]
     wait_until(lambda: all((launches.folder / str(rank)).exists() for rank in range(3)), "all ranks", seconds=60)
     for words, name in zip(cancel, expected, strict=True):
@@ -163,7 +125,7 @@ def test_stops_reach_every_rank_once(launches: Launches, options: str, cancel: l
     ended = launches.slurm.wait(job, 60)
     got = [note.read_text().split() for note in notes]
     # When one worker has left, torchrun asks the other one of the host to end, once more.
-    assert [each[:2] if options else each for each in got] == [expected] * 3, launches.slurm.output(job)
+    assert [each[:2] if by else each for each in got] == [expected] * 3, launches.slurm.output(job)
     assert code in (None, ended["ExitCode"])
 
 
@@ -188,8 +150,8 @@ sys.exit(stop.exit_status)
 def test_a_saved_run_is_distinguished_from_a_failed_one(launches: Launches, by: str) -> None:
     script = launches.folder / "stops.py"
     script.write_text(STOPS)
-    command = f"{shlex.join(LAUNCH)} {launches.by(by)} {shlex.quote(str(script))}"
-    saves, fails = (launches.submit("-N2 -n2", f"exec {command} {what}") for what in ("saves", "fails"))  # side by side
+    # Side by side
+    saves, fails = (launches.submit("-N2 -n2", launches.line(by, str(script), what)) for what in ("saves", "fails"))
     assert launches.slurm.wait(saves)["ExitCode"] == "75:0", launches.slurm.output(saves)
     lines = [line for line in launches.slurm.output(saves).splitlines() if line.startswith("launch.py: ")]
     assert "all ranks have saved" in lines[-1] and not any("ended" in line for line in lines), lines

@@ -16,15 +16,6 @@ RANK = shlex.join(MEET)
 EXPLAIN = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "utils.launchers"])
 
 
-def batch(slurm: SlurmCluster, options: str, *lines: str) -> Result:
-    """Submit a script with these lines and wait until it has ended with status 0."""
-    job_id = slurm.sbatch(*options.split(), script="\n".join(["#!/bin/bash", *lines, ""]))
-    job = slurm.wait(job_id)
-    output = slurm.output(job_id)
-    assert job["JobState"] == "COMPLETED", f"{job}\n{output}"
-    return Result(0, output)
-
-
 def step(name: str, options: str, *more: str) -> str:
     """A line of a job script that runs RANK in a step, between two marks."""
     return f"echo '<{name}>'; srun --label {options} {RANK} {' '.join(more)}; echo '</{name}>'"
@@ -52,7 +43,7 @@ SHAPES = {
 
 
 def test_every_task_of_a_step_is_the_rank_that_slurm_says(slurm: SlurmCluster) -> None:
-    done = batch(slurm, "-N4 --exclusive", *(step(name, options) for name, (options, _) in SHAPES.items()))
+    done = slurm.batch("-N4 --exclusive", *(step(name, options) for name, (options, _) in SHAPES.items()))
     for name, (_, hosts) in SHAPES.items():
         assert_step(done, name, hosts)
 
@@ -69,7 +60,7 @@ def test_rank_0_may_be_on_any_node(slurm: SlurmCluster, lab: Lab) -> None:
 
 
 def test_two_steps_of_one_job_at_the_same_moment(slurm: SlurmCluster) -> None:
-    batch(slurm, "-N2 --ntasks-per-node=2", f"({step('one', '--overlap -N2 -n2')}) > one 2>&1 & first=$!",
+    slurm.batch("-N2 --ntasks-per-node=2", f"({step('one', '--overlap -N2 -n2')}) > one 2>&1 & first=$!",
           f"({step('two', '--overlap -N2 -n2')}) > two 2>&1; wait $first")
     for name in ("one", "two"):
         assert_step(Result(0, (slurm.work / name).read_text()), name, "node1 node2")
@@ -82,7 +73,7 @@ GROUPS = {"0-2": "node4 node3 node3 node1 node2", "1,2": "node3 node3 node1 node
 
 
 def test_components_of_a_heterogeneous_job_are_one_launch(slurm: SlurmCluster) -> None:
-    done = batch(slurm, COMPONENTS, *(step(groups, f"--het-group={groups}") for groups in GROUPS),
+    done = slurm.batch(COMPONENTS, *(step(groups, f"--het-group={groups}") for groups in GROUPS),
                  step("colon", "--het-group=0", f": --het-group=2 {RANK}"))
     for groups, hosts in {**GROUPS, "colon": "node4 node1 node2"}.items():
         assert_step(done, groups, hosts)
@@ -102,41 +93,12 @@ def test_launchers_below_srun(slurm: SlurmCluster, need: Callable[[str], Path]) 
 
 def test_launchers_in_a_batch_script(slurm: SlurmCluster, need: Callable[[str], Path]) -> None:
     mpiexec = shlex.join([str(need("mpich")), "-n", "4", "-ppn", "2", *MEET])
-    done = batch(slurm, "-N2 --ntasks-per-node=2", mpiexec, EXPLAIN, f"srun -N1 -n1 {EXPLAIN}")
+    done = slurm.batch("-N2 --ntasks-per-node=2", mpiexec, EXPLAIN, f"srun -N1 -n1 {EXPLAIN}")
     assert_met(done, "node1 node1 node2 node2", "mpich")
     # The choice is explained by the daemon that started the process.
     shell, task = re.findall(r"^launcher +(.*)$", done.output, re.MULTILINE)
     assert re.fullmatch(r"single: .*: slurmstepd: \[\d+\.batch\]", shell), done.output
     assert re.fullmatch(r"slurm: .*: slurmstepd: \[\d+\.\d\]", task), done.output
-
-
-# Where no launcher started the process -------------------------------------------------------------------------------
-
-ALONE = "rank 0 of 1, local 0 of 1, on node1, by single"
-
-
-def test_python_in_a_batch_script_is_one_process(slurm: SlurmCluster) -> None:
-    done = batch(slurm, "-N2 --ntasks-per-node=2", RANK)
-    assert ALONE in done.output
-    assert "holds 4 tasks on 2 nodes, but no launcher started this process" in done.output
-
-
-def test_python_in_a_batch_script_submitted_by_a_rank_is_one_process(slurm: SlurmCluster) -> None:
-    """The variables of the step that submitted it are still there."""
-    submit = f"sbatch --wait --output=inner -N1 -n2 --wrap {shlex.quote(RANK)}"
-    done = slurm.run(["srun", "-N1", "-n2", "bash", "-c", f"test $SLURM_PROCID = 1 || {submit}"])
-    assert done.status == 0, done.output
-    assert ALONE in (slurm.work / "inner").read_text()
-
-
-@pytest.mark.parametrize(("command", "note"), [
-    (["salloc", "-N2", "--ntasks-per-node=2", *MEET], "holds 4 tasks on 2 nodes"),
-    *((["salloc", *options, "srun", "--interactive", "bash", "-c", f"{RANK}; true"],
-       "2 nodes, but no launcher started this process") for options in (["-N2", "--ntasks-per-node=2"], ["-N2"]))])
-def test_python_below_salloc_is_one_process(slurm: SlurmCluster, command: list[str], note: str) -> None:
-    done = slurm.run(command)
-    assert "rank 0 of 1, " in done.output and "by single" in done.output, done.output
-    assert note in done.output
 
 
 @pytest.mark.parametrize("names", ["debian", "none"])

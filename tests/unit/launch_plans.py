@@ -24,8 +24,6 @@ Counts = tuple[int | None, ...]
 
 
 class Programs(NamedTuple):
-    """The programs that are installed."""
-
     paths: Mapping[str, str] = TOOLS
     mpiexec: Mpiexec | None = None
     pals: Mpiexec | None = None

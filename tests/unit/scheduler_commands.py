@@ -43,7 +43,6 @@ class Commands:
         self.write(name, f"#!/bin/bash\n{log}\n{lines}\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a program."""
         (self.folder / name).write_text(text)
         (self.folder / name).chmod(0o755)
 
@@ -55,7 +54,6 @@ class Commands:
 
 
 def slurm_output(name: str) -> str:
-    """What a command of Slurm printed."""
     recording = json.loads((RECORDINGS / "slurm" / "answers" / f"{name}.json").read_text())
     return str(recording["output"])
 

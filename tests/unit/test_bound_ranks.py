@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import python
-from utils.topology import parse_ranges, read_topology
+from utils.binding import cores_in
+from utils.topology import Topology, parse_ranges, read_topology
+
+CORES = cores_in(read_topology() or Topology(()), frozenset(os.sched_getaffinity(0)))
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")
 
 PROGRAM = """\
 import json, os, sys
@@ -48,17 +52,7 @@ def run(folder: Path, bind: str, **env: str) -> tuple[list[dict[str, object]], s
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)], done.stdout
 
 
-@pytest.fixture(scope="module")
-def cores() -> int:
-    topology = read_topology()
-    allowed = os.sched_getaffinity(0)
-    found = 0 if topology is None else sum(not allowed.isdisjoint(core.cpus) for core in topology.cores)
-    if found < 2:
-        pytest.skip("two ranks need two cores")
-    return found
-
-
-def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path, cores: int) -> None:
+def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path) -> None:
     found, output = run(tmp_path, '"auto"')
     for one in found:
         assert one["number"] >= 4 and one["threads"] == [one["rank"]]
@@ -69,6 +63,6 @@ def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path, cor
     assert [parse_ranges(text) for text in shown.split(": ")[1].split(":")] == [first, second]
 
 
-def test_without_binding_the_cores_stay(tmp_path: Path, cores: int) -> None:
+def test_without_binding_the_cores_stay(tmp_path: Path) -> None:
     found, output = run(tmp_path, "false", DDPKIT_CPU_BIND="list:0:0")
     assert all(one["rank"] == one["before"] for one in found) and "CPUs of ranks" not in output

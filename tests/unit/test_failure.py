@@ -69,3 +69,29 @@ def test_start_that_hangs_is_ended_with_its_location() -> None:
                   "with start_up_time_out(1, 2, 0.1):\n    time.sleep(60)")
     assert done.returncode == 1
     assert "[rank 1/2 " in done.stderr and "line 4, in <module>" in done.stderr
+
+
+HELD = """
+import hashlib, threading, time
+from pathlib import Path
+from utils import setup_distributed
+
+def work():  # as a thread of gloo
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+    running.set()
+    hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 100_000)  # without Python's lock
+    ended.set()
+
+running, ended = threading.Event(), threading.Event()
+with setup_distributed("gloo"):
+    threading.Thread(target=work).start()
+    running.wait()
+    start = time.monotonic()
+print("waited", ended.is_set() or time.monotonic() - start >= 0.5)  # it waits half a second at most
+"""
+
+
+def test_end_waits_for_threads_of_gloo() -> None:
+    """They may still hold tensors of the last collective, which would abort the process."""
+    done = python("-c", HELD)
+    assert done.returncode == 0 and "waited True" in done.stdout, done.stderr

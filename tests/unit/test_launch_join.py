@@ -67,7 +67,6 @@ def joining() -> Iterator[Joining]:
 
 
 def join(report: ReportListener, **values: Any) -> socket.socket:
-    """A rank that joins the launch."""
     addresses, port, token = parse_address(report.variables[VARIABLE])
     connection = socket.create_connection((addresses[0], port), timeout=10)
     host = "n2" if values["rank"] == 2 else "n1"
@@ -78,7 +77,6 @@ def join(report: ReportListener, **values: Any) -> socket.socket:
 
 
 def serve(loop: EventLoop) -> None:
-    """Handle everything that has arrived."""
     for _ in range(20):
         loop.run_once(0.02)
 
@@ -140,18 +138,6 @@ def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.Monk
     assert "3 of 3 ranks did not join: 0, 1, 2, because launch.py may open no more" in server.problem
 
 
-@pytest.mark.parametrize("served", [True, False])  # at once, or when the launch has ended
-def test_notice_that_all_have_saved_arrives_among_the_ranks(joining: Joining, served: bool) -> None:
-    report, loop, server = joining
-    with join(report, rank=0):
-        serve(loop)
-        assert not report.saved() and report_saved(report.variables)
-        if served:
-            serve(loop)
-        server.close()
-    assert report.saved()
-
-
 @pytest.mark.parametrize("wrong", ["0123456789abcdef", "\u00e9", "\udcff"])
 def test_a_notice_with_another_secret_is_ignored(wrong: str) -> None:
     ports = range(31500, 31600)
@@ -159,10 +145,6 @@ def test_a_notice_with_another_secret_is_ignored(wrong: str) -> None:
         addresses, port, _ = parse_address(one.variables[VARIABLE])
         assert report_saved({VARIABLE: f"{addresses[0]}/{port}/{wrong}"}) and not one.saved()
         assert port in ports and parse_address(other.variables[VARIABLE])[1] in {*ports} - {port}
-
-
-def test_without_a_listener_nothing_is_reported() -> None:
-    assert not report_saved({}) and not report_saved({VARIABLE: "127.0.0.1/1/secret"})
 
 
 def started(report: ReportListener, *program: str,

@@ -54,7 +54,6 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (pbs(ranks=(1, 0), nodelist="n2"), "--nodelist is 'n2', but n2 is not a host with ranks"),
     (slurm(nodelist="n[1"), "--nodelist: node list 'n.1'"),
     (slurm(ntasks_per_node=0), "--ntasks-per-node is 0. Expected 1 or more"),
-    (slurm(max_restarts=-1), "--max-restarts is -1. Expected 0 or more"),
     (slurm(ntasks=5), "-n is 5, but there are 2 hosts, .* Expected a multiple of 2"),
     (slurm(ntasks=4, ntasks_per_node=2), "both -n and --ntasks-per-node are given"),
     (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),

@@ -34,14 +34,6 @@ def ranks(sockets: Sockets) -> Iterator[list[Monitor]]:
         monitor.leave("")
 
 
-def test_first_failure_is_the_cause_on_all_ranks(ranks: list[Monitor]) -> None:
-    zero, one, two = ranks
-    assert one.report_failure("rank 1 failed") == "rank 1 failed"
-    assert zero.report_failure("rank 0 failed") == "rank 1 failed"
-    assert two.report_failure("rank 2 failed") == "rank 1 failed"
-    assert {monitor.find_cause("lost") for monitor in ranks} == {"rank 1 failed"}
-
-
 def test_rank_that_left_normally_hides_no_failure(ranks: list[Monitor]) -> None:
     zero, one, two = ranks
     zero.leave("rank 0 left normally")
@@ -64,10 +56,6 @@ def test_killed_rank_is_named_with_its_host(ranks: list[Monitor], sockets: Socke
         end.shutdown(socket.SHUT_RDWR)
     for rank in {0, 1, 2} - {dead}:
         assert f"rank {dead} on h{dead} died without a message" in ranks[rank].find_cause("lost")
-
-
-def test_unknown_cause_is_empty(ranks: list[Monitor]) -> None:
-    assert ranks[1].find_cause("lost") == ""
 
 
 @pytest.mark.parametrize(("stopped", "expected"), [

@@ -131,7 +131,6 @@ def two_gpus(*masks: str, **changes: Any) -> list[RankReport]:
     pytest.param(two_gpus("ff", "ff")[::-1], ["0-1,4-5", "2-3,6-7"], [2, 2], id="by local rank"),
     pytest.param(two_gpus("f", "f"), ["2-3", "0-1"], [2, 2], id="without the second threads"),
     pytest.param(two_gpus("3", "c"), ["", ""], [2, 2], id="bound by the launcher"),
-    pytest.param(two_gpus("11", "11"), ["", ""], [1, 1], id="fewer cores than ranks"),
     pytest.param(two_gpus("ff", "ff", bind=False), ["", ""], [4, 4], id="not to be bound"),
     pytest.param(two_gpus("ff", "ff", topology=""), ["", ""], [4, 4], id="unknown topology"),
     pytest.param([gpus("n1", cores="ff", topology=TWO_NODES)] * 4, ["0,4", "1,5", "2,6", "3,7"], [1] * 4, id="no GPU"),

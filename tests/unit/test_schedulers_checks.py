@@ -158,7 +158,6 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("train.py /nowhere/at/all", {}, "does not exist"),
     ("cancle 77", {}, "nor a program on PATH"),
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
-    ("trainer", {"modules": ("tools",)}, ""),
     ("train.py", {"container": "image.sif"}, "does not exist"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
 def test_paths_that_nodes_cannot_see(folders: tuple[Path, Path], command: str, more: dict[str, Any],

@@ -215,11 +215,6 @@ def test_new_profile_of_a_pbs_cluster_names_what_it_did_not_find(
     assert re.findall("^#   (.+?): ", missing, re.M) == ["gpu_vendor", "network, interface", "modules", "binding"]
 
 
-def test_new_profile_without_a_scheduler_is_an_error(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sites.main(["new"]) == 1
-    assert "error" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("suffix", "host", "name"), [
     ("i", "jwb0001", "jwb0001i"), ("i", "jwb0001.juwels", "jwb0001i.juwels"), ("i", "10.0.0.1", ""), ("", "n1", ""),
     (".hsn.site", "x1.host.site", "x1.hsn.site"), (".hsn.site", "x1.hsn.site", "")])

@@ -32,7 +32,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def chain(login: Login) -> Submission:
-    """The submission of a chain of three jobs."""
     folder = login.folder / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
     records.write(folder, Job(command=("train.py",)), scheduler="slurm", site="x",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class Call:
-    """A command that a user runs."""
-
     words: list[str]
     environment: Mapping[str, str]
     out: TextIO
@@ -27,15 +25,12 @@ class Call:
 
 
 def run(server: Server, name: str, call: Call) -> int:
-    """Run a command; return its exit status."""
     try:
         return COMMANDS[name](server, call)
     except (Refused, getopt.GetoptError) as error:
         print(f"{name}: {error}", file=call.errors)
         return error.status if isinstance(error, Refused) else 2
 
-
-# Jobs ----------------------------------------------------------------------------------------------------------------
 
 def qsub(server: Server, call: Call) -> int:
     print(server.submit(request(server, call)), file=call.out)
@@ -108,7 +103,6 @@ def qstat(server: Server, call: Call) -> int:
 
 
 def qselect(server: Server, call: Call) -> int:
-    """qselect [-s STATES]"""
     states = dict(getopt.getopt(call.words, "s:q:")[0]).get("-s", "QHRE")
     for job in list(server.jobs.values()):
         if job.state in states:
@@ -117,7 +111,6 @@ def qselect(server: Server, call: Call) -> int:
 
 
 def qdel(server: Server, call: Call) -> int:
-    """qdel [-W force] JOB..."""
     options, jobs = getopt.getopt(call.words, "W:")
     for job in jobs:
         server.delete(job, force=bool(options))
@@ -125,7 +118,6 @@ def qdel(server: Server, call: Call) -> int:
 
 
 def qsig(server: Server, call: Call) -> int:
-    """qsig -s NAME JOB"""
     [(_, name)], [job] = getopt.getopt(call.words, "s:")
     server.signal(job, getattr(signal, f"SIG{name.removeprefix('SIG')}"))
     return 0
@@ -135,8 +127,6 @@ def qrerun(server: Server, call: Call) -> int:
     server.rerun(call.words[0])
     return 0
 
-
-# Tasks of the job that a command is called in ------------------------------------------------------------------------
 
 def pbsdsh(server: Server, call: Call) -> int:
     """pbsdsh -h HOST -- PROGRAM...: 0 however the program ends."""

@@ -78,10 +78,7 @@ class Server:
             name, words, environment = json.loads(lines.readline())
             return commands.run(self, name, commands.Call(words, environment, out, errors))
 
-    # Requests --------------------------------------------------------------------------------------------------------
-
     def submit(self, request: dict[str, Any]) -> str:
-        """Queue a job; return its id."""
         if request["queue"] != "workq":
             raise Refused(170, "Unknown queue")
         with self.lock:
@@ -141,8 +138,6 @@ class Server:
             while job.state != FINISHED:
                 time.sleep(0.1)
         return status
-
-    # Running ---------------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
         """Start what can be started, first come first served; a job without room does not keep back later ones."""
@@ -228,7 +223,6 @@ class Server:
             self._schedule()
 
     def _follow(self, job: Job, shell: subprocess.Popen[bytes]) -> None:
-        """Wait until the job has to end."""
         words = job.request["resources"].get("walltime", "1000:00:00").split(":")
         limit = sum(int(word) * 60 ** power for power, word in enumerate(reversed(words))) + 1
         began = time.monotonic()
@@ -263,7 +257,6 @@ def status_of(code: int) -> int:
 
 
 def in_sessions(sessions: set[int]) -> list[int]:
-    """Return the living processes of these sessions."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
