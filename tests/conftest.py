@@ -1,4 +1,4 @@
-"""What tests need for real, Slurm and PBS among it, and --require-all, which makes its absence a failure."""
+"""What tests need for real, such as hosts, Slurm and PBS, and --require-all, which makes its absence a failure."""
 from __future__ import annotations
 
 import atexit
@@ -15,6 +15,7 @@ import pytest
 from tests.cluster import hosts
 from tests.cluster.pbs import Pbs, PbsCluster, RealPbs
 from tests.cluster.slurm import SlurmCluster, search_path
+from tests.launch.launchers import Lab
 
 ROOT = Path(__file__).resolve().parent.parent
 MPI_HOME = Path(os.environ.get("DDPKIT_MPI_HOME") or ROOT / ".mpi")
@@ -77,6 +78,24 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
                                          "NodeName=localhost\nPartitionName=main Nodes=localhost\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     return found
+
+
+@pytest.fixture(scope="session")
+def lab(need: Callable[[str], Path]) -> Iterator[Lab]:
+    """Three hosts h1, h2, h3 whose names resolve rightly."""
+    need("hosts")
+    need("sshd")
+    with hosts.Hosts(3) as started:
+        yield Lab(started, started.start_sshd(), need)
+
+
+@pytest.fixture(scope="module")
+def odd_lab(need: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """Three hosts whose own names lie, as request.param says (see Hosts)."""
+    need("hosts")
+    need("sshd")
+    with hosts.Hosts(3, names=request.param) as started:
+        yield Lab(started, started.start_sshd(), need)
 
 
 @pytest.fixture(scope="session")
