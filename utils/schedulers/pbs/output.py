@@ -36,7 +36,7 @@ def objects(text: str, kind: str) -> dict[str, Fields]:
     try:
         printed = json.loads(text, strict=False, parse_int=str, parse_float=str, parse_constant=str)
         return {name: dict(_flatten(record)) for name, record in printed.get(kind, {}).items()}
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         raise SchedulerError(
             f"PBS printed {text.strip()[:80]!r}. Expected a JSON object of {kind}. "
             "Run the command by hand to see whether the server responds."
