@@ -161,11 +161,7 @@ class RendezvousServer:
         if message.get("kit") != PROTOCOL or message.get("token") != self._token:
             connection.send(self._message({}))  # the client learns which launch this is
             return False
-        try:
-            rank, world_size = int(message["rank"]), int(message["world_size"])
-        except (ValueError, KeyError, TypeError):
-            return False
-
+        rank, world_size = int(message["rank"]), int(message["world_size"])
         if message.get("timed_out"):
             if not self._refusal:
                 raise LaunchError(self._missing_ranks())
