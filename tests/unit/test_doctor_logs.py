@@ -90,7 +90,7 @@ def test_quoted_log(path: Path) -> None:
 
 
 def test_first_in_time_of_several_files_is_the_cause() -> None:
-    files = [("rank-0.log", f"08:50:00\n{OOM}"), ("rank-1.log", "08:10:00\nValueError: 7"), ("2.rank2", f"08:10:00\n{OOM}")]
+    files = [("rank-0.log", f"08:50:00\n{OOM}"), ("rank-1.log", "08:10:00\nOSError: 7"), ("rank2", f"08:10:00\n{OOM}")]
     assert find(*files) == ("cuda_oom", 2, None, False)
     assert find(*files[:2]) == ("cuda_oom", 0, None, False), "an exact message counts more"
     survivor = f"rank 0 on n1 stops, because rank 2 on n2 failed: {OOM}"
