@@ -70,8 +70,11 @@ def _gpu_node(nodes: Sequence[int | None], local_rank: int, local_world_size: in
     """Return the NUMA node of a rank's GPU: the one that it sees, or that of its local rank.
 
     Several ranks in turn may share a GPU, or have its tiles. A rank that sees more GPUs than there
-    are ranks may use them all, as an agent of torchrun or Accelerate does.
+    are ranks may use them all, and one alone on its host may be an agent of torchrun or Accelerate,
+    or not use a GPU.
     """
+    if local_world_size == 1:
+        return None
     if len(set(nodes)) == 1:
         return nodes[0]
     if nodes and local_world_size % len(nodes) == 0:
