@@ -20,6 +20,8 @@ device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 torch.cuda.set_device(device)
 model = DDP(nn.Sequential(nn.Linear(1000, 4000), nn.ReLU(), nn.Linear(4000, 1000)).to(device), device_ids=[0],
             gradient_as_bucket_view=True, bucket_cap_mb=5)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+model.register_comm_hook(None, fp16_compress_hook)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.randn(256, 1000))
 for i, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)):
@@ -59,14 +61,18 @@ def test_script_for_gpus_is_traced_without_one(tmp_path: Path) -> None:
     memory = found["memory"]
     assert (memory["parameters"], memory["gradients"], memory["buckets"]) == (4 * parameters, 0, 4 * parameters)
     assert memory["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
-    assert any("train.py:20: traced as 1.0" in note for note in found["notes"]), found["notes"]
+    assert any("train.py:22: traced as 1.0" in note for note in found["notes"]), found["notes"]
+    assert "Predicted without the communication hook fp16_compress_hook." in found["notes"]
+    assert found["inputs"]["accumulate"] == 2
     sent = {row["gpus"]: row["sent_bytes"] for row in found["scaling"]}
     assert sent[16] == 2 * 15 / 16 * 4 * parameters
 
 
 def test_example_is_traced_as_it_is() -> None:
-    found = planned("--gpu", "a100-40", "examples/01_ddp_minimal.py", "--epochs", "1")
+    found = planned("--gpu", "a100-40", "--noise-scale", "4096", "--nodes", "2", "examples/01_ddp_minimal.py")
     assert found["inputs"]["parameters"] == 32 * 64 + 64 + 64 + 1
+    assert "Up to about 1,024 samples per step the speed-up is nearly linear. " in " ".join(found["advice"])
+    assert "1,024 samples per step take 5 times the fewest steps" in " ".join(found["advice"])  # 16 GPUs of 64
     batch = 64 * 33 * 4  # inputs and targets, not the data set
     assert found["memory"]["inputs"] == pytest.approx(batch, rel=0.01)
 

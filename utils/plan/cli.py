@@ -102,6 +102,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     out.add_argument("--target", type=float, metavar="N", help="samples to train on in all")
     out.add_argument("--tokens-per-sample", type=int, metavar="N", help="--target counts tokens")
     out.add_argument("--measured-efficiency", type=float, metavar="E", help="0.5: what to check")
+    out.add_argument(
+        "--noise-scale", type=float, metavar="N", help="of GradientNoiseScale: batches worth it"
+    )
     out.add_argument("--json", action="store_true")
     out.add_argument("--png", type=Path, metavar="FILE")
     out.add_argument("--html", type=Path, metavar="FILE", help="a page with sliders")
@@ -157,6 +160,10 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
                 f"Computation estimated from the peak of {gpu.name} ({gpu.source}), of which half "
                 "is assumed to be reached. Measure it with bench.py ddp: --compute-seconds."
             )
+    if args.noise_scale is not None:
+        from ..noise_scale import recommend
+
+        texts += recommend(args.noise_scale, _samples(args, trace) * gpus).splitlines()
     return {
         "inputs": _inputs(args, network, gpus, work, trace),
         "gpus": gpus,
@@ -270,8 +277,8 @@ def _workload(
         return None
     shape = traced.computation(trace, gpu or Hardware().accelerator("a100-40"))
     if args.compute_seconds is not None:
-        shape = traced.scaled_to(shape, args.compute_seconds, args.accumulate)
-    return workload(shape, bucket_mb or trace.ddp_options.get("bucket_cap_mb"), args.accumulate)
+        shape = traced.scaled_to(shape, args.compute_seconds, trace.micro_steps)
+    return workload(shape, bucket_mb or trace.ddp_options.get("bucket_cap_mb"), trace.micro_steps)
 
 
 def _inputs(
@@ -295,10 +302,17 @@ def _inputs(
         "compute_seconds": work.micro_step if work else 1.0,
         "bucket_mb": args.bucket_cap_mb or 25,
         "default_buckets": args.bucket_cap_mb is None,
-        "accumulate": args.accumulate,
+        "accumulate": trace.micro_steps if trace else args.accumulate,
         "overlap": not args.no_overlap,
         "tree": network.tree,
     }
+
+
+def _samples(args: argparse.Namespace, trace: Trace | None) -> int:
+    """Return the samples of a step on one GPU."""
+    if trace is None or args.model:
+        return int(args.batch * args.accumulate)
+    return (trace.batch_size or 1) * trace.micro_steps
 
 
 def _target(
@@ -310,10 +324,9 @@ def _target(
 ) -> dict[str, float] | None:
     if args.target is None or work is None:
         return None
-    batch = trace.batch_size if trace and trace.batch_size else args.batch
     seconds = work.step(network, gpus, not args.no_overlap).total
     samples = args.target / (args.tokens_per_sample or 1)
-    per_step = batch * work.accumulate_steps * gpus
+    per_step = _samples(args, trace) * gpus
     steps = samples / per_step
     hours = steps * seconds / 3600
     return {

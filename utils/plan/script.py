@@ -144,9 +144,9 @@ class _Patches:
             (nn.Parameter, "__new__", staticmethod(make_parameter)),
             (DistributedDataParallel, "__init__", make_ddp),
             (DistributedDataParallel, "forward", lambda ddp, *a, **k: ddp.module(*a, **k)),
-            (DistributedDataParallel, "no_sync", lambda ddp: self._no_sync()),
+            (DistributedDataParallel, "no_sync", lambda ddp: self._no_sync(ddp)),
             (DistributedDataParallel, "join", lambda ddp, *a, **k: contextlib.nullcontext()),
-            (DistributedDataParallel, "register_comm_hook", self._ignore_hook),
+            (DistributedDataParallel, "register_comm_hook", self._ignore_hook()),
             (torch.optim.Optimizer, "__init__", make_optimizer),
             (torch.autocast, "__init__", make_autocast),
             (torch, "compile", self._not_compiled),
@@ -168,16 +168,19 @@ class _Patches:
             os.environ.update(environ)
 
     @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        self._tracer.sync = False
+    def _no_sync(self, ddp: Any) -> Iterator[None]:
+        self._tracer.sync = ddp.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._tracer.sync = True
+            self._tracer.sync = ddp.require_backward_grad_sync = True
 
-    def _ignore_hook(self, ddp: nn.Module, state: object, hook: Any) -> None:
-        name = getattr(hook, "__name__", repr(hook))
-        self._tracer.notes.append(f"Predicted without the communication hook {name}.")
+    def _ignore_hook(self) -> Callable[..., None]:
+        def ignore(ddp: nn.Module, state: object, hook: Any) -> None:
+            name = getattr(hook, "__name__", type(hook).__name__)
+            self._tracer.notes.append(f"Predicted without the communication hook {name}.")
+
+        return ignore
 
     def _not_compiled(self, model: Any = None, **options: object) -> Any:
         self._tracer.notes.append("Predicted without torch.compile.")

@@ -70,6 +70,7 @@ class Trace:
     operations: list[Operation]
     # Index of the operation after which a gradient is ready, and its bytes; last backward pass.
     gradients: list[tuple[int, int]]
+    micro_steps: int  # backward passes
     batch_size: int | None = None  # the first dimension of the input
     ddp_options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -159,6 +160,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._peaks,
             self._operations,
             self._gradients,
+            self._micro_steps,
             self.batch_size,
             self.ddp_options,
             list(dict.fromkeys(self.notes)),
@@ -170,7 +172,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
         self._operations: list[Operation] = []
         self._gradients: list[tuple[int, int]] = []
-        self._backward_id = -1
+        self._backward_id, self._micro_steps = -1, 0
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -190,6 +192,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backward_id = torch._C._current_graph_task_id()  # no public function tells
         if backward_id != self._backward_id:
             self._backward_id = backward_id
+            self._micro_steps += 1
             self._gradients = []
         if self.sync:
             self._gradients.append((len(self._operations) - 1, parameter.grad.nbytes))
