@@ -113,7 +113,7 @@ def _pci_address(device_type: str, index: int, count: int) -> str:
 
     count: of the visible devices.
     """
-    if device_type == "xpu":  # torch does not report it; the tiles of a GPU may be devices
+    if device_type == "xpu":  # torch does not report it; each tile of a GPU may be a device
         addresses = intel_addresses()
         whole = bool(addresses) and count % len(addresses) == 0
         masked = any(name in os.environ for name in INTEL_MASKS)

@@ -126,7 +126,7 @@ def setup_distributed(
     collective_timeout: float | None = None,
     bind: Literal["auto", False] = "auto",
 ) -> Distributed:
-    """Join this process to the launch that started it, pin its GPU, and bind it to cores near it.
+    """Join this process to the launch that started it, pin its GPU, and bind it to nearby cores.
 
     backend: nccl, xccl or gloo. None chooses the backend of the accelerator that torch sees, or
         gloo for the CPU. gloo trains on the CPU also where there are GPUs.
@@ -134,24 +134,24 @@ def setup_distributed(
     launcher: use this launcher and skip detection. `python -m utils.launchers` explains detection.
     collective_timeout: seconds for a collective; the other ranks then name a rank that did not
         enter it. None for torch's default: 30 minutes with gloo, 10 with NCCL.
-    bind: "auto" lets this process run only on its share of the cores, as described below. False
-        leaves its cores as the launcher has set them. The same on all ranks.
+    bind: "auto" binds this process to its share of the cores, as described below. False keeps the
+        cores that the launcher has set. The value must be the same on all ranks.
 
     What it does to the process:
     - With more than one rank it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
       GROUP_RANK, MASTER_ADDR and MASTER_PORT, for libraries that read them. torchrun's values
       stay. DDPKIT_RANK_PROCESS marks them, so that a program which this rank starts is no rank.
-    - It binds this process, its threads and those that they start (OpenMP, loader workers) to
-      cores. Ranks of a host that may run on the same CPUs share them out: whole cores, exclusive,
-      on the NUMA node of the rank's GPU. A rank that its launcher has bound alone stays there, and
-      a warning says where that is far from its GPU. DDPKIT_CPU_BIND=list:0-7:8-15 gives the CPUs
-      of each local rank explicitly.
+    - It binds this process, with its threads and child processes (OpenMP, DataLoader workers), to
+      cores. Ranks of a host with the same affinity mask divide its cores: each rank gets whole
+      cores, which no other rank has, on the NUMA node of its GPU. A rank that its launcher has
+      bound alone keeps its cores, and a warning follows if they are far from its GPU.
+      DDPKIT_CPU_BIND=list:0-7:8-15 sets the CPUs of each local rank explicitly.
     - Where OMP_NUM_THREADS is not set, it sets that and torch's number of threads to this rank's
       share of the cores that it may run on.
-    - With NCCL or RCCL on several hosts, rank 0 lets it write its log into memory during the
-      start, by NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE, and prints which network it
-      uses. It warns of TCP where the profile (DDPKIT_NETWORK) or the host leads to more. The
-      variables are as before afterwards. Where NCCL_DEBUG is set, it does none of this.
+    - With NCCL or RCCL on several hosts, rank 0 prints which network the library uses, and warns
+      if that is TCP although the profile (DDPKIT_NETWORK) or the host has a faster one. For this,
+      NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE direct the library's log into memory during
+      the start; then they are restored. If NCCL_DEBUG is set, rank 0 does none of this.
     - With gloo on several hosts it sets GLOO_SOCKET_IFNAME where gloo would choose an interface
       that other hosts cannot reach. A value that is set stays.
     - It replaces sys.excepthook, to name the rank that failed first, and registers an atexit
@@ -256,12 +256,12 @@ def _start(
 
 
 def _bind(cpus: str) -> None:
-    """Bind this process to CPUs, such as "0-7,64-71"; "" leaves it as it is."""
+    """Bind this process to CPUs, such as "0-7,64-71"; do nothing for ""."""
     if not cpus:
         return
     try:
         bind_process(frozenset(parse_ranges(cpus)))
-    except OSError as error:  # training is slower without, not wrong
+    except OSError as error:  # without the binding, training is slower, not wrong
         _log.warning("this rank could not be bound to CPUs %s: %s", cpus, error)
 
 
@@ -331,7 +331,7 @@ def _log_start(placement: Placement, backend: str, found: Rendezvous) -> None:
 
 
 def _log_network(backend: str, interface: str, nccl_log: list[str]) -> None:
-    """Print on rank 0 which network carries the data between hosts, where that is known."""
+    """Print on rank 0 which network carries the data between hosts, if that is known."""
     if backend == "gloo" and interface:
         _log.info("network: TCP over %s (gloo)", interface)
     elif backend == "xccl":  # oneCCL logs to standard output only

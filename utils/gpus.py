@@ -40,9 +40,9 @@ def gpu_vendor(root: Path = Path("/")) -> str | None:
 
 
 def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Return the PCI addresses of the GPUs that the masks leave visible, in their order.
+    """Return the PCI addresses of the GPUs that the masks leave visible, in the order of the masks.
 
-    An address is "" where it is unknown.
+    An unknown address is "".
     """
     vendor = gpu_vendor(root)
     if vendor == "nvidia":
@@ -51,7 +51,7 @@ def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) ->
     elif vendor == "amd":
         addresses = list(_amd_addresses(root))
         by_index = [environ[name] for name in AMD_MASKS[1:] if name in environ]
-        masks = [environ.get(AMD_MASKS[0]), *by_index[:1]]  # those are other names of one mask
+        masks = [environ.get(AMD_MASKS[0]), *by_index[:1]]  # by_index: other names of one mask
     elif vendor == "intel" and not any(name in environ for name in INTEL_MASKS):
         return intel_addresses(root)
     else:
@@ -64,7 +64,7 @@ def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) ->
 
 
 def _entry_address(entry: str, addresses: Sequence[str], root: Path) -> str:
-    """Return the PCI address that an entry of a mask means: an index or a UUID."""
+    """Return the PCI address for an entry of a mask, which is an index or a UUID."""
     if entry.isdecimal():
         return addresses[int(entry)] if int(entry) < len(addresses) else ""
     return nvidia_address(entry, root) if entry.startswith("GPU-") else ""
@@ -78,7 +78,7 @@ def intel_addresses(root: Path = Path("/")) -> list[str]:
             vendor_id = (device / "device" / "vendor").read_text().strip()
             device_id = (device / "device" / "device").read_text().strip()
             is_connector = not device.name[4:].isdigit()  # "card0-HDMI-A-1"
-            # A laptop's graphics by the same driver is no accelerator.
+            # The same driver serves the graphics of laptops, which is no accelerator.
             if not is_connector and vendor_id == "0x8086" and device_id.startswith("0x0b"):
                 found.append((device / "device").resolve().name)
     return sorted(found)
@@ -97,8 +97,8 @@ def nvidia_address(uuid: str, root: Path = Path("/")) -> str:
 def _nvidia_addresses(root: Path) -> Iterator[str]:
     """Yield the PCI address of each GPU that this process may use, in CUDA's order.
 
-    The driver lists all GPUs of the host. The cgroup of a job may deny the devices of some, and
-    CUDA_VISIBLE_DEVICES counts the others then.
+    The driver lists all GPUs of the host. The cgroup of a job may deny access to some of them;
+    CUDA_VISIBLE_DEVICES then counts the others only.
     """
     gpus = root / "proc/driver/nvidia/gpus"
     has_devices = bool(_names(root / "dev", r"nvidia\d+"))

@@ -32,7 +32,7 @@ def fp16_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Send the gradients as float16: half the bytes, 11 bits of precision, at most 65,504.
 
-    Larger sums become infinite, and gradients below 6e-8 zero: scale the loss (torch.amp).
+    Larger sums become infinite, and gradients below 6e-8 become zero: scale the loss (torch.amp).
     """
     return _send_as(torch.float16, group, bucket)
 
@@ -41,11 +41,14 @@ def _send_as(
     dtype: torch.dtype, group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     gradients: torch.Tensor = bucket.buffer()
-    # Divided before it is rounded: a sum over many ranks would leave the range of float16.
+    # Divide first: the sum over many ranks may be outside the range of float16.
     sent = gradients.div(dist.get_world_size(group)).to(dtype)
     work = dist.all_reduce(sent, group=group, async_op=True)
     if work is None:
-        raise RuntimeError("this rank is not in the hook's group. Expected one of its ranks")
+        raise RuntimeError(
+            "this rank is not in the group of the communication hook. Expected one of its ranks. "
+            "Register the hook with a group that contains all ranks of the model"
+        )
     received = work.get_future()
 
     def restore(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -59,9 +62,9 @@ def _send_as(
 def in_order(hook: Hook) -> Hook:
     """Return a hook that finishes one bucket before it starts the next.
 
-    A hook such as powerSGD_hook starts its second all-reduce when the first has ended. With gloo
-    the buckets of two ranks then overtake each other, and the all-reduces do not match. Without
-    overlap this is right for hooks that send little.
+    A hook such as powerSGD_hook starts its second all-reduce when the first one has ended. With
+    gloo, ranks then start the all-reduces of different buckets in a different order, and they do
+    not match. The hook runs without overlap, which costs little if it sends little.
     """
 
     def wait_for_bucket(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

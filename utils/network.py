@@ -43,10 +43,11 @@ def resolve(host: str) -> list[str]:
 
 
 def resolve_on_fabric(host: str) -> list[str]:
-    """Return the addresses of a host on the fabric, where that has names of its own.
+    """Return the addresses of a host on the fabric, if hosts have a second name there.
 
-    DDPKIT_HOST_SUFFIX: what they end with: "i" gives node1i for node1, and node1i.site for
-    node1.site; ".hsn.site" gives node1.hsn.site. Empty where it is not set, or no such name exists.
+    DDPKIT_HOST_SUFFIX is the suffix of these names. "i" gives node1i for node1, and node1i.site for
+    node1.site; ".hsn.site" gives node1.hsn.site. The list is empty if the variable is unset, or if
+    no such name exists.
     """
     suffix = os.environ.get("DDPKIT_HOST_SUFFIX", "")
     name, dot, domain = host.partition(".")
@@ -65,8 +66,8 @@ def is_loopback(address: str) -> bool:
 def local_addresses() -> list[str]:
     """Return addresses by which other hosts may reach this one, the likeliest first. No loopback.
 
-    The addresses of the host name come first, that on the fabric before the other; those of
-    bridges for containers come last.
+    The addresses of the host name come first, the one on the fabric at the top. Those of bridges
+    for containers come last.
     """
     addresses = {name: one for name, one in interfaces().items() if not is_loopback(one)}
     bridged = [one for name, one in addresses.items() if name.startswith(_PRIVATE_BRIDGES)]

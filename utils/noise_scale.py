@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale: how large a global batch is worth its samples.
+"""Measure the gradient noise scale, which shows how large a global batch is efficient.
 
 noise = GradientNoiseScale(ddp, micro_batch=split.micro_batch)  # after prime_ddp_buckets()
 for ...:  # each optimizer step: forward and backward passes as usual, then
@@ -26,20 +26,21 @@ from torch.utils.hooks import RemovableHandle
 
 
 class GradientNoiseScale:
-    """Estimate the gradient noise scale of a training from gradients that it computes anyway.
+    """Estimate the gradient noise scale from the gradients that a training computes anyway.
 
-    The squared norm of a gradient over b samples has the mean |G|^2 + trace(C) / b. This class
-    compares the gradients of the micro-batches, on all ranks, with the gradient of the whole step:
-    two sizes b, two unknowns (appendix A.1 of the paper). Ranks and accumulation count alike.
+    The squared norm of a gradient over b samples has the expected value |G|^2 + trace(C) / b. This
+    class compares the gradients of the micro-batches, on all ranks, with the gradient of the whole
+    step. Two batch sizes b give two equations for the two unknowns (appendix A.1 of the paper). It
+    makes no difference whether micro-batches are on several ranks or are accumulated on one.
 
     In a measured step, tensor hooks take the norm of each parameter's gradient before it is
-    accumulated or exchanged, so that DDP's options and communication hooks are as usual. One
-    all-reduce of three numbers follows. Other steps cost nothing. A lossy communication hook
-    changes the gradient of the step, and the estimate with it.
+    accumulated or exchanged. DDP's options and communication hooks therefore work as usual. One
+    all-reduce of three numbers follows. Other steps have no overhead. A lossy communication hook
+    changes the gradient of the step, and therefore the estimate.
 
     model: DistributedDataParallel, or any module in a single process.
     micro_batch: samples of one backward pass on one rank. The loss is their mean.
-    every: measure one of so many optimizer steps.
+    every: the number of optimizer steps from one measured step to the next.
     decay: of the exponential moving averages, per measured step.
     """
 
@@ -48,14 +49,14 @@ class GradientNoiseScale:
     ) -> None:
         if not (0 < micro_batch < math.inf and every >= 1 and 0 <= decay < 1):
             raise ValueError(
-                f"micro_batch={micro_batch} every={every} decay={decay}; expected a micro_batch "
-                "above 0, every from 1, a decay from 0 to below 1. Correct them"
+                f"micro_batch={micro_batch} every={every} decay={decay}; expected micro_batch > 0, "
+                "every >= 1 and 0 <= decay < 1. Correct them"
             )
         self._model, self._micro_batch, self._every, self._decay = model, micro_batch, every, decay
         self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._steps = 0
-        # Averages of the estimates of |G|^2 and trace(C). Both start at 0 with the same weights, so
-        # that the bias of the start cancels in their ratio.
+        # Averages of the estimates of |G|^2 and trace(C). Both start at 0 and have the same
+        # weights, so that the initial bias cancels in their ratio.
         self._squared_mean = self._trace = 0.0
         self._pending: tuple[Tensor, Tensor] | None = None  # sums over ranks, |step gradient|^2
         self._handles: list[RemovableHandle] = []
@@ -80,8 +81,8 @@ class GradientNoiseScale:
     def value(self) -> float:
         """The noise scale in samples, the same on all ranks.
 
-        It is nan before the first measured step, and as long as each step has one micro-batch in
-        all. It is inf where the noise hides the gradient: measure more steps.
+        It is nan before the first measured step, and if each step has a single micro-batch. It is
+        inf if the noise hides the gradient: measure more steps.
         """
         self._take_pending()
         if self._squared_mean == self._trace == 0:
@@ -118,8 +119,8 @@ class GradientNoiseScale:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         if not passes or not gradients:
             raise RuntimeError(
-                f"update() found {passes} backward pass(es) and {len(gradients)} gradient(s) in "
-                "this step. Expected some of both. Call it after backward(), before zero_grad()"
+                f"update() found {passes} backward passes and {len(gradients)} gradients in this "
+                "step. Expected at least one of each. Call it after backward(), before zero_grad()"
             )
         if sizes is None:
             sizes = [self._micro_batch] * passes
@@ -139,7 +140,7 @@ class GradientNoiseScale:
         whole: list[Tensor] = []
         for gradient in gradients:
             _record(whole, gradient)
-        self._pending = sums, _sum_of_squares(whole)  # read later: a GPU is not waited for
+        self._pending = sums, _sum_of_squares(whole)  # read later: reading waits for the GPU
 
     def _take_pending(self) -> None:
         """Add the last measured step to the averages."""
@@ -177,7 +178,7 @@ def _sum_of_squares(norms: list[Tensor]) -> Tensor:
 
 
 def recommend(noise_scale: float, batch: float) -> str:
-    """Return in words which global batches are worth their samples, and their learning rates.
+    """Return a text that recommends global batches, and their learning rates.
 
     Training with a batch of b samples takes 1 + noise_scale / b times the fewest steps, and
     1 + b / noise_scale times the fewest samples (section 2 of the paper). The best learning rate of
@@ -191,12 +192,12 @@ def recommend(noise_scale: float, batch: float) -> str:
             f"noise_scale={noise_scale} batch={batch}; expected finite numbers above 0. Correct "
             "them; where the noise scale is nan or inf, measure more steps"
         )
-    linear = noise_scale / 4  # a fifth of the samples is spent on fewer steps
+    linear = noise_scale / 4  # 1.25 times the fewest samples
     growth = linear / batch
     factor = (1 + noise_scale / batch) / (1 + noise_scale / linear)
     return f"""\
 Up to about {linear:,.0f} samples per step the speed-up is nearly linear. Beyond {noise_scale:,.0f}
-(the noise scale) more than half of the samples are wasted.
+(the noise scale), training needs more than twice the fewest samples.
 {batch:,.0f} samples per step take {1 + noise_scale / batch:.3g} times the fewest steps and \
 {1 + batch / noise_scale:.3g} times the fewest samples.
 From {batch:,.0f} to {linear:,.0f} samples, multiply the learning rate of SGD by {factor:.3g} \

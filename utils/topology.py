@@ -1,4 +1,4 @@
-"""Read from sysfs which CPUs are a core, share an L3 cache and belong to a NUMA node. No torch.
+"""Read the cores, L3 caches and NUMA nodes of this host from sysfs. No torch.
 
 Source: Documentation/admin-guide/cputopology.rst and Documentation/ABI of the Linux kernel.
 """
@@ -17,11 +17,11 @@ class Core(NamedTuple):
 
     cpus: tuple[int, ...]  # its hardware threads, by the kernel's numbers
     node: int  # its NUMA node
-    l3: int  # the lowest CPU that shares its L3 cache; -1 where that is unknown
+    l3: int  # its L3 cache, named by the lowest CPU that shares it; -1 if unknown
 
 
 class Topology(NamedTuple):
-    """The cores of a host, by NUMA node, L3 cache and CPU."""
+    """The cores of a host, sorted by NUMA node, L3 cache and CPU."""
 
     cores: tuple[Core, ...]
 
@@ -34,7 +34,7 @@ class Topology(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> Topology:
-        """Return what to_text() has described."""
+        """Parse the result of to_text()."""
         cores = []
         for group in text.split(";"):
             node, _, members = group.partition(":")
@@ -44,9 +44,9 @@ class Topology(NamedTuple):
 
 
 def read_topology(root: Path = Path("/")) -> Topology | None:
-    """Return the topology of this host; None where sysfs does not describe it.
+    """Return the topology of this host, or None if sysfs does not describe it.
 
-    root: the folder that holds sys.
+    root: the folder that contains sys.
     """
     system = f"{root}/sys/devices/system"
     online = parse_ranges(_read(f"{system}/cpu/online"))
@@ -105,7 +105,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def _nodes(system: str) -> Iterator[tuple[int, int]]:
-    """Yield each CPU with its NUMA node. Memory of a GPU or HBM may be a node without CPUs."""
+    """Yield each CPU with its NUMA node. A node may have no CPUs, such as HBM or a GPU's memory."""
     try:
         names = os.listdir(f"{system}/node")
     except OSError:

@@ -28,19 +28,19 @@ def findings(text: str, path: Path = Path("ours.yaml")) -> list[str]:
 # The faults of the profiles as they were on 2026-11-22, in words of the finding; the sources are in site_rules.yaml.
 @pytest.mark.parametrize(("site", "faults"), [
     ("alps", ["FI_CXI_DEFAULT_TX_SIZE is above 16384", "MPICH_GPU_SUPPORT_ENABLED is not set",
-              "FI_CXI_RDZV_GET_MIN, FI_CXI_RDZV_THRESHOLD, FI_CXI_RDZV_EAGER_SIZE not set",
+              "Not set: FI_CXI_RDZV_GET_MIN, FI_CXI_RDZV_THRESHOLD, FI_CXI_RDZV_EAGER_SIZE.",
               "NCCL_NET is also set in jobs of one node"]),
-    ("aurora", ["six run on the other socket", "loads modules after the variables are exported",
-                "FI_MR_CACHE_MONITOR, CCL_ALLREDUCE_SCALEOUT, CCL_KVS_USE_MPI_RANKS not set"]),
-    ("polaris", ["NCCL_NET, NCCL_NET_GDR_LEVEL, NCCL_CROSS_NIC, NCCL_COLLNET_ENABLE, FI_CXI_DISABLE_HOST_REGISTER, "
-                 "FI_MR_CACHE_MONITOR, FI_CXI_DEFAULT_CQ_SIZE not set", "Nothing loads or names a plugin",
-                 "NCCL_NET is missing", "whatever order the GPUs are in"]),
-    ("derecho", ["derecho_v2.sh", "No module of libfabric", "Nothing loads or names a plugin", "NCCL_NET is missing",
+    ("aurora", ["six ranks run on the wrong socket", "loads modules after the exports",
+                "Not set: FI_MR_CACHE_MONITOR, CCL_ALLREDUCE_SCALEOUT, CCL_KVS_USE_MPI_RANKS."]),
+    ("polaris", ["Not set: NCCL_NET, NCCL_NET_GDR_LEVEL, NCCL_CROSS_NIC, NCCL_COLLNET_ENABLE, "
+                 "FI_CXI_DISABLE_HOST_REGISTER, FI_MR_CACHE_MONITOR, FI_CXI_DEFAULT_CQ_SIZE.",
+                 "does not load the NCCL plugin", "NCCL_NET is missing", "whatever order the GPUs are in"]),
+    ("derecho", ["derecho_v2.sh", "No libfabric module", "does not load the NCCL plugin", "NCCL_NET is missing",
                  "whatever order the GPUs are in"]),
-    ("perlmutter", ["nor the shifter module nccl-plugin", "NCCL_NET is missing", "Nothing loads or names a plugin",
-                    "FI_CXI_RDZV_GET_MIN, FI_CXI_SAFE_DEVMEM_COPY_THRESHOLD not set"]),
+    ("perlmutter", ["nor the shifter module nccl-plugin", "NCCL_NET is missing", "does not load the NCCL plugin",
+                    "Not set: FI_CXI_RDZV_GET_MIN, FI_CXI_SAFE_DEVMEM_COPY_THRESHOLD."]),
     ("frontier", ["MIOpen keeps its database", "modules have no versions", "CRAY_LD_LIBRARY_PATH"]),
-    ("lumi", ["not in the order of the cores", "Nothing loads or names a plugin"]),
+    ("lumi", ["not in the order of the cores", "does not load the NCCL plugin"]),
     ("jean-zay", [])])
 def test_faults_of_old_profiles_are_found(site: str, faults: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert sites.main(["check", str(OLD / f"{site}.yaml")]) == 1

@@ -1,6 +1,6 @@
-"""Choose the CPUs of ranks whose program does not call setup_distributed(), which chooses others'.
+"""Choose the CPUs of ranks whose program does not call setup_distributed().
 
-The ranks of such a program are bound before it starts. No torch.
+launch.py binds these ranks before the program starts. No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
 def cpus_of_ranks(
     reports: Sequence[RankMask], environ: Mapping[str, str], root: Path = Path("/")
 ) -> list[set[int]]:
-    """Return the CPUs to bind each rank of this host to; empty to leave it as it is.
+    """Return the CPUs to which to bind each rank of this host; an empty set: do not bind it.
 
     reports: by local rank. environ: of any rank. Raises LaunchError for a bad DDPKIT_CPU_BIND.
     """
@@ -57,21 +57,21 @@ def cpus_of_ranks(
 
 
 def bind(cpus: set[int]) -> None:
-    """Bind this process, which has one thread, to these CPUs; leave it as it is for none."""
+    """Bind this process, which has one thread, to these CPUs; do nothing for an empty set."""
     if not cpus:
         return
     try:
         os.sched_setaffinity(0, cpus)
     except OSError:
-        pass  # the program is slower without, not wrong
+        pass  # without the binding, the program is slower, not wrong
 
 
 def _gpu_node(nodes: Sequence[int | None], local_rank: int, local_world_size: int) -> int | None:
     """Return the NUMA node of a rank's GPU: the one that it sees, or that of its local rank.
 
-    Several ranks in turn may share a GPU, or have its tiles. A rank that sees more GPUs than there
-    are ranks may use them all, and one alone on its host may be an agent of torchrun or Accelerate,
-    or not use a GPU.
+    Consecutive ranks may share a GPU, or use its tiles. A rank that sees more GPUs than there are
+    ranks may use them all. A rank that is alone on its host may be an agent of torchrun or
+    Accelerate, or may use no GPU.
     """
     if local_world_size == 1:
         return None

@@ -51,7 +51,7 @@ def start_on_host(
 def _cpus(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], environ: Mapping[str, str]
 ) -> list[set[int]]:
-    """Return the CPUs to bind each rank to; empty where that is left to setup_distributed()."""
+    """Return the CPUs to bind each rank to; an empty set: setup_distributed() binds the rank."""
     unbound: list[set[int]] = [set() for _ in commands]
     words, variables = commands[0]
     if "LOCAL_RANK" not in variables or imports_this_package(words):  # not for torchrun's agent

@@ -74,7 +74,7 @@ class Processes:
         new_session: also in its own session, away from the signals that PBS and terminals send to a
         whole session. stdin: a short text for the child; our standard input is not inherited.
         hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a
-        StopSignal receives them. cpus: to run on; empty for those of this process.
+        StopSignal receives them. cpus: to bind the process to; empty: those of this process.
         """
         index = len(self._children) + len(self._unstarted)
         launches = [environ.get(LAUNCH_VARIABLE), self._id]
@@ -90,7 +90,7 @@ class Processes:
             if hold_signals:
                 early_signals.block()
             if cpus:
-                with suppress(OSError):  # slower without, not wrong
+                with suppress(OSError):  # without the binding, the process is slower, not wrong
                     os.sched_setaffinity(0, cpus)
 
         source = _readable(stdin)

@@ -45,9 +45,9 @@ class RankReport(TypedDict):
     host_cores: int
     topology: str  # of the host, from its local rank 0; "" from the others
     bind: bool  # whether setup_distributed() may bind the rank
-    binding: str  # DDPKIT_CPU_BIND, "" where it is not set
+    binding: str  # DDPKIT_CPU_BIND; "" if it is unset
     omp_num_threads: str  # "" where it is not set
-    openmp_binding: str  # the variable by which OpenMP binds threads, with its value
+    openmp_binding: str  # the variable that makes OpenMP bind threads, with its value; or ""
     notes: list[str]
     backend: str
     devices: list[str]  # visible ones, by identity; empty for the CPU
@@ -67,7 +67,7 @@ class Assignment(TypedDict):
     local_rank: int
     local_world_size: int
     device_index: int | None  # among the rank's visible devices; None for the CPU
-    cpus: str  # to bind the rank to, such as "0-7,64-71"; "" leaves it as it is
+    cpus: str  # the CPUs to bind the rank to, such as "0-7,64-71"; "": do not bind it
     threads: int
 
 

@@ -27,7 +27,7 @@ def fill(template: str, *, directives: Sequence[str], setup: Iterable[str], comm
 def setup_lines(job: Job) -> list[str]:
     """Return the set-up of a job: module paths, modules, exports, set-up lines, in this order.
 
-    Exports follow the modules, which may set the same variables. Set-up lines may use all of them.
+    Exports follow modules, which may set the same variables. Set-up lines may use both.
 
     Raises JobError for a set-up line that is not complete shell.
     """

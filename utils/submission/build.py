@@ -210,7 +210,7 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
             )
             return job, []
         return job, [str(error)]
-    # The kit's own Python may run this script only because the first one has no PyYAML.
+    # The kit's Python may run this script only because the Python of the shell has no PyYAML.
     is_kits = chosen.path == interpreter.KIT_PYTHON and "VIRTUAL_ENV" not in os.environ
     if profile.modules and (is_kits or chosen.source not in ("PYTHON", *interpreter.ACTIVE)):
         return job, []

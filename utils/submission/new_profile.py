@@ -24,10 +24,10 @@ _NETWORKS = {r"hsn\d+": "AWS Libfabric", r"ib[a-z]*\d+": "IB"}
 
 
 def new_profile(scheduler: str | None = None) -> str:
-    """Return the text of a profile; what was not found is listed in comments at its end.
+    """Return the text of a profile; comments at its end list the values that were not found.
 
     scheduler: "slurm" or "pbs"; None: that of this host.
-    Raises SchedulerError where this host has the commands of both schedulers or none.
+    Raises SchedulerError if this host has the commands of both schedulers, or of none.
     """
     return _Writer(get_scheduler(scheduler).name).text()
 
@@ -50,8 +50,8 @@ class _Writer:
         self._fabric()
         self._modules()
         self.missing.append(
-            "binding: no command reports it. Without it, ranks run beside their GPU as the "
-            "system reports the topology"
+            "binding: no command reports it. Without it, each rank is bound to cores near its GPU, "
+            "as sysfs reports the topology"
         )
         self.lines += ["", "# Not found:", *(f"#   {text}" for text in self.missing)]
         return "\n".join(self.lines) + "\n"
@@ -104,7 +104,8 @@ class _Writer:
                 self._value("interface", ",".join(found), "ip -o link")
                 return
         self.missing.append(
-            "network, interface: ip link shows no hsn or ib interface here. Run this on a node"
+            "network, interface: ip link shows no hsn or ib interface here. Run this on a compute "
+            "node"
         )
 
     def _modules(self) -> None:
@@ -118,7 +119,7 @@ class _Writer:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for YAML, where it needs quotes."""
+    """Quote a text for YAML if it needs quotes."""
     return text if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./-]*", text) else json.dumps(text)
 
 
@@ -134,7 +135,7 @@ def _vendor() -> str | None:
 
 
 def _slurm() -> tuple[str, list[Queue]]:
-    """Return the partitions, with the cores that jobs may use: without those Slurm reserves."""
+    """Return the query and the partitions, with the cores that jobs may use (CPUEfctv)."""
     nodes = records(_output("scontrol", "show", "node"))
     queues = []
     for queue in query_partitions():

@@ -1,4 +1,4 @@
-"""Read site profiles: what a cluster has, which options its jobs need, and which variables to set.
+"""Read site profiles: the nodes of a cluster, and the options and variables that its jobs need.
 
 The kit's profiles are jobs/sites/*.yaml. Each value may be written alone, or with its reason, its
 source and the date when that was read: {value: 4, reason: ..., source: URL, read: 2026-11-22}.
@@ -30,7 +30,7 @@ LAUNCHERS = ("auto", "torchrun", *(name for name in NAMES if name != "local"))
 
 @dataclass(frozen=True)
 class Origin:
-    """Why a value is in a profile, and where it is documented; "" where the profile says nothing.
+    """Why a value is in a profile, and where it is documented; "" if the profile does not say so.
 
     source: a URL, or "$ " and the command that printed the value. read: the date, 2026-11-22.
     """
@@ -45,7 +45,7 @@ class Variable:
     """An environment variable that the jobs of a site need."""
 
     value: str
-    from_nodes: int = 1  # set in jobs of at least so many nodes
+    from_nodes: int = 1  # set in jobs with at least this number of nodes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Profile:
     path: Path
     title: str
     scheduler: str  # "slurm" or "pbs"
-    account_example: str | None = None  # where it is given, a job needs an account
+    account_example: str | None = None  # if it is given, a job needs an account
     queue: str | None = None  # the default
     queue_option: str = "partition"  # Slurm: a queue is a "partition" or a "qos"
     queues: dict[str, Queue] = field(default_factory=dict)  # published limits
@@ -66,9 +66,9 @@ class Profile:
     gpu_vendor: str | None = None  # None: each job detects it
     request_gpus: bool = True  # false where nodes are exclusive and the scheduler knows no GPUs
     launcher: str = "auto"
-    network: str | None = None  # what NCCL should report: "AWS Libfabric", "IB"
-    interface: str | None = None  # of the fabric, several with a comma: "hsn0,hsn1"
-    host_suffix: str | None = None  # of host names on the fabric: "i", ".hsn.example.org"
+    network: str | None = None  # the network in NCCL's log: "AWS Libfabric", "IB"
+    interface: str | None = None  # interfaces of the fabric, comma-separated: "hsn0,hsn1"
+    host_suffix: str | None = None  # suffix of host names on the fabric: "i", ".hsn.example.org"
     binding: str | None = None  # cores of each rank: "list:4-7:8-11", "mask_cpu:0xfe,0xfe00"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Profile:
     origins: dict[str, Origin] = field(default_factory=dict)
 
     def exports(self, nodes: int, ranks_per_node: int) -> dict[str, str]:
-        """Return the variables to set in a job of so many nodes and ranks per node."""
+        """Return the variables to set in a job with these numbers of nodes and ranks per node."""
         variables = {
             name: variable.value
             for name, variable in self.environment.items()
@@ -96,7 +96,7 @@ class Profile:
         cores = parse_binding(self.binding) if self.binding is not None else []
         if len(cores) == ranks_per_node:
             fabric[CPU_BIND] = self.binding
-            if self.scheduler == "pbs":  # which otherwise sets it to a rank's share of the node
+            if self.scheduler == "pbs":  # otherwise PBS sets it to a rank's share of the node
                 fabric["OMP_NUM_THREADS"] = str(min(map(len, cores)))
         return {name: value for name, value in fabric.items() if value is not None} | variables
 
@@ -223,7 +223,7 @@ def _choice(*choices: str) -> Read:
 
 
 def _entries(reader: _ProfileReader, node: Node, key: str) -> tuple[str, ...]:
-    """Read a list whose entries are texts, or texts with their origin."""
+    """Read a list of texts, each alone or with its origin."""
     texts = []
     for item in reader.list_of(node, key):
         text = reader.text(item.get("value") or item, f"an entry of {key}")
@@ -259,7 +259,7 @@ def _variables(reader: _ProfileReader, node: Node, key: str) -> dict[str, Variab
                     value,
                     f"variable {variable!r}",
                     f"without its {part}",
-                    "'value: ...' and 'reason: ...', so that everybody knows why it is set",
+                    "'value: ...' and 'reason: ...'",
                 )
         variables[variable] = Variable(**parts)
     return variables

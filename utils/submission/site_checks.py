@@ -1,6 +1,6 @@
-"""Check a site profile: sources, duplicates, contradictions, and values that are known to be bad.
+"""Check a site profile for missing sources, duplicates, contradictions and known problems.
 
-The known-bad values are data: jobs/site_rules.yaml, each rule with its source.
+The known problems are data: jobs/site_rules.yaml, each rule with its source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .yaml_reader import Node, Read, Reader, compose, read_text
 
 RULES = JOBS / "site_rules.yaml"
 
-# The keys of a profile that rules may ask for, and the facts made of several keys.
+# The keys of a profile that rules may test, and the facts made of several keys.
 _KEYS = (
     *("title", "scheduler", "launcher", "gpu_vendor", "gpus_per_node", "cores_per_node"),
     *("network", "interface", "host_suffix", "binding", "module_paths", "modules", "setup"),
@@ -31,11 +31,12 @@ _FACTS = (*_KEYS, "environment", "software", "text")
 
 @dataclass(frozen=True)
 class Rule:
-    """What is wrong with a profile for which all conditions hold.
+    """A known problem, which a profile has if all conditions hold.
 
-    conditions: fact -> "PATTERN", a regular expression that it matches; "!PATTERN", one that it
-    does not match, also where the fact is absent ("!." is: absent); ">N" or "<N", a comparison.
-    lacks: variables, at least one of which no line of the profile sets. source: a URL.
+    conditions: by fact. "PATTERN": the fact matches this regular expression. "!PATTERN": it does
+    not match, or is absent ("!.": it is absent). ">N" and "<N" compare numbers.
+    lacks: variables that the profile should set; the rule applies if one is not set.
+    source: a URL.
     """
 
     problem: str
@@ -46,7 +47,7 @@ class Rule:
     lacks: tuple[str, ...] = ()
 
     def finding(self, facts: dict[str, str]) -> str | None:
-        """Return what is found in a profile, with remedy and source; None where it is good."""
+        """Return the problem with remedy and source, or None if the profile does not have it."""
         if not all(_holds(rule, facts.get(name)) for name, rule in self.conditions.items()):
             return None
         missing = [name for name in self.lacks if not _is_set(name, facts)]
@@ -72,7 +73,7 @@ def load_rules(path: Path = RULES) -> list[Rule]:
 
 
 def check(profile: Profile, rules: list[Rule]) -> list[str]:
-    """Return what is wrong with a profile; empty where it is good."""
+    """Return the findings for a profile; empty if there are none."""
     facts = _facts(profile)
     known_bad = (rule.finding(facts) for rule in rules)
     return [
@@ -123,7 +124,7 @@ def _is_set(variable: str, facts: dict[str, str]) -> bool:
 
 
 def _facts(profile: Profile) -> dict[str, str]:
-    """Return what rules may ask for: _FACTS, and NAME and NAME.from_nodes of each variable.
+    """Return the facts that rules may test: _FACTS, NAME and NAME.from_nodes of each variable.
 
     "environment": the names of the variables. "software": modules, set-up lines and directives.
     "text": the file.
@@ -170,11 +171,11 @@ def _duplicates(profile: Profile) -> Iterator[str]:
     for key, entries in groups.items():
         for entry, count in Counter(entries).items():
             if count > 1:
-                yield f"{key}: {entry} is given {count} times. Keep one of them."
+                yield f"{key}: {entry} is given {count} times. Expected once. Remove the others."
     exported = re.findall(r"\bexport ([A-Za-z_]\w*)=", "\n".join(profile.setup))
     for name in exported:
         if name in profile.environment:
-            yield f"{name}: set in 'environment' and again in 'setup'. Keep one of them."
+            yield f"{name}: set in 'environment' and again in 'setup'. Remove one of them."
 
 
 def _contradictions(profile: Profile) -> Iterator[str]:
@@ -220,8 +221,8 @@ def _binding_problems(profile: Profile) -> Iterator[str]:
     cores = parse_binding(profile.binding or "")
     if profile.gpus_per_node is not None and len(cores) != profile.gpus_per_node:
         yield (
-            f"binding: it has {len(cores)} entries for {profile.gpus_per_node} GPUs per node. "
-            "Give one for each GPU."
+            f"binding: found {len(cores)} entries for {profile.gpus_per_node} GPUs per node. "
+            "Expected one entry for each GPU. Correct it."
         )
     uses = Counter(core for entry in cores for core in entry)
     shared = sorted(core for core, count in uses.items() if count > 1)

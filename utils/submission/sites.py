@@ -19,13 +19,13 @@ PROGRAM = "sites.py" if (KIT / "scripts" / "sites.py").exists() else "ddpkit sit
 DESCRIPTION = f"""\
 List, explain, check and write profiles of clusters, for `submit run --site`.
 
-{PROGRAM} list                      the profiles that come with the kit
-{PROGRAM} show derecho              each value with its reason, its source and the date it was read
-{PROGRAM} check                     all profiles of the kit: sources, duplicates, contradictions and
-                                   values known to be bad; exit status 1 if anything is found
+{PROGRAM} list                      list the profiles of the kit
+{PROGRAM} show derecho              print each value with its reason, source and date
+{PROGRAM} check                     check all profiles of the kit for missing sources, duplicates,
+                                   contradictions and known problems; exit status 1 for findings
 {PROGRAM} new --output ours.yaml    write a profile from what the scheduler, the modules and the
-                                   hardware report; best on a node with GPUs
-{PROGRAM} check ours.yaml
+                                   hardware report; run it on a node with GPUs
+{PROGRAM} check ours.yaml           check a profile of your own
 """
 
 

@@ -1,4 +1,4 @@
-"""Read YAML as nodes that know their lines: a mistake is reported with file, line and key."""
+"""Read YAML as nodes with line numbers, so that error messages name file, line and key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class Node:
-    """A YAML node, which knows its line: a text, a list of items, or pairs of key and value."""
+    """A YAML node with its line: a text, a list of items, or pairs of key and value."""
 
     line: int  # from 1
     text: str | None = None
@@ -25,13 +25,13 @@ class Node:
 
     @property
     def found(self) -> str:
-        """What an error message calls it."""
+        """The description of the node in an error message."""
         if self.text is not None:
             return repr(self.text)
         return "a list" if self.items is not None else "a set of keys"
 
     def get(self, key: str) -> Node | None:
-        """Return the value of a key; None where this is no mapping, or has no such key."""
+        """Return the value of a key; None if this is no mapping, or has no such key."""
         return next((value for name, value in self.pairs or () if name.text == key), None)
 
 
@@ -54,7 +54,7 @@ def read_text(path: Path, name: str = "") -> str:
 def compose(text: str, path: Path) -> Node:
     """Read the nodes of a YAML text. path: for messages. Raises ProfileError.
 
-    Scalars stay as they are written: YAML would make a number of 6:00:00 and a truth value of on.
+    Scalars stay texts: YAML would read 6:00:00 as a number, and `on` as a truth value.
     """
     try:
         import yaml
@@ -100,7 +100,7 @@ class Reader:
     def items(self, node: Node, key: str) -> Iterator[tuple[str, Node, Node]]:
         """Yield (name, node of the name, node of the value) of a mapping."""
         if node.pairs is None:
-            raise self.error(node, key, node.found, "keys with values, one 'key: value' a line")
+            raise self.error(node, key, node.found, "keys with values, one 'key: value' per line")
         seen: set[str] = set()
         for name_node, value_node in node.pairs:
             name = name_node.text
@@ -126,7 +126,7 @@ class Reader:
         if node.text is None:
             raise self.error(node, key, node.found, "one value")
         if not node.text.strip():
-            raise self.error(node, key, "empty", "a value; leave the line out where there is none")
+            raise self.error(node, key, "empty", "a value; remove the line if there is none")
         return node.text
 
     def one_of(self, node: Node, key: str, choices: tuple[str, ...]) -> str:
@@ -136,7 +136,7 @@ class Reader:
         return value
 
     def matching(self, node: Node, key: str, pattern: str, expected: str) -> str:
-        """Read a text of the form of a regular expression. expected: the form in words."""
+        """Read a text that matches a regular expression. expected: the pattern in words."""
         value = self.text(node, key)
         if not re.fullmatch(pattern, value):
             raise self.error(node, key, repr(value), expected)
@@ -150,7 +150,7 @@ class Reader:
 
     def list_of(self, node: Node, key: str) -> list[Node]:
         if node.items is None:
-            raise self.error(node, key, node.found, "a list, [a, b] or one '- value' a line")
+            raise self.error(node, key, node.found, "a list, [a, b] or one '- value' per line")
         return node.items
 
     def texts(self, node: Node, key: str) -> tuple[str, ...]:
@@ -161,6 +161,6 @@ Read = Callable[[Any, Node, str], object]  # (reader, node, key for messages) ->
 
 
 def suggestion(word: str, known: list[str]) -> str:
-    """Return " Did you mean ...?" where a known word is like this one, or ""."""
+    """Return " Did you mean ...?" if a known word is similar to this one, else ""."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
