@@ -57,10 +57,10 @@ def test_profiles_of_the_kit_have_no_findings(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("site", "good", "bad", "words"), [
-    ("alps", "^LL128", "Simple", "transferred wrong data"), ("alps", "userfaultfd", "memhooks", "deadlocks"),
+    ("alps", "^LL128", "Simple", "has corrupted data"), ("alps", "userfaultfd", "memhooks", "can deadlock"),
     ("alps", "NCCL_CROSS_NIC:\n    value: \"1\"", "NCCL_NET_PLUGIN:\n    value: ofi", "NCCL_NET_PLUGIN=ofi"),
-    ("polaris", "NCCL_COLLNET_ENABLE", "OTHER", "NCCL_COLLNET_ENABLE not set"),
-    ("derecho", "libfabric/1.15.2.0", "mkl", "No module of libfabric"),
+    ("polaris", "NCCL_COLLNET_ENABLE", "OTHER", "Not set: NCCL_COLLNET_ENABLE"),
+    ("derecho", "libfabric/1.15.2.0", "mkl", "No libfabric module"),
     ("lumi", "setup:", "environment: {NCCL_NET_GDR_LEVEL: {value: PHB, reason: a}}\nsetup:", "hang in the containers"),
     ("leonardo", "gpu_vendor:", "environment: {NCCL_IB_DISABLE: {value: 1, reason: a}}\ngpu_vendor:",
      "contradicts the network")])
