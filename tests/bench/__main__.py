@@ -21,7 +21,7 @@ PLANTED = {
     "link": ("one slow link", "1gbit", []),
     "threads": ("too many threads", "4gbit", ["--batch", "256"]),
     "batch": ("too small a micro-batch", "400mbit", ["--batch", "2", "--width", "512"]),
-    "hook": ("no overlap", "2gbit", ["--batch", "256", "--width", "512"]),
+    "hook": ("no overlap", "1gbit", ["--batch", "640", "--width", "512"]),
 }
 
 
@@ -65,8 +65,7 @@ def check_causes(names: list[str]) -> int:
     for plant in names:
         name, rate, options = PLANTED[plant]
         with Hosts(3 if plant == "link" else 2) as hosts:
-            shape(hosts, rate, {("h1", "h3"): "60mbit"} if plant == "link" else None,
-                  "1ms" if plant == "buckets" else "")
+            shape(hosts, rate, {("h1", "h3"): "60mbit"} if plant == "link" else None)
             words = [str(ROOT / "scripts/bench.py"), "ddp", "--full-only", "--steps", "6", TRAINING, "--plant", plant,
                      *options]
             output = run_ranks(hosts, words, threads=8 if plant == "threads" else 1)
@@ -81,8 +80,9 @@ def check_tune(rates: list[str]) -> None:
     for rate in rates:
         with Hosts(2) as hosts:
             shape(hosts, "" if rate == "fast" else rate)
-            words = [str(ROOT / "scripts/tune.py"), "--budget", "240", "--steps", "10", "--only",
-                     "hook,bucket,gradient_as_bucket_view", TRAINING, "--batch", "32", "--width", "640"]
+            only = "hook,bucket,static_graph" if rate == "fast" else "hook"
+            words = [str(ROOT / "scripts/tune.py"), "--budget", "400", "--steps", "12", "--only", only, TRAINING,
+                     "--batch", "32", "--width", "1024", "--layers", "4"]
             print(f"--- {rate}\n{run_ranks(hosts, words)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Ranks on hosts whose links have a given rate and delay."""
+"""Ranks on hosts whose links have a given rate."""
 from __future__ import annotations
 
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PORT = "29533"
 
 
-def shape(hosts: Hosts, rate: str, slow: dict[tuple[str, str], str] | None = None, delay: str = "") -> None:
+def shape(hosts: Hosts, rate: str, slow: dict[tuple[str, str], str] | None = None) -> None:
     """Limit what each host sends to `rate`, and between the pairs in `slow` to theirs. "" removes the limits."""
     for host in hosts.hosts:
         run = hosts.enter(host)
@@ -21,8 +21,6 @@ def shape(hosts: Hosts, rate: str, slow: dict[tuple[str, str], str] | None = Non
             continue
         commands = ["qdisc add dev eth0 root handle 1: htb default 10",
                     f"class add dev eth0 parent 1: classid 1:10 htb rate {rate} burst 512k"]
-        if delay:
-            commands.append(f"qdisc add dev eth0 parent 1:10 netem delay {delay} limit 20000")
         for i, (pair, slower) in enumerate((slow or {}).items()):
             if host in pair:
                 other = hosts.address[pair[pair[0] == host]]

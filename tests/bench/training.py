@@ -19,13 +19,15 @@ from utils import setup_distributed
 class Data(Dataset[torch.Tensor]):
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._samples = torch.randn(1024, 256)
 
     def __len__(self) -> int:
         return 1_000_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self._seconds)
-        return torch.randn(256, generator=torch.Generator().manual_seed(index))
+        if self._seconds:
+            time.sleep(self._seconds)
+        return self._samples[index % len(self._samples)]
 
 
 def waiting_hook(group: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -56,7 +58,7 @@ def main() -> None:
         ddp = DDP(model, **options.get(args.plant, {}))  # type: ignore[arg-type]
         if args.plant == "hook":
             ddp.register_comm_hook(None, waiting_hook)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         slow = args.plant == "rank" and dist.rank == dist.world_size - 1
         loader = DataLoader(Data(0.02 / args.batch if args.plant == "data" else 0), args.batch)
         batches = iter(loader)

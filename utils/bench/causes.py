@@ -113,18 +113,21 @@ def _overlap(point: Point) -> Iterator[Cause]:
     report = point.reports[0]
     usual = math.ceil(report.gradient_bytes / (25 * _MIB)) + 1
     more = len(report.bucket_bytes) - usual
-    if more > 0:
-        mean = statistics.fmean(report.bucket_bytes) / _MIB
+    mean = statistics.fmean(report.bucket_bytes or [0]) / _MIB
+    if more > 0 and mean < 1:
+        in_one = report.whole_seconds * report.exchanges
+        latencies = more * report.small_seconds * report.exchanges
         yield Cause(
             "many small buckets",
-            min(point.exposed, more * report.small_seconds * report.exchanges),
-            f"{len(report.bucket_bytes)} buckets of {mean:.2f} MiB; an all-reduce takes "
+            min(point.exposed, max(latencies, point.exposed - in_one)),
+            f"{len(report.bucket_bytes)} buckets of {mean:.2f} MiB. In one piece the gradients "
+            f"take {report.whole_seconds * 1e3:.1f} ms; an all-reduce takes "
             f"{report.small_seconds * 1e3:.2f} ms however small it is. Raise bucket_cap_mb "
             "(default: 25)",
         )
     hidden = report.whole_seconds - point.exposed / max(1, report.exchanges)
     possible = min(report.whole_seconds, 0.5 * point.compute)  # the backward pass is half or more
-    if report.hook and hidden < 0.3 * possible:
+    if report.hook and hidden < 0.4 * possible:
         yield Cause(
             "no overlap",
             possible - max(0.0, hidden),
@@ -170,7 +173,8 @@ def _micro_batch(point: Point) -> Iterator[Cause]:
     if report.whole_seconds > point.compute:
         yield Cause(
             "too small a micro-batch",
-            point.exposed / 2,  # of a micro-batch, or an accumulation, twice as large
+            # With a micro-batch, or an accumulation, twice as large.
+            min(point.exposed, report.whole_seconds * report.exchanges) / 2,
             f"The exchange of {report.gradient_bytes / 1e6:.1f} MB takes "
             f"{report.whole_seconds * 1e3:.1f} ms, the computation {point.compute * 1e3:.1f} ms: "
             "overlap cannot hide it. Use larger micro-batches, accumulate, or compress (tune.py)",

@@ -2,7 +2,7 @@
 
 Each setting is tried alone. Those that gain are combined, and the combinations run longer and
 longer while the slower half drops out (successive halving). The last one has to beat the script as
-it is, in turns with it, or nothing is recommended.
+it is, in three turns with it, or nothing is recommended.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .trials import TrialFailed, Trials
 from .worker import Settings
 
 _log = get_logger(__name__)
+_TURNS = 3
 LEAST_GAIN = 1.02  # a setting that gains less is not recommended
 EPILOG = """\
 Start it with any launcher, like the training:
@@ -107,8 +108,8 @@ class Tuner:
         self.alone: list[Measured] = []
 
     def out_of_time(self) -> bool:
-        """Return whether one more trial, and the last four, would exceed the budget."""
-        return self._trials.agree(time.monotonic() + 5 * self._longest > self._end)
+        """Return whether one more trial, and the last ones, would exceed the budget."""
+        return self._trials.agree(time.monotonic() + (1 + 2 * _TURNS) * self._longest > self._end)
 
     def measure(self, one: Measured, steps: int) -> bool:
         """Run a trial; return whether it is valid."""
@@ -122,7 +123,7 @@ class Tuner:
             return False
         finally:
             self._longest = max(self._longest, time.monotonic() - start)
-        slowest = max(report.step("sync") for report in reports)
+        slowest = max(report.typical_step("sync") for report in reports)
         one.seconds = slowest / max(1, reports[0].passes)
         losses = zip(*(report.losses for report in reports), strict=False)
         one.losses = [statistics.fmean(loss) for loss in losses]
@@ -167,18 +168,20 @@ class Tuner:
         return self._confirm(remaining[0], steps) if remaining else self.default
 
     def _confirm(self, one: Measured, steps: int) -> Measured:
-        """Return the candidate if it beats the default twice in turns, else the default."""
+        """Return the candidate if it beats the default in turns with it, else the default."""
         gains = []
-        for _ in range(2):
+        for _ in range(_TURNS):
             if not (self.measure(self.default, steps) and self.measure(one, steps)):
                 return self.default
+            self._report(one)
             gains.append(one.gain)
-        one.gain = statistics.fmean(gains)
-        return one if min(gains) > LEAST_GAIN else self.default
+        one.gain = statistics.median(gains)
+        return one if one.gain > LEAST_GAIN else self.default
 
     def _report(self, one: Measured) -> None:
         change = f"{one.gain:>6.2f} x" if one.gain else f"{'1':>6} x"
-        loss = f"loss {one.worse:+.1%}" if one.losses else ""
+        losses = f"{one.losses[0]:.4g} -> {one.losses[-1]:.4g}, " if one.losses else ""
+        loss = f"loss {losses}{one.worse:+.1%}"
         problem = f"  NOT USED: {one.problem.splitlines()[-1]}" if one.problem else ""
         _log.info(f"  {one.name:<60} {one.seconds * 1e3:>9.1f} ms {change}  {loss}{problem}")
 

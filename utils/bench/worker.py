@@ -63,6 +63,7 @@ class Phase:
     seconds: float = 0.0
     data_seconds: float = 0.0
     steps: int = 0
+    step_seconds: list[float] = field(default_factory=list)  # on a GPU only their sum is exact
 
 
 @dataclass
@@ -89,6 +90,14 @@ class Report:
     def step(self, kind: str) -> float:
         """Return the seconds of a step."""
         return self.phases[kind].seconds / self.phases[kind].steps
+
+    def typical_step(self, kind: str) -> float:
+        """Return the seconds of a step; on the CPU the mean of the middle half of all steps."""
+        times = sorted(self.phases[kind].step_seconds)
+        quarter = len(times) // 4
+        if self.backend != "gloo" or not quarter:
+            return self.step(kind)
+        return statistics.fmean(times[quarter : len(times) - quarter])
 
     def data(self, kind: str) -> float:
         """Return the seconds of a step in which it waited for data."""
@@ -186,6 +195,7 @@ class Recorder:
         if measured:
             phase = self.report.phases[kind]
             phase.seconds += now - self._step_start
+            phase.step_seconds.append(now - self._step_start)
             phase.data_seconds += self._data_seconds
             phase.steps += 1
         if kind != "local":
