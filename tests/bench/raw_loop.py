@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import setup_distributed
 from utils.bench import collectives, operations
 
-RUNS, ITERATIONS = 41, 20
+RUNS, ITERATIONS = 61, 20
 
 
 def raw_loop(size: int, device: torch.device) -> float:
