@@ -56,7 +56,7 @@ class Measured:
 def candidates(cpus: int, accumulation: bool) -> dict[str, list[Measured]]:
     """Return the values to try for each setting."""
     ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-    hooks = ("fp16", "bf16", "powersgd-1", "powersgd-4")
+    hooks = ("fp16", "bf16", "powersgd-4", "powersgd-16", "powersgd-64")
     found = {"hook": [Measured(f"hook {name}", Settings(hook=name)) for name in hooks]}
     if accumulation:
         found["accumulation"] = [
