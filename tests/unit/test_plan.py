@@ -114,6 +114,17 @@ def test_measured_links_replace_those_of_the_site(plan: Callable[..., dict[str, 
     assert (inputs["between_bandwidth"], inputs["inside_latency"], inputs["gpus_per_node"]) == (1e9, 1e-4, 4)
 
 
+def test_mean_latency_of_a_measured_ring_is_that_of_its_slow_links(
+        plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """2 hosts of 4 GPUs: 6 of 7 messages in turn stay within a node."""
+    inside, between = ({"bandwidth_bytes_per_second": 1e9, "latency_seconds": seconds} for seconds in (1e-6, 3e-6))
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps({"format": 1, "hosts": 2, "inside": inside, "between": between}))
+    found = plan(f"--parameters 1 --gpus 8 --gpus-per-node 4 --links {file} --compute-seconds 1e-9 --ring")
+    assert found["inputs"]["between_latency"] == pytest.approx(7 * 3e-6 - 6 * 1e-6)
+    assert rows(found)[8]["communication_seconds"] == pytest.approx(2 * 7 * 3e-6, rel=1e-2)
+
+
 def test_time_to_a_target_follows_from_the_step(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--parameters 1e6 --gpus 4 --batch 8 --compute-seconds 0.9 --accumulate 2 --target 1e6 "
                  "--tokens-per-sample 10")["target"]

@@ -53,7 +53,7 @@ def scaling_advice(work: Workload, network: Network, gpus: int, gradient_bytes: 
     texts = [f"{found}, less than {GOOD:.0%} computation."]
     curve = scaling(work, network, _sizes(gpus))
     limit = holds_up_to(curve, GOOD)
-    if limit is not None:
+    if limit is not None and limit > 1:
         texts.append(f"The efficiency is at least {GOOD:.0%} on up to {limit} GPUs.")
     for factor in (2, 4, 8, 16, 32):
         efficiency = work.accumulated(factor).step(network, gpus).efficiency

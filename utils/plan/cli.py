@@ -209,12 +209,12 @@ def _network(args: argparse.Namespace, hardware: Hardware, site: Node | None) ->
                 default = hardware.link(text)
         return Link(default.bandwidth, default.latency if latency is None else latency)
 
+    per_node = args.gpus_per_node or (site.gpus_per_node if site else 8)
     inside, between = hardware.link("nvlink3"), hardware.link("4 slingshot-200")
     if args.links:
-        inside, between = read_links(args.links)
+        inside, between = read_links(args.links, per_node)
     elif site:
         inside, between = site.inside, site.between
-    per_node = args.gpus_per_node or (site.gpus_per_node if site else 8)
     return Network(
         link(args.inside, args.inside_latency, inside),
         link(args.between, args.between_latency, between),

@@ -73,16 +73,18 @@ def sent_bytes(size: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * size
 
 
-def read_links(path: Path) -> tuple[Link, Link]:
+def read_links(path: Path, gpus_per_node: int) -> tuple[Link, Link]:
     """Read the links inside and between nodes that `bench.py collectives --links FILE` wrote.
 
-    Raises PlanError.
+    The file has the mean latency of all messages of a ring through `hosts` nodes. Those within the
+    nodes are subtracted from it. Raises PlanError.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != 1:
             raise PlanError(f"{path} has format {found['format']!r}. Expected: 1.")
         inside, between = (_link(found.get(name)) for name in ("inside", "between"))
+        hosts = int(found["hosts"])
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}. Check the path.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -95,6 +97,11 @@ def read_links(path: Path) -> tuple[Link, Link]:
     measured = inside or between
     if measured is None:
         raise PlanError(f"{path} has neither 'inside' nor 'between'. Measure the links again.")
+    if inside and between and hosts > 1:
+        ranks = hosts * gpus_per_node
+        sum_between = (ranks - 1) * between.latency - (ranks - hosts) * inside.latency
+        latency = max(between.latency, sum_between / (hosts - 1))
+        between = Link(between.bandwidth, latency)
     return inside or measured, between or measured
 
 

@@ -38,7 +38,11 @@ def as_text(plan: dict[str, Any]) -> str:
                 cells = " ".join(f"{number:>10.4f}" for number in numbers)
                 lines.append(f"  {row['gpus']:>10} {cells} {row['efficiency']:>10.1%}")
         for level, size in plan["holds_up_to"].items():
-            limit = f"up to {size} GPUs" if size else f"on all of up to {row['gpus']} GPUs"
+            limit = (
+                f"on up to {size} GPU{'s' * (size > 1)}"
+                if size
+                else f"on all of up to {row['gpus']} GPUs"
+            )
             lines.append(f"  at least {float(level):.0%} {limit}")
     if plan["target"]:
         lines += ["", f"For {plan['target']['samples']:.4g} samples on {plan['gpus']} GPUs:"]
