@@ -22,7 +22,7 @@ def assert_trained(lab: Lab, done: Result, hosts: int, launcher: str) -> None:
     assert done.line("network: TCP over ").endswith(" (gloo)")
     assert done.line("final loss:") == lab.minimal_loss
     # Every host has the CPUs of this machine, and its ranks share them out.
-    shared = [parse_ranges(text) for text in done.line("  CPUs of ranks").split(": ")[1].split(":")]
+    shared = [parse_ranges(text) for text in done.line("  CPUs of rank").split(": ")[1].split(":")]
     topology, allowed = read_topology(), os.sched_getaffinity(0)
     assert topology is not None and set().union(*shared) == allowed
     cores = sum(not allowed.isdisjoint(core.cpus) for core in topology.cores)
