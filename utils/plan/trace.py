@@ -155,6 +155,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"The trace ended {self._steps_left} optimizer steps too early. Expected a model "
                 "that is trained for at least 2 steps. Check the number of steps and the data."
             )
+        if not self._gradients:
+            raise PlanError(
+                "The traced step has no backward pass that communicates. Expected loss.backward() "
+                "outside of no_sync() before each optimizer step. Use --model or --parameters."
+            )
         return Trace(
             sum(parameter.numel() for parameter in self._parameters),
             self._peaks,
