@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure what binding costs at the start, and the step time of ranks with and without it.
+"""Measure the cost of binding at the start, and the step time of ranks with and without it.
 
 python scripts/bench_binding.py                two ranks on this host
-python scripts/bench_binding.py --ranks 4      more ranks; at most one for each core makes sense
+python scripts/bench_binding.py --ranks 4      more ranks; at most one for each core
 python scripts/bench_binding.py --pairs 500    more pairs
 
 The training is a small network on the CPU over gloo, one thread per rank and core. Its ranks are
@@ -38,7 +38,7 @@ REPEATS = 50
 COLUMNS = """\
 lines of the costs, each a median in milliseconds. The bar for their sum is 2 ms:
   topology   local rank 0 of each host reads sysfs
-  choose     rank 0 shares the cores of a host out, once for all hosts that are alike
+  choose     rank 0 divides the cores of a host, once for all hosts that are alike
   bind       a rank binds its threads
 columns of the steps:
   bound, free   milliseconds of a step with each rank on its own cores, and with all ranks on all
@@ -108,10 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def bench_costs(ranks: int) -> None:
-    """Print what each part of the binding takes on this host."""
+    """Print the time of each part of the binding on this host."""
     topology = read_topology()
     if topology is None:
-        sys.exit("sysfs does not describe the CPUs of this host")
+        sys.exit(
+            "sysfs does not describe the CPUs of this host. Run this on a Linux host that does"
+        )
     mask = available_cpus()
     host = HostMasks(
         bind=True,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what utils.noise_scale adds to an optimizer step.
+"""Measure the overhead of utils.noise_scale per optimizer step.
 
 python scripts/bench_noise_scale.py                     a transformer of width 128
 torchrun --standalone --nproc-per-node 2 scripts/bench_noise_scale.py 256

@@ -119,4 +119,4 @@ def test_interrupt_of_one_rank_leaves_what_was_measured(tmp_path: Path) -> None:
 
 def test_one_rank_is_refused() -> None:
     done = python("scripts/bench.py", "collectives")
-    assert done.returncode == 2 and "Expected at least two: use a launcher" in done.stderr
+    assert done.returncode == 2 and "Expected at least two: start them with a launcher" in done.stderr

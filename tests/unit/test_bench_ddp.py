@@ -36,7 +36,7 @@ def test_healthy_training_has_no_cause() -> None:
     point = scaling.split("weak", 2, reports(), 0.095)
     assert causes.find_causes(point) == []
     assert causes.explain(point, []) == ("95% efficiency (weak scaling) on 4 ranks, computing 90% of the time: "
-                                         "nothing to look for.")
+                                         "no problem found.")
 
 
 def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +111,4 @@ def test_tuner_keeps_the_script_where_nothing_gains() -> None:
 def test_trial_that_fails_names_rank_and_output() -> None:
     done = python("scripts/tune.py", TRAINING, "--bad-option", ranks=2)
     assert done.returncode == 1
-    assert re.search(r"does not run as it is.*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)
+    assert re.search(r"unchanged script failed.*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)

@@ -12,7 +12,7 @@ from . import pairs
 from .scaling import Point
 
 LOW = 0.9  # efficiency below which causes are named
-_LEAST = 0.05  # of a step: a cause that costs less is not named
+_LEAST = 0.05  # share of a step; a cause that costs less is not named
 _MIB = 1 << 20
 
 
@@ -43,16 +43,14 @@ def find_causes(point: Point, links: Links | None = None) -> list[Cause]:
 
 
 def explain(point: Point, causes: Sequence[Cause]) -> str:
-    """Return the last line in words."""
+    """Return the summary: the efficiency and its likeliest causes."""
     start = f"{point.efficiency:.0%} efficiency ({point.kind} scaling) on {point.ranks} ranks"
     if not causes and point.efficiency >= LOW:
-        return (
-            f"{start}, computing {point.compute / point.step:.0%} of the time: nothing to look for."
-        )
+        return f"{start}, computing {point.compute / point.step:.0%} of the time: no problem found."
     if not causes:
         return (
-            f"{start}. No known cause shows: {point.exposed * 1e3:.1f} ms of "
-            f"{point.step * 1e3:.1f} ms per step are communication that nothing hides."
+            f"{start}. No known cause was found: {point.exposed * 1e3:.1f} ms of "
+            f"{point.step * 1e3:.1f} ms per step are exposed communication."
         )
     lines = [
         f"{number}. {cause.name}, up to {cause.seconds * 1e3:.1f} ms of {point.step * 1e3:.1f} ms "
@@ -77,8 +75,8 @@ def _data_wait(point: Point) -> Iterator[Cause]:
     yield Cause(
         "data wait",
         point.data,
-        f"The DataLoader makes a rank wait {point.data * 1e3:.1f} ms per step. Use more workers, "
-        "or files that are local",
+        f"A rank waits {point.data * 1e3:.1f} ms per step for its DataLoader. Use more workers, or "
+        "local files",
     )
 
 
@@ -91,8 +89,8 @@ def _slow_rank(point: Point) -> Iterator[Cause]:
             "one slow rank",
             slowest - median,
             f"Rank {rank} on {point.reports[rank].host} computes {slowest * 1e3:.1f} ms per step "
-            f"alone, the median rank {median * 1e3:.1f} ms. Look for other processes and clocks "
-            "there, or exclude the host",
+            f"alone, the median rank {median * 1e3:.1f} ms. Look for other processes and low "
+            "clock rates there, or exclude the host",
         )
 
 
@@ -120,10 +118,9 @@ def _overlap(point: Point) -> Iterator[Cause]:
         yield Cause(
             "many small buckets",
             min(point.exposed, max(latencies, point.exposed - in_one)),
-            f"{len(report.bucket_bytes)} buckets of {mean:.2f} MiB. In one piece the gradients "
-            f"take {report.whole_seconds * 1e3:.1f} ms; an all-reduce takes "
-            f"{report.small_seconds * 1e3:.2f} ms however small it is. Raise bucket_cap_mb "
-            "(default: 25)",
+            f"{len(report.bucket_bytes)} buckets of {mean:.2f} MiB on average. One all-reduce of "
+            f"all gradients takes {report.whole_seconds * 1e3:.1f} ms, the smallest one "
+            f"{report.small_seconds * 1e3:.2f} ms. Raise bucket_cap_mb (default: 25)",
         )
     hidden = report.whole_seconds - point.exposed / max(1, report.exchanges)
     possible = min(report.whole_seconds, 0.5 * point.compute)  # the backward pass is half or more
@@ -139,7 +136,7 @@ def _overlap(point: Point) -> Iterator[Cause]:
         yield Cause(
             "find_unused_parameters",
             report.small_seconds + 0.03 * point.compute,
-            "It searches the graph in each step, and no parameter was unused. Remove it",
+            "It traverses the autograd graph in each step, and no parameter was unused. Remove it",
         )
 
 

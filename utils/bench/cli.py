@@ -31,12 +31,12 @@ Start it with any launcher, like a training:
   python scripts/launch.py scripts/bench.py collectives --pairs
 
 columns, as nccl-tests defines them (GB is 10^9 bytes):
-  time     of one iteration: mean over the iterations and ranks; the barrier is outside
+  time     of one iteration: mean over the iterations and ranks, without the barrier
   algbw    size / time
   busbw    algbw * factor: all_reduce 2(n-1)/n; all_gather, reduce_scatter and all_to_all (n-1)/n;
            broadcast and send_recv 1
-  #wrong   elements with a wrong value, over all ranks and checks
-  p50 p99  of the iterations, each with the time of its slowest rank
+  #wrong   number of elements with a wrong value, over all ranks and checks
+  p50 p99  percentiles of the iterations; the slowest rank gives the time of an iteration
 all_reduce and broadcast run in place, the others out of place.
 """
 
@@ -49,7 +49,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = ArgumentParser(prog="bench.py", description="Measure what a training waits for.")
+    parser = ArgumentParser(
+        prog="bench.py", description="Measure collectives, or the scaling of a training."
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     one = commands.add_parser(
         "collectives",
@@ -66,7 +68,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"default: all of {', '.join(OPERATIONS)}",
     )
     one.add_argument("--backend", choices=BACKENDS, help="default: that of the device")
-    one.add_argument("--pairs", action="store_true", help="measure each host with each other one")
+    one.add_argument("--pairs", action="store_true", help="measure each pair of hosts")
     sweep = one.add_argument_group("sizes and iterations, as in nccl-tests")
     add = sweep.add_argument
     add("-b", "--minbytes", type=_bytes, default=1 << 10, metavar="N", help="default: 1K")
@@ -92,10 +94,10 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     two.set_defaults(run=_ddp)
     add = two.add_argument
     add("--batch", type=int, default=8, metavar="N", help="for {batch} in ARGUMENTS; default: 8")
-    add("--steps", type=int, default=10, metavar="N", help="measured in a phase; default: 10")
-    add("--warm-up", type=int, default=5, metavar="N", help="steps before; default: 5")
+    add("--steps", type=int, default=10, metavar="N", help="measured per phase; default: 10")
+    add("--warm-up", type=int, default=5, metavar="N", help="steps not measured; default: 5")
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
-    add("--full-only", action="store_true", help="only the weak scaling of 1 and of all ranks")
+    add("--full-only", action="store_true", help="weak scaling on one rank and on all ranks only")
     add("--json", type=Path, metavar="FILE", help="write the table")
     add("--png", type=Path, metavar="FILE", help="draw the efficiency (needs matplotlib)")
     help_script = "training script and ARGUMENTS; default: examples/03_text_lm.py"
@@ -115,7 +117,7 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; expected a number such as 8, 4K, 1G"
+            f"{text!r} is not a size; expected a number such as 8, 4K, 1G"
         )
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
@@ -127,7 +129,7 @@ def _collectives(args: argparse.Namespace) -> int:
     with setup_distributed(args.backend) as job:
         ranks = Ranks(job.rank, job.world_size, job.device)
         if job.world_size == 1:
-            _log.error("one rank has nobody to talk to. Expected at least two: use a launcher")
+            _log.error("found one rank. Expected at least two: start them with a launcher")
             return 2
         node_ranks: list[int] = [0] * job.world_size
         dist.all_gather_object(node_ranks, job.node_rank)
@@ -161,7 +163,7 @@ def _sweep(
     def report(result: collectives.Result) -> None:
         results.append(result)
         _log.info(collectives.show(result))
-        if args.output_file and job.is_main:  # after each size: a kill leaves what there is
+        if args.output_file and job.is_main:  # after each size: a kill loses no earlier result
             text = collectives.as_json(results, sweep, devices, start)
             collectives.write(args.output_file, text)
 
@@ -189,7 +191,7 @@ def _sweep(
 
 def _pairs(args: argparse.Namespace, job: Distributed) -> int:
     if job.num_nodes < 2:
-        _log.error("--pairs found one host. Expected at least two: start ranks on several hosts")
+        _log.error("--pairs: found one host. Expected at least two: start ranks on several hosts")
         return 2
     bandwidths, names, measured = _measure_hosts(job, args.maxbytes, args.iters)
     _log.info(f"# {'host':>14} {'host':>14} {'GB/s':>8} {'us':>8}   both directions at once")

@@ -133,9 +133,10 @@ def measure_all(
     stop: StopRequest,
     report: Callable[[Result], None],
 ) -> list[str]:
-    """Measure the operations at all sizes, and report each result as it is there.
+    """Measure the operations at all sizes, and report each result at once.
 
-    Returns sentences about what is missing: what the backend cannot do, or a stop.
+    Returns sentences about results that are missing: the backend refuses an operation, or a signal
+    stopped the measurement.
     """
     missing: list[str] = []
     for name in names:
@@ -260,7 +261,7 @@ def describe_rank(ranks: Ranks) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Result], missing: Sequence[str], expected: float | None) -> str:
-    """Return the last line: bandwidth, latency and correctness in words.
+    """Return the last line, a summary of bandwidth, latency and correctness.
 
     expected: bytes per second of bus bandwidth.
     """
@@ -289,7 +290,7 @@ def summary(results: Sequence[Result], missing: Sequence[str], expected: float |
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file at once, so that a reader or a kill never finds half of it."""
+    """Write a file atomically, so that no reader ever finds an incomplete one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)

@@ -1,7 +1,7 @@
-"""Measure each host with each other one; tell a slow link from a slow host.
+"""Measure the link between each pair of hosts; distinguish a slow link from a slow host.
 
-Rounds as in a tournament: in one round every host has one partner at most, so that no connection
-of a host is shared. All pairs of a round measure at the same time.
+The pairs are measured in rounds, as in a round-robin tournament. In one round each host has at most
+one partner, so that no two pairs share a host's connection. The pairs of a round run concurrently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .operations import Ranks, exchange
 from .timing import barrier, time_iterations
 
 _ATTEMPTS = 3
-SLOW = 0.6  # of the usual bandwidth: below, a link or a host is slow
+SLOW = 0.6  # share of the usual bandwidth below which a link is slow
 Pair = tuple[int, int]  # two hosts, the lower one first
 
 
@@ -30,7 +30,7 @@ class PairResult:
 
 
 def rounds(hosts: int) -> list[list[Pair]]:
-    """Return the rounds in which each host meets each other one once (the circle method)."""
+    """Return the rounds of a round-robin tournament: each pair of hosts once (circle method)."""
     places = list(range(hosts + hosts % 2))  # with an odd number, the partner of the last waits
     found = []
     for _ in range(len(places) - 1):
@@ -47,8 +47,8 @@ def measure_pairs(
     """Measure all pairs of hosts, with one rank of each. All ranks call it together.
 
     node_ranks: the host of each rank. size: bytes that each of the two sends.
-    The best of the iterations counts, and pairs that seem slow are measured again: what slows
-    single iterations is not the link.
+    The best iteration counts, and pairs that seem slow are measured again: a slow link slows all
+    iterations.
     """
     best: dict[Pair, PairResult] = {}
     for attempt in range(_ATTEMPTS):
@@ -112,7 +112,7 @@ def _slow(bandwidths: Mapping[Pair, float]) -> set[Pair]:
 
 
 def describe(bandwidths: Mapping[Pair, float], names: Sequence[str]) -> str:
-    """Return the last line in words: which host or link is slow, and by how much."""
+    """Return the summary: which hosts or links are slow, and by how much."""
     slow_hosts, slow_links = find_slow(bandwidths)
     usual = [
         bandwidth

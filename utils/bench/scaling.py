@@ -76,5 +76,5 @@ def numbers_of_ranks(world_size: int) -> list[int]:
 
 def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[Report]:
     """Measure the script on the first `ranks` ranks. batch: for {batch} in its arguments."""
-    phases = [("sync", steps), ("local", steps)] * 2  # in turns: other jobs come and go
+    phases = [("sync", steps), ("local", steps)] * 2  # in turns: the load of the host may change
     return trials.run(ranks, Settings(placeholders={"batch": batch}), phases)

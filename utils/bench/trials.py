@@ -1,8 +1,8 @@
 """Run a training script on some of the ranks of this launch, again and again.
 
-The ranks of bench.py and tune.py do not train. Each starts a process that is a rank of a new
-launch, with RANK and the variables like it, and waits for it: so a trial can have fewer ranks, and
-settings that hold from the start of a process.
+The ranks of bench.py and tune.py do not train. Each starts a process, which is a rank of a new
+launch (RANK, WORLD_SIZE, ...), and waits for it. A trial can therefore have fewer ranks, and
+settings that take effect when a process starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrialFailed(RuntimeError):
 
 
 class Trials:
-    """Runs of one script. Every rank of the launch makes one, and calls run() together."""
+    """Runs of one script. Every rank of the launch creates a Trials; all call run() together."""
 
     def __init__(
         self, job: Distributed, command: Sequence[str], *, warm_up: int, timeout: float
@@ -133,7 +133,7 @@ class Trials:
                     error = _FOLLOWER
                     break
                 if time.monotonic() > limit:
-                    error = f"not ended after {self._timeout:.0f} s. Set a longer --trial-timeout"
+                    error = f"did not end within {self._timeout:.0f} s. Raise --trial-timeout"
                     break
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.2)
@@ -142,7 +142,7 @@ class Trials:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.returncode and not error:
-            error = f"status {process.returncode}"
+            error = f"exit status {process.returncode}"
         if error:
             self._job.store.set(key, error)
         return error

@@ -1,8 +1,8 @@
 """Implement scripts/tune.py: find the settings of DistributedDataParallel that are fastest here.
 
-Each setting is tried alone. Those that gain are combined, and the combinations run longer and
-longer while the slower half drops out (successive halving). The last one has to beat the script as
-it is, in three turns with it, or nothing is recommended.
+Each setting is tried alone. Faster settings are combined. The combinations run in rounds, each
+longer than the one before, and after each round the slower half drops out (successive halving). The
+last one and the unchanged script then take three turns; it is recommended only if it is faster.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ EPILOG = """\
 Start it with any launcher, like the training:
   torchrun --standalone --nproc-per-node 2 scripts/tune.py examples/03_text_lm.py --steps 1000
   srun -N 2 --ntasks-per-node 4 --gpus-per-node 4 python scripts/tune.py train.py
-With `{accumulation}` in the script's arguments, also the number of micro-batches per optimizer
-step is tuned; the loss is then compared at equal numbers of micro-batches.
+With `{accumulation}` in the script's arguments, the number of micro-batches per optimizer step is
+also tuned; the losses are then compared after equal numbers of micro-batches.
 """
 
 
 @dataclass
 class Measured:
-    """Settings, and what their longest trial has shown."""
+    """Settings, and the results of their longest trial."""
 
     name: str
     settings: Settings
@@ -199,7 +199,7 @@ def combinations(best: Sequence[Measured]) -> list[Measured]:
 
 
 def loss_increase(before: Sequence[float], after: Sequence[float]) -> float:
-    """Return by which part the mean loss of the last quarter is higher, at equal numbers of losses.
+    """Return the relative increase of the mean loss in the last quarter of equally many losses.
 
     Infinite where a loss is not a number.
     """
@@ -245,7 +245,7 @@ def _names(text: str) -> list[str]:
     for name in names:
         if name not in _SETTINGS:
             raise argparse.ArgumentTypeError(
-                f"{name!r} is no setting; expected some of {', '.join(_SETTINGS)}"
+                f"{name!r} is not a setting; expected some of {', '.join(_SETTINGS)}"
             )
     return names
 
@@ -260,9 +260,9 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--budget", type=float, default=600, metavar="SECONDS", help="for all trials; default: 600")
-    add("--steps", type=int, default=20, metavar="N", help="measured first; default: 20")
-    add("--warm-up", type=int, default=5, metavar="N", help="steps before; default: 5")
-    add("--tolerance", type=float, default=0.02, help="higher loss allowed; default: 0.02, 2 %%")
+    add("--steps", type=int, default=20, metavar="N", help="steps of the first trials; default: 20")
+    add("--warm-up", type=int, default=5, metavar="N", help="steps not measured; default: 5")
+    add("--tolerance", type=float, default=0.02, help="allowed increase of the loss; default: 0.02")
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
     add("--only", type=_names, metavar="SETTING,...", help=f"some of {', '.join(_SETTINGS)}")
     add("--output", type=Path, metavar="FILE", help="write the trials and the result as JSON")
@@ -284,7 +284,7 @@ def main(words: Sequence[str] | None = None) -> int:
             best = tuner.search(groups)
         except TrialFailed as error:
             if job.is_main:
-                _log.error("the script does not run as it is: %s", error)
+                _log.error("the unchanged script failed: %s", error)
             return 1
         gain = best.gain or 1.0
         _log.info(

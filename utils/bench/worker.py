@@ -1,8 +1,8 @@
 """Run a training script with some settings changed, and measure its steps.
 
-Started by trials.py for each rank, with a Trial in the environment. A step ends where the first
-optimizer that steps has done so. Measured are phases of steps that exchange gradients, and phases
-in which each rank trains alone: their difference is what the communication costs.
+trials.py starts it for each rank, with a Trial in the environment. A step ends with the step of the
+first optimizer that the script uses. Phases in which the ranks exchange gradients alternate with
+phases in which each rank trains alone. The difference in time is the cost of the communication.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Report:
         return statistics.fmean(times[quarter : len(times) - quarter])
 
     def data(self, kind: str) -> float:
-        """Return the seconds of a step in which it waited for data."""
+        """Return the seconds per step in which the rank waited for data."""
         return self.phases[kind].data_seconds / self.phases[kind].steps
 
 
@@ -220,11 +220,13 @@ class Recorder:
     def _write(self) -> None:
         report, ddp = self.report, self._ddp
         if ddp is None:
-            raise RuntimeError("the script made no DistributedDataParallel. Expected one")
+            raise RuntimeError(
+                "the script has created no DistributedDataParallel. Expected one. Wrap the model"
+            )
         report.losses = [loss.item() for loss in self._losses]
         report.backend = dist.get_backend()
         report.threads, report.cpus = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
-        # Prototype interface of torch: nothing else tells the buckets.
+        # Prototype interface of torch: no other one reports the buckets.
         data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
         report.bucket_bytes = [int(size) for size in sizes.split(", ") if size]

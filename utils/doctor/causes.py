@@ -1,8 +1,8 @@
-"""The table of causes: what job output shows, what it means, what to do, whether to restart.
+"""The table of causes: symptoms in the output, meaning, remedy, and whether a restart helps.
 
 A pattern is literal text. `...` stands for any text and `{host}` for the host that failed; `^` is
-the start of a line, after labels such as "[rank3]: ". The first pattern that matches decides what
-a line means, so that exact rows precede general ones.
+the start of a line, after labels such as "[rank3]: ". The first pattern that matches decides the
+cause of a line, so specific rows precede general ones.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Literal
 
 
 class Level(IntEnum):
-    """What a line says about the failure. The lowest level in the output names the cause.
+    """How much a line explains. The lowest level in the output names the cause.
 
-    Among causes of one level, the first in time does.
+    Among causes of the same level, the earliest one does.
     """
 
     CAUSE = 0  # explains a failure, even if it is printed late, such as an OOM kill
-    FAILURE = 1  # may be the cause, or follow from an earlier line
+    FAILURE = 1  # may be the cause, or the consequence of an earlier line
     CONSEQUENCE = 2  # another process has ended
-    HINT = 3  # a warning, which jobs that go on print, too
+    HINT = 3  # a warning, which jobs that continue also print
     EXIT = 4  # only that a process has failed
 
 
-# Whose line it is: of the rank that failed, of one that waited for it, or of the scheduler, which
-# ends all hosts.
+# Who prints the line: the rank that failed, a rank that waited for it, or the scheduler, which
+# ends the job on all hosts.
 Reporter = Literal["failed", "survivor", "scheduler"]
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One row. restart: whether it makes sense; None: the output does not decide that.
+    """One row. restart: whether a restart helps; None: the output does not show that.
 
-    explained_by: names of causes that replace this one where they are found, too.
+    explained_by: names of causes that replace this one if they are also found.
     """
 
     name: str
@@ -100,7 +100,7 @@ CAUSES = (
     Cause("disk_full", False, _CAUSE,
           "The file system is full.",
           "df -h and df -i of the folder in the message.",
-          "Free some space, or write to another file system. Check also $TMPDIR and caches.",
+          "Free some space, or write to another file system. Also check $TMPDIR and caches.",
           ("No space left on device",)),
     Cause("lustre_eviction", True, _CAUSE,
           "The Lustre server evicted this host; open files are lost.",
@@ -121,8 +121,8 @@ CAUSES = (
           ("Node failure on {host}", "DUE TO NODE FAILURE", "Nodes {host} are still not ready",
            "NODE_FAIL", "NODE FAIL", ".py: job ...: node fail"), "survivor"),
     Cause("walltime", None, _FAILURE,
-          "The job ran into its time limit. That is no failure if it saves checkpoints.",
-          "Does the output show progress until the end? Otherwise it was hanging.",
+          "The job reached its time limit. That is no failure if it saves checkpoints.",
+          "Does the output show progress until the end? If not, the job was hanging.",
           "Continue from the last checkpoint (submit.py run --chain), or request more time.",
           ("DUE TO TIME LIMIT", "job killed: walltime", "exceeded its walltime",
            "exceeded its time limit", "exceeded walltime limit", "exceeded wallclock limit",
@@ -325,7 +325,7 @@ CAUSES = (
     Cause("nccl_error", None, _FAILURE,
           "NCCL failed: an internal check, a wrong call, or a CUDA error before it.",
           "The NCCL WARN lines before it; NCCL_DEBUG=INFO.",
-          "Follow those lines. The same NCCL and variables on all hosts are a must.",
+          "Follow those lines. NCCL and its variables must be the same on all hosts.",
           ("ncclInternalError", "internal error - please report", "ncclInvalidUsage",
            "ncclInvalidArgument", "invalid usage (run with", "NCCL failure",
            "unhandled cuda error", "ncclUnhandledCudaError"), "failed", ("peer_died",)),
@@ -345,7 +345,7 @@ CAUSES = (
            "could not be started: No such file")),
     Cause("crash", None, _FAILURE,
           "A process crashed in native code.",
-          "python -X faulthandler; catchsegv; was it always the same host?",
+          "python -X faulthandler; catchsegv; is it always the same host?",
           "Look for mixed library versions. If only one host crashes, exclude it.",
           ("Segmentation fault", "segmentation fault", "Caught signal 11", "SIGSEGV",
            "on signal 11", "Bus error", "SIGBUS", "Illegal instruction", "SIGILL",
@@ -374,7 +374,7 @@ CAUSES = (
            "Signal 9", "died without a message", "exitcode: -9", "exit code 137", "EXIT CODE: 9",
            "KILLED BY SIGNAL: 9", "exit status 137")),
     Cause("terminated", None, _EXIT,
-          "A process was told to end (SIGTERM, ctrl-C), mostly because another had failed.",
+          "A process was terminated (SIGTERM, Ctrl-C), mostly because another had failed.",
           "The output of the other ranks, and of the scheduler.",
           "Find the first message of another rank, or ask who ended it.",
           ("SignalException", "received SIGTERM", "ended by SIGTERM", "signal 15", "Signal 15",

@@ -13,20 +13,20 @@ from .causes import CAUSES, Level
 from .logs import Diagnosis, diagnose
 
 EXIT_RESTART = 1
-EXIT_WRONG_USE = 2  # as of argparse, so that a mistyped file name is not a verdict
+EXIT_WRONG_USE = 2  # as in argparse: a mistyped file name is not a diagnosis
 EXIT_NO_RESTART = 3
 EXIT_UNKNOWN = 4
 
 _LOGS_EPILOG = """\
 exit status:
   0  no failure was found
-  1  a cause was found that a restart may cure
-  2  wrong use, or a file cannot be read
-  3  a cause was found that a restart does not cure
+  1  a cause was found; a restart may help
+  2  the command line is wrong, or a file cannot be read
+  3  a cause was found; a restart does not help
   4  the job failed, and the output does not show why
 """
 _RESTART = {
-    True: "makes sense",
+    True: "helps",
     False: "does not help: the job would fail again",
     None: "may help; the output does not show it",
 }
@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "logs",
         help="find in the output of a job why it failed",
         description="Find in the output of a job which rank failed first, on which host, what "
-        "that usually means, what to do, and whether a restart makes sense.",
+        "that usually means, what to do, and whether a restart helps.",
         epilog=_LOGS_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -108,7 +108,7 @@ def _where(found: Diagnosis) -> str:
 
 def _describe(found: Diagnosis | None) -> str:
     if found is None:
-        return "No failure was found. The output holds no message of the table of causes."
+        return "No failure was found. No line matches a symptom in the table of causes."
     first, cause = found.finding, found.cause
     lines = [
         f"Cause:    {cause.name}",

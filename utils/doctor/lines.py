@@ -1,4 +1,4 @@
-"""What one line of output says: the cause that it shows, and the rank and host that it names."""
+"""Parse one line of output: the cause that it shows, and the rank and host that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say in words what a prediction means: stay with DDP, accumulate, compress or shard."""
+"""Derive advice from a prediction: stay with DDP, accumulate, compress or shard."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from .communication import Link, Network
 from .predict import Workload, holds_up_to, scaling
 
-GOOD, LEAST = 0.8, 0.7  # efficiency that is aimed at; below the second, DDP is not advised
+GOOD, LEAST = 0.8, 0.7  # target efficiency; efficiency below which to shard
 GB = 1e9
 
 
 def memory_advice(memory: Mapping[str, float], capacity: float, gpus: int, name: str) -> list[str]:
     """Return what to do about memory. memory: predicted bytes by category; capacity: usable."""
     total = sum(memory.values())
-    used = f"{total / GB:.1f} of {capacity / GB:.1f} GB that {name} offers"
+    used = f"{total / GB:.1f} GB of the {capacity / GB:.1f} GB that are usable on {name}"
     if total <= capacity:
         return [f"The training fits: {used}."]
     texts = [f"The training does not fit: {used}."]
@@ -29,14 +29,14 @@ def memory_advice(memory: Mapping[str, float], capacity: float, gpus: int, name:
     elif activations > total - capacity:
         texts.append(
             f"Activations need {activations / GB:.1f} GB. Use a smaller micro-batch with "
-            "accumulation, or torch.utils.checkpoint, which computes them a second time."
+            "accumulation, or torch.utils.checkpoint, which recomputes them."
         )
     if states + buckets > capacity:
         sharded = states / gpus
         texts.append(
-            f"Parameters, gradients and optimizer need {states / GB:.1f} GB on each GPU, whatever "
-            f"the batch. Use FSDP2 (fully_shard): {sharded / GB:.1f} GB on each of {gpus} GPUs, or "
-            "HSDP, which shards within a node only."
+            f"Parameters, gradients and optimizer need {states / GB:.1f} GB on each GPU with any "
+            f"batch size. Use FSDP2 (fully_shard): {sharded / GB:.1f} GB on each of {gpus} GPUs, "
+            "or HSDP, which shards within a node only."
         )
     return texts
 
@@ -45,12 +45,12 @@ def scaling_advice(work: Workload, network: Network, gpus: int, gradient_bytes: 
     """Return what to do about scaling. gradient_bytes: of one element of a gradient."""
     step = work.step(network, gpus)
     found = (
-        f"On {gpus} GPUs the efficiency is {step.efficiency:.0%}: {step.exposed:.3f} s of "
-        f"{step.total:.3f} s per step wait for communication"
+        f"On {gpus} GPUs the efficiency is {step.efficiency:.0%}: each GPU waits "
+        f"{step.exposed:.3f} s of {step.total:.3f} s per step for communication"
     )
     if step.efficiency >= GOOD:
         return [f"{found}. Stay with DDP."]
-    texts = [f"{found}, less than {GOOD:.0%} computation."]
+    texts = [f"{found}. The target is {GOOD:.0%}."]
     curve = scaling(work, network, _sizes(gpus))
     limit = holds_up_to(curve, GOOD)
     if limit is not None and limit > 1:
@@ -60,7 +60,7 @@ def scaling_advice(work: Workload, network: Network, gpus: int, gradient_bytes: 
         if efficiency >= GOOD:
             texts.append(
                 f"Accumulate {work.accumulate_steps * factor} micro-steps under no_sync(): "
-                f"{efficiency:.0%}, if the optimizer bears a global batch {factor} times as large."
+                f"{efficiency:.0%}, if training converges with {factor} times the global batch."
             )
             break
     if gradient_bytes == 4:
@@ -68,9 +68,9 @@ def scaling_advice(work: Workload, network: Network, gpus: int, gradient_bytes: 
         texts.append(f"A bf16 or fp16 communication hook halves the bytes: {efficiency:.0%}.")
     if step.efficiency < LEAST:
         texts.append(
-            f"Below {LEAST:.0%}, sharding pays: FSDP2 or HSDP free memory for a larger "
-            "micro-batch, which computes longer for about the same bytes. Each GPU then sends 1.5 "
-            "times the bytes of DDP for a step."
+            f"Below {LEAST:.0%}, consider sharding: FSDP2 or HSDP free memory for a larger "
+            "micro-batch, which computes longer between exchanges. Each GPU then sends 1.5 times "
+            "the bytes of DDP in a step."
         )
     return texts
 
@@ -83,7 +83,7 @@ def first_checks(work: Workload, network: Network, gpus: int, measured: float) -
     """
     expected = work.step(network, gpus).efficiency
     if measured >= expected * 0.95:
-        return [f"Measured {measured:.0%}, predicted {expected:.0%}: nothing to look for."]
+        return [f"Measured {measured:.0%}, predicted {expected:.0%}: no problem found."]
 
     def with_links(inside: Link, between: Link) -> float:
         changed = Network(inside, between, network.gpus_per_node, network.tree)
@@ -98,7 +98,7 @@ def first_checks(work: Workload, network: Network, gpus: int, measured: float) -
         ),
         (
             with_links(network.inside, slow_port),
-            "only one network port of each node is used. NCCL_DEBUG=INFO lists them after "
+            "only one network port of each node is used. NCCL_DEBUG=INFO lists the ports after "
             "'NET/'; check NCCL_IB_HCA and NCCL_CROSS_NIC",
         ),
         (
@@ -116,8 +116,8 @@ def first_checks(work: Workload, network: Network, gpus: int, measured: float) -
     causes.sort(key=lambda cause: abs(cause[0] - measured))
     texts = [f"{text} (predicts {efficiency:.0%})." for efficiency, text in causes]
     texts.append(
-        "A slow rank, or ranks that wait for data, look the same from outside. `bench.py ddp` "
-        "measures both."
+        "A slow rank, or ranks that wait for data, have the same effect. `bench.py ddp` measures "
+        "both."
     )
     return [
         f"Measured {measured:.0%}, predicted {expected:.0%}. Check first:",

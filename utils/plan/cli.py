@@ -35,17 +35,18 @@ _LARGE_MEMORY = 72e9  # usable bytes of a GPU with 80 GB
 DESCRIPTION = """\
 Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
 
-  plan.py --site perlmutter --nodes 8 train.py --batch-size 32     a script, as it is
-  plan.py --model my_models:gpt --batch 8 --gpu a100-40            a factory (see below)
+  plan.py --site perlmutter --nodes 8 train.py --batch-size 32     an unchanged script
+  plan.py --model my_models:gpt --batch 8 --gpu a100-40            a factory function (see below)
   plan.py --parameters 7e9 --precision bf16 --gpus 8 --bandwidth 50e9 --compute-seconds 0.2
 
-A factory gets the micro-batch, and returns (model, inputs) or (model, inputs, loss function).
-A script runs until its second optimizer step, with tensors that have shapes but no data.
+A factory function receives the size of the micro-batch, and returns (model, inputs) or (model,
+inputs, loss function). A script runs until its second optimizer step, with tensors that have shapes
+but no data.
 """
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print a prediction; return 0, or 1 where something could not be predicted."""
+    """Print a prediction; return 0, or 1 if something cannot be predicted."""
     args = _parse(sys.argv[1:] if words is None else words)
     try:
         plan = make_plan(args)
@@ -83,25 +84,27 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--compute-seconds",
         type=float,
         metavar="S",
-        help="measured, forward and backward pass of a micro-batch; default: from the GPU's peak",
+        help="measured seconds of one forward and backward pass; default: from the GPU's peak",
     )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--site", metavar="NAME|FILE", help="a profile (see sites.py list)")
-    where.add_argument("--gpu", metavar="TYPE", help="of jobs/hardware.yaml")
+    where.add_argument("--gpu", metavar="TYPE", help="an accelerator of jobs/hardware.yaml")
     where.add_argument("--gpus-per-node", type=int, metavar="N")
     where.add_argument("--nodes", type=int, metavar="N")
     where.add_argument("--gpus", type=int, metavar="N", help="instead of --nodes")
-    where.add_argument("--inside", metavar="LINK|B/S", help="within a node, for each GPU")
-    where.add_argument("--between", metavar="LINK|B/S", help="of a node, such as '4 slingshot-200'")
-    where.add_argument("--bandwidth", metavar="B/S", help="of both")
+    where.add_argument("--inside", metavar="LINK|B/S", help="link of each GPU within a node")
+    where.add_argument("--between", metavar="LINK|B/S", help="links of a node: '4 slingshot-200'")
+    where.add_argument("--bandwidth", metavar="B/S", help="of --inside and --between")
     where.add_argument("--inside-latency", type=float, metavar="S")
     where.add_argument("--between-latency", type=float, metavar="S")
-    where.add_argument("--links", type=Path, metavar="FILE", help="measured by bench.py")
-    where.add_argument("--ring", action="store_true", help="no trees, as gloo")
+    where.add_argument("--links", type=Path, metavar="FILE", help="links measured by bench.py")
+    where.add_argument("--ring", action="store_true", help="rings only, as in gloo")
     out = parser.add_argument_group("what is printed")
-    out.add_argument("--target", type=float, metavar="N", help="samples to train on in all")
+    out.add_argument("--target", type=float, metavar="N", help="total number of training samples")
     out.add_argument("--tokens-per-sample", type=int, metavar="N", help="--target counts tokens")
-    out.add_argument("--measured-efficiency", type=float, metavar="E", help="0.5: what to check")
+    out.add_argument(
+        "--measured-efficiency", type=float, metavar="E", help="such as 0.5: print causes"
+    )
     out.add_argument(
         "--noise-scale", type=float, metavar="N", help="of GradientNoiseScale: batches worth it"
     )
@@ -134,7 +137,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         memory = state_memory(
             args.parameters, args.precision, args.optimizer, bucket_view=bucket_view
         )
-        notes.append("Memory without activations, which --model or a script tells.")
+        notes.append("The memory excludes activations. Give --model or a script to include them.")
         micro_batches: dict[str, tuple[float, int]] = {}
     else:
         bucket_view = bucket_view or bool(trace.ddp_options.get("gradient_as_bucket_view"))
@@ -147,7 +150,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     points = []
     if work is None:
         notes.append(
-            "No step time: it needs --gpu TYPE, a --site whose GPU is known, or --compute-seconds."
+            "No step time: give --gpu TYPE, a --site whose GPU is known, or --compute-seconds."
         )
     else:
         points = scaling(work, network, curve_sizes(gpus), not args.no_overlap)
@@ -157,8 +160,8 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             texts += advice.first_checks(work, network, gpus, args.measured_efficiency)
         if args.compute_seconds is None and gpu is not None:
             notes.append(
-                f"Computation estimated from the peak of {gpu.name} ({gpu.source}), of which half "
-                "is assumed to be reached. Measure it with bench.py ddp: --compute-seconds."
+                f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
+                "Measure it with bench.py ddp, and give it as --compute-seconds."
             )
     if args.noise_scale is not None:
         from ..noise_scale import recommend
@@ -254,8 +257,8 @@ def _micro_batches(
         totals = {args.batch: fixed + growing, other: total(_trace(args, other), False)}
     elif trace.batch_size:
         notes.append(
-            "Largest micro-batch from one traced batch size: inputs, activations and temporary "
-            "memory are taken to be proportional to it."
+            "The largest micro-batch is extrapolated from one batch size: inputs, activations and "
+            "temporary memory are assumed to be proportional to it."
         )
         totals = {0: fixed, trace.batch_size: fixed + growing}
     else:
@@ -288,7 +291,7 @@ def _inputs(
     work: Workload | None,
     trace: Trace | None,
 ) -> dict[str, Any]:
-    """Return what the sliders of the page show."""
+    """Return the initial values of the sliders of the page."""
     return {
         "parameters": args.parameters or (trace.num_parameters if trace else 0),
         "precision": args.precision,

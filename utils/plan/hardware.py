@@ -29,8 +29,8 @@ class Accelerator:
         """Return the time of an operation: the limit is arithmetic, memory or the launch."""
         if flops and dtype not in self.flops:
             raise PlanError(
-                f"The table of accelerators has no peak of {self.name} for {dtype}. Expected one "
-                f"of {', '.join(self.flops)}. Choose another precision, or give --compute-seconds."
+                f"jobs/hardware.yaml has no peak of {self.name} for {dtype}. Expected one of "
+                f"{', '.join(self.flops)}. Choose another precision, or give --compute-seconds."
             )
         arithmetic = flops / self.flops[dtype] if flops else 0.0
         return max(arithmetic, moved_bytes / self.bandwidth, _OVERHEAD_SECONDS)

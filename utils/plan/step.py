@@ -13,7 +13,7 @@ BUCKET = 25 * MIB  # the default of DistributedDataParallel(bucket_cap_mb=)
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient, or a bucket of them: its bytes, and when in the step it is ready to be sent."""
+    """A gradient, or a bucket of gradients: its size, and the time when it is ready to be sent."""
 
     ready: float  # seconds after the begin of the step
     size: float  # bytes
