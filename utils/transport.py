@@ -1,6 +1,6 @@
-"""Name the network that NCCL or RCCL has chosen, from the log that it writes when it starts.
+"""Find out which network NCCL or RCCL has chosen, from the log that it writes when it starts.
 
-NCCL uses TCP without a warning when it finds no plugin and no InfiniBand. Its log shows that:
+NCCL uses TCP without a warning if it finds no plugin and no InfiniBand. Only its log shows that:
 
     NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.
     NCCL INFO NET/IB : No device found.
@@ -8,7 +8,7 @@ NCCL uses TCP without a warning when it finds no plugin and no InfiniBand. Its l
     NCCL INFO Using network Socket
 
 init_process_group(device_id=...) creates the communicator, so the network is final afterwards, and
-the log is read once. (torch 2.6 and 2.7.0 continue in the background; the log may be too short.)
+the log is read once. torch 2.6 and 2.7.0 continue in the background, so the log may be too short.
 NCCL 2.22 and newer connect the channels ("via NET/IB/0/GDRDMA") with the first collective. Until
 then the log shows for each adapter, not for each channel, whether GPUDirect RDMA is used.
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html
@@ -82,7 +82,7 @@ class Cause(NamedTuple):
     """Why NCCL does not use a faster network."""
 
     kind: str  # of _CAUSES
-    text: str  # "No device found"
+    text: str  # from the log: "No device found"
 
 
 class Expected(NamedTuple):
@@ -94,18 +94,18 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries the data between hosts."""
+    """The network that carries the data between hosts."""
 
     network: str  # "AWS Libfabric", "IB", "RoCE", "Socket", ONE_HOST, NOT_FOUND; "" is unknown
     provider: str  # of libfabric: "cxi", "efa"; "verbs" for IB and RoCE
     devices: str  # "mlx5_0,mlx5_1"
-    interface: str  # "hsn0,hsn1": of the sockets; with other networks they serve only the start
+    interface: str  # of the sockets: "hsn0,hsn1"; other networks use sockets for the start only
     gpudirect: bool | None  # GPUDirect RDMA; None is unknown
     causes: tuple[Cause, ...]  # of a fall-back, the likeliest first
 
 
 def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
-    """Return what the lines of a log of NCCL or RCCL show.
+    """Return the network that a log of NCCL or RCCL shows.
 
     one_host: whether all ranks share one host; None reads it from the log.
     """
@@ -153,7 +153,7 @@ def _find(pattern: str, text: str) -> list[str]:
 
 
 def _is_one_host(text: str) -> bool:
-    """Whether a log without channels to the network is of ranks that share one host.
+    """Return whether all ranks share one host, by a log without channels to the network.
 
     Before NCCL 2.19 only channels between all ranks show it.
     """
@@ -166,7 +166,7 @@ def _is_one_host(text: str) -> bool:
 
 
 def _gpudirect(links: list[tuple[str, str]], text: str) -> bool | None:
-    """Whether any connection uses GPUDirect RDMA: NCCL may use it only for receiving."""
+    """Return whether any connection uses GPUDirect RDMA. NCCL may use it for receiving only."""
     if links:
         return any("GDRDMA" in options for _, options in links)
     found = next((values for pattern in _GPUDIRECT if (values := _find(pattern, text))), [])
@@ -174,7 +174,7 @@ def _gpudirect(links: list[tuple[str, str]], text: str) -> bool | None:
 
 
 def _causes(messages: list[str]) -> tuple[Cause, ...]:
-    """Return what may have caused a fall-back, the likeliest first."""
+    """Return the possible causes of a fall-back, the likeliest first."""
     found = [
         # "NET/IB : No device found." -> "No device found"
         Cause(kind, re.split(r"[.,] |\.$| No plugin", re.sub(_START, "", message))[0])
@@ -188,9 +188,9 @@ def _causes(messages: list[str]) -> tuple[Cause, ...]:
 def expected_network(
     environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Expected | None:
-    """Return the network that the profile (DDPKIT_NETWORK) or this host's adapters lead to.
+    """Return the network that the profile (DDPKIT_NETWORK) names, or that of this host's adapters.
 
-    root: the folder that holds sys. None where nothing but TCP is expected.
+    The result is None if only TCP is expected. root: the folder that contains sys.
     """
     if name := environ.get("DDPKIT_NETWORK"):
         return Expected(name, "DDPKIT_NETWORK")
@@ -210,7 +210,7 @@ def expected_network(
 def describe(
     transport: Transport, expected: Expected | None, library: str = "NCCL"
 ) -> tuple[str, bool]:
-    """Return the line for the output, and whether it warns of TCP where more is expected."""
+    """Return the line for the output, and whether it warns of TCP instead of a faster network."""
     network, provider = transport.network, transport.provider
     name = network or f"unknown; NCCL_DEBUG=INFO shows the log of {library}"
     if network == "Socket":
@@ -237,10 +237,10 @@ def describe(
 def log_of_nccl(
     wanted: bool, environ: MutableMapping[str, str] = os.environ
 ) -> Iterator[list[str]]:
-    """Let NCCL write its log into memory; the list contains its lines afterwards.
+    """Direct NCCL's log into memory; after the `with` block, the list contains its lines.
 
-    The variables for this are removed again, so that child processes do not inherit them. The
-    list stays empty where it is not wanted, and where the user or the site has set NCCL_DEBUG.
+    The variables for this are then restored, so that child processes do not inherit them. The list
+    stays empty if `wanted` is False, or if the user or the site has set NCCL_DEBUG.
     """
     lines: list[str] = []
     if not wanted or "NCCL_DEBUG" in environ or _is_configured(environ):
@@ -261,7 +261,7 @@ def log_of_nccl(
 
 
 def _is_configured(environ: Mapping[str, str]) -> bool:
-    """Whether a configuration file of NCCL sets NCCL_DEBUG."""
+    """Return whether a configuration file of NCCL sets NCCL_DEBUG."""
     for name in (environ.get("NCCL_CONF_FILE", ""), "~/.nccl.conf", "/etc/nccl.conf"):
         with contextlib.suppress(OSError):
             if b"NCCL_DEBUG=" in Path(os.path.expanduser(name)).read_bytes():

@@ -167,7 +167,7 @@ def _print_rest(log: Log) -> None:
 
 
 def _print_cause(files: Sequence[Path]) -> None:
-    """Print why a job failed, if its output shows that."""
+    """Print why a job failed, if its output shows the cause."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         found = diagnose([(stack.enter_context(path.open("rb")), path.name) for path in files])
         if found is not None:
