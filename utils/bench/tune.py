@@ -107,9 +107,9 @@ class Tuner:
         self.default = Measured("as it is", Settings())
         self.alone: list[Measured] = []
 
-    def out_of_time(self) -> bool:
-        """Return whether one more trial, and the last ones, would exceed the budget."""
-        return self._trials.agree(time.monotonic() + (1 + 2 * _TURNS) * self._longest > self._end)
+    def out_of_time(self, trials: int = 3) -> bool:
+        """Return whether so many trials, one and the last turn, would exceed the budget."""
+        return self._trials.agree(time.monotonic() + trials * self._longest > self._end)
 
     def measure(self, one: Measured, steps: int) -> bool:
         """Run a trial; return whether it is valid."""
@@ -170,7 +170,9 @@ class Tuner:
     def _confirm(self, one: Measured, steps: int) -> Measured:
         """Return the candidate if it beats the default in turns with it, else the default."""
         gains = []
-        for _ in range(_TURNS):
+        for turn in range(_TURNS):
+            if turn and self.out_of_time(2):
+                break
             if not (self.measure(self.default, steps) and self.measure(one, steps)):
                 return self.default
             self._report(one)
