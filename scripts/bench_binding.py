@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Measure the cost of binding at the start, and the step time of ranks with and without it.
+"""Measure the step time with and without binding, or the watch for hangs, and what binding costs.
 
 python scripts/bench_binding.py                two ranks on this host
 python scripts/bench_binding.py --ranks 4      more ranks; at most one for each core
 python scripts/bench_binding.py --pairs 500    more pairs
+python scripts/bench_binding.py --hangs --steps 200 --pairs 60    hang_timeout in place of binding
 
 The training is a small network on the CPU over gloo, one thread per rank and core. Its ranks are
 bound and freed in turn while it runs.
@@ -45,6 +46,8 @@ columns of the steps:
                 cores; median over the pairs
   ratio         bound / free of one pair; the median over the pairs. The bar is 1.01
   IQR           first and third quartile of the pairs' ratios
+  watched, unwatched   the same with --hangs, and eight times the usual heartbeats; means. The
+                       bar is 1.005
 """
 
 PROGRAM = """\
@@ -56,18 +59,28 @@ from torch.nn.parallel import DistributedDataParallel
 from utils import setup_distributed
 from utils.binding import bind_process
 
-pairs, steps = int(sys.argv[2]), int(sys.argv[3])
+pairs, steps, sides = int(sys.argv[2]), int(sys.argv[3]), sys.argv[5].split(",")
 free = frozenset(os.sched_getaffinity(0))
-with setup_distributed("gloo") as job:
+with setup_distributed("gloo", hang_timeout=1) as job:  # a heartbeat each eighth of it
     bound = frozenset(os.sched_getaffinity(0))
+    monitor = job._shutdown._monitor  # only this program stops the watch while the ranks run
+    watch = monitor._watch
     layers = torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
     model = torch.nn.Sequential(*layers)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     data, target = torch.randn(256, 256), torch.randint(10, (256,))
 
-    def block(cpus):
-        bind_process(cpus)
+    def switch(side):
+        if side in ("bound", "free"):
+            bind_process(bound if side == "bound" else free)
+        else:
+            watch.__init__(1.0, job.world_size, report_idle=False)
+            monitor._watch = watch if side == "watched" else None
+            monitor._wake()
+
+    def block(side):
+        switch(side)
         seconds = []
         for step in range(steps):
             start = time.perf_counter()
@@ -75,12 +88,12 @@ with setup_distributed("gloo") as job:
             torch.nn.functional.cross_entropy(ddp(data), target).backward()
             optimizer.step()
             seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds)
+        return statistics.median(seconds) if side in ("bound", "free") else statistics.mean(seconds)
 
     measured = []
     for pair in range(pairs + 1):
-        order = ("bound", "free") if pair % 2 else ("free", "bound")
-        measured.append({side: block({"bound": bound, "free": free}[side]) for side in order})
+        order = sides if pair % 2 else reversed(sides)
+        measured.append({side: block(side) for side in order})
     if job.is_main:
         with open(sys.argv[1], "w") as file:
             json.dump(measured[1:], file)
@@ -94,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="on this host (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=200, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="of a side (default: %(default)s)")
+    parser.add_argument(
+        "--hangs", action="store_true", help="compare with and without hang_timeout"
+    )
     args = parser.parse_args(arguments)
     if min(args.ranks, args.pairs - 1, args.steps) < 1:
         parser.error("--ranks and --steps must be 1 or more, --pairs 2 or more")
@@ -103,8 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Linux {platform.release()}, Python {platform.python_version()}",
         flush=True,
     )
-    bench_costs(args.ranks)
-    bench_steps(args.ranks, args.pairs, args.steps)
+    if not args.hangs:
+        bench_costs(args.ranks)
+    sides = ("watched", "unwatched") if args.hangs else ("bound", "free")
+    bench_steps(args.ranks, args.pairs, args.steps, sides)
 
 
 def bench_costs(ranks: int) -> None:
@@ -143,8 +161,8 @@ def milliseconds(function: Callable[[], object]) -> float:
     return statistics.median(measured)
 
 
-def bench_steps(ranks: int, pairs: int, steps: int) -> None:
-    """Print the step times of bound and of free ranks."""
+def bench_steps(ranks: int, pairs: int, steps: int, sides: tuple[str, str]) -> None:
+    """Print the step times of both sides, and their ratio."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program, result = folder / "program.py", folder / "result.json"
@@ -152,7 +170,7 @@ def bench_steps(ranks: int, pairs: int, steps: int) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words = [f"--nproc-per-node={ranks}", str(program), str(result), str(pairs), str(steps)]
         done = subprocess.run(
-            [*torchrun, *words, str(ROOT)],
+            [*torchrun, *words, str(ROOT), ",".join(sides)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -161,15 +179,13 @@ def bench_steps(ranks: int, pairs: int, steps: int) -> None:
             sys.exit(f"the ranks failed:\n{done.stdout}{done.stderr}")
         measured = json.loads(result.read_text())
 
-    ratios = [pair["bound"] / pair["free"] for pair in measured]
+    ratios = [pair[sides[0]] / pair[sides[1]] for pair in measured]
     low, _, high = statistics.quantiles(ratios, method="inclusive")
-    bound, free = (
-        1e3 * statistics.median(pair[side] for pair in measured) for side in ("bound", "free")
-    )
+    first, second = (1e3 * statistics.median(pair[side] for pair in measured) for side in sides)
     print(
         f"steps     {ranks} ranks, {pairs} pairs of {steps} steps on each side: "
-        f"bound {bound:.3f} ms, free {free:.3f} ms, ratio {statistics.median(ratios):.3f}, "
-        f"IQR {low:.3f} to {high:.3f}"
+        f"{sides[0]} {first:.3f} ms, {sides[1]} {second:.3f} ms, "
+        f"ratio {statistics.median(ratios):.4f}, IQR {low:.4f} to {high:.4f}"
     )
 
 

@@ -14,6 +14,9 @@ No later step reads ranks from the environment again.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import functools
 import logging
 import os
 import time
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import __version__, coordination, device, failure, gloo, transport
+from . import __version__, collectives, coordination, device, failure, gloo, transport
 from .binding import bind_process
 from .launchers.base import Launcher, LaunchError, Placement
 from .launchers.detect import Detection, find_launcher
@@ -34,10 +37,13 @@ from .log import get_logger, setup_logging
 from .rank_variables import set_variables
 from .rendezvous.address import Rendezvous
 from .rendezvous.checks import RankReport, make_report
+from .rendezvous.monitor import Monitor
+from .rendezvous.watch import HangWatch
 from .store import rendezvous
 from .topology import parse_ranges
 
 START_UP_SECONDS = 100.0
+_COLLECTIVE_SECONDS = {"nccl": 600.0}  # torch's time limits; 1800 for other backends
 _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
 
@@ -62,6 +68,7 @@ class Distributed:
     master_addr: str
     master_port: int
     _shutdown: failure.Shutdown = field(repr=False)
+    _reported_progress: int = field(default=0, init=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -77,6 +84,13 @@ class Distributed:
     def store(self) -> Store:
         """The key-value store of all ranks, until this rank closes."""
         return self._shutdown.store
+
+    def report_progress(self) -> None:
+        """Show that this rank works while others wait for it, as in an evaluation on rank 0 only.
+
+        Call it at least once every hang_timeout. It costs nothing.
+        """
+        self._reported_progress += 1
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -124,6 +138,7 @@ def setup_distributed(
     timeout: float = START_UP_SECONDS,
     launcher: str | None = None,
     collective_timeout: float | None = None,
+    hang_timeout: float | None = None,
     bind: Literal["auto", False] = "auto",
 ) -> Distributed:
     """Join this process to the launch that started it, pin its GPU, and bind it to nearby cores.
@@ -134,6 +149,11 @@ def setup_distributed(
     launcher: use this launcher and skip detection. `python -m utils.launchers` explains detection.
     collective_timeout: seconds for a collective; the other ranks then name a rank that did not
         enter it. None for torch's default: 30 minutes with gloo, 10 with NCCL.
+    hang_timeout: seconds without progress until a job that hangs ends: every rank writes its
+        stacks and last collectives to a file, and rank 0 names the ranks that the others wait
+        for. Progress is a collective that any rank enters, or Distributed.report_progress(). A
+        time in which no rank waits and all are idle is a hang, too. None: shortly before the time
+        limit of a collective, and only while ranks wait. The same on all ranks.
     bind: "auto" binds this process to its share of the cores, as described below. False keeps the
         cores that the launcher has set. The value must be the same on all ranks.
 
@@ -158,19 +178,24 @@ def setup_distributed(
       function that closes the process group.
     - A thread holds a connection to rank 0. It ends the process with status 1 when another rank
       dies during the start, or when this rank hangs and all others have stopped.
-    - It ends the process with status 1 when the start takes 10 % longer than `timeout`.
+    - It enables faulthandler, which prints the Python stacks when a signal such as SIGABRT kills
+      the process.
+    - It ends the process with status 1 when the ranks hang, and when the start takes 10 % longer
+      than `timeout`.
 
     Raises LaunchError when the ranks cannot start together: on every rank, with the cause.
     ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
     """
-    _check_arguments(backend, timeout, collective_timeout, bind)
+    _check_arguments(backend, timeout, collective_timeout, hang_timeout, bind)
     deadline = time.monotonic() + timeout
     try:
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
         with failure.start_up_time_out(placement.rank, placement.world_size, timeout):
-            job = _start(detection, backend, deadline, collective_timeout, bind == "auto")
+            job = _start(
+                detection, backend, deadline, collective_timeout, hang_timeout, bind == "auto"
+            )
     except LaunchError as error:
         failure.print_without_traceback(error)
         raise
@@ -180,9 +205,17 @@ def setup_distributed(
 
 
 def _check_arguments(
-    backend: str | None, timeout: float, collective_timeout: float | None, bind: str | bool
+    backend: str | None,
+    timeout: float,
+    collective_timeout: float | None,
+    hang_timeout: float | None,
+    bind: str | bool,
 ) -> None:
-    for name, seconds in (("timeout", timeout), ("collective_timeout", collective_timeout)):
+    for name, seconds in (
+        ("timeout", timeout),
+        ("collective_timeout", collective_timeout),
+        ("hang_timeout", hang_timeout),
+    ):
         if seconds is not None and not 0 < seconds < 1e6:
             raise ValueError(f"{name} is {seconds!r}; expected seconds above 0")
     if backend is not None and backend not in device.BACKENDS:
@@ -203,6 +236,7 @@ def _start(
     backend: str | None,
     deadline: float,
     collective_timeout: float | None,
+    hang_timeout: float | None,
     bind: bool,
 ) -> Distributed:
     placement = detection.placement
@@ -239,7 +273,7 @@ def _start(
         placement.rank, placement.world_size, chosen_backend, job_store, found.monitor
     )
     shutdown.register_hooks()
-    return Distributed(
+    job = Distributed(
         rank=placement.rank,
         world_size=placement.world_size,
         local_rank=assignment["local_rank"],
@@ -252,6 +286,31 @@ def _start(
         master_addr=found.master_addr,
         master_port=found.master_port,
         _shutdown=shutdown,
+    )
+    if found.monitor:
+        _watch_for_hangs(job, found.monitor, collective_timeout, hang_timeout)
+    return job
+
+
+def _watch_for_hangs(
+    job: Distributed,
+    monitor: Monitor,
+    collective_timeout: float | None,
+    hang_timeout: float | None,
+) -> None:
+    """Find out when the ranks make no progress, and end the job then."""
+    limit = hang_timeout
+    if limit is None:
+        most = collective_timeout or _COLLECTIVE_SECONDS.get(job.backend, 1800.0)
+        limit = most - min(0.1 * most, 60)
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # gloo aborts a rank that receives more than it expects
+    monitor.last_collectives = lambda ends: collectives.last_collectives(locations=ends)
+    monitor.watch(
+        HangWatch(limit, job.world_size, report_idle=hang_timeout is not None),
+        progress=lambda: collectives.total_collectives() + job._reported_progress,
+        write_report=functools.partial(failure.write_hang_report, job.rank),
     )
 
 

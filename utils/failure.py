@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,8 +27,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from . import gloo
+from .collectives import show_collectives
 from .launchers.base import LaunchError, Placement
 from .log import get_logger
+from .rendezvous.hangs import user_frame
 from .rendezvous.monitor import Monitor
 from .schedulers.exit_status import EXIT_REQUEUE
 
@@ -35,6 +39,7 @@ _log = get_logger(__name__)
 _DESTROY_SECONDS = 20.0
 _SLOWEST_RANK_SECONDS = 1800.0  # for a last evaluation or save while the other ranks close
 _ORDERLY_EXITS = (None, 0, EXIT_REQUEUE)  # of SystemExit
+_LEFT = "left normally"
 _REPORTED = "_ddpkit_reported"  # attribute of an exception that has been printed
 _FAILED_KEY, _CLOSING_KEY = "ddpkit/failed", "ddpkit/closing"  # in the store
 
@@ -93,18 +98,24 @@ class Shutdown:
         """Leave the with statement: report `error`, if there is one, and close."""
         if error is not None:
             self.report(error)
-        self.close(orderly=error is None or _is_orderly(error))
+        how = _LEFT
+        if error is not None:
+            frames = reversed(traceback.extract_tb(error.__traceback__))
+            place = user_frame((f.filename, f.lineno or 0, f.name) for f in frames)
+            how = f"left by sys.exit() at {place}"
+        self.close(orderly=error is None or _is_orderly(error), how=how)
 
-    def close(self, *, orderly: bool = True) -> None:
+    def close(self, *, orderly: bool = True, how: str = _LEFT) -> None:
         """Leave the other ranks and destroy the process group; a second call does nothing.
 
         orderly: the other ranks are expected to close, too. The end of NCCL waits for the ranks
-        of the same host, so this rank first waits for all ranks.
+        of the same host, so this rank first waits for all ranks. how: what the other ranks report
+        if they still need this one.
         """
         if self._closed:
             return
         self._closed = True
-        self._leave(self._departure("left normally"))
+        self._leave(self._departure(how))
         if orderly and self._backend != "gloo" and self._world_size > 1:
             self._wait_for_all()
 
@@ -239,6 +250,27 @@ def entered_collectives() -> int | None:
         return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError, ValueError):
         return None
+
+
+def write_hang_report(rank: int, folder: str, cause: str) -> None:
+    """Write the Python stacks of all threads and the last collectives of this rank to a file.
+
+    The file goes to `folder`, or to the folder for temporary files where that is not writable.
+    """
+    name = f"rank{rank}-{socket.gethostname()}.txt"
+    for place in (folder, os.path.join(tempfile.gettempdir(), os.path.basename(folder))):
+        try:
+            os.makedirs(place, exist_ok=True)
+            with open(os.path.join(place, name), "w", encoding="utf-8") as file:
+                file.write(f"{cause}\n\nStacks, innermost frame first:\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write(f"\n{show_collectives()}")
+        except OSError as error:
+            _log.error("no hang report in %s: %s", place, error.strerror)
+            continue
+        break
+    _write_error_file(cause, is_root_cause=False)
 
 
 def _write_error_file(cause: str, *, is_root_cause: bool) -> None:

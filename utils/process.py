@@ -6,6 +6,7 @@ This is the only reader of /proc. Without /proc (macOS) nothing is found and not
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 
 
@@ -104,6 +105,35 @@ def thread_states(thread_name: str) -> list[str]:
     """Return the states of this process's threads of that name: "R" runs, "S" sleeps."""
     stats = (_stat(f"/proc/self/task/{thread}/stat") for thread in thread_ids())
     return [fields[0] for found, fields in stats if fields and found == thread_name]
+
+
+def stopped_state(pid: int) -> str:
+    """Return why a process does not run: "stopped by a signal" or that of a debugger, else ""."""
+    status = (_read(f"/proc/{pid}/status") or b"").decode(errors="replace")
+    values = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    tracer = int(values.get("TracerPid", "0"))
+    if tracer:
+        return f"held by a debugger ({name(tracer)}, pid {tracer})"
+    return "stopped by a signal (SIGSTOP or SIGTSTP)" if values.get("State", "")[:1] == "T" else ""
+
+
+def work_done() -> tuple[float, float]:
+    """Return what this process and its children have used: seconds of CPU, megabytes of I/O.
+
+    The second number also grows while a thread waits for a disk. Zeros without /proc.
+    """
+    children = [pid for pid, parent_pid in parents_by_pid().items() if parent_pid == os.getpid()]
+    ticks = 0
+    megabytes = 0.0
+    for pid in (os.getpid(), *children):
+        fields = _stat(f"/proc/{pid}/stat")[1]
+        ticks += int(fields[11]) + int(fields[12]) if fields else 0
+        content = _read(f"/proc/{pid}/io") or b""
+        amounts = (line.partition(b": ") for line in content.splitlines())
+        megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6
+    if any(_stat(f"/proc/self/task/{thread}/stat")[1][:1] == ["D"] for thread in thread_ids()):
+        megabytes += time.monotonic()
+    return ticks / os.sysconf("SC_CLK_TCK"), megabytes
 
 
 def caught_signals() -> int:

@@ -18,7 +18,8 @@ from utils.rendezvous.address import Rendezvous
     ("backend", ["mpi", "NCCL", ""], "None or one of gloo, nccl, xccl"),
     ("bind", ["none", True, None], "'auto' or False"),
     ("timeout", [0, -1, float("nan"), 1e9], "seconds above 0"),
-    ("collective_timeout", [0, -1, float("nan"), 1e9], "seconds above 0")])
+    ("collective_timeout", [0, -1, float("nan"), 1e9], "seconds above 0"),
+    ("hang_timeout", [0, -1, float("nan"), 1e9], "seconds above 0")])
 def test_bad_argument_is_a_value_error(argument: str, values: list[object], expected: str) -> None:
     for value in values:
         with pytest.raises(ValueError, match=f"^{argument} is .*; expected {expected}"):

@@ -20,11 +20,23 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from .. import process
 from ..connection import Connection, Message
-from .hangs import Position, behind, describe, main_thread_location, unreported
+from .hangs import (
+    Collective,
+    Position,
+    behind,
+    describe,
+    describe_mismatch,
+    main_thread_location,
+    summary,
+    unreported,
+)
+from .watch import HangWatch, Heartbeat
 
 HUNG_RANK_TIMEOUT = 10.0
 _ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
+_REPORT_SECONDS = 10.0  # that a hung rank has for its files
 _DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
 
 
@@ -62,6 +74,10 @@ class Monitor:
         self._hung_rank_timeout = hung_rank_timeout
         # Called by the thread: the number of collectives that this rank has entered.
         self.entered_collectives: Callable[[], int | None] = lambda: None
+        # The last of them, oldest first, with or without locations; empty if not recorded.
+        self.last_collectives: Callable[[bool], list[Collective]] = lambda locations: []
+        self._progress: Callable[[], int] = lambda: 0
+        self._write_report: Callable[[str, str], None] = lambda folder, cause: None
 
         self._lock = threading.RLock()
         self._started = dict.fromkeys(self._hosts, False)
@@ -76,6 +92,13 @@ class Monitor:
         self._positions: dict[int, Position] = {}
         self._positions_requested = False
         self._hung: set[int] = set()  # ranks, as far as rank 0 knows
+        self._killed: set[int] = set()  # ranks that ended without a message
+
+        self._watch: HangWatch | None = None
+        self._next_heartbeat = 0.0
+        self._inspecting_since: float | None = None
+        self._states: dict[int, str] = {}  # of processes that do not respond
+        self._hang_announced = False
 
         self._acknowledged: set[int] = set()
         self._all_acknowledged = threading.Event()
@@ -101,6 +124,22 @@ class Monitor:
             self._start_failure_handled.set()
             self._started[self._rank] = True
             self._send_all({"started": True})
+
+    def watch(
+        self,
+        watch: HangWatch,
+        progress: Callable[[], int],
+        write_report: Callable[[str, str], None],
+    ) -> None:
+        """Look for hangs from now on, and end this process when the ranks hang.
+
+        progress: a number that grows with this rank's progress. write_report: writes this rank's
+        file; its arguments are a folder and the cause. Both are called by the thread.
+        """
+        with self._lock:
+            self._progress, self._write_report = progress, write_report
+            self._watch = watch
+        self._wake()
 
     def leave(self, cause: str) -> None:
         """Report that this rank leaves, and close the connections.
@@ -177,7 +216,7 @@ class Monitor:
 
     def _serve(self, selector: selectors.BaseSelector) -> None:
         """Handle what arrives next, and what rank 0 can decide then."""
-        for key, _ in selector.select(0.05 if self._queries else None):
+        for key, _ in selector.select(self._pause()):
             if key.fileobj is self._wake_read:
                 self._wake_read.recv(4096)
             elif isinstance(key.fileobj, Connection):
@@ -187,10 +226,20 @@ class Monitor:
                     key.fileobj.close()
         with self._lock:
             self._respond_to_queries()
-            self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
+            if self._hung:
+                self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
+            self._watch_ranks()
             others = {peer.rank for peer in self._peers.values()}
             if self._leaving and self._acknowledged >= others:
                 self._all_acknowledged.set()
+
+    def _pause(self) -> float | None:
+        """Return the seconds until something has to be done without a message."""
+        if self._queries or self._inspecting_since is not None:
+            return 0.05
+        if self._watch is None:
+            return None
+        return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
 
     def _read(self, connection: Connection) -> None:
         with self._lock:
@@ -223,12 +272,18 @@ class Monitor:
             self._response.set()
         if "end" in message:
             self._end_later(str(message["end"]))
+        if "heartbeat" in message and self._watch is not None:
+            self._watch.receive(peer.rank, Heartbeat(*message["heartbeat"]))
         if "send_position" in message:
-            entered = self.entered_collectives()
-            connection.send({"entered": entered, "location": main_thread_location()})
-        if message.get("entered") is not None:
-            entered, location = int(message["entered"]), str(message.get("location", ""))
-            self._positions[peer.rank] = Position(entered, location)
+            states = self._states_of(message.get("silent") or {})
+            position = self._position(bool(message.get("ends")))
+            connection.send({"position": position, "states": states} if position else {})
+        if message.get("position"):
+            entered, location, last, work = message["position"]
+            self._positions[peer.rank] = Position(entered, location, tuple(last), tuple(work))
+            self._states.update({int(rank): state for rank, state in message["states"].items()})
+        if "hang" in message:
+            self._end_hang(str(message["folder"]), str(message["hang"]))
 
     def _handle_end(self, connection: Connection, peer: Peer) -> None:
         self._acknowledged.add(peer.rank)
@@ -247,6 +302,7 @@ class Monitor:
             f"rank {peer.rank} on {peer.host} died without a message. It was probably killed (out "
             "of memory, or a signal). Check the launcher's output"
         )
+        self._killed.add(peer.rank)
         if self._rank != 0:
             self._response.set()
 
@@ -273,6 +329,8 @@ class Monitor:
         waited = time.monotonic() - min(query.since for query in self._queries.values())
         last_chance = waited > _DECIDE_SECONDS
 
+        if not self._first_cause and self._killed and not self._mismatch_is_known(last_chance):
+            return
         self._first_cause = self._known_cause()
         if not self._first_cause and any(q.kind == "timeout" for q in self._queries.values()):
             self._first_cause = self._find_hung_ranks(last_chance)
@@ -288,19 +346,140 @@ class Monitor:
 
     def _find_hung_ranks(self, last_chance: bool) -> str:
         """Return why a collective timed out; "" while ranks may still report their position."""
-        running = sorted(set(self._hosts) - set(self._departed))
-        if not self._positions_requested:
-            self._positions_requested = True
-            self._send_all({"send_position": True})
-        entered = self.entered_collectives()
-        if entered is not None:
-            self._positions[0] = Position(entered, main_thread_location())
-
+        running = self._request_positions()
         missing = unreported(self._positions, running)
         if missing and not last_chance:
             return ""
         self._hung = {*behind(self._positions, running), *missing}
         return describe(self._positions, self._hosts, running)
+
+    def _mismatch_is_known(self, last_chance: bool) -> bool:
+        """Find out whether the ranks entered different collectives; False while that is unknown.
+
+        gloo ends the process of a rank that receives more than it expects.
+        """
+        if unreported(self._positions, self._request_positions()) and not last_chance:
+            return False
+        mismatch = describe_mismatch(self._positions, self._hosts)
+        if mismatch:
+            self._first_cause = f"{mismatch}. Then {self._known_cause()}"
+        return True
+
+    def _request_positions(self, *, ends: bool = True) -> list[int]:
+        """Request the positions of the running ranks, once; return these ranks.
+
+        ends: the job ends in any case.
+        """
+        running = sorted(set(self._hosts) - set(self._departed))
+        if not self._positions_requested:
+            self._positions_requested = True
+            silent = [rank for rank in running if self._watch and self._watch.silent(rank)]
+            hosts = {rank: self._hosts[rank] for rank in silent}
+            self._send_all({"send_position": True, "silent": hosts, "ends": ends})
+            self._states.update({int(r): s for r, s in self._states_of(hosts).items()})
+            position = self._position(ends)
+            if position:
+                self._positions[self._rank] = position
+        return running
+
+    def _position(self, ends: bool) -> Position | None:
+        entered = self.entered_collectives()
+        if entered is None:
+            return None
+        last = tuple(self.last_collectives(ends))
+        return Position(entered, main_thread_location(), last, process.work_done())
+
+    def _states_of(self, silent: Mapping[int, str]) -> dict[int, str]:
+        """Return what this host knows of processes that do not respond: {3: "stopped by ..."}."""
+        states = {}
+        for rank, place in silent.items():
+            host, _, pid = place.partition(" (pid ")  # "node17 (pid 4711)"
+            if host == self._hosts[self._rank].partition(" ")[0] and pid.rstrip(")").isdecimal():
+                states[rank] = process.stopped_state(int(pid.rstrip(")")))
+        return {rank: state for rank, state in states.items() if state}
+
+    # Hangs ---------------------------------------------------------------------------------------
+
+    def _watch_ranks(self) -> None:
+        """Send a heartbeat when it is time, and look for a hang: rank 0, or this rank alone."""
+        watch, now = self._watch, time.monotonic()
+        if watch is None or self._leaving or self._hang_announced or not self._started[self._rank]:
+            return
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + watch.interval
+            entered = self.entered_collectives() or 0
+            heartbeat = Heartbeat(self._progress(), entered, main_thread_location())
+            watch.receive(self._rank, heartbeat)
+            self._send_all({"heartbeat": heartbeat})
+
+        if self._rank == 0 or 0 in self._departed:
+            self._inspect(watch, now)
+        elif (
+            watch.seconds_without_progress() > 1.1 * watch.limit + 5
+            and watch.silent(0)
+            and self._waits()
+        ):
+            this_host = self._hosts[self._rank].partition(" ")[0]
+            self._announce_hang(
+                f"rank 0 on {self._hosts[0]} does not respond to {this_host}: it is stopped, its "
+                "host is down, or the network between them is cut"
+            )
+
+    def _waits(self) -> bool:
+        """Whether this rank waits in a collective; True where these are not recorded."""
+        last = self.last_collectives(False)
+        return not last or any(collective["pending"] for collective in last)
+
+    def _inspect(self, watch: HangWatch, now: float) -> None:
+        """Request all positions when no rank makes progress, and judge them."""
+        if self._inspecting_since is None:
+            if not watch.is_due():
+                return
+            self._inspecting_since = now
+            self._positions_requested = False
+            self._positions.clear()
+            self._states.clear()
+        running = self._request_positions(ends=False)
+        is_late = now - self._inspecting_since > _DECIDE_SECONDS
+        if unreported(self._positions, running) and not is_late:
+            return
+
+        self._inspecting_since = None
+        cause = watch.judge(self._positions, self._hosts, self._departed, self._states)
+        if cause:
+            self._announce_hang(cause)
+        self._positions_requested = False
+
+    def _announce_hang(self, cause: str) -> None:
+        """Print what is known, and end all ranks that can still be reached."""
+        self._first_cause = self._first_cause or cause
+        seconds = self._watch.seconds_without_progress() if self._watch else 0
+        folder = os.path.abspath(time.strftime("hang-%Y%m%d-%H%M%S"))
+        sys.stderr.write(
+            f"The ranks hang: no progress for {seconds:.0f} s.\n  {cause}\n"
+            f"{summary(self._positions, self._hosts)}"
+            f"Each rank writes its stacks and last collectives to {folder}, then ends with "
+            "status 1\n"
+        )
+        sys.stderr.flush()
+        self._send_all({"hang": cause, "folder": folder})
+        self._end_hang(folder, cause)
+
+    def _end_hang(self, folder: str, cause: str) -> None:
+        """Write this rank's file and end the process, whatever its main thread does."""
+        self._hang_announced = True
+        self._first_cause = self._first_cause or cause
+
+        def end() -> None:
+            writer = threading.Thread(target=self._write_report, args=(folder, cause), daemon=True)
+            writer.start()
+            writer.join(_REPORT_SECONDS)  # the file system may be what hangs
+            time.sleep(1 + (self._rank == 0))  # until the other ranks have written theirs
+            if self._leaving:  # the main thread has reported it
+                os._exit(1)
+            _exit_with(f"rank {self._rank} on {socket.gethostname()} stops, because {cause}")
+
+        threading.Thread(target=end, daemon=True, name="hang report").start()
 
     def _end_hung_ranks(self, running: set[int]) -> None:
         """End the hung ranks when no other ranks are running: they may never notice themselves."""

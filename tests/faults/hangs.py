@@ -1,0 +1,303 @@
+"""Hang a training of 8 ranks on 4 hosts in 12 ways, and check what the kit reports.
+
+python -m tests.faults.hangs [KIND ...] [--limit SECONDS] [--healthy N]
+
+Prints for each kind: the seconds after the fault until all processes have ended, those after the limit, and whether
+rank, host, source line and collective are right. --healthy runs trainings that pause three times as long as the limit.
+The hosts are network namespaces (root). Each has one process that imports torch once and forks the ranks.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.cluster.hosts import Hosts, wait_until
+
+BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
+HEALTHY = ("steps", "compute", "write", "evaluate")
+
+
+class Kind(NamedTuple):
+    """What a report must contain."""
+
+    cause: str  # regular expression; LINE is the line of this file that ends with "# hang: NAME"
+    ranks: tuple[int, ...] = (BAD,)
+
+
+BEHIND = r"rank 5 on h3 .* did not enter collective \d+, .* It is at LINE.*waits in all_reduce of \[\[16\]\]"
+OTHER = r"rank 5 on h3 .* entered another collective \d+: {0} at LINE.*The other ranks entered {1}"
+KINDS = {
+    "skipped-collective": Kind(OTHER.format(r"all_reduce of \[\[16\]\]", "barrier of")),
+    "other-shape": Kind(OTHER.format(r"all_reduce of \[\[4000\]\]", r"all_reduce of \[\[16\]\]")),
+    "other-order": Kind(OTHER.format(r"all_reduce of \[\[3000\]\]", r"all_reduce of \[\[16\]\]")),
+    "stopped": Kind(r"rank 5 on h3 .* does not respond: its process is stopped by a signal .* at LINE.*all_reduce"),
+    "cut-host": Kind(r"rank 4 on h3 .* network is cut.* rank 5 on h3 .* network is cut.* at LINE.*all_reduce", (4, 5)),
+    "endless-loop": Kind(BEHIND), "blocked-loader": Kind(BEHIND),
+    "blocked-teardown": Kind(r"rank 5 on h3 .* is idle after the other ranks have left. It is at LINE"),
+    "swallowed-exception": Kind(OTHER.format(r"barrier of \[\]", r"all_reduce of \[\[16\]\]")),
+    "deadlock": Kind(BEHIND),
+    "exited": Kind(r"rank 5 on h3 left .*at LINE.* after \d+ collectives, and other ranks need it"),
+    "debugger": Kind(BEHIND),
+}
+
+
+# A rank --------------------------------------------------------------------------------------------------------------
+
+def train(kind: str, limit: float, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from utils import setup_distributed
+
+    with setup_distributed("gloo", timeout=60, hang_timeout=limit) as job:
+        bad = job.rank == BAD
+        values = torch.ones(16)
+        for step in range(STEPS):
+            now = step == FAULT_STEP
+            if now and job.rank == 0:
+                (folder / "fault").touch()
+            if now and kind in HEALTHY:
+                pause(kind, job, 3 * limit, folder)
+            if now and bad:
+                go_wrong(kind, folder)
+            if now and kind == "skipped-collective" and not bad:
+                dist.barrier()
+            if now and kind == "other-shape" and bad:
+                dist.all_reduce(torch.ones(4000))  # hang: other-shape
+            if now and kind == "other-order":
+                first, second = (3000, 16) if bad else (16, 3000)
+                dist.all_reduce(torch.ones(first))  # hang: other-order
+                dist.all_reduce(torch.ones(second))
+            try:
+                if now and bad and kind == "swallowed-exception":
+                    raise ValueError("a damaged sample")
+                dist.all_reduce(values)  # hang: skipped-collective
+            except ValueError:
+                continue
+            time.sleep(0.01)
+        dist.barrier()  # hang: swallowed-exception
+        if bad and kind == "blocked-teardown":
+            threading.Event().wait()  # hang: blocked-teardown
+
+
+def go_wrong(kind: str, folder: Path) -> None:
+    if kind in ("stopped", "cut-host"):
+        (folder / "ready").write_text(str(os.getpid()))
+        time.sleep(3600)  # hang: stopped # hang: cut-host
+    if kind == "endless-loop":
+        while True: pass  # noqa: E701 # hang: endless-loop
+    if kind == "blocked-loader":
+        from torch.utils.data import DataLoader
+        for _ in DataLoader(Blocked(), num_workers=1):  # hang: blocked-loader
+            pass
+    if kind == "deadlock":
+        lock = threading.Lock()
+        with lock:
+            lock.acquire()  # hang: deadlock
+    if kind == "exited":
+        sys.exit(0)  # hang: exited
+    if kind == "debugger":
+        sys.stdin = os.fdopen(os.pipe()[0])
+        breakpoint()  # hang: debugger
+
+
+class Blocked:
+    """A data set on a file system that does not respond."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        threading.Event().wait()
+        return index
+
+
+def pause(kind: str, job: object, seconds: float, folder: Path) -> None:
+    """Compute or write on all ranks, or on rank 0 while the others wait."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and (kind in ("compute", "write") or kind == "evaluate" and job.rank == 0):  # type: ignore[attr-defined]
+        if kind == "compute":
+            sum(range(10_000))
+            time.sleep(0.002)
+        elif kind == "write":
+            with open(folder / f"data{job.rank}", "wb") as file:  # type: ignore[attr-defined]
+                file.write(b"x" * 2_000_000)
+                os.fsync(file.fileno())
+            time.sleep(1)
+        else:
+            time.sleep(0.2)
+            job.report_progress()  # type: ignore[attr-defined]
+
+
+def serve_host() -> None:
+    """Fork a rank for each line of standard input, and write its exit status to a file when it has ended."""
+    import torch.distributed
+    import torch.utils.data  # noqa: F401
+
+    print("ready", flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        task = json.loads(line)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            pid = os.fork()
+            if pid == 0:
+                run_rank(task)
+            _, status = os.waitpid(pid, 0)
+            partial = Path(task["folder"]) / f"partial{task['env']['RANK']}"
+            partial.write_text(str(os.waitstatus_to_exitcode(status)))
+            partial.rename(partial.with_name(partial.name.replace("partial", "status")))
+            os._exit(0)
+
+
+def run_rank(task: dict[str, Any]) -> None:
+    folder, rank = Path(task["folder"]), task["env"]["RANK"]
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    os.environ.update(task["env"])
+    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    status = 1
+    try:
+        train(task["kind"], task["limit"], folder)
+        status = 0
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    os._exit(status)
+
+
+# All ranks -----------------------------------------------------------------------------------------------------------
+
+class Result(NamedTuple):
+    seconds: float  # from the fault to the end of all ranks
+    statuses: list[int | None]  # None: still running
+    output: str
+
+
+class HangLab:
+    """Four hosts that fork ranks."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts, self._runs = hosts, 0
+        command = [sys.executable, __file__, "--serve"]
+        environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+        self._servers = {host: hosts.popen(host, command, env=environment, stdin=subprocess.PIPE,
+                                           stdout=subprocess.PIPE) for host in hosts.hosts}
+        for server in self._servers.values():
+            assert server.stdout and server.stdout.readline() == "ready\n"
+
+    def run(self, kind: str, limit: float, seconds: float = 60) -> Result:
+        """Start all ranks; return when they have ended, or after so many seconds."""
+        self._runs += 1
+        folder = self.hosts.folder / f"{self._runs}-{kind}"
+        folder.mkdir()
+        for rank in range(RANKS):
+            host = self.hosts.hosts[rank // 2]
+            env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(29600 + self._runs)}
+            pipe = self._servers[host].stdin
+            assert pipe
+            pipe.write(json.dumps({"kind": kind, "limit": limit, "folder": str(folder), "env": env}) + "\n")
+            pipe.flush()
+        left = [rank for rank in range(RANKS) if kind not in ("stopped", "cut-host") or rank != BAD]
+        with contextlib.suppress(RuntimeError):
+            wait_until((folder / "fault").exists, "the fault", seconds=60)
+        start = time.monotonic()
+        if kind in ("stopped", "cut-host"):
+            wait_until((folder / "ready").exists, "the fault", seconds=20)
+            time.sleep(min(2, 0.4 * limit))  # the fault comes from outside while the rank is at that line
+            start = time.monotonic()
+            if kind == "stopped":
+                os.kill(int((folder / "ready").read_text()), signal.SIGSTOP)
+            else:
+                self.link(BAD_HOST, "down")
+        with contextlib.suppress(RuntimeError):
+            wait_until(lambda: all((folder / f"status{rank}").exists() for rank in left), "the end", seconds=seconds)
+        took = time.monotonic() - start
+        statuses = [status(folder / f"status{rank}") for rank in range(RANKS)]
+        for path in folder.glob("pid*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(path.read_text()), signal.SIGKILL)
+        if kind == "cut-host":
+            self.link(BAD_HOST, "up")
+        output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*")))
+        return Result(took, statuses, output)
+
+    def link(self, host: str, state: str) -> None:
+        subprocess.run([*self.hosts.enter(host), "ip", "link", "set", "eth0", state], check=True)
+
+
+def status(path: Path) -> int | None:
+    return int(path.read_text()) if path.exists() else None
+
+
+def problem(kind: str, result: Result) -> str:
+    """Return what is wrong with a report; "" where rank, host, line and collective are right."""
+    expected = KINDS[kind]
+    lines = Path(__file__).read_text().splitlines()
+    marked = [number for number, line in enumerate(lines, 1) if re.search(rf"# hang: {kind}\b", line)]
+    marked += [number for number, line in enumerate(lines, 1) if "skipped-collective" in kind and "values)  #" in line]
+    place = rf"\S*hangs\.py, line ({'|'.join(map(str, marked))}), in \w+"
+    cause = re.search(expected.cause.replace("LINE", place), result.output)
+    if cause is None:
+        return f"no {expected.cause!r}"
+    blamed = {int(rank) for rank in re.findall(r"rank (\d) on h\d(?: \(pid \d+\))? (?:did|does|entered|is idle|left)",
+                                               cause.group(0))}
+    if blamed != set(expected.ranks):
+        return f"ranks {sorted(blamed)} are blamed"
+    running = [rank for rank, ended in enumerate(result.statuses) if ended is None and rank not in expected.ranks]
+    if running or not any(result.statuses):
+        return f"exit statuses {result.statuses}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--limit", type=float, default=4.0, metavar="SECONDS")
+    parser.add_argument("--healthy", type=int, default=0, metavar="N")
+    parser.add_argument("--show", action="store_true", help="print the output of the ranks")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve_host()
+        return 0
+    wrong = 0
+    with Hosts(4) as hosts:
+        lab = HangLab(hosts)
+        for kind in args.kinds or ([] if args.healthy else KINDS):
+            result = lab.run(kind, args.limit)
+            found = problem(kind, result)
+            wrong += bool(found)
+            print(f"{kind:20} {result.seconds:5.1f} s, {result.seconds - args.limit:5.1f} s after the limit: "
+                  f"{found or 'right'}", flush=True)
+            if args.show:
+                print(result.output, flush=True)
+        for number in range(args.healthy):
+            kind = HEALTHY[number % len(HEALTHY)]
+            result = lab.run(kind, args.limit, 60 + 3 * args.limit)
+            alarm = any(result.statuses) or None in result.statuses or "The ranks hang" in result.output
+            wrong += alarm
+            print(f"healthy, {kind:10} {result.seconds:5.1f} s: {'ALARM' if alarm else 'no alarm'}", flush=True)
+            if args.show or alarm:
+                print(result.output, flush=True)
+    print(f"{wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

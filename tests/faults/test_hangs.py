@@ -1,0 +1,86 @@
+"""Hangs of 8 ranks on 4 hosts, and pauses that are none. `python -m tests.faults.hangs` runs all kinds."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts
+from tests.faults.hangs import HangLab, problem
+from utils.rendezvous.hangs import Collective, Position
+from utils.rendezvous.watch import HangWatch, Heartbeat
+
+
+@pytest.fixture(scope="module")
+def hang_lab(need: Callable[[str], Path]) -> Iterator[HangLab]:
+    need("hosts")
+    with Hosts(4) as hosts:
+        yield HangLab(hosts)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [
+    ("skipped-collective", 1.5), ("other-shape", 1.5), ("exited", 1.5), ("stopped", 3.0), ("cut-host", 3.0),
+    ("blocked-teardown", 1.5)])
+def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str, limit: float) -> None:
+    result = hang_lab.run(kind, limit)
+    assert not problem(kind, result), result.output
+
+
+def test_each_rank_writes_its_stacks_and_collectives(hang_lab: HangLab) -> None:
+    hang_lab.run("debugger", limit=1.5)
+    files = sorted(hang_lab.hosts.folder.glob("*-debugger/hang-*/rank*.txt"))
+    assert [file.name for file in files] == [f"rank{rank}-h{rank // 2 + 1}.txt" for rank in range(8)]
+    hung, waiting = files[5].read_text(), files[0].read_text()
+    assert "hangs.py" in hung and " in go_wrong" in hung and "all_reduce of [[16]]" in hung
+    assert "NOT ENDED, at " in waiting and "NOT ENDED" not in hung
+
+
+def test_evaluation_on_one_rank_is_no_hang(hang_lab: HangLab) -> None:
+    result = hang_lab.run("evaluate", limit=1.5)
+    assert result.statuses == [0] * 8 and "The ranks hang" not in result.output, result.output
+
+
+# What the watch decides, without processes ---------------------------------------------------------------------------
+
+HOSTS = {rank: f"h{rank} (pid {rank + 100})" for rank in range(4)}
+
+
+def position(entered: int, work: float = 0.0, pending: bool = False) -> Position:
+    call = Collective(group="0", number=entered, operation="all_reduce", sizes="[[4]]", between_two=False,
+                      location="train.py, line 3, in step", pending=pending)
+    return Position(entered, "train.py, line 7, in main", (call,), (work, 0.0))
+
+
+def judge_twice(first: list[Position], second: list[Position], *, report_idle: bool = True) -> str:
+    """Return the judgement of a watch with a limit of 100 s after 100 s without progress."""
+    now = [0.0]
+    watch = HangWatch(100.0, 4, report_idle=report_idle, clock=lambda: now[0])
+    for rank in range(4):
+        watch.receive(rank, Heartbeat(first[0].collectives, first[0].collectives, ""))
+    assert not watch.is_due()
+    for now[0], positions in ((50.0, first), (100.0, second)):
+        assert watch.is_due()
+        cause = watch.judge(dict(enumerate(positions)), HOSTS, {}, {})
+    return cause
+
+
+def test_ranks_that_compute_do_not_hang() -> None:
+    assert judge_twice([position(7)] * 4, [position(7, work=30.0)] * 4) == ""
+
+
+@pytest.mark.parametrize("report_idle", [True, False])
+def test_idle_ranks_hang_where_that_is_reported(report_idle: bool) -> None:
+    cause = judge_twice([position(7)] * 4, [position(7)] * 4, report_idle=report_idle)
+    assert ("rank 3 on h3 (pid 103) is idle. It is at train.py, line 7" in cause) == report_idle
+
+
+def test_collective_that_does_not_end_is_a_hang_of_all_ranks() -> None:
+    cause = judge_twice([position(7, pending=True)] * 4, [position(7, 90.0, pending=True)] * 4)
+    assert "all ranks have entered collective 7" in cause
+
+
+def test_transfers_between_two_ranks_are_progress() -> None:
+    later = position(7, pending=True)
+    moved = later._replace(last=({**later.last[0], "number": 8},))
+    assert judge_twice([position(7, pending=True)] * 4, [moved] * 4) == ""

@@ -1,0 +1,177 @@
+"""Decide whether the ranks hang, from their heartbeats and positions. No torch, no input or output.
+
+A hang is a time without progress in which ranks wait in a collective, or in which all ranks are
+idle. A pause in which all ranks compute, read or write is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from .hangs import Position, behind, describe, unreported, waiting
+
+_IDLE_CPU = 0.01  # seconds of CPU per second
+_INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
+_IDLE_MEGABYTES = 1.0  # read and written between two inspections
+_LONGEST_INTERVAL = 1.0
+_RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
+
+
+class Heartbeat(NamedTuple):
+    """What a rank sends regularly."""
+
+    progress: int  # any number that grows with the rank's progress
+    entered: int  # collectives of the default group
+    location: str  # of its main thread
+
+
+class HangWatch:
+    """The heartbeats of the ranks, and what they mean.
+
+    Positions are requested twice, half the limit and the whole limit after the last progress:
+    what has changed between the two shows which rank works.
+    """
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        world_size: int,
+        *,
+        report_idle: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start to watch.
+
+        limit_seconds: without progress. report_idle: time in which all ranks are idle, and none
+        waits in a collective, is a hang, too.
+        """
+        self.limit = limit_seconds
+        self.interval = max(
+            min(_LONGEST_INTERVAL, limit_seconds / 8), world_size / _RANKS_PER_SECOND
+        )
+        self._report_idle = report_idle
+        self._clock = clock
+        self._last_progress = clock()
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._received: dict[int, float] = {}
+        self._first: dict[int, Position] = {}  # positions at the first inspection
+        self._first_time = 0.0
+
+    def receive(self, rank: int, heartbeat: Heartbeat) -> None:
+        """Take a rank's heartbeat."""
+        previous = self._heartbeats.get(rank)
+        if previous is None or heartbeat.progress != previous.progress:
+            self._restart()
+        self._heartbeats[rank] = heartbeat
+        self._received[rank] = self._clock()
+
+    def seconds_without_progress(self) -> float:
+        """Return the time since the last progress of any rank."""
+        return self._clock() - self._last_progress
+
+    def is_due(self) -> bool:
+        """Whether the positions of all ranks should be requested now."""
+        stalled = self.seconds_without_progress()
+        if not self._first:
+            return stalled >= self.limit / 2
+        since_first = self._clock() - self._first_time
+        return stalled >= self.limit and since_first >= self.limit / 2
+
+    def silent(self, rank: int) -> bool:
+        """Whether a rank has sent no heartbeat for half the limit."""
+        received = self._received.get(rank, self._clock() - self.seconds_without_progress())
+        return self._clock() - received > max(self.limit / 2, 2 * self.interval)
+
+    def judge(
+        self,
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        departed: Mapping[int, str],
+        states: Mapping[int, str],
+    ) -> str:
+        """Return the cause of a hang; "" where there is none, or none yet.
+
+        positions: of the ranks that have responded. hosts: of all ranks, "node17 (pid 4711)".
+        departed: ranks that have left, and why. states: of processes that do not respond.
+        """
+        first, elapsed = self._first, self._clock() - self._first_time
+        self._first, self._first_time = dict(positions), self._clock()
+        running = [rank for rank in sorted(hosts) if rank not in departed]
+        missing = unreported(positions, running)
+        if not first or not positions or not all(map(self.silent, missing)):
+            return ""
+        if any(_entered(first.get(rank, now)) != _entered(now) for rank, now in positions.items()):
+            self._restart()
+            return ""
+
+        if not waiting(positions) and not self._behind(positions, missing):
+            idle = not missing and all(
+                rank in first and _is_idle(first[rank], position, elapsed)
+                for rank, position in positions.items()
+            )
+            return self._describe_idle(positions, hosts, departed) if idle else ""
+        left = next((cause for cause in departed.values() if cause), "")
+        if left and not missing and not behind(positions, running):
+            return left
+        return describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
+
+    def _restart(self) -> None:
+        self._last_progress = self._clock()
+        self._first = {}
+
+    def _behind(self, positions: Mapping[int, Position], missing: list[int]) -> list[int]:
+        known = dict(positions)
+        for rank in missing:
+            if rank in self._heartbeats:
+                known[rank] = Position(self._heartbeats[rank].entered, "")
+        return behind(known, known)
+
+    def _describe_silent(
+        self, missing: list[int], hosts: Mapping[int, str], states: Mapping[int, str]
+    ) -> dict[int, str]:
+        """Return what is known of the ranks that do not respond."""
+        responding_hosts = {_name(hosts[rank]) for rank in hosts if rank not in missing}
+        known = {}
+        for rank in missing:
+            state = "it is stopped, or busy in native code"
+            if rank in states:
+                state = f"its process is {states[rank]}"
+            elif _name(hosts[rank]) not in responding_hosts:
+                state = "no rank of this host does, so the host is down or its network is cut"
+            known[rank] = state
+            if rank in self._heartbeats:
+                beat = self._heartbeats[rank]
+                known[rank] += (
+                    f". Its last report: {beat.entered} collectives entered, at {beat.location}"
+                )
+        return known
+
+    def _describe_idle(
+        self,
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        departed: Mapping[int, str],
+    ) -> str:
+        if not self._report_idle and not departed:
+            return ""
+        after = " after the other ranks have left" if departed else ""
+        return "; ".join(
+            f"rank {rank} on {hosts[rank]} is idle{after}. It is at {position.location}"
+            for rank, position in list(positions.items())[:8]
+        )
+
+
+def _entered(position: Position) -> tuple[object, ...]:
+    newest = position.last[-1:]
+    return position.collectives, [(c["group"], c["number"], c["operation"]) for c in newest]
+
+
+def _is_idle(before: Position, now: Position, seconds: float) -> bool:
+    cpu, megabytes = (after - early for after, early in zip(now.work, before.work, strict=True))
+    return cpu < _INSPECTION_CPU + _IDLE_CPU * seconds and megabytes < _IDLE_MEGABYTES
+
+
+def _name(host: str) -> str:
+    return host.partition(" ")[0]
