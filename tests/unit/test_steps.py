@@ -1,0 +1,64 @@
+"""Which rank is slow: in numbers, and in a training on four ranks."""
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.faults.programs import run_ranks
+from utils.steps import append, describe_slowest, split
+
+HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
+
+
+def measured(slow_rank: int | None, milliseconds: float = 6.0) -> list[list[float]]:
+    """Steps of 20 ms, plus what the slow rank needs; data of 1 ms; the others wait for the slow one in exchange."""
+    longer = 0.0 if slow_rank is None else milliseconds / 1e3
+    return [[0.020 + longer, 0.001, 0.010 + longer * (rank != slow_rank)] for rank in range(len(HOSTS))]
+
+
+def test_time_beyond_the_shortest_exchange_is_waiting() -> None:
+    times = split(measured(4), HOSTS)
+    assert [round(1e3 * one.waiting) for one in times] == [6, 6, 6, 6, 0, 6]
+    assert [round(1e3 * one.work) for one in times] == [20, 20, 20, 20, 26, 20]
+
+
+@pytest.mark.parametrize(("slow_rank", "share", "expected"), [
+    (4, 0.2, "rank 4 on h3 is slow: it works 26.0 ms in each step (data 1.0, computation 25.0), the median of the "
+             "other hosts is 20.0 ms"), (4, 0.4, ""), (None, 0.2, "")])
+def test_slowest_host_is_named_above_the_share(slow_rank: int | None, share: float, expected: str) -> None:
+    assert describe_slowest(split(measured(slow_rank), HOSTS), share) == expected
+
+
+def test_ranks_of_one_host_are_compared() -> None:
+    assert describe_slowest(split(measured(4), ["h1"] * 6), 0.2).startswith("rank 4 on h1 is slow")
+    assert describe_slowest(split(measured(None)[:1], ["h1"]), 0.2) == ""
+
+
+def test_file_has_a_line_for_each_rank_and_comparison(tmp_path: Path) -> None:
+    for step in (100, 200):
+        append(str(tmp_path / "steps.csv"), step, split(measured(4), HOSTS))
+    rows = list(csv.DictReader((tmp_path / "steps.csv").read_text().splitlines()))
+    assert [(row["step"], row["rank"]) for row in rows] == [(step, str(rank)) for step in ("100", "200")
+                                                           for rank in range(6)]
+
+
+PROGRAM = """\
+import sys, time, torch, torch.distributed
+from utils import setup_distributed
+from utils.steps import StepTimer
+with setup_distributed("gloo") as dist:
+    timer = StepTimer(dist, every=10)
+    for step in timer.batches(range(20)):
+        time.sleep(0.03 if dist.rank == 2 else 0.01)
+        with timer.exchange():
+            torch.distributed.all_reduce(torch.ones(4))
+"""
+
+
+def test_slow_rank_of_a_training_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    output = run_ranks(tmp_path, str(program), (4, []))
+    assert "steps 1 to 10: rank 2 on " in output and "steps 11 to 20: rank 2 on " in output, output
