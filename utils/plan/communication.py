@@ -82,7 +82,10 @@ def read_links(path: Path, gpus_per_node: int) -> tuple[Link, Link]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != 1:
-            raise PlanError(f"{path} has format {found['format']!r}. Expected: 1.")
+            raise PlanError(
+                f"{path} has format {found['format']!r}. Expected 1. Measure the links again with "
+                "`bench.py collectives --links FILE`."
+            )
         inside, between = (_link(found.get(name)) for name in ("inside", "between"))
         hosts = int(found["hosts"])
     except OSError as error:
