@@ -43,7 +43,6 @@ from .store import rendezvous
 from .topology import parse_ranges
 
 START_UP_SECONDS = 100.0
-_COLLECTIVE_SECONDS = {"nccl": 600.0}  # torch's time limits; 1800 for other backends
 _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
 
@@ -152,8 +151,9 @@ def setup_distributed(
     hang_timeout: seconds without progress until a job that hangs ends: every rank writes its
         stacks and last collectives to a file, and rank 0 names the ranks that the others wait
         for. Progress is a collective that any rank enters, or Distributed.report_progress(). A
-        time in which no rank waits and all are idle is a hang, too. None: shortly before the time
-        limit of a collective, and only while ranks wait. The same on all ranks.
+        time in which no rank waits and all are idle is a hang, too. None: only torch's time
+        limits end such a job, since the script's own groups may have longer ones. The same value on
+        all ranks.
     bind: "auto" binds this process to its share of the cores, as described below. False keeps the
         cores that the launcher has set. The value must be the same on all ranks.
 
@@ -180,8 +180,8 @@ def setup_distributed(
       dies during the start, or when this rank hangs and all others have stopped.
     - It enables faulthandler, which prints the Python stacks when a signal such as SIGABRT kills
       the process.
-    - It ends the process with status 1 when the ranks hang, and when the start takes 10 % longer
-      than `timeout`.
+    - It ends the process with status 1 when the ranks hang, if hang_timeout is given, and when the
+      start takes 10 % longer than `timeout`.
 
     Raises LaunchError when the ranks cannot start together: on every rank, with the cause.
     ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
@@ -288,27 +288,20 @@ def _start(
         _shutdown=shutdown,
     )
     if found.monitor:
-        _watch_for_hangs(job, found.monitor, collective_timeout, hang_timeout)
+        _watch_collectives(job, found.monitor, hang_timeout)
     return job
 
 
-def _watch_for_hangs(
-    job: Distributed,
-    monitor: Monitor,
-    collective_timeout: float | None,
-    hang_timeout: float | None,
-) -> None:
-    """Find out when the ranks make no progress, and end the job then."""
-    limit = hang_timeout
-    if limit is None:
-        most = collective_timeout or _COLLECTIVE_SECONDS.get(job.backend, 1800.0)
-        limit = most - min(0.1 * most, 60)
+def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | None) -> None:
+    """Let the monitor see this rank's collectives and, if requested, end a job that hangs."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
         if not faulthandler.is_enabled():
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
     monitor.last_collectives = lambda ends: collectives.last_collectives(locations=ends)
+    if hang_timeout is None:
+        return
     monitor.watch(
-        HangWatch(limit, job.world_size, report_idle=hang_timeout is not None),
+        HangWatch(hang_timeout, job.world_size),
         progress=lambda: collectives.total_collectives() + job._reported_progress,
         write_report=functools.partial(failure.write_hang_report, job.rank),
     )

@@ -39,19 +39,16 @@ class HangWatch:
         limit_seconds: float,
         world_size: int,
         *,
-        report_idle: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to watch.
 
-        limit_seconds: without progress. report_idle: time in which all ranks are idle, and none
-        waits in a collective, is a hang, too.
+        limit_seconds: without progress.
         """
         self.limit = limit_seconds
         self.interval = max(
             min(_LONGEST_INTERVAL, limit_seconds / 8), world_size / _RANKS_PER_SECOND
         )
-        self._report_idle = report_idle
         self._clock = clock
         self._last_progress = clock()
         self._heartbeats: dict[int, Heartbeat] = {}
@@ -154,8 +151,6 @@ class HangWatch:
         hosts: Mapping[int, str],
         departed: Mapping[int, str],
     ) -> str:
-        if not self._report_idle and not departed:
-            return ""
         after = " after the other ranks have left" if departed else ""
         return "; ".join(
             f"rank {rank} on {hosts[rank]} is idle{after}. It is at {position.location}"
