@@ -15,10 +15,10 @@ class ArgumentParser(argparse.ArgumentParser):
     prog: such as "launch.py"; it becomes "ddpkit launch" where that command was called.
     """
 
-    def __init__(self, *args: Any, prog: str | None = None, **options: Any) -> None:
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
         if prog and os.path.basename(sys.argv[0]) == "ddpkit":
             prog = re.sub(r"^(\w+)\.py", r"ddpkit \1", prog)
-        super().__init__(*args, prog=prog, **options)
+        super().__init__(prog=prog, **options)
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message; exit with status 2."""
