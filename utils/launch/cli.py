@@ -48,8 +48,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; exit with status 2 and a message where it is wrong."""
     parser = ArgumentParser(
         prog="launch.py",
-        usage="launch.py [OPTION ...] SCRIPT [ARGUMENT ...]\n"
-        "       launch.py [OPTION ...] -m MODULE [ARGUMENT ...]",
+        usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n"
+        "       %(prog)s [OPTION ...] -m MODULE [ARGUMENT ...]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
