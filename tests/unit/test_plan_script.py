@@ -82,7 +82,24 @@ def test_example_that_resumes_and_primes_its_buckets_is_traced(tmp_path: Path) -
     assert found["inputs"]["parameters"] == 64 * 128 + 128 + 128 * 4 + 4
 
 
+def test_script_for_torchrun_that_numbers_its_devices_is_traced(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import os, torch
+gpu = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(gpu)
+torch.distributed.init_process_group("nccl")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10).to(gpu), device_ids=[gpu])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.zeros(4, 10).to(gpu) + torch.ones(4, 10, device=gpu)).sum().backward()
+    optimizer.step()
+""")
+    found = planned(str(tmp_path / "train.py"))
+    assert found["inputs"]["parameters"] == 110 and not any("not use DDP" in note for note in found["notes"])
+
+
 @pytest.mark.parametrize(("script", "words"), [
+    ("while True: model(torch.zeros(1, 10)).sum().backward()", "within 8 s"),
     ("while True: model(torch.zeros(1, 10)).sum().backward(); optimizer.step()", None),
     ("optimizer.step(); optimizer.step()", "no backward pass"),
     ("raise ValueError('no such data')", "train.py:5"),
@@ -91,7 +108,7 @@ def test_example_that_resumes_and_primes_its_buckets_is_traced(tmp_path: Path) -
     ("import sys; sys.exit('no data here')", "no data here")])
 def test_what_cannot_be_traced_is_said(tmp_path: Path, script: str, words: str | None) -> None:
     (tmp_path / "train.py").write_text(HEAD + script)
-    done = plan(str(tmp_path / "train.py"))
+    done = plan("--trace-timeout", "8", str(tmp_path / "train.py"))
     if words is None:
         assert done.returncode == 0 and "does not use DDP" in done.stdout, done.stderr
     else:

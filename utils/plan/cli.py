@@ -72,6 +72,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     what.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     what.add_argument("--model", metavar="MODULE:FUNCTION")
     what.add_argument("--parameters", type=float, metavar="N")
+    what.add_argument(
+        "--trace-timeout", type=float, default=300, metavar="S", help="for two steps of SCRIPT"
+    )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
     how.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw")
@@ -233,7 +236,7 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
         )
     from .script import trace_script
 
-    return trace_script(args.script[0], args.script[1:])
+    return trace_script(args.script[0], args.script[1:], timeout=args.trace_timeout)
 
 
 def _micro_batches(

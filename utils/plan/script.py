@@ -11,6 +11,7 @@ import importlib
 import io
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -28,24 +29,58 @@ from .communication import PlanError
 from .trace import StepsTraced, StepTracer, Trace, convertible_parameters, fake_mode, is_fake
 
 _DDP_OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
+_RANK_VARIABLES = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "NODE_RANK": "0",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",  # nothing connects to it
+}
 
 
-def trace_script(path: str, arguments: Sequence[str]) -> Trace:
+def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -> Trace:
     """Trace a script with its arguments, as the single rank of a CPU run.
 
+    timeout: seconds until the script has to have done its second optimizer step.
     Raises PlanError, which says what could not be traced.
     """
     if not Path(path).is_file():
         raise PlanError(f"There is no script {path!r}. Expected the path of a Python file.")
     # Private, and the only collectives of torch.distributed that take fake tensors.
     importlib.import_module("torch.distributed._tools.fake_collectives")
-    tracer = StepTracer()
     output = io.StringIO()
+    with _time_limit(path, timeout):
+        tracer, problem = _run(path, arguments, {}, output)
+        if isinstance(problem, KeyError) and problem.args[0] in _RANK_VARIABLES:
+            # A script for torchrun alone. The variables are not set at first: without them, most
+            # scripts and libraries leave torch.distributed out.
+            tracer, problem = _run(path, arguments, _RANK_VARIABLES, output)
+    if problem is not None:
+        raise PlanError(
+            f"{path} could not be traced: {type(problem).__name__}: {problem}"
+            f"{_place(problem, path)}. Expected a script that trains on one CPU process. Run it "
+            f"so, or use --model or --parameters.{_last(output)}"
+        ) from problem
+    trace = tracer.result()
+    if not trace.ddp_options:
+        trace.notes.append("The script does not use DDP: its default buckets are assumed.")
+    trace.notes.append("The script ran as the only rank: a global batch that it divides is whole.")
+    return trace
+
+
+def _run(
+    path: str, arguments: Sequence[str], variables: dict[str, str], output: io.StringIO
+) -> tuple[StepTracer, BaseException | None]:
+    """Run the script with these rank variables; return what was traced, and why it failed."""
+    tracer = StepTracer()
+    problem: BaseException | None = None
     argv, sys.argv = sys.argv, [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
-    problem: BaseException | None = None
     try:
-        with _Patches(tracer).applied(), tracer.active(), _OnCPU():
+        with _Patches(tracer).applied(variables), tracer.active(), _OnCPU():
             with contextlib.redirect_stdout(output), convertible_parameters():
                 runpy.run_path(path, run_name="__main__")
     except StepsTraced:
@@ -62,17 +97,27 @@ def trace_script(path: str, arguments: Sequence[str]) -> Trace:
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-    if problem is not None:
+    return tracer, problem
+
+
+@contextlib.contextmanager
+def _time_limit(path: str, seconds: float) -> Iterator[None]:
+    """Raise PlanError in the script after so many seconds."""
+
+    def stop(*_: object) -> None:
         raise PlanError(
-            f"{path} could not be traced: {type(problem).__name__}: {problem}"
-            f"{_place(problem, path)}. Expected a script that trains on one CPU process. Run it "
-            f"so, or use --model or --parameters.{_last(output)}"
-        ) from problem
-    trace = tracer.result()
-    if not trace.ddp_options:
-        trace.notes.append("The script does not use DDP: its default buckets are assumed.")
-    trace.notes.append("The script ran as the only rank: a global batch that it divides is whole.")
-    return trace
+            f"{path} has not reached its second optimizer step within {seconds:.0f} s. Expected "
+            "steps of a torch.optim optimizer. If the script only takes long to load its data, "
+            "raise --trace-timeout; otherwise use --model or --parameters."
+        )
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, where a script caught it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 class _OnCPU(TorchFunctionMode):
@@ -84,6 +129,10 @@ class _OnCPU(TorchFunctionMode):
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         args, kwargs = tree_map(_on_cpu, (args, kwargs or {}))
+        if function is torch.Tensor.to and isinstance(args[1] if args[1:] else None, int):
+            args = (args[0], "cpu", *args[2:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = "cpu"
         return _on_cpu(function(*args, **kwargs))
 
 
@@ -104,11 +153,13 @@ class _Patches:
         self._tracer, self._mode = tracer, fake_mode()
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, variables: dict[str, str]) -> Iterator[None]:
+        """Replace the functions, and set these rank variables and no others."""
         tracer = self._tracer
         new_parameter = nn.Parameter.__new__
         init_optimizer = torch.optim.Optimizer.__init__
         init_autocast = torch.autocast.__init__
+        to_module = nn.Module.to
 
         def make_parameter(
             cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True
@@ -124,6 +175,13 @@ class _Patches:
             ddp.require_backward_grad_sync = True
             tracer.ddp_options = {name: options.get(name) for name in _DDP_OPTIONS}
             tracer.track(module)
+
+        def move_module(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+            if args and isinstance(args[0], int):
+                args = ("cpu", *args[1:])
+            if "device" in options:
+                options["device"] = "cpu"
+            return to_module(module, *args, **options)
 
         def make_optimizer(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
             init_optimizer(optimizer, params, *args, **options)
@@ -147,16 +205,19 @@ class _Patches:
             (DistributedDataParallel, "no_sync", lambda ddp: self._no_sync(ddp)),
             (DistributedDataParallel, "join", lambda ddp, *a, **k: contextlib.nullcontext()),
             (DistributedDataParallel, "register_comm_hook", self._ignore_hook()),
+            (nn.Module, "to", move_module),
             (torch.optim.Optimizer, "__init__", make_optimizer),
             (torch.autocast, "__init__", make_autocast),
             (torch, "compile", self._not_compiled),
             (torch.cuda, "set_device", lambda device: None),
+            (torch.multiprocessing, "spawn", lambda run, args=(), *a, **k: run(0, *args)),
             (dist, "init_process_group", init_process_group),
         ]
         kept = [(place, name, place.__dict__[name]) for place, name, _ in replaced]
         environ = dict(os.environ)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for name in _RANK_VARIABLES:
             os.environ.pop(name, None)
+        os.environ.update(variables)
         for place, name, value in replaced:
             setattr(place, name, value)
         try:
