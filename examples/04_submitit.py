@@ -3,10 +3,9 @@
 this machine    python examples/04_submitit.py --cluster local --tasks-per-node 2
 Slurm           python examples/04_submitit.py --nodes 2 --tasks-per-node 4 --gpus-per-node 4
 
-It needs `pip install submitit` and, on Slurm, a --folder that all nodes see. sbatch takes account
-and partition from SBATCH_ACCOUNT and SBATCH_PARTITION. Before the time limit, or when the job is
-preempted, Slurm sends USR2. submitit then calls checkpoint() on rank 0 and puts the job back into
-the queue. It resumes after the last epoch that was saved.
+sbatch takes account and partition from SBATCH_ACCOUNT and SBATCH_PARTITION. Before the time limit,
+or when the job is preempted, Slurm sends USR2. submitit then calls checkpoint() on rank 0 and puts
+the job back into the queue, where it resumes after the last epoch that was saved.
 """
 
 import argparse
@@ -66,7 +65,6 @@ class Training:
             first = found.step if found else 0
             if found and dist.is_main:
                 print(f"resuming after epoch {first}", flush=True)
-
             for epoch in range(first, self.epochs):
                 sampler.set_epoch(epoch)
                 total = torch.zeros((), device=dist.device)
@@ -85,25 +83,21 @@ class Training:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Minimal DDP training, submitted by submitit.")
-    parser.add_argument("--cluster", choices=["slurm", "local"], help="default: slurm if it exists")
-    parser.add_argument("--folder", type=Path, default=Path("submitit"), help="all nodes see it")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--tasks-per-node", type=int, default=1, help="ranks: one per GPU")
-    parser.add_argument("--gpus-per-node", type=int)
-    parser.add_argument("--minutes", type=int, default=10, help="time limit")
-    parser.add_argument("--epochs", type=int, default=5)
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("--cluster", choices=["slurm", "local"], help="default: slurm if it exists")
+    add("--folder", type=Path, default=Path("submitit"), help="all nodes see it")
+    add("--epochs", type=int, default=5)
+    add("--nodes", type=int, default=1)
+    add("--tasks-per-node", type=int, default=1, help="ranks: one per GPU")
+    add("--gpus-per-node", type=int)
+    add("--timeout-min", type=int, default=10, help="time limit in minutes")
+    options = vars(parser.parse_args())
+    cluster, folder, epochs = (options.pop(name) for name in ("cluster", "folder", "epochs"))
 
-    executor = submitit.AutoExecutor(args.folder, cluster=args.cluster)
-    executor.update_parameters(  # None: not given to sbatch
-        name="ddp",
-        nodes=args.nodes,
-        tasks_per_node=args.tasks_per_node,
-        timeout_min=args.minutes,
-        gpus_per_node=args.gpus_per_node,
-    )
-    checkpoints = args.folder.resolve() / f"checkpoints-{time.time_ns()}"
-    job = executor.submit(Training(args.epochs, checkpoints))
+    executor = submitit.AutoExecutor(folder, cluster=cluster)
+    executor.update_parameters(name="ddp", **options)
+    checkpoints = folder.resolve() / f"checkpoints-{time.time_ns()}"
+    job = executor.submit(Training(epochs, checkpoints))
     print(f"job {job.job_id}: the log of rank 0 is {job.task(0).paths.stdout}", flush=True)
     print(f"final loss: {job.results()[0]:.10f}")
 
