@@ -65,7 +65,7 @@ def gradient_sizes(model: int) -> list[int]:
 
 # --- one rank
 
-def rank_main() -> None:
+def rank_main(models: list[int]) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -85,8 +85,9 @@ def rank_main() -> None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(sorted(slowest.tolist())[count // 4])
 
-    runs = []
-    for width, depth, batch, cap, micro_steps in MODELS:
+    runs = {}
+    for model in models:
+        width, depth, batch, cap, micro_steps = MODELS[model]
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
         ddp = DDP(nn.Sequential(*layers), bucket_cap_mb=cap)
         inputs = torch.randn(batch, width)
@@ -97,11 +98,11 @@ def rank_main() -> None:
                     if not sync or i < micro_steps - 1:
                         stack.enter_context(ddp.no_sync())
                     ddp(inputs).square().mean().backward()
-        runs.append(step)
+        runs[model] = step
         step()
         step()  # the first one rebuilds the buckets
     for line in sys.stdin:  # once for each network
-        for model, run in enumerate(runs):
+        for model, run in runs.items():
             computed = lower_quartile(lambda run=run: run(sync=False), 9)
             measured = lower_quartile(run, 9)
             if dist.get_rank() == 0:
@@ -133,17 +134,18 @@ def shape(hosts: Hosts, host: str, rate: float, delay: float) -> None:
         raise RuntimeError(f"tc could not shape the link of {host}")
 
 
-def measure() -> Iterator[Row]:
+def measure(sizes: tuple[int, ...] = RANKS, rates: tuple[int, ...] = RATES,
+            models: tuple[int, ...] = tuple(range(len(MODELS)))) -> Iterator[Row]:
     """Yield a row for each configuration."""
-    for ranks in RANKS:
+    for ranks in sizes:
         with Hosts(ranks, subnet="10.79.7") as hosts, ExitStack() as stack:
             env = {"MASTER_ADDR": hosts.address["h1"], "MASTER_PORT": "29511", "WORLD_SIZE": str(ranks),
                    "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, "-m", "tests.validation.step_time", "--rank"]
+            command = [sys.executable, "-m", "tests.validation.step_time", "--rank", *map(str, models)]
             processes = [stack.enter_context(hosts.popen(
                 host, command, env={**env, "RANK": str(rank)}, cwd=ROOT, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE)) for rank, host in enumerate(hosts.hosts)]
-            for delay, rate in itertools.product(delays(hosts), RATES):
+            for delay, rate in itertools.product(delays(hosts), rates):
                 for host in hosts.hosts:
                     shape(hosts, host, rate, delay)
                 for process in processes:
@@ -235,8 +237,8 @@ def report(rows: list[Row], fitted: Fit) -> str:
 
 
 def main(words: list[str]) -> int:
-    if words == ["--rank"]:
-        rank_main()
+    if words[:1] == ["--rank"]:
+        rank_main([int(word) for word in words[1:]])
         return 0
     rows = []
     for row in measure():
