@@ -1,6 +1,8 @@
 """The prediction of a DDP step against a measurement, where the network decides and not the load of the machine."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.validation.step_time import Fit, measure, predict
@@ -9,7 +11,8 @@ FITTED = Fit(share=0.96, latency=3e-4, cpu_rate=2e8, delayed=1.0)  # docs/perfor
 WIDE = 2  # of MODELS: the longest communication for its computation
 
 
-def test_predicted_step_on_links_of_known_rate() -> None:
+def test_predicted_step_on_links_of_known_rate(need: Callable[[str], object]) -> None:
+    need("hosts")
     rows = [row for row in measure((2,), (50, 100), (WIDE,)) if not row.delay]
     predicted = [predict(row, FITTED, row.computed) for row in rows]
     assert [row.rate for row in rows] == [50, 100]
