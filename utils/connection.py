@@ -12,6 +12,7 @@ from typing import Any
 
 Message = dict[str, Any]  # what json can write
 _CHUNK_BYTES = 1 << 18
+_RETRANSMITS = 3  # in a row, which takes a second or more
 
 
 class Connection:
@@ -86,6 +87,19 @@ class Connection:
                 raise TimeoutError("no message arrived")
             self._read()
         return self._messages.popleft() if self._messages else None
+
+    def is_unacknowledged(self) -> bool:
+        """Whether the other host acknowledges nothing: it is down or cut off. Linux only.
+
+        A process that is stopped does not matter: its host acknowledges what arrives.
+        """
+        if self.closed or not hasattr(socket, "TCP_INFO"):
+            return False
+        # struct tcp_info of tcp(7): state, ca_state, retransmits of the same data, ...
+        try:
+            return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2] >= _RETRANSMITS
+        except OSError:  # another kind of socket
+            return False
 
     def close(self) -> None:
         """Close the socket. Unsent messages are dropped."""

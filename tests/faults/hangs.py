@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.cluster.hosts import Hosts, wait_until
+from utils.schedulers import exclude_file
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
 HEALTHY = ("steps", "compute", "write", "evaluate")
@@ -186,6 +187,7 @@ class Result(NamedTuple):
     seconds: float  # from the fault to the end of all ranks
     statuses: list[int | None]  # None: still running
     output: str
+    excluded: list[str]  # hosts that a later job avoids
 
 
 class HangLab:
@@ -208,7 +210,8 @@ class HangLab:
         for rank in range(RANKS):
             host = self.hosts.hosts[rank // 2]
             env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(29600 + self._runs)}
+                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(29600 + self._runs),
+                   exclude_file.VARIABLE: str(folder / "bad-hosts")}
             pipe = self._servers[host].stdin
             assert pipe
             pipe.write(json.dumps({"kind": kind, "limit": limit, "folder": str(folder), "env": env}) + "\n")
@@ -235,7 +238,8 @@ class HangLab:
         if kind == "cut-host":
             self.link(BAD_HOST, "up")
         output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*")))
-        return Result(took, statuses, output)
+        excluded = [entry.host for entry in exclude_file.read(folder / "bad-hosts")]
+        return Result(took, statuses, output, excluded)
 
     def link(self, host: str, state: str) -> None:
         subprocess.run([*self.hosts.enter(host), "ip", "link", "set", "eth0", state], check=True)

@@ -1,13 +1,13 @@
 """Stop all ranks at the same step before the job ends, and put the job back into the queue.
 
 stop_signal.py is what a training script uses. agreement.py lets the ranks agree on a step,
-sources.py holds everything that requests a stop, and requeue.py decides what may be requeued.
+sources.py holds everything that requests a stop. schedulers/requeue.py puts the job back.
 """
 
 from __future__ import annotations
 
 from ..schedulers.exit_status import EXIT_REQUEUE as EXIT_REQUEUE
-from .requeue import requeue as requeue
+from ..schedulers.requeue import requeue as requeue
 from .sources import SIGNALS as SIGNALS
 from .stop_signal import StopSignal as StopSignal
 from .workers import shield_worker as shield_worker

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from .. import process
 from ..connection import Connection, Message
+from ..schedulers import exclude_file
 from .hangs import (
     Collective,
     Position,
@@ -463,7 +464,29 @@ class Monitor:
         )
         sys.stderr.flush()
         self._send_all({"hang": cause, "folder": folder})
+        # In a thread: the file system may be what hangs.
+        threading.Thread(target=self._list_unreachable_hosts, daemon=True).start()
         self._end_hang(folder, cause)
+
+    def _list_unreachable_hosts(self) -> None:
+        """Let later jobs avoid hosts that are down or cut off, where the job has such a list.
+
+        Only rank 0 has connections to all hosts. If half of them are unreachable, it may be the
+        host of rank 0 that is cut off.
+        """
+        file = os.environ.get(exclude_file.VARIABLE)
+        if self._rank != 0 or not file:
+            return
+        reachable = {self._hosts[0].partition(" ")[0]}
+        unreachable: set[str] = set()
+        for connection, peer in self._peers.items():
+            name = peer.host.partition(" ")[0]
+            (unreachable if connection.is_unacknowledged() else reachable).add(name)
+        unreachable -= reachable
+        if unreachable and 2 * len(unreachable) < len(unreachable | reachable):
+            reason = "hang: the host did not acknowledge what rank 0 sent to it"
+            with contextlib.suppress(OSError):
+                exclude_file.add(file, dict.fromkeys(sorted(unreachable), reason))
 
     def _end_hang(self, folder: str, cause: str) -> None:
         """Write this rank's file and end the process, whatever its main thread does."""

@@ -42,6 +42,7 @@ class Scheduler(ABC):
     directive_prefix: str  # "#SBATCH"
     job_id_pattern: re.Pattern[str]
     job_id_examples: str
+    can_requeue: bool = False  # whether users may put their running jobs back into the queue
 
     @abstractmethod
     def directives(self, job: Job) -> list[list[str]]:
@@ -70,6 +71,28 @@ class Scheduler(ABC):
             setup=self.setup_lines(job),
             command=script.command_words(job),
         )
+
+    @abstractmethod
+    def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
+        """Return a job that avoids hosts, and why it cannot; "" where it can.
+
+        Hosts that the scheduler does not know are ignored.
+        """
+
+    @abstractmethod
+    def exclude_hosts(
+        self,
+        job_id: str,
+        hosts: Sequence[str],
+        *,
+        preferred: Sequence[str] = (),
+        dry_run: bool = False,
+    ) -> str:
+        """Let a queued job avoid hosts; return why it cannot, or "".
+
+        preferred: good hosts that will be free, for a scheduler that cannot exclude any.
+        dry_run: only return whether it can.
+        """
 
     @abstractmethod
     def check(self, job: Job) -> list[str]:

@@ -45,7 +45,16 @@ _ENTRY_FORMS = {  # field whose entries have this form: pattern, example
     "modules": (re.compile(r"[A-Za-z0-9_.~/][A-Za-z0-9_.~+@:=/-]{0,200}"), "cuda/12.4"),
     "chunk": (re.compile(r"[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9_.@-]+"), "system=polaris"),
 }
-_TUPLES = ("command", "setup", "module_paths", "modules", "directives", "components", "chunk")
+_TUPLES = (
+    "command",
+    "setup",
+    "module_paths",
+    "modules",
+    "directives",
+    "components",
+    "chunk",
+    "preflight",
+)
 
 
 class JobError(ValueError):
@@ -87,6 +96,7 @@ class Job:
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
     container: str | None = None  # image of Apptainer or Singularity
     gpu_vendor: str | None = None  # for the container; None: that of the GPUs found in the job
+    preflight: tuple[str, ...] = ()  # options of doctor, which then checks the hosts first
 
     def __post_init__(self) -> None:
         for name, (least, greatest, optional) in _COUNTS.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..launch import interpreter
 from ..schedulers import Job, SchedulerError, get_scheduler, parse_walltime
 from ..schedulers.checks import check_queue
-from . import profiles
+from . import preflight, profiles
 from .files import PROGRAM
 from .following import note
 from .options import COMMANDS
@@ -88,6 +88,7 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         environment=_environment(args, profile, ranks),
         launcher=args.launcher or profile.launcher,
         signal_seconds=args.signal,
+        preflight=_preflight(args),
         requeue=args.requeue,
         directives=directives,
         components=tuple(args.component),
@@ -118,6 +119,19 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
             f"{PROGRAM} {shlex.join(words)}"
         )
     return tuple(words)
+
+
+def _preflight(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the options of doctor for --preflight; none without it."""
+    if args.preflight:
+        return preflight.options(args.checkpoints, args.data)
+    given = [name for name in ("checkpoints", "data") if getattr(args, name) is not None]
+    if given:
+        raise UsageError(
+            f"--{given[0]} is given, which is for the check of the hosts, and --preflight is not. "
+            "Add --preflight, or give the option to the script, behind its name."
+        )
+    return ()
 
 
 def _ranks_per_node(args: argparse.Namespace) -> int | None:

@@ -7,6 +7,7 @@ fails itself.
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,12 @@ from ..schedulers import (
     SchedulerError,
     Status,
     current_allocation,
+    exclude_file,
     get_scheduler,
 )
 from ..schedulers.exit_status import EXIT_REQUEUE
 from ..schedulers.slurm.environment import unique_job_id
-from . import records
+from . import exclusion, preflight, records
 from .files import PROGRAM
 from .following import breaks_chain, describe, note
 
@@ -35,8 +37,15 @@ MIN_EXTENSION_SECONDS = 60.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a job: words are FOLDER, PREVIOUS_JOB_ID or "", and the command line of `launch`."""
-    folder, previous = Path(words[0]), words[1]
+    """Run a job: words are FOLDER, PREVIOUS_JOB_ID or "", and the command line of `launch`.
+
+    Before the latter may come --preflight and the options of doctor as one word.
+    """
+    folder, previous, launch_words = Path(words[0]), words[1], words[2:]
+    doctor_options: list[str] = []
+    if launch_words[:1] == ["--preflight"]:
+        doctor_options, launch_words = shlex.split(launch_words[1]), launch_words[2:]
+    os.environ[exclude_file.VARIABLE] = str(exclusion.path(folder.parent))
     scheduler, job_id = _this_job(os.environ)
     reason = refusal(scheduler, folder, previous) if previous else None
     if reason is not None:
@@ -53,7 +62,10 @@ def main(words: Sequence[str]) -> int:
     limit.watch()
     status = 1
     try:
-        status = launch_cli.main(words[2:])
+        stopped = None
+        if doctor_options:
+            stopped = preflight.check(scheduler, folder, job_id, doctor_options, launch_words)
+        status = launch_cli.main(launch_words) if stopped is None else stopped
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:

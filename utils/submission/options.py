@@ -181,6 +181,14 @@ def _add_job_options(add: Callable[..., object]) -> None:
         "after saving (exit status 75) or reached its time limit",
     )
     add(
+        "--preflight",
+        action="store_true",
+        help="check the hosts before the training starts (doctor.py --quick). If one is bad, the "
+        "job is requeued, or the next one of its chain runs, without that host",
+    )
+    for name, use in (("--checkpoints", "write"), ("--data", "read")):
+        add(name, metavar="FOLDER", help=f"all hosts have to {use} this, for --preflight")
+    add(
         "--requeue",
         action=argparse.BooleanOptionalAction,
         help="whether the scheduler may restart the job after a node failure",
@@ -256,4 +264,5 @@ OPTION_OF_FIELD = {
     "directives": "--directive",
     "components": "--component",
     "container": "--container",
+    "preflight": "--preflight",
 }

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..schedulers import Scheduler, SchedulerError, Status
+from ..schedulers import Scheduler, SchedulerError, Status, exclude_file
 from ..schedulers.exit_status import EXIT_REQUEUE
 from ..schedulers.status import state_of_exit
-from . import records
+from . import exclusion, records
 from .files import PROGRAM
 from .following import Log, breaks_chain, describe, follow, note
 from .records import Submission
@@ -107,6 +107,9 @@ def print_list(parent: Path, scheduler_named: Callable[[str], Scheduler], everyt
         print(line.encode(errors="surrogateescape").decode(errors="replace"))
     if len(submissions) > MAX_LISTED and not everything:
         note(f"{len(submissions) - MAX_LISTED} earlier submissions are not shown; --all lists them")
+    file = exclusion.path(parent)
+    for text in exclusion.describe(exclude_file.read(file)):
+        note(f"hosts that jobs submitted from here avoid ({file}): {text}")
     return 0
 
 

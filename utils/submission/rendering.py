@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from ..schedulers import Job, get_scheduler
@@ -23,5 +24,10 @@ def job_script(
     if folder is not None:
         lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
         lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
-        template = template.replace("run launch", 'run job "$SUBMISSION" "$PREVIOUS"')
+        run = 'run job "$SUBMISSION" "$PREVIOUS"'
+        if job.preflight:
+            run += f" --preflight {quote(shlex.join(job.preflight))}"
+        template = template.replace("run launch", run)
+    elif job.preflight:
+        lines.append(f"# first: doctor {shlex.join(job.preflight)}")
     return get_scheduler(scheduler).render(job, template.replace("@kit@", "\n".join(lines)))

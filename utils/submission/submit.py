@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..schedulers import Job, Scheduler, SchedulerError, format_walltime, get_scheduler
-from . import records
+from . import exclusion, records
 from .build import (
     UsageError,
     build_job,
@@ -185,11 +185,12 @@ def _submit_each(
 ) -> None:
     """Submit the jobs of a chain; job_ids receives their ids."""
     output = _output(scheduler, job, folder)
+    submitted = exclusion.avoid_bad_hosts(scheduler, job, folder.parent)
     dependencies: list[str | None] = []
     for number in range(count):
         previous = job_ids[-1] if job_ids else ""
         dependency = f"afterany:{previous}" if previous else job.dependency
-        one = dataclasses.replace(job, dependency=dependency, output=output)
+        one = dataclasses.replace(submitted, dependency=dependency, output=output)
         script = folder / (SCRIPT if count == 1 else f"job-{number + 1}.sh")
         script.write_text(
             job_script(scheduler.name, one, folder, previous),

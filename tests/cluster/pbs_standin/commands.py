@@ -102,6 +102,19 @@ def qstat(server: Server, call: Call) -> int:
     return 0
 
 
+def qalter(server: Server, call: Call) -> int:
+    """qalter -l RESOURCE=VALUE... JOB, of a job that has not started."""
+    options, [name] = getopt.getopt(call.words, "l:")
+    server.alter(name, dict(value.split("=", 1) for _, value in options))
+    return 0
+
+
+def pbsnodes(server: Server, call: Call) -> int:
+    """pbsnodes -a -F json"""
+    json.dump({"nodes": {host: server.vnode(host) for host in server.hosts}}, call.out)
+    return 0
+
+
 def qselect(server: Server, call: Call) -> int:
     states = dict(getopt.getopt(call.words, "s:q:")[0]).get("-s", "QHRE")
     for job in list(server.jobs.values()):
@@ -142,4 +155,5 @@ def pbs_tmrsh(server: Server, call: Call) -> int:
 
 
 COMMANDS: dict[str, Callable[[Server, Call], int]] = {
-    command.__name__: command for command in (qsub, qstat, qselect, qdel, qsig, qrerun, pbsdsh, pbs_tmrsh)}
+    command.__name__: command for command in (qsub, qstat, qalter, qselect, qdel, qsig, qrerun, pbsnodes, pbsdsh,
+                                            pbs_tmrsh)}

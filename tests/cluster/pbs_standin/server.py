@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.pbs_standin import commands
-from tests.cluster.pbs_standin.jobs import DOMAIN, FINISHED, SERVER, UID, Job, Refused, placed
+from tests.cluster.pbs_standin.jobs import (
+    CAPACITY,
+    DOMAIN,
+    FINISHED,
+    SERVER,
+    UID,
+    Job,
+    Refused,
+    chunks,
+    placed,
+)
 
 KILL_DELAY = 10.0  # seconds from SIGTERM to SIGKILL
 # What a task runs on its host: become the user, and execute the program.
@@ -111,6 +121,24 @@ class Server:
                 self._terminate(job, "deleted", signal.SIGKILL if force else signal.SIGTERM)
             else:
                 job.finish(91)
+
+    def alter(self, word: str, resources: dict[str, str]) -> None:
+        """Change what a job requests that has not started."""
+        job = self.find(word)
+        with self.lock:
+            if job.state not in "QH":
+                raise Refused(165, f"Cannot modify attribute while job running {job.id}")
+            job.request["resources"].update(resources)
+            job.chunks = chunks(job.request["resources"]["select"])
+            self._schedule()
+
+    def vnode(self, host: str) -> dict[str, Any]:
+        """Return what pbsnodes shows of a host."""
+        running = [part for job in list(self.jobs.values()) if job.state in "RE" for part in job.chunks]
+        assigned = sum(part.count("ncpus") for part in running if part.host == host)
+        return {"Mom": f"{host}.{DOMAIN}", "ntype": "PBS", "state": "free" if assigned < 4 else "job-busy",
+                "resources_available": {"arch": "linux", "host": host, "mem": "24684096kb", **CAPACITY, "vnode": host},
+                "resources_assigned": {"ncpus": assigned} if assigned else {}}
 
     def signal(self, word: str, number: int) -> None:
         job = self.find(word)

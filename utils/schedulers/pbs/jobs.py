@@ -19,6 +19,7 @@ from ..directives import (
 )
 from ..job import Job, split_directive
 from ..status import Status
+from . import exclusion
 from .limits import ServerState
 from .options import directives, quote, settings
 from .programs import find_program
@@ -62,6 +63,20 @@ class Pbs(Scheduler):
                 "< /dev/null > /dev/null 2>&1 &"
             )
         return lines
+
+    def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
+        return exclusion.without_hosts(job, hosts)
+
+    def exclude_hosts(
+        self,
+        job_id: str,
+        hosts: Sequence[str],
+        *,
+        preferred: Sequence[str] = (),
+        dry_run: bool = False,
+    ) -> str:
+        self.check_job_id(job_id)
+        return exclusion.exclude_hosts(job_id, hosts, preferred, dry_run)
 
     def check(self, job: Job) -> list[str]:
         options = directives(job)

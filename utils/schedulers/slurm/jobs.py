@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..base import Scheduler
@@ -12,6 +13,7 @@ from ..command import SchedulerError, run_command
 from ..directives import find_options, probable_cause
 from ..job import Job
 from ..status import Status
+from . import exclusion
 from .options import chosen_partition, directives, quote, setting
 from .partitions import check_account, query_partitions
 from .status import StatusQuery
@@ -53,6 +55,7 @@ class Slurm(Scheduler):
     directive_prefix = "#SBATCH"
     job_id_pattern = re.compile(r"[0-9]+(?:_(?:[0-9]+|\[[0-9,:%-]+\])|\+[0-9]+)?")
     job_id_examples = "1234, 1234_5 or 1234+1"
+    can_requeue = True
 
     def __init__(self) -> None:
         self._query = StatusQuery()
@@ -62,6 +65,20 @@ class Slurm(Scheduler):
 
     def quote(self, word: str) -> str:
         return quote(word)
+
+    def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
+        return exclusion.without_hosts(job, hosts)
+
+    def exclude_hosts(
+        self,
+        job_id: str,
+        hosts: Sequence[str],
+        *,
+        preferred: Sequence[str] = (),
+        dry_run: bool = False,
+    ) -> str:
+        self.check_job_id(job_id)
+        return exclusion.exclude_hosts(job_id, hosts, dry_run)
 
     def check(self, job: Job) -> list[str]:
         first = directives(replace(job, components=()))

@@ -25,6 +25,7 @@ _LONG_NAMES = {
     "-o": "--output",
     "-G": "--gpus",
     "-q": "--qos",
+    "-x": "--exclude",
 }
 _SAME_SETTING = {  # an option of the kit: what replaces it in job.directives
     "--gpus-per-node": "--gres --gpus --gpus-per-task",

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..log import get_logger
+from . import exclude_file
 
 if TYPE_CHECKING:
-    from ..schedulers import Status
+    from .slurm.jobs import Slurm
+    from .status import Status
 
 _log = get_logger(__name__)
 
@@ -39,10 +41,15 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
     False outside of Slurm (PBS lets only operators requeue; there the next job of a chain
     continues), and with the reason logged if refusal() or Slurm refuses.
 
+    The requeued job avoids the hosts that the file DDPKIT_EXCLUDE_FILE lists.
+
     limit: restarts after which the job is not requeued again.
     """
-    from ..schedulers import AllocationError, SchedulerError, Slurm, current_allocation
-    from ..schedulers.slurm.environment import unique_job_id
+    from .allocation import AllocationError
+    from .command import SchedulerError
+    from .detect import current_allocation
+    from .slurm.environment import unique_job_id
+    from .slurm.jobs import Slurm
 
     try:
         allocation = current_allocation(environ, query=False)
@@ -60,6 +67,7 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
             _log.warning("job %s is not put back into the queue: %s", job_id, why)
             return False
         slurm.requeue(job_id)
+        _exclude_bad_hosts(slurm, job_id, environ)
     except (AllocationError, SchedulerError) as error:
         _log.warning(
             "the job is not put back into the queue: %s. It has saved: submit it again to continue",
@@ -69,6 +77,24 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
 
     _log.info("job %s is back in the queue", job_id)
     return True
+
+
+def _exclude_bad_hosts(slurm: Slurm, job_id: str, environ: Mapping[str, str]) -> None:
+    """Let the requeued job avoid the listed hosts. Slurm allows that for pending jobs only."""
+    from .command import SchedulerError
+
+    hosts = [entry.host for entry in exclude_file.read(environ.get(exclude_file.VARIABLE, ""))]
+    if not hosts:
+        return
+    try:
+        problem = slurm.exclude_hosts(job_id, hosts)
+    except SchedulerError as error:
+        problem = str(error)
+    names = ", ".join(hosts)
+    if problem:
+        _log.warning("job %s may get %s again, which are bad: %s", job_id, names, problem)
+    else:
+        _log.info("job %s avoids %s from now on", job_id, names)
 
 
 def refusal(restarts: int, limit: int, status: Status) -> str:

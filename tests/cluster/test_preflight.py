@@ -1,0 +1,86 @@
+"""Preflight in real jobs: a node made bad is avoided by the requeued job and by the next job of a chain."""
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import wait_until
+from tests.cluster.jobs import TRAIN, PbsJobs, SlurmJobs, ranks_on
+from tests.cluster.pbs import PbsCluster
+from tests.cluster.slurm import SlurmCluster
+
+TWO_NODES = ["--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1", "--gpus-per-node", "0", "--time", "5"]
+
+
+@contextlib.contextmanager
+def read_only(cluster: SlurmCluster | PbsCluster, host: str, folder: Path) -> Iterator[None]:
+    """Let one host see a folder read-only."""
+    name = shlex.quote(str(folder))
+    mount = f"mount --bind {name} {name} && mount -o remount,ro,bind {name} {name}"
+    subprocess.run([*cluster.enter(host), "sh", "-c", mount], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*cluster.enter(host), "umount", str(folder)], check=True)
+
+
+def job_ids(jobs: SlurmJobs | PbsJobs) -> list[str]:
+    record = next(jobs.folder.glob("jobs-out/*/submission.json"))
+    return list(json.loads(record.read_text())["job_ids"])
+
+
+def test_requeued_slurm_job_and_the_next_of_its_chain_avoid_a_bad_node(slurm: SlurmCluster) -> None:
+    jobs = SlurmJobs(slurm)
+    checkpoints = jobs.folder / "checkpoints"
+    checkpoints.mkdir()
+    with read_only(slurm, "node1", checkpoints):
+        done = jobs.submit(*TWO_NODES, "--requeue", "--preflight", "--checkpoints", str(checkpoints), "--chain", "2",
+                           "--follow", TRAIN, seconds=240)
+    assert done.status == 0, done.output
+    first, second = (slurm.job(job_id) for job_id in job_ids(jobs))
+    assert (first["Restarts"], second["Restarts"]) == ("1", "0")
+    for job in (first, second):
+        assert job["ExcNodeList"] == "node1" and job["NodeList"] == "node[2-3]", job
+    output = Path(first["StdOut"]).read_text()
+    assert re.search(r"node1 cannot write in the checkpoint folder .*Read-only file system", output), output
+    assert "more than a quarter" in output and "restart 1 of" in output
+    assert ranks_on(output) == {"node2": 1, "node3": 1}
+    # A later submission from the same folder avoids it, too.
+    done = jobs.submit(*TWO_NODES, "--follow", TRAIN)
+    assert done.status == 0 and "avoided: node1 until" in done.output, done.output
+    assert "node1" not in ranks_on(done.output)
+
+
+def test_slurm_job_ends_where_no_other_node_helps(slurm: SlurmCluster) -> None:
+    jobs = SlurmJobs(slurm)
+    done = jobs.submit(*TWO_NODES, "--requeue", "--preflight", "--checkpoints", "/proc/none", "--chain", "2",
+                       "--follow", TRAIN, seconds=240)
+    assert done.status == 2 and "Other nodes would not help" in done.output, done.output
+    assert "Restarts=0" in slurm.run(["scontrol", "show", "job", job_ids(jobs)[0]]).output
+    assert not list(jobs.folder.glob("jobs-out/bad-hosts.txt"))
+
+
+def test_next_pbs_job_of_a_chain_avoids_a_bad_host(pbs: PbsCluster) -> None:
+    if not isinstance(pbs, PbsCluster):
+        pytest.skip("a host of a real PBS is made bad by hand")
+    jobs = PbsJobs(pbs)
+    pbs.write(f"{jobs.path}/checkpoints/.keep", "")
+    folder = jobs.folder / "checkpoints"
+    inside = Path(f"{jobs.path}/checkpoints")
+    with read_only(pbs, "n1", inside):
+        done = jobs.submit(*TWO_NODES, "--preflight", "--checkpoints", str(inside), "--chain", "2", "--follow", TRAIN,
+                           seconds=240)
+    assert folder.exists() and done.status == 0, done.output
+    first, second = (pbs.job(job_id) for job_id in job_ids(jobs))
+    assert "n1/" in first["exec_host"] and "n1/" not in second["exec_host"]
+    assert first["Exit_status"] == 75
+    assert ":host=n2" in second["Resource_List"]["select"] and ":host=n3" in second["Resource_List"]["select"]
+    assert ranks_on(done.output) == {"n2.pbs.lab": 1, "n3.pbs.lab": 1} or ranks_on(done.output) == {"n2": 1, "n3": 1}
+    wait_until(lambda: pbs.state(job_ids(jobs)[1]) == "F", "the job to end")

@@ -1,0 +1,152 @@
+"""The storage check of doctor: real folders of several "hosts", which are threads, and what is concluded of them."""
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from utils.doctor.check import Finding, Level, RankPlace, Ranks, Reported
+from utils.doctor.checks.storage import Folder, StorageCheck, StorageFacts
+
+GIB = 1 << 30
+
+
+def places(count: int) -> tuple[RankPlace, ...]:
+    return tuple(RankPlace(rank, f"n{rank + 1}", rank, 0) for rank in range(count))
+
+
+def collected(checks: Sequence[StorageCheck], during: Callable[[], None] = lambda: None) -> list[StorageFacts]:
+    """Collect on as many hosts as there are checks. during: called when all have written."""
+    everyone = places(len(checks))
+    gathered: dict[str, list[Any]] = {}
+    barrier = threading.Barrier(len(checks))
+    found: list[Any] = [None] * len(checks)
+
+    def run(me: RankPlace) -> None:
+        def all_gather(topic: str, value: Any) -> list[Any]:
+            gathered.setdefault(topic, [None] * len(checks))[me.rank] = value
+            if barrier.wait(30) == 0 and topic == "written":
+                during()
+            barrier.wait(30)
+            return gathered[topic]
+
+        found[me.rank] = checks[me.rank].collect(Ranks(me, everyone, all_gather))
+
+    threads = [threading.Thread(target=run, args=(me,)) for me in everyone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def concluded(facts: Sequence[StorageFacts]) -> list[Finding]:
+    reported = [Reported(place, one) for place, one in zip(places(len(facts)), facts, strict=True)]
+    return list(StorageCheck().conclude(reported))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "shared").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_hosts_write_and_read_and_leave_nothing_behind(folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "sample").write_bytes(b"1" * 5000)
+    before = sorted(folder.rglob("*"))
+    written: list[str] = []
+    facts = collected([StorageCheck("shared", "data", quick=True) for _ in range(3)],
+                      lambda: written.extend(path.name for path in folder.glob("*/.doctor-*/*/mark")))
+    assert len(written) == 6
+    assert sorted(folder.rglob("*")) == before
+    assert [one["purpose"] for one in facts[0].folders] == ["checkpoints", "data", "temporary"]
+    assert [one.folders[0]["shared"] for one in facts] == [True] * 3
+    assert all(one["seconds"] is not None and not one["problem"] for host in facts for one in host.folders)
+    assert facts[0].import_seconds is None
+    free = facts[0].folders[0]["free_bytes"] or 0
+    assert free == pytest.approx(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize, rel=0.1)
+
+
+def test_folder_that_is_not_shared_or_missing_is_named(folder: Path) -> None:
+    (folder / "own").mkdir()
+    checks = [StorageCheck(name, quick=True) for name in ("shared", "shared", "own", "missing")]
+    findings = [one for one in concluded(collected(checks)) if one.level is not Level.GOOD]
+    assert [(one.level, one.hosts, one.exclude) for one in findings] == [
+        (Level.BAD, ("n4",), True), (Level.WARNING, ("n3",), False)]
+    assert "n4 cannot write in the checkpoint folder" in findings[0].message
+    assert "No such file or directory; the other 3 hosts can" in findings[0].message
+    assert "n3 does not see files that n1 has written" in findings[1].message
+    assert not list(folder.rglob(".doctor-*"))
+
+
+def test_data_may_be_a_file_or_missing(folder: Path) -> None:
+    (folder / "samples.bin").write_bytes(b"1" * 5000)
+    [facts] = collected([StorageCheck(data="samples.bin", quick=True)])
+    assert facts.folders[1]["problem"] == "" and not facts.folders[1]["empty"]
+    [facts] = collected([StorageCheck(data="nowhere", quick=True)])
+    [finding] = [one for one in concluded([facts]) if one.level is Level.BAD]
+    assert "n1 cannot read in the data folder" in finding.message and not finding.exclude
+
+
+# What is concluded ------------------------------------------------------------------------------------------------
+
+
+def one(purpose: str = "checkpoints", **values: Any) -> Folder:
+    code = values.get("code", 0)
+    problem = f"write: {os.strerror(code)}" if code else ""
+    return {"purpose": purpose, "path": "/scratch", "problem": problem, "code": 0, "seconds": None if code else 0.02,
+            "free_bytes": 100 * GIB, "free_files": 10**6, "file_system": "nfs4", "shared": None if code else True,
+            "empty": False, **values}  # type: ignore[typeddict-item]
+
+
+def findings_of(*hosts: Folder) -> list[Finding]:
+    return [finding for finding in concluded([StorageFacts([host], None) for host in hosts])
+            if finding.level is not Level.GOOD]
+
+
+FULL = {"code": errno.ENOSPC}
+READ_ONLY = {"code": errno.EROFS}
+
+
+@pytest.mark.parametrize(("hosts", "level", "named", "exclude"), [
+    ([one(), one(**READ_ONLY), one()], Level.BAD, ("n2",), True),
+    ([one(**READ_ONLY)] * 3, Level.BAD, ("n1", "n2", "n3"), False),
+    ([one("working", **READ_ONLY)] * 3, None, (), False),
+    ([one("working", **READ_ONLY), one("working")], Level.BAD, ("n1",), True),
+    ([one(), one(), one(**FULL)], Level.BAD, ("n3",), False),  # the space of a shared file system
+    ([one("temporary", file_system="ext4"), one("temporary", file_system="ext4", **FULL)], Level.BAD, ("n2",), True),
+    ([one("temporary", file_system="ext4", **FULL)], Level.BAD, ("n1",), True),
+    ([one("temporary", code=errno.ENOENT), one("temporary")], Level.WARNING, ("n1",), False),
+    ([one(code=errno.EDQUOT)] * 2, Level.BAD, ("n1", "n2"), False),
+    ([one(free_bytes=GIB), one(free_bytes=GIB)], Level.WARNING, ("n1", "n2"), False),
+    ([one("temporary", free_bytes=GIB), one("temporary", free_bytes=1000)], Level.WARNING, ("n2",), False),
+    ([one(), one(free_files=10, free_bytes=99 * GIB)], Level.WARNING, ("n2",), False),
+    ([one(free_files=None)], None, (), False),  # a file system without a table of inodes
+    ([one("data", empty=True), one("data"), one("data")], Level.BAD, ("n1",), True),
+    ([one("data", empty=True)] * 2, Level.WARNING, (), False),
+    ([one(seconds=0.9), one(seconds=0.1), one(seconds=0.2)], Level.WARNING, ("n1",), False),
+    ([one(seconds=0.2), one(seconds=0.01), one(seconds=0.01)], None, (), False),  # other programs use the disk
+    ([one(seconds=30)], None, (), False), ([one(seconds=3), one(seconds=2.5)], None, (), False),
+    ([one(shared=False), one(shared=False)], None, (), False),  # the first host's facts are missing
+])
+def test_conclusion(hosts: list[Folder], level: Level | None, named: tuple[str, ...], exclude: bool) -> None:
+    found = findings_of(*hosts)
+    assert [(one.level, one.hosts, one.exclude) for one in found] == ([(level, named, exclude)] if level else [])
+    assert all(one.remedy for one in found)
+
+
+@pytest.mark.parametrize(("seconds", "named", "count"), [
+    ([0.1, 9.0, 0.2], ("n2",), 1), ([30.0, 25.0, 28.0], (), 1), ([0.1, 3.0, 0.2], (), 0), ([None, 9.0], (), 0)])
+def test_slow_import_of_torch(seconds: list[float | None], named: tuple[str, ...], count: int) -> None:
+    found = [one for one in concluded([StorageFacts([one()], value) for value in seconds])
+             if one.level is Level.WARNING]
+    assert len(found) == count and all(one.hosts == named and "torch" in one.message for one in found)

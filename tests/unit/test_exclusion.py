@@ -1,0 +1,242 @@
+"""Bad hosts: the file that lists them, and how jobs of Slurm and PBS avoid them."""
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.scheduler_commands import Commands, pbs_job, pbs_recording
+from tests.unit.submission import Login
+from utils.schedulers import Job, Pbs, SchedulerError, Slurm, exclude_file
+from utils.schedulers.requeue import requeue
+from utils.submission import preflight
+
+NODES = "".join(f"node{number} host{number}\n" for number in range(1, 5))
+SLURM_JOB = "JobId=21 JobName=x\n   JobState=PENDING Reason=None\n   Partition=main AllocNode:Sid=head:1\n" \
+            "   ReqNodeList=(null) ExcNodeList={}\n   NumNodes={} NumCPUs=2\n"
+
+
+def line(host: str, age_seconds: float) -> str:
+    return f"{host} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() - age_seconds))} no disk\n"
+
+
+# The file ---------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_listed_for_a_day_with_their_reason(tmp_path: Path) -> None:
+    file = tmp_path / "bad-hosts.txt"
+    assert exclude_file.read(file) == []
+    file.write_text("# a comment\n" + line("n1", 86000) + line("n2", 86800) + "\nn3\n")
+    exclude_file.add(file, {"n4.site.org": "storage: read-only\nand so on"})
+    found = exclude_file.read(file)
+    assert [entry.host for entry in found] == ["n1", "n3", "n4.site.org"]
+    assert [entry.reason for entry in found] == ["no disk", "", "storage: read-only and so on"]
+    assert found[1].since is None and abs((found[2].since or 0) - time.time()) < 60
+    assert "n2 " not in file.read_text()
+    assert exclude_file.listed(file, ["n1.site.org", "n2", "n4", "n5"]) == ["n1.site.org", "n4"]
+
+
+def test_host_found_bad_again_is_listed_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad-hosts.txt"
+    file.write_text(line("n1", 80000))
+    exclude_file.add(file, {"n1": "again"})
+    [entry] = exclude_file.read(file)
+    assert entry.reason == "again" and (entry.since or 0) > time.time() - 60
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# Slurm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("directives", "expected"), [
+    ((), "--exclude=node2,node3"), (("--exclude=node1",), "--exclude=node1,node2,node3"),
+    (("-x node1", "--hold"), "--exclude=node1,node2,node3")])
+def test_slurm_job_excludes_nodes_by_the_names_of_their_hosts(commands: Commands, directives: tuple[str, ...],
+                                                              expected: str) -> None:
+    commands.add("sinfo", NODES + NODES)  # a node is in several partitions
+    job, problem = Slurm().without_hosts(Job(directives=directives), ["host2.site.org", "host3", "elsewhere"])
+    assert problem == ""
+    assert [one for one in Slurm().directives(job) if "exclude" in one[0] or "-x" in one[0]] == [[expected]]
+
+
+@pytest.mark.parametrize(("nodes", "hosts", "problem"), [
+    (3, ["host2", "host3"], "2 of the 4 nodes of the partition remain, and the job requests 3"),
+    (1, ["elsewhere"], "")])
+def test_slurm_job_stays_as_it_is(commands: Commands, nodes: int, hosts: list[str], problem: str) -> None:
+    commands.add("sinfo", NODES)
+    job = Job(nodes=nodes)
+    changed, found = Slurm().without_hosts(job, hosts)
+    assert changed == job and problem in found and bool(problem) == bool(found)
+
+
+@pytest.mark.parametrize(("given", "nodes", "value"), [
+    ("(null)", "2", "node2"), ("node[1,3]", "1-1", "node[1,3],node2"), ("node[2-3]", "2", None),
+    ("node[1,3]", "2", None)], ids=["none yet", "others", "already", "too few remain"])
+def test_queued_slurm_job_excludes_nodes(commands: Commands, given: str, nodes: str, value: str | None) -> None:
+    commands.add("sinfo", NODES)
+    commands.add("scontrol", SLURM_JOB.format(given, nodes), when="show")
+    commands.add("scontrol", when="update")
+    problem = Slurm().exclude_hosts("21", ["host2"])
+    updates = [words for words in commands.calls("scontrol") if words[1] == "update"]
+    assert updates == ([["scontrol", "update", "JobId=21", f"ExcNodeList={value}"]] if value else [])
+    assert ("remain" in problem) == (nodes == "2" and given == "node[1,3]")
+
+
+def test_requeued_slurm_job_avoids_the_listed_hosts(commands: Commands, tmp_path: Path) -> None:
+    commands.add("sinfo", NODES)
+    for name in ("requeue", "update"):
+        commands.add("scontrol", when=name)
+    commands.add("scontrol", SLURM_JOB.format("(null)", 2), when="show")
+    file = tmp_path / "bad-hosts.txt"
+    exclude_file.add(file, {"node4": "no disk"})
+    environ = {"SLURM_JOB_ID": "21", "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_TASKS_PER_NODE": "1(x2)",
+               "SLURM_JOB_CPUS_PER_NODE": "4(x2)", exclude_file.VARIABLE: str(file)}
+    assert requeue(environ) is True
+    # Slurm refuses the update while the job runs.
+    assert [words[1:] for words in commands.calls("scontrol")][-3:] == [
+        ["requeue", "21"], ["show", "job", "21"], ["update", "JobId=21", "ExcNodeList=node4"]]
+
+
+# PBS --------------------------------------------------------------------------------------------------------------
+
+
+def pbs_nodes(**changes: dict[str, Any]) -> str:
+    """What pbsnodes prints of n1, n2, n3, with changed attributes."""
+    nodes = json.loads(pbs_recording("commands/pbsnodes_a_json")["stdout"])["nodes"]
+    for name, change in changes.items():
+        resources = {**nodes[name]["resources_available"], **change.pop("resources_available", {})}
+        nodes[name] |= {**change, "resources_available": resources}
+    return json.dumps({"nodes": nodes})
+
+
+@pytest.mark.parametrize(("nodes", "changes", "select"), [
+    (2, {}, "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n1+1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3"),
+    (1, {"n1": {"state": "job-busy", "resources_assigned": {"ncpus": 4}}},
+     "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3"),
+    (1, {"n1": {"state": "offline"}}, "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3"),
+    (1, {"n1": {"resources_available": {"ngpus": 0}}}, "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3")],
+    ids=["names the good ones", "free ones first", "none that is down", "like the bad one"])
+def test_pbs_job_names_hosts_like_the_bad_one(commands: Commands, nodes: int, changes: dict[str, Any],
+                                              select: str) -> None:
+    commands.add("pbsnodes", pbs_nodes(**changes))
+    job, problem = Pbs().without_hosts(Job(nodes=nodes), ["n2.pbs.lab"])
+    assert problem == ""
+    assert [words for words in Pbs().directives(job) if words[0] == "-l"] == [
+        ["-l", "place=scatter"], ["-l", f"select={select}"]]
+
+
+@pytest.mark.parametrize(("job", "problem"), [
+    (Job(nodes=3), "besides n2 it has 2 hosts with the same resources, of the 3 that the job requests"),
+    (Job(directives=("-l select=2:ncpus=1",)), "own -l select")])
+def test_pbs_job_that_cannot_avoid_a_host_stays(commands: Commands, job: Job, problem: str) -> None:
+    commands.add("pbsnodes", pbs_nodes())
+    changed, found = Pbs().without_hosts(job, ["n2"])
+    assert changed == job and problem in found
+
+
+@pytest.mark.parametrize(("select", "place", "preferred", "expected"), [
+    ("2:ncpus=4:mpiprocs=4", "scatter", ["n3"], "1:ncpus=4:mpiprocs=4:host=n3+1:ncpus=4:mpiprocs=4:host=n1"),
+    ("1:ncpus=1:host=n2", "scatter", [], "1:ncpus=1:host=n1"), ("1:ncpus=1:host=n3", "scatter", [], None),
+    ("2:ncpus=1", "free", [], None)])
+def test_queued_pbs_job_names_hosts(commands: Commands, select: str, place: str, preferred: list[str],
+                                    expected: str | None) -> None:
+    commands.add("pbsnodes", pbs_nodes())
+    commands.add("qstat", pbs_job({"job_state": "H", "Resource_List": {"select": select, "place": place}}))
+    commands.add("qalter")
+    problem = Pbs().exclude_hosts("7.server", ["n2"], preferred=preferred)
+    assert commands.calls("qalter") == ([["qalter", "-l", f"select={expected}", "-l", f"place={place}", "7.server"]]
+                                        if expected else [])
+    assert bool(problem) == (place == "free")
+
+
+# submit.py --------------------------------------------------------------------------------------------------------
+
+
+def test_submitted_and_resubmitted_jobs_avoid_listed_hosts(login: Login) -> None:
+    login.commands.add("sinfo", NODES)
+    login.commands.add("scontrol", "JobId=101 JobState=COMPLETED ExitCode=0:0\n")
+    parent = login.folder / "jobs-out"
+    parent.mkdir()
+    exclude_file.add(parent / "bad-hosts.txt", {"node2": "storage: read-only", "gone": ""})
+    done = login.submit(*"run --site generic-slurm --nodes 2 --no-check train.py".split())
+    assert done.status == 0 and "avoided: node2 until 2" in done.err, done.err
+    assert "storage: read-only" in done.err and "more than a quarter of the 2 requested" in done.err
+    exclude_file.add(parent / "bad-hosts.txt", {"node3": ""})
+    assert login.submit("resubmit", "101", "--no-check").status == 0
+    scripts = [path.read_text() for path in sorted(parent.glob("*/job.sh"), key=lambda path: path.stat().st_mtime_ns)]
+    assert ["--exclude=node2\n" in text for text in scripts] == [True, False]
+    assert "--exclude=node2,node3\n" in scripts[1]
+    assert "(jobs-out/bad-hosts.txt): node3" in login.submit("list").err
+
+
+def test_preflight_comes_before_the_ranks_in_the_script(login: Login) -> None:
+    words = "run --site generic-slurm --no-check --preflight --checkpoints out train.py --epochs 3"
+    assert "# first: doctor --quick --checkpoints " in login.submit(*words.replace("train", "--dry-run train", 1)
+                                                                    .split()).out
+    assert login.submit(*words.split()).status == 0
+    [folder] = login.submissions()
+    script = (folder / "job.sh").read_text()
+    assert f"--preflight '--quick --checkpoints '\"'\"'{login.folder}/out" in script
+    assert "-- train.py --epochs 3" in script
+
+
+def test_folders_of_a_check_need_preflight(login: Login) -> None:
+    done = login.submit(*"run --site generic-slurm --checkpoints out train.py".split())
+    assert done.status == 1 and "Add --preflight" in done.err
+
+
+class Queue:
+    """A scheduler in whose queue later jobs wait."""
+
+    can_requeue = False
+
+    def __init__(self, problem: str | Exception = "") -> None:
+        self.problem = problem
+        self.excluded: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
+
+    def exclude_hosts(self, job_id: str, hosts: list[str], *, preferred: list[str], dry_run: bool) -> str:
+        self.excluded.append((job_id, tuple(hosts), tuple(preferred)))
+        if isinstance(self.problem, Exception):
+            raise self.problem
+        return self.problem
+
+
+@pytest.mark.parametrize(("status", "bad", "problem", "expected", "message"), [
+    (0, [], "", None, ""), (1, [], "", None, ""),
+    (127, ["n1"], "", None, "ended with status 127"),
+    (2, [], "", 2, "Other nodes would not help"),
+    (2, ["n1"], "", 75, "job 13.head, which continues this one, avoids n1"),
+    (2, ["n1"], "no other hosts", 2, "may get n1 again: no other hosts"),
+    (2, ["n1"], SchedulerError("qalter failed"), 2, "may get n1 again: qalter failed")])
+def test_preflight_decides_what_becomes_of_the_job(
+        status: int, bad: list[str], problem: str | Exception, expected: int | None, message: str, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    from utils.submission import records
+
+    folder = tmp_path / "jobs-out" / "train-1"
+    folder.mkdir(parents=True)
+    records.write(folder, Job(command=("train.py",)), scheduler="pbs", site="x", job_ids=["12.head", "13.head"],
+                  dependencies=[None, "afterany:12.head"])
+    (tmp_path / "nodes").write_text("n1\nn2\n")
+    monkeypatch.setenv("PBS_JOBID", "12.head")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    launched: list[list[str]] = []
+
+    def launch(words: list[str]) -> int:
+        launched.append(list(words))
+        monkeypatch.setenv("CHANGED", "by launch")
+        if bad:
+            exclude_file.add(tmp_path / "jobs-out" / "bad-hosts.txt", dict.fromkeys(bad, "storage: read-only"))
+        return status
+
+    monkeypatch.setattr("utils.launch.cli.main", launch)
+    queue = Queue(problem)
+    assert preflight.check(queue, folder, "12.head", ["--quick"],  # type: ignore[arg-type]
+                           ["--torchrun", "--", "train.py", "--", "x"]) == expected
+    [words] = launched
+    assert words[:2] == ["--torchrun", "--"] and words[2].endswith("scripts/doctor.py") and words[-1] == "--quick"
+    assert message in capfd.readouterr().err
+    assert queue.excluded == ([("13.head", ("n1",), ("n2",))] if bad and status == 2 else [])

@@ -1,0 +1,473 @@
+"""Can every host use the folders of checkpoints and data, and is one of them slow?
+
+A host writes, syncs, reads and renames a few files in each folder, and removes them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..import_time import import_torch, seconds_waiting_for_torch
+
+LARGE_FILE_BYTES = 1 << 20
+SMALL_FILES = 8
+ROUNDS = 3  # the fastest one counts: other programs use the disk, too
+ROUND_SECONDS = 0.8  # no further round after this time
+VISIBLE_SECONDS = 1.5  # network file systems show a new file a little later
+READ_BYTES = 4 << 20  # of the data, at most
+
+# A host is slow if it takes this many times the median of the others, and this much longer.
+SLOW_FACTOR, SLOW_SECONDS = 4.0, 0.3
+SLOW_IMPORT_FACTOR, SLOW_IMPORT_SECONDS = 3.0, 5.0
+LONG_IMPORT_SECONDS = 20.0
+MIN_FREE_BYTES = {"checkpoints": 2 << 30, "working": 256 << 20, "temporary": 64 << 20}
+MIN_FREE_FILES = 1000
+
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "f2fs")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_HOST_FAULTS = (errno.ENOSPC, errno.EROFS, errno.EIO)  # on a local disk
+_NAMES = {
+    "checkpoints": "the checkpoint folder",
+    "data": "the data folder",
+    "working": "the working folder",
+    "temporary": "the folder for temporary files",
+}
+
+
+class Folder(TypedDict):
+    """What one host found in one folder.
+
+    purpose: a key of _NAMES. problem: "" or what failed, such as "write: Read-only file system";
+    code: its errno, or 0. seconds: of the fastest round; None where nothing was measured.
+    file_system: its type, such as "nfs4"; "" if unknown. shared: whether the file of the first host
+    is visible; None where that does not matter. empty: whether a data folder has no entry.
+    """
+
+    purpose: str
+    path: str
+    problem: str
+    code: int
+    seconds: float | None
+    free_bytes: int | None
+    free_files: int | None
+    file_system: str
+    shared: bool | None
+    empty: bool
+
+
+@dataclass(frozen=True)
+class StorageFacts:
+    """Of one host. import_seconds: how long importing torch waited for files; None if unknown."""
+
+    folders: list[Folder]
+    import_seconds: float | None
+
+
+class StorageCheck(Check[StorageFacts]):
+    """Write to and read from the folders that a training uses, on every host."""
+
+    name = "storage"
+    per = "host"
+    quick = True
+    seconds = 12.0
+    facts = StorageFacts
+
+    def __init__(
+        self, checkpoints: str | None = None, data: str | None = None, quick: bool = False
+    ) -> None:
+        """Choose what to check.
+
+        checkpoints: a folder that all hosts write to; None: the working folder, if it is writable.
+        data: a folder or file that all hosts read. quick: do not import torch.
+        """
+        self._folders = [("working", os.curdir)]
+        if checkpoints is not None:
+            self._folders = [("checkpoints", checkpoints)]
+        if data is not None:
+            self._folders.append(("data", data))
+        self._folders.append(("temporary", os.environ.get("TMPDIR") or "/tmp"))
+        self._imports_torch = not quick
+
+    def collect(self, ranks: Ranks) -> StorageFacts:
+        if self._imports_torch:
+            import_torch()
+        # All hosts use the same names, so that one can look for another's files.
+        [token, *_] = ranks.all_gather("token", f"{os.getpid()}-{os.urandom(6).hex()}")
+        trials = [_Trial(purpose, path, str(token), ranks.me) for purpose, path in self._folders]
+        try:
+            for trial in trials:
+                trial.measure()
+            ranks.all_gather("written", True)
+            for trial in trials:
+                trial.look_for_first_host()
+            ranks.all_gather("seen", True)
+        finally:
+            for trial in trials:
+                trial.remove_files()
+        return StorageFacts([trial.found for trial in trials], seconds_waiting_for_torch())
+
+    def conclude(self, reported: Sequence[Reported[StorageFacts]]) -> Iterator[Finding]:
+        findings: list[Finding] = []
+        columns = zip(*(one.facts.folders for one in reported), strict=True)
+        for column in columns:
+            of_host = {one.place.host: folder for one, folder in zip(reported, column, strict=True)}
+            findings += _conclude_on_folder(of_host)
+        findings += _conclude_on_import(
+            {one.place.host: one.facts.import_seconds for one in reported}
+        )
+        yield from findings
+        if reported and not findings:
+            yield Finding(Level.GOOD, _summary([one.facts for one in reported]))
+
+
+# On each host -------------------------------------------------------------------------------------
+
+
+class _Trial:
+    """The use of one folder by this host."""
+
+    def __init__(self, purpose: str, path: str, token: str, me: RankPlace) -> None:
+        self._me = me
+        self._path = os.path.abspath(os.path.expanduser(path))
+        self._shared_folder = os.path.join(self._path, f".doctor-{token}")
+        self._own_folder = os.path.join(self._shared_folder, str(me.node))
+        self.found = Folder(
+            purpose=purpose,
+            path=self._path,
+            problem="",
+            code=0,
+            seconds=None,
+            free_bytes=None,
+            free_files=None,
+            file_system=_file_system(self._path),
+            shared=None,
+            empty=False,
+        )
+
+    def measure(self) -> None:
+        """Use the folder, and note the first problem."""
+        if self.found["purpose"] == "data":
+            self._try("read", self._read_data)
+        else:
+            self._try("write", self._measure_rounds)
+        with contextlib.suppress(OSError):
+            space = os.statvfs(self._path)
+            self.found["free_bytes"] = space.f_bavail * space.f_frsize
+            self.found["free_files"] = space.f_favail if space.f_files else None
+
+    def look_for_first_host(self) -> None:
+        """Look for what the first host has written, where all hosts have to share the folder."""
+        if self.found["purpose"] != "checkpoints" or self.found["problem"]:
+            return
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        path = os.path.join(self._shared_folder, "0", "mark")
+        while not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.found["shared"] = os.path.exists(path)
+
+    def remove_files(self) -> None:
+        """Remove the files of this host; the first host removes what is left of all others'."""
+        if self.found["purpose"] == "data":
+            return
+        shutil.rmtree(self._own_folder, ignore_errors=True)
+        if self._me.node == 0:
+            shutil.rmtree(self._shared_folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._shared_folder)
+
+    def _try(self, what: str, use: Callable[[], None]) -> None:
+        try:
+            use()
+        except OSError as error:
+            self.found["problem"] = f"{what}: {error.strerror or error}"
+            self.found["code"] = error.errno or 0
+
+    def _measure_rounds(self) -> None:
+        if not os.path.isdir(self._path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        os.makedirs(self._own_folder, exist_ok=True)
+        began = time.monotonic()
+        rounds: list[float] = []
+        while len(rounds) < ROUNDS and time.monotonic() - began < ROUND_SECONDS:
+            rounds.append(self._measure_round())
+        self.found["seconds"] = min(rounds)
+
+    def _measure_round(self) -> float:
+        """Return the seconds that it takes to write, sync, rename, read and remove files."""
+        began = time.perf_counter()
+        content = os.urandom(1 << 10)
+        unfinished, large = (
+            os.path.join(self._own_folder, name) for name in ("large.new", "large")
+        )
+        _write(unfinished, content * (LARGE_FILE_BYTES >> 10), sync=True)
+        os.replace(unfinished, large)
+        if _read(large)[: 1 << 10] != content:
+            raise OSError(errno.EIO, "the content read differs from the content written")
+        os.unlink(large)
+        small = [os.path.join(self._own_folder, f"small-{i}") for i in range(SMALL_FILES)]
+        for path in small:
+            _write(path, content)
+        for path in small:
+            os.stat(path)
+            os.unlink(path)
+        seconds = time.perf_counter() - began
+        _write(os.path.join(self._own_folder, "mark"), b"")
+        return seconds
+
+    def _read_data(self) -> None:
+        """Read some of the first files of the folder."""
+        began = time.perf_counter()
+        names = [self._path]
+        if not os.path.isfile(self._path):
+            with os.scandir(self._path) as entries:
+                names = [entry.path for entry in itertools.islice(entries, SMALL_FILES)]
+        left = READ_BYTES
+        for path in filter(os.path.isfile, names):
+            with contextlib.suppress(PermissionError):  # a file of somebody else
+                left -= len(_read(path, left))
+        self.found["empty"] = not names
+        self.found["seconds"] = time.perf_counter() - began
+
+
+def _write(path: str, content: bytes, sync: bool = False) -> None:
+    with open(path, "wb", buffering=0) as file:
+        view = memoryview(content)
+        while view:
+            view = view[file.write(view) :]
+        if sync:
+            os.fsync(file.fileno())
+
+
+def _read(path: str, limit: int = -1) -> bytes:
+    """Read a file from the disk, not from memory, where the file system can do that."""
+    with open(path, "rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return file.read(limit)
+
+
+def _file_system(path: str) -> str:
+    """Return the type of the file system that a path is on, without touching the path."""
+    found, longest = "", ""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
+        left, _, right = line.partition(" - ")
+        point = left.split(" ")[4].replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(longest):
+            found, longest = right.split(" ")[0], point
+    return found
+
+
+# On rank 0 ----------------------------------------------------------------------------------------
+
+
+def _conclude_on_folder(of_host: dict[str, Folder]) -> Iterator[Finding]:
+    """of_host: the same folder on each host."""
+    failed = {host: folder for host, folder in of_host.items() if folder["problem"]}
+    if failed:
+        yield from _conclude_on_failures(failed, of_host)
+    used = {host: folder for host, folder in of_host.items() if host not in failed}
+    if not used:
+        return
+    yield from _conclude_on_sharing(used)
+    yield from _conclude_on_empty(used)
+    yield from _conclude_on_space(used)
+    yield from _conclude_on_slow(used)
+
+
+def _conclude_on_failures(
+    failed: dict[str, Folder], of_host: dict[str, Folder]
+) -> Iterator[Finding]:
+    able = len(of_host) - len(failed)
+    for problem in dict.fromkeys(folder["problem"] for folder in failed.values()):
+        hosts = [host for host, folder in failed.items() if folder["problem"] == problem]
+        folder = failed[hosts[0]]
+        purpose, code = folder["purpose"], folder["code"]
+        if purpose == "working" and not able and code not in _FULL:
+            continue  # some centres mount home read-only on compute nodes
+        # Many programs replace a missing TMPDIR by /tmp.
+        is_hint = purpose == "temporary" and code == errno.ENOENT
+        what, _, reason = problem.partition(": ")
+        others = f"; the other {able} hosts can" if able else ""
+        yield Finding(
+            Level.WARNING if is_hint else Level.BAD,
+            f"{_join(hosts)} cannot {what} in {_describe(folder)}: {reason}{others}. "
+            f"Expected a folder that every host can {what} in",
+            _remedy(folder, bool(able)),
+            hosts=tuple(hosts),
+            exclude=not is_hint and _is_fault_of_host(folder, len(of_host), able),
+        )
+
+
+def _is_fault_of_host(folder: Folder, hosts: int, able: int) -> bool:
+    """Whether a failure is one of the host, not of the path or of a shared file system."""
+    is_local = folder["file_system"] in _LOCAL
+    if folder["code"] in _FULL and not is_local:
+        return False
+    return able > 0 or (hosts == 1 and is_local and folder["code"] in _HOST_FAULTS)
+
+
+def _remedy(folder: Folder, others_can: bool) -> str:
+    purpose, code = folder["purpose"], folder["code"]
+    if code in _FULL:
+        return "Remove files there, or use another folder. See: df -h; df -i; quota -s"
+    if purpose == "temporary":
+        return "Create the folder on each host, or unset TMPDIR in the job script"
+    if others_can:
+        return f"Exclude the hosts, and report them. See there: mount; ls -ld {folder['path']}"
+    return f"Check the path and its permissions, or give another folder with --{purpose}"
+
+
+def _conclude_on_sharing(used: dict[str, Folder]) -> Iterator[Finding]:
+    writer = next(iter(used))
+    apart = [host for host, folder in used.items() if folder["shared"] is False]
+    if apart and writer not in apart:  # else the first host could not write
+        folder = used[apart[0]]
+        yield Finding(
+            Level.WARNING,
+            f"{_join(apart)} does not see files that {writer} has written to "
+            f"{_describe(folder)}. Expected one folder that all hosts share",
+            "Write checkpoints to a shared file system, and name that folder with --checkpoints",
+            hosts=tuple(apart),
+        )
+
+
+def _conclude_on_empty(used: dict[str, Folder]) -> Iterator[Finding]:
+    empty = [host for host, folder in used.items() if folder["empty"]]
+    if empty and len(empty) == len(used):
+        path = used[empty[0]]["path"]
+        yield Finding(
+            Level.WARNING, f"The data folder {path} is empty", "Check the path given with --data"
+        )
+    elif empty:
+        yield Finding(
+            Level.BAD,
+            f"The data folder {used[empty[0]]['path']} is empty on {_join(empty)}; the other "
+            f"{len(used) - len(empty)} hosts have files there. Expected the same files on all "
+            "hosts: a file system may not be mounted",
+            "Copy the data there, or exclude the hosts and report them. See there: mount",
+            hosts=tuple(empty),
+            exclude=True,
+        )
+
+
+def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
+    for host, folder in used.items():
+        least = MIN_FREE_BYTES.get(folder["purpose"])
+        if least is None:
+            return
+        free, files = folder["free_bytes"], folder["free_files"]
+        found = ""
+        if free is not None and free < least:
+            found = f"{_size(free)} free, expected at least {_size(least)}"
+        elif files is not None and files < MIN_FREE_FILES:
+            found = f"room for {files} more files, expected at least {MIN_FREE_FILES}"
+        if not found:
+            continue
+        same = [
+            other
+            for other, its in used.items()
+            if (its["free_bytes"] or 0) >> 24 == (free or 0) >> 24
+        ]
+        if same[0] == host:  # one file system is reported once
+            yield Finding(
+                Level.WARNING,
+                f"{_describe(folder)} has {found}, on {_join(same)}",
+                "Remove files there, or use another folder. See: df -h; df -i",
+                hosts=tuple(same),
+            )
+
+
+def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
+    seconds = {host: folder["seconds"] for host, folder in used.items()}
+    for host, took, usual in _outliers(seconds, SLOW_FACTOR, SLOW_SECONDS):
+        what = "read" if used[host]["purpose"] == "data" else "write, read and remove"
+        yield Finding(
+            Level.WARNING,
+            f"{host} took {took:.2f} s to {what} a few files in {_describe(used[host])}; the "
+            f"median of the other hosts is {usual:.2f} s",
+            "Exclude the host if that happens again, and report it. See there: iostat -x; dmesg",
+            hosts=(host,),
+        )
+
+
+def _conclude_on_import(seconds: dict[str, float | None]) -> Iterator[Finding]:
+    slow = list(_outliers(seconds, SLOW_IMPORT_FACTOR, SLOW_IMPORT_SECONDS))
+    for host, took, usual in slow:
+        yield Finding(
+            Level.WARNING,
+            f"Importing torch waited {took:.0f} s for files on {host}; the median of the other "
+            f"hosts is {usual:.0f} s",
+            "Exclude the host if that happens again, and report it. See there: mount; iostat -x",
+            hosts=(host,),
+        )
+    longest = max((value for value in seconds.values() if value is not None), default=0.0)
+    if not slow and longest > LONG_IMPORT_SECONDS:
+        yield Finding(
+            Level.WARNING,
+            f"Importing torch waited up to {longest:.0f} s for files. Expected at most "
+            f"{LONG_IMPORT_SECONDS:.0f} s",
+            "Copy the Python environment to a local disk of each host, or use a container image",
+        )
+
+
+def _outliers(
+    values: dict[str, float | None], factor: float, margin: float
+) -> Iterator[tuple[str, float, float]]:
+    """Yield hosts that are much slower than the others: host, its seconds, median of the others."""
+    known = {host: value for host, value in values.items() if value is not None}
+    for host, value in known.items():
+        others = [other for name, other in known.items() if name != host]
+        if others:
+            usual = statistics.median(others)
+            if value > factor * usual and value > usual + margin:
+                yield host, value, usual
+
+
+def _summary(facts: Sequence[StorageFacts]) -> str:
+    """Return what was found where nothing is wrong."""
+    parts = []
+    for column in zip(*(one.folders for one in facts), strict=True):
+        used = [folder for folder in column if not folder["problem"]]
+        seconds = [folder["seconds"] for folder in used if folder["seconds"] is not None]
+        free = [folder["free_bytes"] for folder in used if folder["free_bytes"] is not None]
+        if seconds and free:
+            parts.append(
+                f"{used[0]['path']} in at most {max(seconds):.2f} s, {_size(min(free))} free"
+            )
+    return f"Files were written, read and removed: {'; '.join(parts)}"
+
+
+def _describe(folder: Folder) -> str:
+    kind = f" ({folder['file_system']})" if folder["file_system"] else ""
+    return f"{_NAMES[folder['purpose']]} {folder['path']}{kind}"
+
+
+def _join(hosts: Sequence[str]) -> str:
+    shown = ", ".join(hosts[:8])
+    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
