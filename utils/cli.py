@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": "measure collectives, links between hosts, and how a training scales",
     "tune": "find the settings of DistributedDataParallel that are fastest for a script here",
     "plan": "predict memory, step time and scaling of a training",
+    "plot": "draw the logs of training runs as a picture",
     "explain": "print which launcher started this process, and why",
 }
 
@@ -61,6 +62,10 @@ def main(words: Sequence[str] | None = None) -> int:
         from .bench import tune
 
         return tune.main(arguments)
+    if name == "plot":
+        from . import plot
+
+        return plot.main(arguments)
     if name == "explain":
         from .launchers import __main__ as explain
 

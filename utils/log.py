@@ -1,16 +1,19 @@
 """Log by rank: rank 0 prints information, every rank prints warnings and errors.
 
 Information goes to standard output. Warnings and errors go to standard error, with rank and host
-in front. setup_distributed() sets this up.
+in front. setup_distributed() sets this up. show_progress() shows a line that the next one replaces.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 import sys
 
 _ROOT = "ddpkit"
+_CLEAR_LINE = "\r\x1b[K"
+_shows_progress = False
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -26,6 +29,25 @@ def setup_logging(rank: int, world_size: int) -> None:
     root.propagate = False
 
 
+def show_progress(text: str) -> None:
+    """Show a line until the next output of a logger; only where standard output is a terminal."""
+    global _shows_progress
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be cleared
+        sys.stdout.write(_CLEAR_LINE + text[:width])
+        sys.stdout.flush()
+        _shows_progress = True
+
+
+def clear_progress() -> None:
+    """Remove the line of show_progress()."""
+    global _shows_progress
+    if _shows_progress:
+        _shows_progress = False
+        sys.stdout.write(_CLEAR_LINE)
+        sys.stdout.flush()
+
+
 class _ByLevel(logging.Handler):
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
@@ -38,6 +60,7 @@ class _ByLevel(logging.Handler):
             text, is_warning = self.format(record), record.levelno >= logging.WARNING
             if is_warning:
                 text = f"{self._prefix}{record.levelname}: {text}"
+            clear_progress()
             # Looked up each time, so that a redirected sys.stdout is used. One write keeps lines
             # of several ranks whole.
             stream = sys.stderr if is_warning else sys.stdout

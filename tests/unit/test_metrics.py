@@ -1,0 +1,192 @@
+"""The log of a run has every step once, whatever a kill or a full disk leaves; progress lines; the picture."""
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from utils import plot
+from utils.metrics import Metrics
+from utils.run_log import FILE_NAME, RunLog, read_run
+from utils.trackers import TensorBoard
+
+ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
+
+
+def train(folder: Path, first: int, last: int, save_every: int = 100, **options: Any) -> None:
+    """Log steps as a training that saves would, and end as if killed."""
+    metrics = Metrics(ONE_RANK, folder, unit="tokens", per_step=100, **options)
+    for step in range(first, last + 1):
+        with metrics.data_wait():
+            pass
+        metrics.log(step, loss=torch.tensor(10.0 - step), lr=0.1)
+        if step % save_every == 0:
+            metrics.state_dict()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE_NAME).read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in lines(folder) if "event" not in line]
+
+
+def test_line_has_all_columns(tmp_path: Path) -> None:
+    train(tmp_path, 1, 2, save_every=1, flops=2e12, peak_flops=4e12)
+    start, first, _ = lines(tmp_path)
+    assert start["event"] == "start" and start["step"] == 0 and start["world_size"] == 1
+    assert first["loss"] == 9.0 and first["lr"] == 0.1 and first["memory_bytes"] > 1e6
+    assert first["tokens_per_second"] == pytest.approx(100 / first["step_seconds"])
+    assert first["mfu"] == pytest.approx(0.5 / first["step_seconds"]) and first["data_seconds"] < first["step_seconds"]
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 7, "lo', b"\0\0\0\0\n\0\0", b'{"step": 7}\n{"st'])
+def test_restart_drops_later_steps_and_a_torn_line(tmp_path: Path, tail: bytes) -> None:
+    train(tmp_path, 1, 6, save_every=3)
+    with (tmp_path / FILE_NAME).open("ab") as file:
+        file.write(tail)
+    train(tmp_path, 4, 9, save_every=3)
+    assert steps(tmp_path) == list(range(1, 10))
+    starts = [line for line in lines(tmp_path) if "event" in line]
+    assert [line["step"] for line in starts] == [0, 3] and starts[0]["run"] == starts[1]["run"]
+    assert read_run(tmp_path).seams == [3]
+
+
+def test_restart_from_the_beginning_keeps_the_run(tmp_path: Path) -> None:
+    train(tmp_path, 1, 4, save_every=2)
+    run = lines(tmp_path)[0]["run"]
+    train(tmp_path, 1, 2, save_every=2)
+    assert steps(tmp_path) == [1, 2] and {line["run"] for line in lines(tmp_path) if "event" in line} == {run}
+    assert read_run(tmp_path).seams == []
+
+
+def test_save_writes_the_steps_before_it_and_close_the_rest(tmp_path: Path) -> None:
+    train(tmp_path, 1, 7, save_every=5)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    with Metrics(ONE_RANK, tmp_path) as metrics:
+        metrics.log(6, loss=1.0)
+        metrics.log(6, held_out_loss=2.0)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6] and lines(tmp_path)[-1]["held_out_loss"] == 2.0
+
+
+def test_failed_training_leaves_its_last_steps(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Metrics(ONE_RANK, tmp_path) as metrics:
+        metrics.log(1, loss=torch.tensor(float("nan")))
+        raise ZeroDivisionError
+    assert lines(tmp_path)[-1]["step"] == 1 and lines(tmp_path)[-1]["loss"] is None
+
+
+def test_completed_step_is_refused(tmp_path: Path) -> None:
+    metrics = Metrics(ONE_RANK, tmp_path)
+    metrics.log(1, loss=1.0)
+    metrics.state_dict()
+    with pytest.raises(ValueError, match="step 1 was logged after step 1 was complete"):
+        metrics.log(1, held_out_loss=1.0)
+
+
+def test_missing_steps_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, 1, 3, save_every=3)
+    train(tmp_path, 6, 6, save_every=1)
+    assert "ends with step 3. Expected step 5" in caplog.text
+
+
+def test_full_disk_delays_lines(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    write, is_full = os.pwrite, True
+
+    def full(file: int, data: bytes, position: int) -> int:
+        if is_full and position:
+            write(file, data[:5], position)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, position)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    metrics = Metrics(ONE_RANK, tmp_path, every=1)
+    for step in range(1, 7):
+        is_full = 2 < step < 5
+        metrics.log(step, loss=1.0)
+    metrics.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6] and caplog.text.count("cannot write") == 1
+
+
+def test_log_of_a_million_steps_is_cut_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 100_001)))
+    log = RunLog(tmp_path / FILE_NAME, 99_990)
+    assert log.last_step == 99_990 and (tmp_path / FILE_NAME).read_bytes().endswith(b'{"step": 99990}\n')
+
+
+def test_progress_lines_are_means(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ddpkit")
+    metrics = Metrics(ONE_RANK, unit="tokens", per_step=10, last_step=5, print_every=2)
+    for step in range(1, 6):
+        metrics.log(step, loss=torch.tensor(float(step)), lr=step / 10)
+    metrics.close()
+    found = [record.getMessage().rpartition("  ")[0] for record in caplog.records]
+    assert found == ["step     2/5  loss 1.5000  lr 2.00e-01", "step     4/5  loss 3.5000  lr 4.00e-01",
+                     "step     5/5  loss 5.0000  lr 5.00e-01"]
+    assert metrics.summary().startswith("50 tokens in ") and capsys.readouterr().out == ""
+
+
+def test_missing_packages_are_reported(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    train(tmp_path, 1, 1, save_every=1, tensorboard=True, wandb="project")
+    assert steps(tmp_path) == [1]
+    assert "pip install tensorboard" in caplog.text and "pip install wandb" in caplog.text
+
+
+def test_event_files_hide_what_is_trained_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((1, 3), (2, 4)):
+        board = TensorBoard(tmp_path, first)
+        for step in range(first, last + 1):
+            board.log(step, {"loss": first + step / 10})
+        board.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert [(event.step, round(event.value, 1)) for event in events] == [(1, 1.1), (2, 2.2), (3, 2.3), (4, 2.4)]
+
+
+def test_wandb_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda quiet: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **words: started.append(words) or run))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for first in (1, 3):
+        train(tmp_path, first, first + 1, save_every=2, wandb="project")
+    assert started[0] == started[1] and started[0]["mode"] == "offline"
+    assert started[0]["id"] == lines(tmp_path)[0]["run"]
+
+
+def test_plot_names_what_is_missing(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot.main([str(tmp_path)]) == 2 and FILE_NAME in capsys.readouterr().err
+    (tmp_path / FILE_NAME).write_text('{"event": "start", "step": 0}\n')
+    assert plot.main([str(tmp_path)]) == 2 and "has no step" in capsys.readouterr().err
+    train(tmp_path, 1, 1, save_every=1)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot.main([str(tmp_path)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_plot_draws_runs_with_their_seams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    drawn: list[float] = []
+    monkeypatch.setattr(Axes, "axvline", lambda axes, x, **options: drawn.append(x))
+    train(tmp_path / "a", 1, 60, save_every=30)
+    train(tmp_path / "a", 31, 80, save_every=40)
+    train(tmp_path / "b", 1, 20, save_every=10)
+    assert plot.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "runs.png")]) == 0
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG") and set(drawn) == {30.5}
