@@ -1,4 +1,4 @@
-"""A small GPT trained on real text, byte by byte: Python's own sources, or any file of yours.
+"""A GPT trained on real text: Python's own sources, a file of yours, or tokens on disk.
 
 one process     python examples/03_text_lm.py
 two processes   torchrun --standalone --nproc-per-node 2 examples/03_text_lm.py --text FILE
@@ -6,69 +6,100 @@ any MPI         mpiexec -n 4 python examples/03_text_lm.py
 Slurm job       sbatch -A ACCOUNT -N 2 jobs/slurm.sh examples/03_text_lm.py
 PBS job         ARGS=examples/03_text_lm.py qsub -V -A ACCOUNT jobs/pbs.sh
 
-The defaults suit two CPU cores. For GPUs try --layers 8 --heads 8 --width 512 --context 512 and
---lr 1e-3. With `--checkpoints FOLDER` the same command resumes a run that was stopped or killed
-(see 05_survive.py). Add `--backend gloo` to train on CPUs.
+The defaults suit two CPU cores. The options of GPT-2 (124M) on GPUs, with 0.5 million tokens in
+each step of 8 ranks (TOKENS holds train.bin and val.bin: tokens as unsigned 16-bit numbers):
+
+    --model gpt2 --tokens TOKENS --batch-size 12 --accumulate 5 --compile --lr 6e-4 --warmup 2000
+    --steps 600000 --eval-every 2000 --save-every 1000 --checkpoints runs/gpt2
+
+With `--checkpoints FOLDER` the same command resumes a run that was stopped or killed (see
+05_survive.py), and `python scripts/plot.py FOLDER` draws its loss and speed. Add `--backend gloo`
+to train on CPUs.
 """
 
 import argparse
 import contextlib
 import hashlib
 import math
-import socket
 import sys
 import sysconfig
 import time
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
 # Before torch: a stop signal that arrives while torch loads is then held, not lost.
 from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer
+from utils.data import sample_seed
 from utils.log import get_logger
+from utils.metrics import Metrics
 from utils.preemption import StopSignal, requeue
 from utils.training import GradientNoiseScale, accumulate, prime_ddp_buckets
 
 # isort: split
 import torch
-import torch.distributed
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
+# Layers, heads, width of the residual stream, and tokens that the model sees at once.
+MODELS = {
+    "tiny": (4, 4, 128, 64),  # learns in a minute on two CPU cores
+    "small": (6, 6, 384, 256),  # 11 million parameters
+    "gpt2": (12, 12, 768, 1024),  # 124 million
+    "gpt2-medium": (24, 16, 1024, 1024),  # 350 million
+    "gpt2-large": (36, 20, 1280, 1024),  # 774 million
+    "gpt2-xl": (48, 25, 1600, 1024),  # 1,558 million
+}
+GPT2_VOCABULARY = 50304  # its 50,257 tokens, rounded up to a multiple of 64, which is faster
+# Dense bfloat16 or float16 operations per second; jobs/hardware.yaml has the sources.
+PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12}
+PEAK_FLOPS |= {"MI250X": 191.5e12, "MI300A": 980.6e12}
 LIBRARY_BYTES = 8_000_000  # of Python's sources that are read
 HELD_OUT_WINDOWS = 256  # on which the held-out loss is measured
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small byte-level GPT with DDP.")
+    parser = argparse.ArgumentParser(description="Train a GPT with DDP.")
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="default: the sources of Python's library")
-    add("--layers", type=int, default=4)
-    add("--heads", type=int, default=4)
-    add("--width", type=int, default=128, help="of the residual stream; a multiple of --heads")
-    add("--context", type=int, default=64, help="bytes that the model sees at once")
+    add("--tokens", type=Path, metavar="FOLDER", help="train.bin and val.bin instead of a text")
+    add("--model", choices=MODELS, default="tiny", help="default: %(default)s")
+    add("--layers", type=int, help="default of this and the next three: as --model has it")
+    add("--heads", type=int)
+    add("--width", type=int, help="of the residual stream; a multiple of --heads")
+    add("--context", type=int, help="tokens that the model sees at once")
     add("--batch-size", type=int, default=8, help="sequences per rank and micro-batch")
     add("--accumulate", type=int, default=2, help="micro-batches per optimizer step")
     add("--steps", type=int, default=600, help="optimizer steps")
     add("--max-seconds", type=float, default=math.inf, help="end the training after this time")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--warmup", type=int, default=50, help="steps of linear warm-up, before the cosine decay")
-    add("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 where it is fast")
+    add("--precision", choices=("float32", "bfloat16", "float16"), help="default: the fastest")
     add("--compile", action="store_true", help="compile the model")
+    add("--seed", type=int, default=0, help="of the model and of the order of the data")
     add("--log-every", type=int, default=25, help="steps between progress lines")
+    add("--eval-every", type=int, default=200, help="steps between evaluations")
+    add("--sample", type=int, default=200, help="tokens of text to write at the end")
     add("--checkpoints", type=Path, metavar="FOLDER", help="save there and resume from there")
     add("--save-every", type=int, default=100, help="steps between checkpoints")
+    add("--tensorboard", action="store_true", help="also log to --checkpoints for TensorBoard")
+    add("--wandb", metavar="PROJECT", help="also log to --checkpoints for Weights & Biases")
     add("--backend", help="gloo, nccl or xccl (default: the device's)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    layers, heads, width, context = MODELS[args.model]
+    args.layers, args.heads = args.layers or layers, args.heads or heads
+    args.width, args.context = args.width or width, args.context or context
+    return args
 
 
 # The data -----------------------------------------------------------------------------------------
 
 
-def standard_library() -> bytes:
+def standard_library(dist: Distributed) -> Tensor:
     """Return Python's own sources: real text that every host has, so nothing is downloaded."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -83,53 +114,52 @@ def standard_library() -> bytes:
         text += (root / name).read_bytes()
         if len(text) >= LIBRARY_BYTES:
             break
-    return bytes(text[:LIBRARY_BYTES])
+    text = text[:LIBRARY_BYTES]
+    checksum = zlib.crc32(text)
+    if dist.all_reduce_mean(checksum) != checksum:
+        raise RuntimeError(
+            "the hosts have different sources of Python. Expected the same ones on all. Use the "
+            "same Python, or --text with a file that they share"
+        )
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def read_text(args: argparse.Namespace, dist: Distributed) -> tuple[Tensor, Tensor]:
-    """Return the training and the held-out part, 9 to 1, as bytes on the device.
+def memory_map(path: Path, dtype: torch.dtype) -> Tensor:
+    """Return a file as a tensor. Its pages are read when they are used; a host keeps them once."""
+    return torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
 
-    A rank that failed alone would leave the others waiting in their first all-reduce. So all ranks
-    exchange what they read, and all of them raise RuntimeError if one could not read the text.
-    """
-    text, problem = b"", ""
-    try:
-        text = args.text.read_bytes() if args.text else standard_library()
-    except OSError as error:
-        problem = f"cannot read the text: {error}"
-    shortest = 20 * (args.context + 1)  # then the held-out part has two windows
-    if not problem and len(text) < shortest:
-        problem = f"{args.text} has {len(text)} bytes; expected {shortest} or more"
 
-    where = f"rank {dist.rank} on {socket.gethostname()}"
-    mine = (where, problem, hashlib.sha256(text).hexdigest())
-    reports = [mine] * dist.world_size
-    torch.distributed.all_gather_object(reports, mine)
-    for where, problem, digest in reports:
-        if problem:
-            raise RuntimeError(f"{where}: {problem}")
-        if digest != reports[0][2]:
-            raise RuntimeError(
-                f"{where} has read another text than {reports[0][0]}. Use the same Python on all "
-                "hosts, or --text with a file that they share"
-            )
+def read_data(args: argparse.Namespace, dist: Distributed) -> tuple[Tensor, Tensor]:
+    """Return the tokens to train on and those held out. The tokens of a text are its bytes."""
+    if args.tokens:  # int16: torch cannot index uint16; windows() corrects the sign
+        data = memory_map(args.tokens / "train.bin", torch.int16)
+        held_out = memory_map(args.tokens / "val.bin", torch.int16)
+    else:
+        text = memory_map(args.text, torch.uint8) if args.text else standard_library(dist)
+        data, held_out = text.tensor_split([len(text) - len(text) // 10])
+    if min(len(data), len(held_out)) <= args.context:
+        raise ValueError(
+            f"{args.tokens or args.text} has {len(data)} tokens to train on and {len(held_out)} "
+            f"held out. Expected more than --context {args.context} of each. Use a longer text"
+        )
+    return data, held_out
 
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(dist.device)
-    border = len(data) - len(data) // 10
-    return data[:border], data[border:]
+
+def windows(
+    data: Tensor, starts: Tensor, context: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens from each start, and the token after each; both (len(starts), context)."""
+    spans = data[starts[:, None] + torch.arange(context + 1)].long() & 0xFFFF
+    if device.type == "cuda":  # pinned memory is copied while the GPU computes
+        spans = spans.pin_memory()
+    spans = spans.to(device, non_blocking=True)
+    return spans[:, :-1], spans[:, 1:]
 
 
 def unigram_entropy(data: Tensor) -> float:
-    """Return the least loss, in nats per byte, of a model that sees no context."""
-    frequencies = torch.bincount(data.long(), minlength=256).double() / len(data)
+    """Return the least loss, in nats per token, of a model that sees no context."""
+    frequencies = torch.bincount(data.long() & 0xFFFF).double() / len(data)
     return torch.special.entr(frequencies).sum().item()
-
-
-def windows(data: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Return the bytes from each start, and the byte after each; both (len(starts), context)."""
-    offsets = torch.arange(context + 1, device=data.device)
-    spans = data[starts.to(data.device)[:, None] + offsets].long()
-    return spans[:, :-1], spans[:, 1:]
 
 
 # The model ----------------------------------------------------------------------------------------
@@ -141,12 +171,12 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = nn.LayerNorm(width, bias=False)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -155,54 +185,77 @@ class Block(nn.Module):
         query, key, value = per_head.permute(2, 0, 3, 1, 4)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(x)
+        return x + self.mlp_out(nn.functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
-    """Map bytes (batch, length) to a score for each possible next byte (batch, length, 256)."""
+    """Map tokens (batch, length) to the mean loss, or to scores of the next token."""
 
-    def __init__(self, layers: int, heads: int, width: int, context: int) -> None:
+    def __init__(self, vocabulary: int, layers: int, heads: int, width: int, context: int) -> None:
         super().__init__()
-        self.byte_embedding = nn.Embedding(256, width)
+        self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.scores = nn.Linear(width, 256, bias=False)
+        self.norm = nn.LayerNorm(width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # What is added to the residual stream starts small, or it grows with each layer.
-                into_stream = name.endswith(("attention_out.weight", "mlp.3.weight"))
-                std = 0.02 / math.sqrt(2 * layers) if into_stream else 0.02
-                nn.init.normal_(parameter, std=std)
+                into_stream = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers if into_stream else 1))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the mean loss, or without targets scores (batch, vocabulary) after the tokens."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.byte_embedding(tokens) + self.position_embedding(positions)
-        return self.scores(self.norm(self.blocks(x)))
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = self.norm(self.blocks(x))
+        if targets is None:
+            return linear(x[:, -1], self.token_embedding.weight)
+        scores = linear(x, self.token_embedding.weight)  # the weights are shared, as in GPT-2
+        return cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+
+    def flops_per_token(self) -> float:
+        """Return the operations of a forward and backward pass (PaLM, arXiv:2204.02311, app. B)."""
+        context, width = self.position_embedding.weight.shape
+        parameters = sum(p.numel() for p in self.parameters()) - context * width
+        return 6 * parameters + 12 * len(self.blocks) * width * context
+
+    @torch.no_grad()
+    def sample(self, prompt: Tensor, count: int, temperature: float = 0.8) -> Tensor:
+        """Return the prompt (length) and `count` random tokens after it."""
+        generator = torch.Generator(prompt.device).manual_seed(0)
+        for _ in range(count):
+            seen = prompt[-self.position_embedding.num_embeddings :]
+            scores = self.forward(seen[None])[0].float()  # not compiled: each length is another
+            chances = torch.softmax(scores / temperature, dim=-1)
+            prompt = torch.cat([prompt, torch.multinomial(chances, 1, generator=generator)])
+        return prompt
 
 
 # The training -------------------------------------------------------------------------------------
 
 
-def make_optimizer(model: nn.Module, lr: float, device: torch.device) -> torch.optim.Optimizer:
-    """Return AdamW. Weight decay is for matrices; norms and biases are left alone."""
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Return AdamW. Weight decay is for matrices; the weights of norms are left alone."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     # Fused: one kernel for all parameters of a group instead of several for each.
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device.type != "cpu")
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
-def make_autocast(precision: str | None, device: torch.device) -> torch.autocast:
-    """Return autocast to bfloat16 if it is chosen, or by default if the GPU computes in it."""
-    if precision is None:  # CPUs and older GPUs would only emulate it
-        has_bfloat16 = device.type == "xpu" or (
-            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        )
-        precision = "bfloat16" if has_bfloat16 else "float32"
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+def fastest_precision(device: torch.device) -> str:
+    """Return the data type in which the device multiplies matrices fastest."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "float16"  # gradients need a GradScaler
+    return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def peak_flops(device: torch.device) -> float:
+    """Return the operations per second of a GPU in PEAK_FLOPS, 0 for others."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return max((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), default=0.0)
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -213,147 +266,165 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def next_byte_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+def micro_batches(
+    data: Tensor, step: int, args: argparse.Namespace, dist: Distributed
+) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's inputs and targets of a step: windows that start anywhere in the text.
+
+    Seed and step determine the windows of all ranks, so a resumed run needs no other state.
+    """
+    generator = torch.Generator().manual_seed(sample_seed(args.seed, 0, step))
+    count = dist.world_size * args.accumulate * args.batch_size
+    starts = torch.randint(len(data) - args.context, (count,), generator=generator)
+    share = starts[dist.rank :: dist.world_size]
+    return [
+        windows(data, batch, args.context, dist.device) for batch in share.split(args.batch_size)
+    ]
 
 
 def train_step(
     ddp: DDP,
+    batches: list[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
     noise: GradientNoiseScale,
-    data: Tensor,
-    starts: Tensor,
-    args: argparse.Namespace,
     autocast: torch.autocast,
 ) -> Tensor:
-    """Make one optimizer step on this rank's windows; return their mean loss."""
-    mean_loss = torch.zeros((), device=data.device)
+    """Make one optimizer step; return this rank's mean loss."""
+    mean_loss = torch.zeros((), device=batches[0][0].device)
     # Gradients add up on each rank; DDP averages them over the ranks in the last micro-batch.
-    for batch, weight in accumulate(ddp, starts.split(args.batch_size)):
-        inputs, targets = windows(data, batch, args.context)
+    for (inputs, targets), weight in accumulate(ddp, batches):
         with autocast:
-            scores = ddp(inputs)
-        loss = weight * next_byte_loss(scores, targets)
-        loss.backward()
+            loss = weight * ddp(inputs, targets)
+        scaler.scale(loss).backward()  # the scaler does something in float16 only
         mean_loss += loss.detach()
     noise.update()
+    scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad()
     return mean_loss
 
 
-def held_out_loss(
-    model: nn.Module, data: Tensor, args: argparse.Namespace, dist: Distributed
-) -> float:
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Tensor, args: argparse.Namespace, dist: Distributed) -> float:
     """Return the mean loss over windows spread over the held-out text; the ranks share the work.
 
     It takes the model without DDP, as the ranks may have different numbers of batches.
     """
     count = min(HELD_OUT_WINDOWS, (len(data) - 1) // args.context)
     starts = torch.linspace(0, len(data) - args.context - 1, count, dtype=torch.float64).long()
-    total = torch.zeros(2, device=data.device)  # loss, windows
-    with torch.no_grad():
-        for batch in starts[dist.rank :: dist.world_size].split(args.batch_size):
-            inputs, targets = windows(data, batch, args.context)
-            loss = next_byte_loss(model(inputs), targets)
-            total += torch.stack([loss, torch.ones_like(loss)]) * len(batch)
+    total = torch.zeros(2, device=dist.device)  # loss, windows
+    for batch in starts[dist.rank :: dist.world_size].split(args.batch_size):
+        loss = model(*windows(data, batch, args.context, dist.device))
+        total += torch.stack([loss, torch.ones_like(loss)]) * len(batch)
     loss_sum, window_count = dist.all_reduce_mean(total).tolist()
     return loss_sum / window_count
 
 
-class Progress:
-    """Prints the mean loss and the speed, and measures the time of the training."""
-
-    def __init__(self, step: int, tokens_per_step: int, dist: Distributed) -> None:
-        self.first_step = self.last_step = step
-        self.start = self.last_time = time.perf_counter()
-        self.tokens_per_step, self.dist = tokens_per_step, dist
-        self.loss_sum = torch.zeros((), device=dist.device)  # read when printed, as that waits
-
-    def report(self, step: int, args: argparse.Namespace) -> float:
-        """Print a line; return the seconds since the start, the same on every rank."""
-        steps, now = step - self.last_step, time.perf_counter()
-        values = torch.tensor([self.loss_sum.item() / steps, now - self.start])
-        loss, seconds = self.dist.all_reduce_mean(values.to(self.dist.device)).tolist()
-        speed = steps * self.tokens_per_step / (now - self.last_time)
-        log.info(
-            f"step {step:5d}/{args.steps}  loss {loss:.4f}  "
-            f"lr {learning_rate(step - 1, args):.2e}  {speed:,.0f} tokens/s"
-        )
-        self.loss_sum.zero_()
-        self.last_step, self.last_time = step, now
-        return seconds
-
-    def report_end(self) -> None:
-        seconds = self.last_time - self.start
-        tokens = (self.last_step - self.first_step) * self.tokens_per_step
-        log.info(
-            f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s"
-        )
+def describe_sample(model: GPT, held_out: Tensor, args: argparse.Namespace) -> str:
+    """Return what the model writes after the beginning of the held-out text."""
+    device = model.position_embedding.weight.device
+    prompt = held_out[: args.context // 2].long().to(device) & 0xFFFF
+    tokens = model.sample(prompt, args.sample).tolist()
+    if args.tokens:  # with the package tiktoken: tiktoken.get_encoding("gpt2").decode(tokens)
+        return f"sample: {tokens}"
+    text = bytes(tokens).decode(errors="replace")
+    return "sample:\n" + "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
 def main() -> int:
     args = parse_arguments()
     with setup_distributed(args.backend) as dist, contextlib.ExitStack() as at_end:
-        data, held_out_data = read_text(args, dist)
-        torch.manual_seed(0)
-        model = GPT(args.layers, args.heads, args.width, args.context).to(dist.device)
+        data, held_out = read_data(args, dist)
+        torch.manual_seed(args.seed)
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 is used on a GPU
+        vocabulary = GPT2_VOCABULARY if args.tokens else 256
+        model = GPT(vocabulary, args.layers, args.heads, args.width, args.context).to(dist.device)
         if args.compile:
             model.compile()
-        ddp = DDP(model, device_ids=dist.device_ids)
-        optimizer = make_optimizer(model, args.lr, dist.device)
-        autocast = make_autocast(args.precision, dist.device)
-        global_batch = dist.world_size * args.accumulate * args.batch_size
-        log.info(
-            f"{len(data):,} bytes to train on, {len(held_out_data):,} held out; "
-            f"{sum(p.numel() for p in model.parameters()):,} parameters; "
-            f"{global_batch * args.context:,} tokens per step"
-        )
-
-        order = torch.Generator().manual_seed(0)
+        ddp = DDP(model, device_ids=dist.device_ids, gradient_as_bucket_view=True)
+        optimizer = make_optimizer(model, args.lr)
+        precision = args.precision or fastest_precision(dist.device)
+        half = torch.float16 if precision == "float16" else torch.bfloat16
+        autocast = torch.autocast(dist.device.type, half, enabled=precision != "float32")
+        scaler = torch.amp.GradScaler(dist.device.type, enabled=precision == "float16")
         noise = GradientNoiseScale(ddp, args.batch_size)
-        state = {"model": ddp, "optimizer": optimizer, "order": order, "noise": noise}
+        global_batch = dist.world_size * args.accumulate * args.batch_size
+        tokens_per_step = global_batch * args.context
+        log.info(
+            f"{len(data):,} tokens to train on, {len(held_out):,} held out; "
+            f"{sum(p.numel() for p in model.parameters()):,} parameters; "
+            f"{tokens_per_step:,} tokens per step; {precision}"
+        )
+        metrics = at_end.enter_context(
+            Metrics(
+                dist,
+                args.checkpoints,
+                unit="tokens",
+                per_step=tokens_per_step,
+                flops=tokens_per_step * model.flops_per_token(),
+                peak_flops=peak_flops(dist.device),
+                last_step=args.steps,
+                print_every=args.log_every,
+                tensorboard=args.tensorboard,
+                wandb=args.wandb,
+            )
+        )
+        state = {"model": ddp, "optimizer": optimizer, "scaler": scaler, "noise": noise}
+        state |= {"metrics": metrics, "held_out_loss": math.nan}
         stop = checkpoints = found = None
         if args.checkpoints:
             zeros = torch.zeros(args.batch_size, args.context, dtype=torch.long, device=dist.device)
             with autocast:
-                prime_ddp_buckets(ddp, lambda: ddp(zeros).float().sum())
+                prime_ddp_buckets(ddp, lambda: ddp(zeros, zeros))
             stop = at_end.enter_context(StopSignal(dist))
-            checkpoints = at_end.enter_context(Checkpointer(args.checkpoints))
-            found = checkpoints.load_latest(state)
-        first_step = found.step if found else 0
-        if found:
-            log.info(f"resuming after step {first_step}")
+            checkpoints = at_end.enter_context(Checkpointer(args.checkpoints, keep=2, keep_best=1))
+            if found := checkpoints.load_latest(state):
+                log.info(f"resuming after step {found.step}")
 
-        progress = Progress(first_step, global_batch * args.context, dist)
-        for step in range(first_step + 1, args.steps + 1):
+        start = time.perf_counter()
+        for step in range(found.step + 1 if found else 1, args.steps + 1):
+            lr = learning_rate(step - 1, args)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step - 1, args)
-            # Every rank draws the whole global batch and takes its share: no two are the same.
-            starts = torch.randint(len(data) - args.context, (global_batch,), generator=order)
-            share = starts[dist.rank :: dist.world_size]
-            progress.loss_sum += train_step(ddp, optimizer, noise, data, share, args, autocast)
+                group["lr"] = lr
+            with metrics.data_wait():
+                batches = micro_batches(data, step, args, dist)
+
+            loss = train_step(ddp, batches, optimizer, scaler, noise, autocast)
+            metrics.log(step, loss=loss, lr=lr)  # reads the loss later: that waits for the GPU
 
             is_last = step == args.steps
-            if step % args.log_every == 0 or is_last:
-                is_last |= progress.report(step, args) >= args.max_seconds
-            stopping = stop is not None and stop.should_stop()  # the same result on every rank
-            if checkpoints and (stopping or is_last):
-                checkpoints.save_and_wait(step, state)
-            elif checkpoints and step % args.save_every == 0:
-                checkpoints.save(step, state)  # in the background; a failure is only logged
-            if stopping:
+            if step % args.log_every == 0 and args.max_seconds < math.inf:
+                seconds = dist.all_reduce_mean(time.perf_counter() - start)  # the same on all ranks
+                is_last |= seconds >= args.max_seconds
+            is_evaluated = is_last or step % args.eval_every == 0
+            if is_evaluated:
+                with autocast:
+                    state["held_out_loss"] = evaluate(model, held_out, args, dist)
+                metrics.log(step, held_out_loss=state["held_out_loss"])
+            is_stopping = stop is not None and stop.should_stop()  # the same on all ranks
+            if checkpoints:
+                metric = state["held_out_loss"] if is_evaluated else None  # the best one is kept
+                if is_last or is_stopping:
+                    checkpoints.save_and_wait(step, state, metric=metric)
+                elif is_evaluated or step % args.save_every == 0:
+                    checkpoints.save(step, state, metric=metric)  # in the background
+            if is_stopping:
                 log.info(f"stopped after step {step}: {stop.reason}")
-            if stopping or is_last:
+            if is_last or is_stopping:
                 break
 
+        metrics.flush()
         if stop is None or not stop.stopped:
-            progress.report_end()
-            with autocast:
-                loss = held_out_loss(model, held_out_data, args, dist)
-            entropy = unigram_entropy(held_out_data)
-            log.info(f"held-out loss {loss:.4f} nats per byte; unigram entropy {entropy:.4f}")
+            log.info(metrics.summary())
+            if dist.is_main and args.sample:
+                with autocast:
+                    log.info(describe_sample(model, held_out, args))
+            entropy, unit = unigram_entropy(held_out), "token" if args.tokens else "byte"
+            loss = state["held_out_loss"]
+            log.info(f"held-out loss {loss:.4f} nats per {unit}; unigram entropy {entropy:.4f}")
             log.info(f"gradient noise scale {noise.value:,.0f} sequences; {global_batch} per step")
 
     if stop is None:

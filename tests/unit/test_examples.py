@@ -4,13 +4,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import struct
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from tests.unit.programs import ROOT, python
+from utils.run_log import read_run
+
+ONE_RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 
 SMALL = ["--layers", "1", "--heads", "2", "--width", "32", "--context", "32", "--warmup", "5"]
 
@@ -68,11 +73,13 @@ def final_losses(output: str) -> tuple[float, float]:
 def test_03_learns_from_context_and_repeats_itself(tmp_path: Path) -> None:
     text = tmp_path / "text of mine.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 4000)
-    outputs = [run("03_text_lm.py", "--text", str(text), "--steps", "60", *SMALL, cwd=tmp_path) for _ in range(2)]
+    outputs = [run("03_text_lm.py", "--text", str(text), "--steps", "90", *SMALL, cwd=tmp_path) for _ in range(2)]
     loss, entropy = final_losses(outputs[0])
     assert loss < entropy - 0.8 and final_losses(outputs[1]) == (loss, entropy)
-    progress = r"^step +25/60  loss [0-9.]+  lr 2.28e-03  [0-9,]+ tokens/s$"  # in the cosine decay of 3e-3
+    progress = r"^step +25/90  loss [0-9.]+  lr 2.68e-03  [0-9,]+ tokens/s$"  # in the cosine decay of 3e-3
     assert re.search(progress, outputs[0], re.MULTILINE)
+    sample = outputs[0].partition("\nsample:\n")[2]
+    assert sample.startswith("the quick brown ")
 
 
 def test_03_reads_the_standard_library_stops_in_time_and_resumes(tmp_path: Path) -> None:
@@ -84,31 +91,63 @@ def test_03_reads_the_standard_library_stops_in_time_and_resumes(tmp_path: Path)
     assert 2.5 < final_losses(output)[1] < 3.8
     again = run("03_text_lm.py", *options, cwd=tmp_path)
     assert "resuming after step 2" in again and "step     4/600" in again
+    run_log = read_run(tmp_path)
+    assert run_log.columns["loss"][0] == [1, 2, 3, 4] and run_log.seams == [2]
+    assert run_log.columns["held_out_loss"][0] == [2, 4]
 
 
 @pytest.mark.parametrize("content", [None, b"too short"])
-def test_03_names_the_rank_and_the_missing_or_short_text(
-        text_lm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
-    monkeypatch.setattr(text_lm.torch.distributed, "all_gather_object", lambda reports, mine: None)
+def test_03_names_the_missing_or_short_text(text_lm: ModuleType, tmp_path: Path, content: bytes | None) -> None:
     text = tmp_path / "text"
     if content is not None:
         text.write_bytes(content)
-    with pytest.raises(RuntimeError, match=f"^rank 0 on .*{re.escape(str(text))}"):
-        text_lm.read_text(argparse.Namespace(text=text, context=32), SimpleNamespace(rank=0, world_size=1))
+    with pytest.raises((OSError, ValueError), match=re.escape(str(text))):
+        text_lm.read_data(argparse.Namespace(text=text, tokens=None, context=32), ONE_RANK)
 
 
-def test_03_predicts_the_next_byte_and_decays_matrices_only(text_lm: ModuleType) -> None:
-    inputs, targets = text_lm.windows(torch.arange(100, dtype=torch.uint8), torch.tensor([0, 90]), 5)
-    assert inputs.tolist() == [[0, 1, 2, 3, 4], [90, 91, 92, 93, 94]] and (targets == inputs + 1).all()
+def test_03_refuses_other_sources_on_another_host(text_lm: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="the hosts have different sources of Python"):
+        text_lm.standard_library(SimpleNamespace(all_reduce_mean=lambda value: value + 1))
 
-    model = text_lm.GPT(layers=2, heads=2, width=16, context=8)
+
+def test_03_reads_the_token_files_of_nanogpt(text_lm: ModuleType, tmp_path: Path) -> None:
+    for name, tokens in (("train.bin", range(50_000, 50_100)), ("val.bin", range(10))):
+        (tmp_path / name).write_bytes(struct.pack(f"={len(tokens)}H", *tokens))
+    data, held_out = text_lm.read_data(argparse.Namespace(text=None, tokens=tmp_path, context=8), ONE_RANK)
+    inputs, targets = text_lm.windows(data, torch.tensor([0, 90]), 3, ONE_RANK.device)
+    assert inputs.tolist() == [[50_000, 50_001, 50_002], [50_090, 50_091, 50_092]] and (targets == inputs + 1).all()
+    assert held_out.tolist() == list(range(10))
+
+
+def test_03_shares_the_windows_of_a_step_among_the_ranks(text_lm: ModuleType) -> None:
+    def drawn(step: int, world_size: int) -> list[list[int]]:
+        args = argparse.Namespace(seed=0, context=4, batch_size=2, accumulate=4 // world_size)
+        ranks = [SimpleNamespace(**{**vars(ONE_RANK), "rank": n, "world_size": world_size}) for n in range(world_size)]
+        batches = [batch for rank in ranks for batch in text_lm.micro_batches(data, step, args, rank)]
+        return sorted(window for inputs, _ in batches for window in inputs.tolist())
+
+    data = torch.arange(200, dtype=torch.uint8)
+    assert drawn(7, 1) == drawn(7, 2) == drawn(7, 4) != drawn(8, 1) and len(drawn(7, 1)) == 8
+
+
+def test_03_predicts_the_next_token_and_decays_matrices_only(text_lm: ModuleType) -> None:
+    model = text_lm.GPT(vocabulary=256, layers=2, heads=2, width=16, context=8)
     tokens = torch.arange(8)[None]
     changed = tokens.clone()
     changed[0, 5] = 200
     with torch.no_grad():
-        different = (model(tokens) != model(changed)).any(-1)[0]
-    assert different.tolist() == [False] * 5 + [True] * 3
+        different = [(model(tokens[:, :n]) != model(changed[:, :n])).any().item() for n in range(1, 9)]
+        losses = torch.stack([cross_entropy(model(tokens[:, :n]), tokens[:, n]) for n in range(1, 8)])
+        assert model(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert different == [False] * 5 + [True] * 3
 
-    optimizer = text_lm.make_optimizer(model, 1e-3, torch.device("cpu"))
+    optimizer = text_lm.make_optimizer(model, 1e-3)
     decayed = {parameter for group in optimizer.param_groups if group["weight_decay"] for parameter in group["params"]}
     assert decayed == {parameter for parameter in model.parameters() if parameter.dim() == 2}
+
+
+def test_03_has_the_parameters_of_gpt2(text_lm: ModuleType) -> None:
+    with torch.device("meta"):
+        model = text_lm.GPT(text_lm.GPT2_VOCABULARY, *text_lm.MODELS["gpt2"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_373_760  # without biases
+    assert model.flops_per_token() == 6 * (124_373_760 - 1024 * 768) + 12 * 12 * 768 * 1024

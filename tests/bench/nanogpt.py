@@ -1,0 +1,203 @@
+"""Compare examples/03_text_lm.py with nanoGPT's train.py: same model, same data, same machine.
+
+    python tests/bench/nanogpt.py FOLDER_OF_NANOGPT [--device cuda --compile] [--turns 8] [--seeds 4]
+
+Speed: both train 6 layers of width 384 with a context of 256 and 12 sequences per step. They take turns of some steps;
+the other one waits meanwhile. Prints tokens per second of each turn, and the median of the ratios of two successive
+turns. A turn lasts from the end of one optimizer step to the end of another; neither evaluates nor saves in it.
+
+Loss: both train a smaller model several times, each time with another seed. Prints the mean loss over each tenth of the
+steps. Within noise means: in each tenth, the means over the seeds of both differ by less than the largest difference
+between two seeds of nanoGPT.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "03_text_lm.py"
+FAST = {"layers": 6, "heads": 6, "width": 384, "context": 256, "batch": 12}
+SMALL = {"layers": 4, "heads": 4, "width": 128, "context": 64, "batch": 16}
+LOSS = re.compile(r"^(?:step +\d+/\d+|iter \d+:) +loss ([\d.]+)", re.MULTILINE)
+
+
+class Side:
+    """One of the two trainings, in a process that waits between turns."""
+
+    def __init__(self, folder: Path, script: Path, options: list[str], name: str, seed: int = 0) -> None:
+        self.output = folder / name
+        environ = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "PYTHONUNBUFFERED": "1",
+                   "PYTHONPATH": f"{script.parent}:{os.environ.get('PYTHONPATH', '')}"}
+        words = [sys.executable, __file__, "--run", str(seed), str(script), *options]
+        with self.output.open("w") as file:
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
+                                             text=True, env=environ, cwd=folder)
+
+    def turn(self, steps: int) -> float:
+        """Make steps, and return their seconds."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            sys.exit(f"{self.output.name} ended:\n{self.output.read_text()[-3000:]}")
+        return float(json.loads(answer))
+
+    def losses(self) -> list[float]:
+        return [float(loss) for loss in LOSS.findall(self.output.read_text())]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def run(seed: int, script: str, options: list[str]) -> None:
+    """Be one side: make as many steps as the parent process requests, and report their time."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # prints of the script go to the file
+    remaining, start = int(requests.readline()), time.perf_counter()
+
+    def after_step(*_: object) -> None:
+        nonlocal remaining, start
+        remaining -= 1
+        if remaining == 0:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            print(time.perf_counter() - start, file=answers, flush=True)
+            remaining = int(requests.readline() or os._exit(0))
+            start = time.perf_counter()
+
+    register_optimizer_step_post_hook(after_step)
+    set_seed = torch.manual_seed
+    torch.manual_seed = lambda number: set_seed(number + 1000 * seed)  # nanoGPT has no option for it
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def write_data(folder: Path) -> None:
+    """Write the sources of Python's library as a text, and in nanoGPT's format: a token is a byte."""
+    code = (f"import runpy; from types import SimpleNamespace; "
+            f"example = runpy.run_path({str(EXAMPLE)!r}, run_name='example'); "
+            f"text = example['standard_library'](SimpleNamespace(all_reduce_mean=lambda value: value)); "
+            f"open({str(folder / 'text')!r}, 'wb').write(bytes(text.tolist()))")
+    subprocess.run([sys.executable, "-c", code], check=True)
+    tokens = numpy.frombuffer((folder / "text").read_bytes(), dtype=numpy.uint8).astype(numpy.uint16)
+    border = len(tokens) - len(tokens) // 10
+    data = folder / "data" / "text"
+    data.mkdir(parents=True)
+    tokens[:border].tofile(data / "train.bin")
+    tokens[border:].tofile(data / "val.bin")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
+
+
+def start(nanogpt: Path, folder: Path, size: dict[str, int], steps: int, args: argparse.Namespace, seed: int = 0,
+          ) -> tuple[Side, Side]:
+    """Start both sides with the same settings."""
+    warmup, is_gpu = steps // 10, args.device == "cuda"
+    ours = ["--text", str(folder / "text"), "--batch-size", str(size["batch"]), "--accumulate", "1", "--lr", "1e-3",
+            "--steps", str(steps), "--warmup", str(warmup), "--log-every", "1", "--eval-every", str(10 * steps),
+            "--seed", str(seed), "--precision", "bfloat16" if is_gpu else "float32",
+            *(["--compile"] if args.compile else []), *([] if is_gpu else ["--backend", "gloo"])]
+    for name in ("layers", "heads", "width", "context"):
+        ours += [f"--{name}", str(size[name])]
+    theirs = {
+        "dataset": "text", "device": args.device, "compile": args.compile,
+        "dtype": "bfloat16" if is_gpu else "float32", "n_layer": size["layers"], "n_head": size["heads"],
+        "n_embd": size["width"], "block_size": size["context"], "batch_size": size["batch"],
+        "gradient_accumulation_steps": 1, "dropout": 0.0, "bias": False, "learning_rate": 1e-3, "min_lr": 1e-4,
+        "max_iters": steps, "lr_decay_iters": steps, "warmup_iters": warmup, "log_interval": 1,
+        "eval_interval": 10 * steps, "eval_iters": 1}
+    options = [f"--{name}={value}" for name, value in theirs.items()]
+    return (Side(folder, EXAMPLE, ours, f"03-{seed}"),
+            Side(folder, nanogpt / "train.py", options, f"nanoGPT-{seed}", seed))
+
+
+def compare_speed(nanogpt: Path, folder: Path, args: argparse.Namespace) -> float:
+    sides = start(nanogpt, folder, FAST, 10_000, args)
+    tokens = FAST["batch"] * FAST["context"] * args.steps
+    for side in sides:
+        side.turn(args.warm_up)
+    ratios = []
+    print("turn   03 tokens/s   nanoGPT tokens/s   ratio")
+    for number in range(args.turns):
+        seconds = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):  # neither is always the first
+            seconds[which] = sides[which].turn(args.steps)
+        ratios.append(seconds[1] / seconds[0])
+        ours, theirs = (tokens / time for time in seconds)
+        print(f"{number + 1:4d} {ours:13,.0f} {theirs:18,.0f} {ratios[-1]:7.3f}", flush=True)
+    for side in sides:
+        side.end()
+        print(f"loss of {side.output.name}: {' '.join(f'{loss:.2f}' for loss in side.losses()[::5])}")
+    ratio = statistics.median(ratios)
+    print(f"median ratio {ratio:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    return ratio
+
+
+def compare_losses(nanogpt: Path, folder: Path, args: argparse.Namespace) -> bool:
+    curves: list[list[list[float]]] = [[], []]  # of each side and seed: the mean loss of each tenth
+    tenth = args.loss_steps // 10
+    for seed in range(1, args.seeds + 1):
+        for which, side in enumerate(start(nanogpt, folder, SMALL, args.loss_steps, args, seed)):
+            side.turn(args.loss_steps)
+            losses = side.losses()
+            side.end()
+            curves[which].append([statistics.fmean(losses[i * tenth:(i + 1) * tenth]) for i in range(10)])
+    print(f"mean loss over {tenth} steps each, {args.seeds} seeds\n"
+          "steps        03   nanoGPT   difference   between seeds")
+    is_same = True
+    for i in range(10):
+        ours, theirs = ([curve[i] for curve in side] for side in curves)
+        a, b = statistics.fmean(ours), statistics.fmean(theirs)
+        noise = max(theirs) - min(theirs)
+        is_same = is_same and abs(a - b) < noise
+        print(f"to {(i + 1) * tenth:5d} {a:.4f} {b:9.4f} {a - b:+12.4f} {noise:15.4f}")
+    print(f"loss curves: {'within noise' if is_same else 'DIFFERENT'}")
+    return is_same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("nanogpt", type=Path, metavar="FOLDER_OF_NANOGPT")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--turns", type=int, default=8, help="of each side; 0: no comparison of the speed")
+    parser.add_argument("--steps", type=int, default=5, help="of a turn")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the first turn")
+    parser.add_argument("--seeds", type=int, default=4, help="at least 2; 0: no comparison of the losses")
+    parser.add_argument("--loss-steps", type=int, default=300)
+    args = parser.parse_args()
+    nanogpt, is_good = args.nanogpt.resolve(), True
+    with tempfile.TemporaryDirectory(prefix="nanogpt-") as name:
+        folder = Path(name)
+        write_data(folder)
+        (folder / "configurator.py").symlink_to(nanogpt / "configurator.py")
+        if args.turns:
+            is_good = compare_speed(nanogpt, folder, args) >= 1
+        if args.seeds:
+            is_good = compare_losses(nanogpt, folder, args) and is_good
+    return int(not is_good)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--run":
+        run(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    else:
+        sys.exit(main())
