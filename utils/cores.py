@@ -45,6 +45,16 @@ class RankCores(NamedTuple):
     gpu_node: int | None  # the NUMA node of its GPU, if the rank runs on other nodes; else None
 
 
+class CoreNote(NamedTuple):
+    """A problem with the cores of a host's ranks, and what to do."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.remedy}"
+
+
 @functools.lru_cache(maxsize=256)  # most hosts of a job are alike
 def choose_cores(host: HostMasks) -> list[RankCores]:
     """Return the cores of each rank of a host. Raises LaunchError for a bad DDPKIT_CPU_BIND."""
@@ -95,7 +105,7 @@ def _share_out(cores: Sequence[Sequence[Hashable]]) -> list[int]:
 
 def notes_on_cores(
     host: str, host_cores: int, ranks: Sequence[int], reported: HostMasks
-) -> Iterator[str]:
+) -> Iterator[CoreNote]:
     """Yield a warning about the cores of a host's ranks: at most one, the most important.
 
     host: its name. host_cores: the number of all its cores. ranks: in the order of `reported`.
@@ -105,22 +115,23 @@ def notes_on_cores(
     known = _topology(reported.topology)
     if len(cores_in(known, usable) or usable) < min(len(ranks), len(known.cores) or host_cores):
         remedy = (
-            f"unset {reported.openmp}, which binds them when torch is imported"
+            f"Unset {reported.openmp}, which binds them when torch is imported"
             if reported.openmp
-            else "request more cores, or start with --bind-to none (Open MPI), --cpu-bind none "
+            else "Request more cores, or start with --bind-to none (Open MPI), --cpu-bind none "
             "(PALS) or --cpus-per-task (srun)"
         )
-        yield (
+        yield CoreNote(
             f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
-            f"{host_cores}: {remedy}"
+            f"{host_cores}",
+            remedy,
         )
         return
     if reported.openmp and reported.bind and reported.binding != NO_BINDING:
-        yield (
+        yield CoreNote(
             f"{reported.openmp} binds each rank when torch is imported: rank {ranks[0]} on {host} "
             f"and its DataLoader workers may run on CPUs "
-            f"{format_ranges(cpus_of_mask(reported.masks[0]))} only. Unset the variable: the kit "
-            "then binds each rank to its share of the cores"
+            f"{format_ranges(cpus_of_mask(reported.masks[0]))} only",
+            "Unset the variable: the kit then binds each rank to its share of the cores",
         )
         return
     given = reported.bind and reported.binding not in ("", NO_BINDING)
@@ -129,20 +140,21 @@ def notes_on_cores(
         ranks, reported.local_ranks, chosen, reported.masks, strict=True
     ):
         if entries and not entries[local_rank] <= frozenset(cpus_of_mask(mask)):
-            yield (
+            yield CoreNote(
                 f"{VARIABLE} gives CPUs {format_ranges(entries[local_rank])} to rank {rank} on "
                 f"{host}, which may run on {format_ranges(cpus_of_mask(mask))} only; it runs on "
-                f"{one.cpus}. Request whole nodes and start without --cpu-bind, or correct "
-                f"{VARIABLE}"
+                f"{one.cpus}",
+                f"Request whole nodes and start without --cpu-bind, or correct {VARIABLE}",
             )
             return
     far = [(rank, one) for rank, one in zip(ranks, chosen, strict=True) if one.gpu_node is not None]
     if far:
         rank, one = far[0]
         more = f" ({len(far)} ranks of this host are far from their GPU)" if len(far) > 1 else ""
-        yield (
+        yield CoreNote(
             f"rank {rank} on {host} runs on CPUs {one.cpus} of NUMA node {one.nodes}, but its GPU "
-            f"is on node {one.gpu_node}{more}. {_remedy(reported, one)}"
+            f"is on node {one.gpu_node}{more}",
+            _remedy(reported, one),
         )
 
 

@@ -73,9 +73,13 @@ def _open_store_of_rank_0(placement: Placement, found: Rendezvous, deadline: flo
 # counts its own restarts, so after one the ranks of several agents would use different keys.
 
 
-def _rendezvous_by_agent_store(
+def agree_by_agent_store(
     detection: Detection, report: RankReport, deadline: float
 ) -> tuple[Rendezvous, Store]:
+    """Return what agree() returns under an agent of torchrun, and the store that it serves.
+
+    deadline: monotonic seconds. Raises LaunchError when the ranks cannot start together.
+    """
     agent_store = _connect_to_agent_store(deadline)
     placement = detection.placement
     found = agree(
@@ -86,6 +90,13 @@ def _rendezvous_by_agent_store(
         name_service=_AgentStore(agent_store, placement.world_size),
         environ=without_inherited(os.environ),
     )
+    return found, agent_store
+
+
+def _rendezvous_by_agent_store(
+    detection: Detection, report: RankReport, deadline: float
+) -> tuple[Rendezvous, Store]:
+    found, agent_store = agree_by_agent_store(detection, report, deadline)
     if found.listener is not None:
         found.listener.close()
     found = replace(

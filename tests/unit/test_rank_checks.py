@@ -94,7 +94,7 @@ def test_ranks_that_cannot_train_together_are_refused(reports: Sequence[RankRepo
     (bound("11", "11", host_cores=8, topology="0:0+4,1+5,2+6,3+7"), ["all 2 ranks of n1 may run on core 0,4 only"]),
     (bound("33", "33", host_cores=8, topology="0:0+4,1+5,2+6,3+7"), []),
     (bound("1", "1", openmp_binding="OMP_PLACES=cores"), [
-        "all 2 ranks of n1 may run on core 0 only, of 4: unset OMP_PLACES=cores, which binds them"]),
+        "all 2 ranks of n1 may run on core 0 only, of 4. Unset OMP_PLACES=cores, which binds them"]),
     (bound("1", "2", openmp_binding="OMP_PROC_BIND=close"), [
         "OMP_PROC_BIND=close binds each rank when torch is imported: rank 0 on n1 and its DataLoader "]),
     (bound("1", "2", openmp_binding="OMP_PROC_BIND=close", binding="none"), []),

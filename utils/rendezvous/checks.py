@@ -153,7 +153,7 @@ def check_reports(reports: Sequence[RankReport]) -> CheckResult:
         if not noted:  # those of the first such host
             first = reports[ranks[0]]
             found = list(notes_on_cores(first["host"], first["host_cores"], ranks, masks))
-            notes += found
+            notes += map(str, found)
             noted = bool(found)
     return CheckResult(assignments, _table(reports, host_ranks, assignments, cores), notes)
 

@@ -49,7 +49,7 @@ def _error(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.subcommand == "run":
+    if args.subcommand in ("run", "doctor"):
         return run(args)
     if args.subcommand == "list":
         return queries.print_list(args.folder, get_scheduler, args.all)

@@ -12,3 +12,6 @@ JOBS = KIT / "jobs"
 
 # In messages: scripts/submit.py of a checkout, or the command that pip installed.
 PROGRAM = "submit.py" if (KIT / "scripts" / "submit.py").exists() else "ddpkit submit"
+
+# Runs the commands of the kit: "python MAIN doctor".
+MAIN = _PACKAGE / "__main__.py"

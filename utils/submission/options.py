@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..argument_parser import ArgumentParser
 from . import profiles
-from .files import PROGRAM
+from .files import MAIN, PROGRAM
 
 COMMANDS = {
     "run": "submit a script, a module or a program as a job",
@@ -20,6 +20,7 @@ COMMANDS = {
     "logs": "print the output of jobs",
     "cancel": "cancel jobs and the later jobs of their chains",
     "resubmit": "submit recorded jobs again, with the same options and a new folder",
+    "doctor": "submit a job that checks the cluster, as doctor.py does",
 }
 DESCRIPTION = f"""\
 Submit a training script as a Slurm or PBS job, and query submitted jobs.
@@ -29,6 +30,7 @@ Submit a training script as a Slurm or PBS job, and query submitted jobs.
 {PROGRAM} run --nodes 2 --time 30m -m package.train --lr 1   run a module, as python -m does
 {PROGRAM} run --site lumi --nodes 2 --dry-run train.py       print the job script; submit nothing
 {PROGRAM} run --nodes 2 --time 12h --chain 5 train.py        five jobs; each continues the last
+{PROGRAM} doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
 {PROGRAM} list | status 1234 | logs 1234 | cancel 1234 | resubmit 1234
 
 Each submission has a folder, jobs-out/NAME-DATE-TIME, with its scripts, settings and output.
@@ -54,6 +56,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     name = words[0]
     args = _parser(name).parse_args(words[1:])
     args.subcommand = name
+    if name == "doctor":
+        options = args.command[1:] if args.command[:1] == ["--"] else args.command
+        args.command = [str(MAIN), "doctor", *options]
     return args
 
 
@@ -78,8 +83,13 @@ def _parser(name: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=f"{PROGRAM} {name}", description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
-    if name == "run":
+    if name in ("run", "doctor"):
         _add_run_options(parser)
+    if name == "doctor":
+        parser.usage = f"{PROGRAM} doctor [OPTION ...] [-- OPTION OF doctor.py ...]"
+        parser.epilog = "The options are those of `run`; --time is 10m by default."
+        parser.set_defaults(job_name="doctor", time="10m")
+    if name in ("run", "doctor"):
         return parser
     if name == "list":
         parser.add_argument("--all", action="store_true", help="list all submissions")

@@ -1,0 +1,239 @@
+"""Check that all ranks have the same software, the same code and the same variables.
+
+torch is not imported: its version is read from its files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import __version__
+from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+
+_KIT = Path(__file__).resolve().parents[2]
+_PREFIXES = (
+    "NCCL_",
+    "RCCL_",
+    "FI_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "CUDA_",
+    "UCX_",
+    "PYTHON",
+    "TORCH_",
+    "DDPKIT_",
+)
+_OTHERS = ("LD_LIBRARY_PATH", "LD_PRELOAD")
+_OF_RANK = {  # these differ between ranks or hosts by nature
+    "CUDA_VISIBLE_DEVICES",
+    "DDPKIT_RANK_PROCESS",
+    "DDPKIT_SIGNALS_BLOCKED",
+}
+_MOST_FILES = 2000
+_SHOWN = 60  # characters of a value
+_UNSET = "(unset)"
+_TORCH = "torch"
+_KIT_CODE, _CODE = "code of the kit", "code in the working directory"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What should be the same everywhere.
+
+    software: versions, by name. code: digests of .py files, by folder; from the first rank of each
+    host. files: the checksum of each .py file, by folder, if the digests differ between hosts.
+    """
+
+    software: dict[str, str]
+    code: dict[str, str]
+    files: dict[str, dict[str, int]]
+    variables: dict[str, str]
+
+
+class Equality(Check[Facts]):
+    """Software, code and variables of all ranks."""
+
+    name = "equality"
+    per = "rank"
+    quick = True
+    facts = Facts
+
+    def collect(self, ranks: Ranks) -> Facts:
+        files: dict[str, dict[str, int]] = {}
+        if ranks.me.local_rank == 0:
+            files = {_KIT_CODE: checksums(_KIT), _CODE: checksums(Path.cwd())}
+        code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
+        everyones = [one for one in ranks.all_gather("code", code) if one]
+        different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
+        return Facts(
+            software=software(),
+            code=code,
+            files={name: files[name] for name in different},
+            variables=relevant_variables(os.environ),
+        )
+
+    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+        findings: list[Finding] = []
+        for name in _names(one.facts.software for one in reported):
+            values = {one.place: one.facts.software.get(name, "none") for one in reported}
+            level = Level.WARNING if name == "GPU driver" else Level.BAD
+            findings += _compare(name, values, level, "Use one environment on all hosts")
+        for name in _names(one.facts.code for one in reported):
+            values = {one.place: one.facts.code[name] for one in reported if one.facts.code}
+            shown = name + _different_files(name, reported)
+            remedy = "Copy the same files to all hosts, or use a shared file system"
+            findings += _compare(shown, values, Level.BAD, remedy)
+        for name in _names(one.facts.variables for one in reported):
+            values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
+            remedy = f"Set {name} to the same value on all ranks, or unset it on all"
+            findings += _compare(name, values, Level.WARNING, remedy)
+        if not findings and reported:
+            facts = reported[0].facts
+            versions = ", ".join(f"{name} {value}" for name, value in facts.software.items())
+            same = f"; code and {len(facts.variables)} variables are the same everywhere"
+            findings = [Finding(Level.GOOD, versions + (same if len(reported) > 1 else ""))]
+        yield from findings
+
+
+# Facts of this rank -------------------------------------------------------------------------------
+
+
+def software() -> dict[str, str]:
+    """Return the versions of what training uses. Without torch on this host it is "none"."""
+    found = {"Python": platform.python_version(), _TORCH: "none", "kit version": __version__}
+    spec = importlib.util.find_spec("torch")  # does not import it
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    if folder is not None:
+        values = torch_version(folder)
+        builds = [f"{name} {values[name]}" for name in ("cuda", "hip") if values.get(name)]
+        build = f" ({', '.join(builds)})" if builds else ""
+        found[_TORCH] = values.get("__version__", "unknown") + build
+        # "nvidia_nccl_cu12-2.21.5.dist-info"
+        for info in sorted(folder.parent.glob("nvidia_nccl_*.dist-info")):
+            found["NCCL"] = info.name.removesuffix(".dist-info").rpartition("-")[2]
+    if driver := driver_version():
+        found["GPU driver"] = driver
+    return found
+
+
+def torch_version(folder: Path) -> dict[str, str]:
+    """Return the values in torch/version.py: __version__, cuda, hip, git_version."""
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    # "__version__ = '2.6.0+cu124'", "cuda: Optional[str] = '12.4'", "hip: ... = None"
+    return dict(re.findall(r"^(\w+)(?:: [^=]+)? = ['\"]([^'\"]*)['\"]$", text, re.MULTILINE))
+
+
+def driver_version() -> str:
+    """Return the version of the GPU driver's kernel module; "" without one."""
+    for module in ("nvidia", "amdgpu"):
+        try:
+            return Path("/sys/module", module, "version").read_text().strip()
+        except OSError:
+            continue
+    return ""
+
+
+def checksums(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of each .py file in a folder and in the packages there, by path."""
+    found: dict[str, int] = {}
+    pending = [folder]
+    while pending and len(found) < _MOST_FILES:
+        try:
+            entries = sorted(os.scandir(pending.pop(0)), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in entries:
+            path = Path(entry.path)
+            try:
+                if entry.name.endswith(".py"):
+                    found[str(path.relative_to(folder))] = zlib.crc32(path.read_bytes())
+                elif entry.is_dir() and (path / "__init__.py").is_file():
+                    pending.append(path)
+            except OSError:
+                found[str(path.relative_to(folder))] = -1
+    return found
+
+
+def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that change how a training runs."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name.startswith(_PREFIXES) or name in _OTHERS) and name not in _OF_RANK
+    }
+
+
+# What rank 0 concludes ----------------------------------------------------------------------------
+
+
+def _names(values: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the names in all of these, in the order in which they first appear."""
+    return list(dict.fromkeys(name for one in values for name in one))
+
+
+def _compare(
+    name: str, values: Mapping[RankPlace, str], level: Level, remedy: str
+) -> Iterator[Finding]:
+    """Name those that differ from most ranks."""
+    counts = Counter(values.values())
+    if len(counts) < 2:
+        return
+    common, count = counts.most_common(1)[0]
+    odd = [place for place, value in values.items() if value != common]
+    others = list(dict.fromkeys(values[place] for place in odd))
+    parts = [
+        f"{_where([one for one in odd if values[one] == value], values)}: {_shorten(value, common)}"
+        for value in others[:4]
+    ]
+    if len(others) > 4:
+        parts.append(f"{len(others) - 4} other values")
+    rest = "the other ranks" if len(counts) == 2 else f"{count} ranks"
+    yield Finding(
+        level,
+        f"{name} differs. {'; '.join(parts)}; {rest}: {_shorten(common, others[0])}",
+        remedy,
+        tuple(one.rank for one in odd),
+        tuple(dict.fromkeys(one.host for one in odd)),
+    )
+
+
+def _where(odd: Sequence[RankPlace], values: Mapping[RankPlace, str]) -> str:
+    """Return "h3", if all of its ranks differ, or "rank 3 on h2"."""
+    hosts = list(dict.fromkeys((one.node, one.host) for one in odd))
+    of_hosts = [place for place in values if (place.node, place.host) in hosts]
+    if len(of_hosts) == len(odd):
+        shown = ", ".join(host for _, host in hosts[:8])
+        return shown + (f" and {len(hosts) - 8} more hosts" if len(hosts) > 8 else "")
+    shown = ", ".join(f"rank {one.rank} on {one.host}" for one in odd[:8])
+    return shown + (f" and {len(odd) - 8} more ranks" if len(odd) > 8 else "")
+
+
+def _shorten(value: str, other: str) -> str:
+    """Return a value for a message; of a long list of paths, the entries that another lacks."""
+    if len(value) <= _SHOWN:
+        return value or "(empty)"
+    entries = other.split(os.pathsep)
+    own = [entry for entry in value.split(os.pathsep) if entry not in entries]
+    shown = os.pathsep.join(own) or value
+    return f"...{shown[-_SHOWN:]}" if len(shown) > _SHOWN else f"...{shown}..."
+
+
+def _different_files(name: str, reported: Sequence[Reported[Facts]]) -> str:
+    """Return " (train.py)", the first files that differ between hosts."""
+    of_hosts = [one.facts.files[name] for one in reported if name in one.facts.files]
+    paths = sorted({path for files in of_hosts for path in files})
+    different = [path for path in paths if len({files.get(path) for files in of_hosts}) > 1]
+    more = ", ..." if len(different) > 3 else ""
+    return f" ({', '.join(different[:3])}{more})" if different else ""

@@ -1,0 +1,174 @@
+"""Run the checks of `doctor` on the ranks of this launch, or on this host alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..launchers.base import LaunchError
+from ..launchers.detect import find_launcher
+from ..schedulers import AllocationError, current_allocation
+from .check import Check, Finding, Level
+from .checks.equality import Equality
+from .checks.limits import Limits
+from .checks.placement import Placement
+from .exchange import Rank0Lost
+from .join import EARLIER_SECONDS, Joined, join
+from .report import LABELS, Report, write_hosts
+from .run import Result, run_check
+
+_LAUNCH = "launch"  # the name of the check that the runner itself does
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line requests, the same on all ranks. only: names of checks; empty: all."""
+
+    quick: bool = False
+    json: bool = False
+    only: tuple[str, ...] = ()
+    exclude_file: str | None = None
+    checkpoints: str | None = None
+    data: str | None = None
+    timeout: float = 40.0
+
+
+def all_checks(options: Options) -> list[Check[Any]]:
+    """Return every check, in the order in which they run."""
+    return [
+        Placement(),
+        Equality(),
+        Limits(),
+    ]
+
+
+def names() -> list[str]:
+    """Return the names of all checks."""
+    return [check.name for check in all_checks(Options())]
+
+
+def main(options: Options) -> int:
+    """Run the checks; print the report on rank 0. Return 0 for good, 1 for WARNING, 2 for BAD.
+
+    The other ranks return 0, because rank 0's status is that of the job.
+    """
+    start = time.monotonic()
+    try:
+        joined = join(options.timeout)
+    except (LaunchError, Rank0Lost) as error:
+        return _failed_launch(error, options, start)
+    try:
+        return _run(joined, options, start)
+    except Rank0Lost as error:
+        print(f"doctor: {error}", file=sys.stderr, flush=True)
+        return int(Level.BAD)
+
+
+def _run(joined: Joined, options: Options, start: float) -> int:
+    results = [_launch_result(joined)]
+    missing: set[int] = set()
+    for check in all_checks(options):
+        if check.name in options.only or (
+            not options.only and (check.quick or not options.quick)
+        ):
+            results.append(run_check(check, joined, missing))
+
+    status = 0
+    if joined.me.rank == 0:
+        single = joined.placement.launcher == "single"
+        launcher = "" if single else joined.placement.launcher
+        report = Report(joined.everyone, launcher, results, time.monotonic() - start)
+        _print(report, options)
+        status = int(report.level)
+    joined.gather("end", None, 60.0)
+    joined.close()
+    return status
+
+
+def _launch_result(joined: Joined) -> Result:
+    """Return what the start of the ranks has shown."""
+    remedy = "Correct it, or it will slow down or confuse the start of a training"
+    notes = [Finding(Level.WARNING, note, remedy) for note in joined.notes]
+    ranks, hosts = len(joined.everyone), {one.node for one in joined.everyone}
+    alone = f"no launcher has started this process on {joined.me.host}"
+    message = f"{ranks} ranks on {len(hosts)} hosts have joined" if ranks > 1 else alone
+    return Result(_LAUNCH, notes or [Finding(Level.GOOD, message)])
+
+
+def _print(report: Report, options: Options) -> None:
+    if options.exclude_file is not None and report.hosts_to_exclude:
+        write_hosts(Path(options.exclude_file), report.hosts_to_exclude)
+    if options.json:
+        text = report.as_json()
+    elif options.quick and report.level is Level.GOOD:
+        text = report.as_line()
+    else:
+        text = report.as_text()
+    print(text, flush=True)
+
+
+# A launch that failed -----------------------------------------------------------------------------
+
+
+def _failed_launch(error: Exception, options: Options, start: float) -> int:
+    """Report why the ranks did not join: on rank 0, and on a rank that has not reached it."""
+    rank = _rank()
+    if getattr(error, "reported_by_rank_0", False):
+        time.sleep(EARLIER_SECONDS)  # rank 0 ends first, with its own status
+        return int(Level.BAD)
+    message = str(error).rstrip(".")
+    if rank:
+        print(f"doctor: {LABELS[Level.BAD]} {_LAUNCH}: {message}.", file=sys.stderr, flush=True)
+        time.sleep(2 * EARLIER_SECONDS)
+        return int(Level.BAD)
+    hosts = _absent_hosts(message)
+    if hosts:
+        message += f". Hosts of the job that this message does not name: {', '.join(hosts)}"
+    finding = Finding(Level.BAD, message, _remedy(hosts), hosts=tuple(hosts), exclude=True)
+    report = Report((), "", [Result(_LAUNCH, [finding])], time.monotonic() - start)
+    _print(report, options)
+    time.sleep(1)  # the other ranks print what they have seen
+    return int(Level.BAD)
+
+
+def _rank() -> int | None:
+    """Return this process's rank; None where that is the problem."""
+    try:
+        return find_launcher().placement.rank
+    except LaunchError:
+        return None
+
+
+def _absent_hosts(message: str) -> list[str]:
+    """Return the hosts of this job where no rank has joined, as far as the message shows it."""
+    if "did not join" not in message or "..." in message:  # not all of them are named
+        return []
+    try:
+        allocation = current_allocation(query=False)
+    except AllocationError:
+        return []
+    words = set(re.findall(r"[\w.-]+", message)) | {socket.gethostname()}
+    known = {word.partition(".")[0] for word in words}
+    hosts: Sequence[str] = allocation.hosts if allocation else ()
+    return [host for host in hosts if host.partition(".")[0] not in known]
+
+
+def _remedy(hosts: Sequence[str]) -> str:
+    if hosts:
+        return (
+            f"Log in to {hosts[0]}: does it respond, and can it reach rank 0's host and port? "
+            "Exclude it otherwise"
+        )
+    if os.environ.get("RANK"):
+        return (
+            "If no launcher has started this process, unset RANK, WORLD_SIZE and MASTER_ADDR: "
+            "they are left over from another launch. Otherwise correct what the message names"
+        )
+    return "Correct what the message names, and run doctor again with the same launcher"
