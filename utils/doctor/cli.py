@@ -1,16 +1,14 @@
-"""`doctor`: check a cluster from a login node or a job, or find out why a job failed."""
+"""`doctor`: find out what is wrong with a job."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 
 from ..argument_parser import ArgumentParser
-from . import live
 from .causes import CAUSES, Level
 from .logs import Diagnosis, diagnose
 
@@ -19,17 +17,6 @@ EXIT_WRONG_USE = 2  # as in argparse: a mistyped file name is not a diagnosis
 EXIT_NO_RESTART = 3
 EXIT_UNKNOWN = 4
 
-_DESCRIPTION = """\
-Find out what is wrong with a cluster, a job or a launch.
-
-doctor.py                              check a login node or laptop
-launch.py scripts/doctor.py            check all hosts of a job; also under srun, mpiexec, torchrun
-launch.py scripts/doctor.py --quick    the same in seconds, at the top of a job script
-submit.py doctor --nodes 2             submit these checks as a job
-doctor.py logs slurm-4711.out          find out why a job failed
-
-Exit status of the checks: 0 good, 1 warning, 2 bad. Each finding is printed with its remedy.
-"""
 _LOGS_EPILOG = """\
 exit status:
   0  no failure was found
@@ -46,21 +33,9 @@ _RESTART = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the checks or a subcommand; return an exit status.
-
-    words: the command line without the command.
-    """
-    parser = ArgumentParser(
-        prog="doctor.py",
-        usage="doctor.py [OPTION ...]\n       doctor.py logs [OPTION ...] FILE ...",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_check_options(parser)
-    subcommands = parser.add_subparsers(
-        dest="subcommand", title="subcommand", metavar="logs", prog="doctor.py"
-    )
+    """Run a subcommand; return an exit status. words: the command line without the command."""
+    parser = ArgumentParser(prog="doctor.py", description="Find out what is wrong with a job.")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     logs = subcommands.add_parser(
         "logs",
         help="find in the output of a job why it failed",
@@ -80,8 +55,6 @@ def main(words: Sequence[str] | None = None) -> int:
         "--list-causes", action="store_true", help="print the table of causes (Markdown)"
     )
     args = parser.parse_args(words)
-    if args.subcommand is None:
-        return _check(parser, args)
     if args.list_causes:
         print(table(), end="")
         return 0
@@ -107,44 +80,6 @@ def main(words: Sequence[str] | None = None) -> int:
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(_as_dict(found), indent=2) if args.json else _describe(found), flush=True)
     return exit_status(found)
-
-
-def _add_check_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("what to check").add_argument
-    add("--quick", action="store_true", help="only what takes a second or two, for a job script")
-    names = ", ".join(live.names())
-    add("--only", metavar="CHECK,...", help=f"only these checks: {names}")
-    add("--checkpoints", metavar="FOLDER", help="where the job will write its checkpoints")
-    add("--data", metavar="FOLDER", help="where the training data are")
-    seconds = live.Options.timeout
-    help_timeout = f"until a rank that does not join is an error (default: {seconds:.0f})"
-    add("--timeout", type=float, default=seconds, metavar="SECONDS", help=help_timeout)
-    add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="print the result as JSON")
-    add("--exclude-file", metavar="FILE", help="write hosts that later jobs should avoid")
-
-
-def _check(parser: ArgumentParser, args: argparse.Namespace) -> int:
-    """Run the checks on the ranks of this launch, or on this host alone."""
-    only = tuple(args.only.split(",")) if args.only else ()
-    unknown = [name for name in only if name not in live.names()]
-    if unknown:
-        parser.error(f"--only: there is no check {unknown[0]!r}. Expected {live.names()}")
-    if args.timeout <= 0:
-        parser.error(f"--timeout is {args.timeout:g}. Expected a number of seconds above 0")
-    options = live.Options(
-        quick=args.quick,
-        json=args.json,
-        only=only,
-        exclude_file=args.exclude_file,
-        checkpoints=args.checkpoints,
-        data=args.data,
-        timeout=args.timeout,
-    )
-    status = live.main(options)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a check that hangs in a thread must not keep this process
 
 
 def exit_status(found: Diagnosis | None) -> int:

@@ -1,8 +1,8 @@
 """Gather JSON values of all ranks at rank 0, which sends them to every rank. No torch.
 
 Each rank needs a connection to rank 0 only, so that a bad link between two other hosts does not
-hang the exchange. A rank that does not report within a time limit is not waited for again, until
-it reports something.
+hang the exchange. Each rank also sends a heartbeat: nobody waits for a rank that has been stopped,
+or whose host has vanished.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _SEND_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 # How much longer than the time limit a rank waits for rank 0: by then rank 0 has ended or hangs.
 _GRACE_SECONDS = 30.0
+_HEARTBEAT_SECONDS = 1.0
+SILENT_SECONDS = 10.0  # without a heartbeat: the process is stopped, or cannot be reached
 
 
 class Rank0Lost(RuntimeError):
@@ -59,7 +61,9 @@ class Exchange:
             ) from None
         self._connection = Connection(connected, longest_bytes=_LONGEST_BYTES)
         self._send({"token": token, "rank": rank})
+        self._closed = threading.Event()
         threading.Thread(target=self._receive, daemon=True, name="doctor exchange").start()
+        threading.Thread(target=self._send_heartbeats, daemon=True, name="doctor beat").start()
 
     def gather(
         self, topic: str, value: Any, seconds: float, ranks: Sequence[int] | None = None
@@ -84,6 +88,7 @@ class Exchange:
 
     def close(self) -> None:
         """End the connection."""
+        self._closed.set()
         # The thread closes the socket: it may be waiting for it.
         with contextlib.suppress(OSError):
             self._connection.socket.shutdown(socket.SHUT_RDWR)
@@ -91,6 +96,10 @@ class Exchange:
     def _send(self, message: Message) -> None:
         with self._send_lock:
             self._connection.send(message, _SEND_SECONDS)
+
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
+            self._send({})
 
     def _receive(self) -> None:
         while True:
@@ -102,9 +111,7 @@ class Exchange:
                 if message is None:
                     self._lost = self._connection.problem
                 else:
-                    self._received[message["topic"]] = Gathered(
-                        message["values"], message["ended"]
-                    )
+                    self._received[message["topic"]] = Gathered(message["values"], message["ended"])
                 self._change.notify_all()
             if message is None:
                 return
@@ -129,7 +136,7 @@ class Server:
         self._rank_of: dict[Connection, int] = {}
         self._connection_of: dict[int, Connection] = {}
         self._topics: dict[str, _Topic] = {}
-        self._late: set[int] = set()  # ranks that have missed a deadline
+        self._heard = dict.fromkeys(range(world_size), time.monotonic())  # the last time, by rank
         self._ended: set[int] = set()
         self._all_ended = threading.Event()
         self._closing = False
@@ -186,7 +193,10 @@ class Server:
                 self._rank_of[connection] = rank
                 self._connection_of[rank] = connection
                 continue
-            self._add(self._rank_of[connection], message)
+            rank = self._rank_of[connection]
+            self._heard[rank] = time.monotonic()
+            if message:  # not a heartbeat
+                self._add(rank, message)
         if connection.closed:
             self._selector.unregister(connection)
             rank = self._rank_of.pop(connection, -1)
@@ -197,7 +207,6 @@ class Server:
                 self._all_ended.set()
 
     def _add(self, rank: int, message: Message) -> None:
-        self._late.discard(rank)
         members = message["ranks"]
         topic = self._topics.setdefault(
             message["topic"], _Topic(set(range(self._world_size) if members is None else members))
@@ -214,9 +223,9 @@ class Server:
             if topic.message is not None:
                 continue
             missing = topic.members - set(topic.values) - self._ended
-            if missing - self._late and now < topic.deadline:
+            present = [rank for rank in missing if now < self._heard[rank] + SILENT_SECONDS]
+            if present and now < topic.deadline:
                 continue
-            self._late |= missing
             topic.message = {
                 "topic": name,
                 "values": [topic.values.get(rank) for rank in range(self._world_size)],

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..launch.processes import LAUNCH_VARIABLE
 from ..launchers.base import LaunchError
 from ..launchers.detect import find_launcher
 from ..schedulers import AllocationError, current_allocation
 from .check import Check, Finding, Level
 from .checks.equality import Equality
+from .checks.gloo import Gloo
+from .checks.installation import Installation
 from .checks.limits import Limits
 from .checks.placement import Placement
 from .exchange import Rank0Lost
@@ -46,6 +49,8 @@ def all_checks(options: Options) -> list[Check[Any]]:
         Placement(),
         Equality(),
         Limits(),
+        Installation(options.quick),
+        Gloo(),
     ]
 
 
@@ -75,15 +80,14 @@ def _run(joined: Joined, options: Options, start: float) -> int:
     results = [_launch_result(joined)]
     missing: set[int] = set()
     for check in all_checks(options):
-        if check.name in options.only or (
-            not options.only and (check.quick or not options.quick)
-        ):
-            results.append(run_check(check, joined, missing))
+        if check.name in options.only or (not options.only and (check.quick or not options.quick)):
+            result = run_check(check, joined, missing)
+            if result.findings:  # otherwise the check does not apply here
+                results.append(result)
 
     status = 0
     if joined.me.rank == 0:
-        single = joined.placement.launcher == "single"
-        launcher = "" if single else joined.placement.launcher
+        launcher = _launcher_name(joined.placement.launcher)
         report = Report(joined.everyone, launcher, results, time.monotonic() - start)
         _print(report, options)
         status = int(report.level)
@@ -100,6 +104,13 @@ def _launch_result(joined: Joined) -> Result:
     alone = f"no launcher has started this process on {joined.me.host}"
     message = f"{ranks} ranks on {len(hosts)} hosts have joined" if ranks > 1 else alone
     return Result(_LAUNCH, notes or [Finding(Level.GOOD, message)])
+
+
+def _launcher_name(name: str) -> str:
+    """Return the name of the launcher for the report; "" without one."""
+    if name == "env" and os.environ.get(LAUNCH_VARIABLE):
+        return "launch.py"
+    return "" if name == "single" else name
 
 
 def _print(report: Report, options: Options) -> None:

@@ -100,7 +100,10 @@ def _conclude(
         elif place.rank not in members:
             continue
         elif "facts" in value["report"]:
-            reported.append(Reported(place, check.facts(**value["report"]["facts"])))
+            try:
+                reported.append(Reported(place, check.facts(**value["report"]["facts"])))
+            except TypeError as error:  # other code of the kit, which equality.py reports
+                errors.setdefault(f"its code of the kit differs ({error})", []).append(place)
         elif "error" in value["report"]:
             errors.setdefault(value["report"]["error"], []).append(place)
         else:
@@ -118,10 +121,10 @@ def _conclude(
             tuple(dict.fromkeys(one.host for one in places)),
             exclude=few,
         )
-    for error, places in errors.items():
+    for message, places in errors.items():
         yield Finding(
             Level.WARNING,
-            f"{show(places)} could not check {check.name}: {error}",
+            f"{show(places)} could not check {check.name}: {message}",
             "Correct what the message names, and run this check again with --only " + check.name,
             tuple(one.rank for one in places),
             tuple(dict.fromkeys(one.host for one in places)),

@@ -30,14 +30,11 @@ _PREFIXES = (
     "UCX_",
     "PYTHON",
     "TORCH_",
-    "DDPKIT_",
 )
-_OTHERS = ("LD_LIBRARY_PATH", "LD_PRELOAD")
-_OF_RANK = {  # these differ between ranks or hosts by nature
-    "CUDA_VISIBLE_DEVICES",
-    "DDPKIT_RANK_PROCESS",
-    "DDPKIT_SIGNALS_BLOCKED",
-}
+_OTHERS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "DDPKIT_CPU_BIND", "DDPKIT_NETWORK")
+_OF_RANK = ("CUDA_VISIBLE_DEVICES",)
+# Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
+_OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
 _MOST_FILES = 2000
 _SHOWN = 60  # characters of a value
 _UNSET = "(unset)"
@@ -65,6 +62,7 @@ class Equality(Check[Facts]):
     name = "equality"
     per = "rank"
     quick = True
+    seconds = 15.0
     facts = Facts
 
     def collect(self, ranks: Ranks) -> Facts:
@@ -95,6 +93,8 @@ class Equality(Check[Facts]):
         for name in _names(one.facts.variables for one in reported):
             values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
+            if _depends_on_local_rank(name, values):
+                continue
             findings += _compare(name, values, Level.WARNING, remedy)
         if not findings and reported:
             facts = reported[0].facts
@@ -110,10 +110,9 @@ class Equality(Check[Facts]):
 def software() -> dict[str, str]:
     """Return the versions of what training uses. Without torch on this host it is "none"."""
     found = {"Python": platform.python_version(), _TORCH: "none", "kit version": __version__}
-    spec = importlib.util.find_spec("torch")  # does not import it
-    folder = Path(spec.origin).parent if spec and spec.origin else None
+    folder = torch_folder()
     if folder is not None:
-        values = torch_version(folder)
+        values = torch_build()
         builds = [f"{name} {values[name]}" for name in ("cuda", "hip") if values.get(name)]
         build = f" ({', '.join(builds)})" if builds else ""
         found[_TORCH] = values.get("__version__", "unknown") + build
@@ -125,10 +124,17 @@ def software() -> dict[str, str]:
     return found
 
 
-def torch_version(folder: Path) -> dict[str, str]:
-    """Return the values in torch/version.py: __version__, cuda, hip, git_version."""
+def torch_folder() -> Path | None:
+    """Return the folder of torch, which is not imported; None without torch."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def torch_build() -> dict[str, str]:
+    """Return the values in torch/version.py that are set: __version__, cuda, hip, git_version."""
+    folder = torch_folder()
     try:
-        text = (folder / "version.py").read_text(encoding="utf-8")
+        text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
     except OSError:
         return {}
     # "__version__ = '2.6.0+cu124'", "cuda: Optional[str] = '12.4'", "hip: ... = None"
@@ -137,11 +143,12 @@ def torch_version(folder: Path) -> dict[str, str]:
 
 def driver_version() -> str:
     """Return the version of the GPU driver's kernel module; "" without one."""
-    for module in ("nvidia", "amdgpu"):
+    for module in (Path("/sys/module/nvidia"), Path("/sys/module/amdgpu")):
         try:
-            return Path("/sys/module", module, "version").read_text().strip()
+            return (module / "version").read_text().strip()
         except OSError:
-            continue
+            if module.is_dir():
+                return f"of kernel {os.uname().release}"
     return ""
 
 
@@ -207,6 +214,16 @@ def _compare(
         tuple(one.rank for one in odd),
         tuple(dict.fromkeys(one.host for one in odd)),
     )
+
+
+def _depends_on_local_rank(name: str, values: Mapping[RankPlace, str]) -> bool:
+    """Return whether a variable is set in the same way on each host, for each local rank."""
+    of_hosts: dict[int, list[str]] = {}
+    for place, value in values.items():
+        of_hosts.setdefault(place.node, []).append(value)
+    if len(of_hosts) == 1:
+        return name.endswith(_OF_LOCAL_RANK)
+    return len({tuple(one) for one in of_hosts.values()}) == 1
 
 
 def _where(odd: Sequence[RankPlace], values: Mapping[RankPlace, str]) -> str:

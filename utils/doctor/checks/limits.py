@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import statistics
@@ -52,6 +53,7 @@ class Limits(Check[Facts]):
     name = "limits"
     per = "host"
     quick = True
+    seconds = 15.0
     facts = Facts
 
     def collect(self, ranks: Ranks) -> Facts:
@@ -77,7 +79,8 @@ class Limits(Check[Facts]):
         for one in reported:
             findings += _check_host(one)
             findings += _check_memory(one)
-        findings += _compare(reported)
+        named = {host for finding in findings for host in finding.hosts}
+        findings += (one for one in _compare(reported) if named.isdisjoint(one.hosts))
         left = next((one.facts.seconds_left for one in reported if one.place.rank == 0), None)
         if left is not None and left < _SECONDS_LEFT:
             findings.append(
@@ -278,33 +281,33 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
 
 def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
     """Name hosts whose limits are far below those of most hosts."""
-    quantities = (
-        ("locked memory (ulimit -l)", lambda facts: facts.locked_bytes, True),
-        ("open files (ulimit -n)", lambda facts: facts.open_files, False),
-        ("size of /dev/shm", lambda facts: facts.shared_bytes, True),
-        ("memory", lambda facts: facts.memory_bytes, True),
-    )
-    for name, read, is_size in quantities:
-        values = {one.place: read(one.facts) for one in reported}
-        numbers = [float("inf") if one == _UNLIMITED else one for one in values.values()]
-        known = [one for one in numbers if one is not None]
-        if len(known) < 3:  # of two hosts, nobody knows which one is right
-            continue
-        usual = statistics.median_low(known)
-        for one in reported:
-            value = values[one.place]
-            if value is None or value == _UNLIMITED or value >= usual / 2:
-                continue
-            shown = _size(value) if is_size else str(value)
-            expected = "unlimited" if usual == float("inf") else usual
-            if is_size and expected != "unlimited":
-                expected = _size(usual)
-            yield _of_host(
-                one,
-                Level.WARNING,
-                f"{name} of {one.place.host}: {shown}. Most hosts: {expected}",
-                "Set the same limits on all hosts; report the host to the centre",
-            )
+    if len(reported) < 3:  # of two hosts, nobody knows which one is right
+        return
+    for name, field in (
+        ("locked memory (ulimit -l)", "locked_bytes"),
+        ("open files (ulimit -n)", "open_files"),
+        ("size of /dev/shm", "shared_bytes"),
+        ("memory", "memory_bytes"),
+    ):
+        values = [_limit(one.facts, field) for one in reported]
+        usual = statistics.median_low(values)
+        for one, value in zip(reported, values, strict=True):
+            if value < usual / 2:
+                expected, found = (
+                    _size(number) if field.endswith("bytes") else f"{number:.0f}"
+                    for number in (usual, value)
+                )
+                yield _of_host(
+                    one,
+                    Level.WARNING,
+                    f"{name} of {one.place.host}: {found}. Most hosts: {expected}",
+                    "Set the same limits on all hosts; report the host to the centre",
+                )
+
+
+def _limit(facts: Facts, field: str) -> float:
+    value = getattr(facts, field)
+    return math.inf if value in (None, _UNLIMITED) else float(value)
 
 
 def _of_host(one: Reported[Facts], level: Level, message: str, remedy: str) -> Finding:
@@ -329,6 +332,8 @@ def _describe(hosts: Sequence[Facts], left: float | None) -> str:
 
 def _size(count: float) -> str:
     """Return "64.0 MiB" or "2.0 GiB"."""
+    if count == math.inf:
+        return "unlimited"
     for unit, factor in (("GiB", _GIB), ("MiB", _MIB), ("KiB", 1 << 10)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ... import binding, gpus
 from ...cores import HostMasks, choose_cores, notes_on_cores
@@ -60,6 +60,7 @@ class Placement(Check[Facts]):
     name = "placement"
     per = "rank"
     quick = True
+    seconds = 15.0
     facts = Facts
 
     def collect(self, ranks: Ranks) -> Facts:
@@ -94,8 +95,8 @@ class Placement(Check[Facts]):
         ]
         job = reported[0].facts if reported else None
         for on_host in hosts.values():
-            findings += _check_gpus(on_host, _job_value(job and job.job_gpus, job, on_host))
-            findings += _check_cores(on_host, _job_value(job and job.job_cores, job, on_host))
+            findings += _check_gpus(on_host, _job_value("job_gpus", job, on_host))
+            findings += _check_cores(on_host, _job_value("job_cores", job, on_host))
         if not findings:
             findings = [Finding(Level.GOOD, _describe(list(hosts.values())))]
         yield from findings
@@ -234,14 +235,17 @@ def _unused_hosts(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
 
 
 def _job_value(
-    values: Sequence[int | None] | None, job: Facts | None, on_host: Sequence[Reported[Facts]]
+    name: Literal["job_gpus", "job_cores"],
+    job: Facts | None,
+    on_host: Sequence[Reported[Facts]],
 ) -> int | None:
     """Return what the scheduler allocated on a host: 0 outside of a job, None if unknown."""
     if job is None or job.job_hosts is None:
         return 0
-    pairs = zip(job.job_hosts, values or (), strict=False)
+    values = (job.job_gpus if name == "job_gpus" else job.job_cores) or []
     host = on_host[0].place.host
-    return next((value for name, value in pairs if same_host(name, host)), None)
+    pairs = zip(job.job_hosts, values, strict=False)
+    return next((value for other, value in pairs if same_host(other, host)), None)
 
 
 def _check_gpus(on_host: Sequence[Reported[Facts]], allocated: int | None) -> Iterator[Finding]:
@@ -262,7 +266,7 @@ def _check_gpus(on_host: Sequence[Reported[Facts]], allocated: int | None) -> It
     if without and allowed:
         yield _finding(
             Level.BAD if used else Level.WARNING,
-            f"{_show_ranks([one.place for one in without])} see no GPU "
+            f"{_show_ranks([one.place for one in without])} see{'s' * (len(without) == 1)} no GPU "
             f"({without[0].facts.device_masks}), but the host has {len(allowed)}. Expected a GPU "
             "for each rank; they would train on CPUs",
             "Correct or unset the mask, or request GPUs for each rank",
@@ -370,7 +374,9 @@ def _describe(hosts: Sequence[Sequence[Reported[Facts]]]) -> str:
     of_hosts = f"each of {len(hosts)} hosts" if len(hosts) > 1 else hosts[0][0].place.host
     each = f"{min(cores)}" if len(cores) == 1 else f"{min(cores)} to {max(cores)}"
     plural = "" if cores == {1} else "s"
-    return f"{ranks} on {of_hosts}, {'a GPU' if has_gpus else 'no GPU'} and {each} core{plural} each"
+    return (
+        f"{ranks} on {of_hosts}, {'a GPU' if has_gpus else 'no GPU'} and {each} core{plural} each"
+    )
 
 
 def _finding(

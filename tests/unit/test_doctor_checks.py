@@ -1,0 +1,269 @@
+"""What the checks of `doctor` conclude from facts, and how they run on the ranks of a launch."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.programs import ROOT
+from utils.doctor.check import Check, Finding, Level, RankPlace, Reported
+from utils.doctor.checks import equality, installation, limits, placement
+from utils.doctor.exchange import Exchange, Server
+
+DOCTOR = [sys.executable, str(ROOT / "scripts" / "doctor.py")]
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+GIB = 1 << 30
+
+
+def places(*hosts: str) -> list[RankPlace]:
+    """The ranks 0, 1, ... on these hosts."""
+    nodes = list(dict.fromkeys(hosts))
+    return [RankPlace(rank, host, nodes.index(host), hosts[:rank].count(host)) for rank, host in enumerate(hosts)]
+
+
+def conclude(check: Check[Any], facts: Sequence[Any], where: Sequence[RankPlace]) -> list[Finding]:
+    """What rank 0 concludes when the facts have travelled as JSON."""
+    kind = check.facts
+    travelled = [kind(**json.loads(json.dumps(dataclasses.asdict(one)))) for one in facts]
+    return list(check.conclude([Reported(place, one) for place, one in zip(where, travelled, strict=True)]))
+
+
+def alarms(check: Check[Any], facts: Sequence[Any], where: Sequence[RankPlace]) -> list[tuple[str, str]]:
+    """The messages of findings that are not good, each with what it is at fault: hosts or ranks."""
+    return [(one.message, ",".join(map(str, one.hosts))) for one in conclude(check, facts, where)
+            if one.level is not Level.GOOD]
+
+
+# placement -------------------------------------------------------------------------------------------------------
+
+PLACE = placement.Facts(notes=[], mask="ff", cpus=8, topology="0:0,1,2,3,4,5,6,7", binding="", openmp="", gpus=[],
+                        gpu_nodes=[], allowed_gpus=[], device_masks="no device mask is set", threads=0,
+                        threads_variable="")
+TWO_GPUS = dataclasses.replace(PLACE, gpus=["GPU-a", "GPU-b"], gpu_nodes=[0, 0], allowed_gpus=["GPU-a", "GPU-b"])
+JOB = dataclasses.replace(PLACE, job_id="7", job_hosts=["a", "b", "c"], job_gpus=[None] * 3, job_cores=[8] * 3)
+
+
+def place(*changes: dict[str, Any], of: placement.Facts = PLACE) -> list[placement.Facts]:
+    return [dataclasses.replace(of, **one) for one in changes]
+
+
+@pytest.mark.parametrize("facts", [
+    place({}, {}, {}, {}), place({}, {}, {}, {}, of=TWO_GPUS),
+    place({"gpus": ["GPU-a"]}, {"gpus": ["GPU-b"]}, *[{}] * 2, of=TWO_GPUS),
+    place(*[{"mask": "1"}, {"mask": "2"}] * 2, of=dataclasses.replace(PLACE, cpus=2)),  # a core each, of two
+    place(*[{"mask": "1"}, {"mask": "2"}] * 2,
+          of=dataclasses.replace(JOB, job_hosts=["a", "b"], job_cores=[2, None])),  # the job has no more
+    place(*[{"threads": 4, "threads_variable": "OMP_NUM_THREADS"}] * 4)])
+def test_placement_without_a_problem_is_good(facts: list[placement.Facts]) -> None:
+    assert [one.level for one in conclude(placement.Placement(), facts, places("a", "a", "b", "b"))] == [Level.GOOD]
+
+
+@pytest.mark.parametrize(("facts", "message", "hosts"), [
+    (place(*[{"mask": "4"}] * 2, {}, {}), "all 2 ranks of a may run on core 2 only, of 8", "a"),
+    (place({}, {}, {"mask": "3"}, {"mask": "c"}), "the 2 ranks of b may run on 4 of its 8 CPUs, 2 for each", "b"),
+    (place({}, {}, *[{"threads": 64, "threads_variable": "OMP_NUM_THREADS"}] * 2),
+     "2 ranks on b would start 128 threads (OMP_NUM_THREADS=64) on 8 CPUs", "b"),
+    (place({}, {}, *[{"gpus": ["GPU-a"], "device_masks": "CUDA_VISIBLE_DEVICES=0"}] * 2, of=TWO_GPUS),
+     "ranks 2, 3 on b share GPU GPU-a (CUDA_VISIBLE_DEVICES=0)", "b"),
+    (place({}, {}, {}, {"gpus": [], "device_masks": "CUDA_VISIBLE_DEVICES="}, of=TWO_GPUS),
+     "rank 3 on b sees no GPU (CUDA_VISIBLE_DEVICES=), but the host has 2", "b"),
+    (place({}, {}, *[{"allowed_gpus": ["GPU-a", "GPU-b", "GPU-c"]}] * 2, of=TWO_GPUS),
+     "2 ranks use 2 of the 3 GPUs on b", "b"),
+    (place({}, {}, {}, {}, of=JOB), "no rank runs on c: 1 of the 3 hosts of job 7", "c"),
+    (place({}, {"notes": ["RANK=7 of env was ignored"]}, {}, {}), "rank 1 on a: RANK=7 of env was ignored", "a")])
+def test_placement_names_problem_and_host(facts: list[placement.Facts], message: str, hosts: str) -> None:
+    (found, at_fault), = alarms(placement.Placement(), facts, places("a", "a", "b", "b"))
+    assert message in found and at_fault == hosts
+
+
+def test_placement_names_hosts_with_one_name() -> None:
+    where = [RankPlace(0, "a", 0, 0), RankPlace(1, "a", 1, 0)]
+    assert "2 hosts have the name a: ranks 0, 1 on a" in alarms(placement.Placement(), place({}, {}), where)[0][0]
+
+
+# equality --------------------------------------------------------------------------------------------------------
+
+SAME = equality.Facts(software={"Python": "3.12.1", "torch": "2.6.0"}, code={"code of the kit": "1"}, files={},
+                      variables={"NCCL_DEBUG": "INFO"})
+
+
+def test_equality_reports_what_is_the_same() -> None:
+    good, = conclude(equality.Equality(), [SAME] * 3, places("a", "b", "c"))
+    assert good.message.startswith("Python 3.12.1, torch 2.6.0; code and 1 variables are the same")
+
+
+@pytest.mark.parametrize(("change", "level", "message"), [
+    ({"software": {"Python": "3.12.1", "torch": "2.5.1"}}, Level.BAD,
+     "torch differs. c: 2.5.1; the other ranks: 2.6.0"),
+    ({"software": {"torch": "2.6.0"}}, Level.BAD, "Python differs. c: none; the other ranks: 3.12.1"),
+    ({"variables": {"NCCL_DEBUG": "WARN"}}, Level.WARNING, "NCCL_DEBUG differs. c: WARN; the other ranks: INFO"),
+    ({"variables": {}}, Level.WARNING, "NCCL_DEBUG differs. c: (unset); the other ranks: INFO"),
+    ({"code": {"code of the kit": "2"}}, Level.BAD, "code of the kit (train.py) differs. c: 2; the other ranks: 1")])
+def test_equality_names_the_odd_host(change: dict[str, Any], level: Level, message: str) -> None:
+    is_code = "code" in change
+    common = dataclasses.replace(SAME, files={"code of the kit": {"train.py": 1, "x.py": 5}} if is_code else {})
+    odd = dataclasses.replace(common, **change, **({"files": {"code of the kit": {"train.py": 2, "x.py": 5}}}
+                                                   if is_code else {}))
+    found, = conclude(equality.Equality(), [common, common, common, odd, odd], places("a", "a", "b", "c", "c"))
+    assert (found.level, found.message, found.hosts) == (level, message, ("c",))
+
+
+def test_equality_names_the_odd_rank_of_a_host() -> None:
+    odd = dataclasses.replace(SAME, variables={})
+    found, = conclude(equality.Equality(), [SAME, odd, SAME, SAME], places("a", "a", "b", "b"))
+    assert "rank 1 on a: (unset)" in found.message and found.ranks == (1,)
+
+
+def test_checksums_cover_scripts_and_packages(tmp_path: Path) -> None:
+    for name in ("train.py", "model/__init__.py", "model/layers/__init__.py", "data/raw.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert sorted(equality.checksums(tmp_path)) == ["model/__init__.py", "model/layers/__init__.py", "train.py"]
+
+
+# limits ----------------------------------------------------------------------------------------------------------
+
+LIMITS = limits.Facts(ranks=2, world_size=8, fabric="", has_gpu=False, locked_bytes=-1, open_files=1024,
+                      shared_bytes=8 * GIB, shared_free_bytes=8 * GIB, memory_bytes=16 * GIB, free_bytes=9 * GIB,
+                      processes_left=None, seconds_left=None)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({}, ""), ({"open_files": 4096, "locked_bytes": 8 << 20, "fabric": ""}, "locked memory (ulimit -l) of c: 8.0 MiB"),
+    ({"fabric": "mlx5_0", "locked_bytes": 64 << 10}, "c may lock 64.0 KiB of memory (ulimit -l), but mlx5_0 needs it"),
+    ({"open_files": 64}, "a process on c may open 64 files (ulimit -n). Expected at least 288"),
+    ({"shared_bytes": 1 << 20, "shared_free_bytes": 1 << 20}, "/dev/shm of c has 1.0 MiB free of 1.0 MiB"),
+    ({"memory_bytes": 1 << 28, "free_bytes": 1 << 28}, "the processes on c may use 256.0 MiB of memory in all"),
+    ({"free_bytes": 1 << 28}, "c has 256.0 MiB of memory free"),
+    ({"memory_bytes": 6 * GIB, "free_bytes": 6 * GIB}, "memory of c: 6.0 GiB. Most hosts: 16.0 GiB"),
+    ({"processes_left": 9}, "the control group on c allows 9 more processes")])
+def test_limits_names_host_value_and_expected_value(change: dict[str, Any], message: str) -> None:
+    facts = [LIMITS, LIMITS, dataclasses.replace(LIMITS, **change)]
+    found = alarms(limits.Limits(), facts, places("a", "b", "c"))
+    assert [hosts for _, hosts in found] == (["c"] if message else [])
+    assert not message or found[0][0].startswith(message)
+
+
+def test_little_time_left_is_reported() -> None:
+    facts = [dataclasses.replace(LIMITS, seconds_left=90.0)]
+    assert alarms(limits.Limits(), facts, places("a"))[0][0].startswith("the job has 90 s left")
+
+
+def test_memory_limit_is_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    write("proc/meminfo", "MemTotal:  8000 kB\nMemAvailable:  7000 kB\n")
+    write("proc/self/cgroup", "0::/job/step\n")
+    write("sys/fs/cgroup/job/step/memory.max", "max\n")
+    write("sys/fs/cgroup/job/memory.max", "4096000\n")
+    write("sys/fs/cgroup/job/memory.current", "1096000\n")
+    write("sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_file 96000\n")
+    assert limits.memory_limit(tmp_path) == (4096000, 3096000)
+
+
+# installation ----------------------------------------------------------------------------------------------------
+
+INSTALLED = installation.Facts(launcher="single", mpi_launcher=False, scheduler="slurm", stale="", torch="2.6.0",
+                               cuda="", hip="", driver="", pci_gpus={}, has_devices=False, mpiexec="", mpi4py="")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({}, ""), ({"cuda": "12.4"}, ""), ({"pci_gpus": {"NVIDIA": 2}}, ""),  # a container without devices
+    ({"torch": ""}, "the Python of a has no torch"),
+    ({"cuda": "12.4", "pci_gpus": {"NVIDIA": 2}}, "a has 2 GPU(s) of NVIDIA on the PCI bus, but no driver"),
+    ({"pci_gpus": {"NVIDIA": 2}, "driver": "550.54", "has_devices": True},
+     "a has 2 GPU(s) of NVIDIA, but torch 2.6.0 is not built for CUDA"),
+    ({"cuda": "12.4", "pci_gpus": {"NVIDIA": 2}, "driver": "470.82", "has_devices": True},
+     "the driver of a is 470.82, but torch 2.6.0 is built for CUDA 12.4, which needs 525 or newer"),
+    ({"stale": "RANK=3 WORLD_SIZE=8"}, "RANK=3 WORLD_SIZE=8 is set on a, but no launcher"),
+    ({"mpi4py": "libmpi.so.40", "mpiexec": "Open MPI (/usr/bin/mpiexec)"}, ""),
+    ({"mpi4py": "libmpi.so.40", "mpiexec": "MPICH (/usr/bin/mpiexec)"},
+     "mpi4py on a loads libmpi.so.40 (Open MPI), but mpiexec is MPICH (/usr/bin/mpiexec)"),
+    ({"mpi4py": "libmpi.so.12", "launcher": "openmpi", "mpi_launcher": True},
+     "mpi4py on a loads libmpi.so.12 (MPICH)")])
+def test_installation(change: dict[str, Any], message: str) -> None:
+    found = alarms(installation.Installation(False), [dataclasses.replace(INSTALLED, **change)], places("a"))
+    assert [hosts for _, hosts in found] == (["a"] if message else [])
+    assert not message or found[0][0].startswith(message)
+
+
+# the exchange ----------------------------------------------------------------------------------------------------
+
+
+def test_exchange_gathers_values_and_notices_missing_ranks() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = Server(listener, 3, "t")
+    ranks = [Exchange(rank, 3, "127.0.0.1", port, "t") for rank in range(3)]
+    results: dict[int, list[Any]] = {}
+
+    def gather(rank: int, topic: str, seconds: float, members: list[int] | None = None) -> threading.Thread:
+        def run() -> None:
+            results[rank] = ranks[rank].gather(topic, rank * 10, seconds, members).values
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    for thread in [gather(rank, "all", 30) for rank in range(3)]:
+        thread.join()
+    assert results == {rank: [0, 10, 20] for rank in range(3)}
+    for thread in [gather(rank, "some", 30, [0, 2]) for rank in (0, 2)]:
+        thread.join()
+    assert results[2] == [0, None, 20]
+    for thread in [gather(rank, "without 1", 0.1) for rank in (0, 2)]:
+        thread.join()
+    assert results[0] == [0, None, 20]
+    gather(1, "without 1", 30).join()  # a late rank gets the same values
+    assert results[1] == [0, None, 20]
+    ranks[2].close()
+    thread = gather(0, "ended", 600)
+    gather(1, "ended", 600).join()
+    thread.join()
+    assert results[0] == [0, 10, None]
+    server.close()
+
+
+# the command -----------------------------------------------------------------------------------------------------
+
+
+def doctor(*words: str, launch: Sequence[str] = (), cwd: Path = ROOT, seconds: float = 120,
+           ) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*launch, *DOCTOR[not not launch:], *words], cwd=cwd, capture_output=True, text=True,
+                          timeout=seconds)
+
+
+def test_ranks_report_and_rank_0_prints_json(tmp_path: Path) -> None:
+    done = doctor("--quick", "--json", "--exclude-file", str(tmp_path / "bad"), launch=[*LAUNCH, "-n", "2"])
+    report = json.loads(done.stdout)
+    assert done.returncode == report["exit_status"], done
+    assert [one["local_rank"] for one in report["ranks"]] == [0, 1]
+    assert {"launch", "placement", "equality", "limits", "installation"} <= {one["name"] for one in report["checks"]}
+    assert not (tmp_path / "bad").exists()
+
+
+def test_stale_rank_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    done = doctor("--quick")
+    assert done.returncode == 2 and "WORLD_SIZE not set, but RANK='3'" in done.stdout, done
+    assert "unset RANK, WORLD_SIZE and MASTER_ADDR" in done.stdout
+
+
+def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"}.items():
+        monkeypatch.setenv(name, value)
+    done = doctor("--timeout", "0.5")
+    assert done.returncode == 2 and "2 of 3 ranks did not join: rank 1-2" in done.stdout, done
+
+
+def test_unknown_check_is_refused() -> None:
+    done = doctor("--only", "weather")
+    assert done.returncode == 2 and "there is no check 'weather'" in done.stderr

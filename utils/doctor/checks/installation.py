@@ -1,0 +1,216 @@
+"""Check what is installed on each host: torch for GPUs and driver, MPI, stale variables."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...launch.programs import Programs
+from ...launchers.base import LaunchError, shown
+from ...launchers.detect import find_launcher
+from ...rank_variables import RANK_VARIABLES
+from ...schedulers import SchedulerError, get_scheduler
+from .. import mpi_library
+from ..check import Check, Finding, Level, Ranks, Reported
+from .equality import driver_version, torch_build, torch_folder
+
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D and display controllers, accelerators
+# The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+_RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", "GROUP_RANK")]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is installed on a host.
+
+    launcher: of this process, "single" without one; mpi_launcher: whether it is an mpiexec. torch,
+    cuda, hip, driver: versions, "" without. stale: variables of another launch. pci_gpus: GPUs on
+    the PCI bus, by vendor. has_devices: whether this process sees the device files of a driver.
+    mpiexec: "TITLE (PATH)". mpi4py: the library that it would load.
+    """
+
+    launcher: str
+    mpi_launcher: bool
+    scheduler: str
+    stale: str
+    torch: str
+    cuda: str
+    hip: str
+    driver: str
+    pci_gpus: dict[str, int]
+    has_devices: bool
+    mpiexec: str
+    mpi4py: str
+
+
+class Installation(Check[Facts]):
+    """What is installed, and whether it fits together."""
+
+    name = "installation"
+    per = "host"
+    quick = True
+    facts = Facts
+
+    def __init__(self, quick: bool) -> None:
+        """quick: leave out what starts other programs."""
+        self._quick = quick
+
+    def collect(self, ranks: Ranks) -> Facts:
+        launcher, is_mpi = _launcher()
+        single = len(ranks.everyone) == 1
+        build, has_torch = torch_build(), torch_folder() is not None
+        needs_mpi = is_mpi or not self._quick
+        return Facts(
+            launcher=launcher,
+            mpi_launcher=is_mpi,
+            scheduler=_scheduler() if single else "",
+            stale=shown(os.environ, _RANK_VARIABLES) if launcher == "single" else "",
+            torch=build.get("__version__", "unknown") if has_torch else "",
+            cuda=build.get("cuda", ""),
+            hip=build.get("hip", ""),
+            driver=driver_version(),
+            pci_gpus=pci_gpus(),
+            has_devices=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
+            mpiexec="" if self._quick else _mpiexec(),
+            mpi4py=mpi_library.library_of_mpi4py() if needs_mpi else "",
+        )
+
+    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+        findings: list[Finding] = []
+        for one in reported:
+            findings += _check_torch(one)
+            findings += _check_mpi(one)
+        first = reported[0] if reported else None
+        if first is not None and first.facts.stale:
+            names = [word.partition("=")[0] for word in first.facts.stale.split()]
+            findings.append(
+                Finding(
+                    Level.WARNING,
+                    f"{first.facts.stale} is set on {first.place.host}, but no launcher has "
+                    "started this process. A training that is started here may wait for ranks that "
+                    "do not exist",
+                    f"unset {' '.join(names)}; look for it in the start-up files of the shell, too",
+                    hosts=(first.place.host,),
+                )
+            )
+        if not findings and first is not None:
+            findings = [Finding(Level.GOOD, _describe(first.facts))]
+        yield from findings
+
+
+# Facts of this host -------------------------------------------------------------------------------
+
+
+def _launcher() -> tuple[str, bool]:
+    """Return the launcher of this process, and whether it starts MPI processes."""
+    try:
+        found = find_launcher()
+    except LaunchError:
+        return "unknown", False
+    return found.placement.launcher, bool(found.launcher.mpi_libraries)
+
+
+def _scheduler() -> str:
+    try:
+        return get_scheduler().name
+    except SchedulerError:
+        return ""
+
+
+def _mpiexec() -> str:
+    found = Programs().mpiexec
+    return f"{found.method.title} ({found.path})" if found else ""
+
+
+def pci_gpus(root: Path = Path("/")) -> dict[str, int]:
+    """Count the GPUs of NVIDIA and AMD on the PCI bus, whether they have a driver or not."""
+    found: dict[str, int] = {}
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        try:
+            vendor = _VENDORS.get((device / "vendor").read_text().strip())
+            kind = (device / "class").read_text().strip()
+        except OSError:
+            continue
+        if vendor and kind.startswith(_GPU_CLASSES):
+            found[vendor] = found.get(vendor, 0) + 1
+    return found
+
+
+# What rank 0 concludes ----------------------------------------------------------------------------
+
+
+def _check_torch(one: Reported[Facts]) -> Iterator[Finding]:
+    facts, host = one.facts, one.place.host
+
+    def finding(level: Level, message: str, remedy: str) -> Finding:
+        return Finding(level, message, remedy, hosts=(host,))
+
+    if not facts.torch:
+        yield finding(
+            Level.BAD,
+            f"the Python of {host} has no torch. Expected an environment with torch",
+            "Activate the environment of the training, or install it: ./scripts/setup_env.sh",
+        )
+        return
+    for vendor, build, name in (("NVIDIA", facts.cuda, "CUDA"), ("AMD", facts.hip, "ROCm")):
+        count = facts.pci_gpus.get(vendor, 0)
+        if not count:
+            continue
+        if not build and (facts.driver and facts.has_devices):
+            yield finding(
+                Level.WARNING,
+                f"{host} has {count} GPU(s) of {vendor}, but torch {facts.torch} is not built for "
+                f"{name}: it would train on CPUs",
+                f"Install a build of torch for {name}: https://pytorch.org/get-started/locally",
+            )
+        elif build and not facts.driver:
+            yield finding(
+                Level.WARNING,
+                f"{host} has {count} GPU(s) of {vendor} on the PCI bus, but no driver is loaded",
+                "Log in to another host, or ask the centre to load the driver",
+            )
+    oldest = _OLDEST_DRIVER.get(facts.cuda.partition(".")[0])
+    major = re.match(r"\d+", facts.driver)
+    if oldest and major and "NVIDIA" in facts.pci_gpus and int(major[0]) < oldest:
+        yield finding(
+            Level.BAD,
+            f"the driver of {host} is {facts.driver}, but torch {facts.torch} is built for CUDA "
+            f"{facts.cuda}, which needs {oldest} or newer",
+            "Install a torch built for an older CUDA, or ask the centre for a newer driver",
+        )
+
+
+def _check_mpi(one: Reported[Facts]) -> Iterator[Finding]:
+    """Compare the library of mpi4py with the mpiexec that starts, or would start, the ranks."""
+    facts, host = one.facts, one.place.host
+    if not facts.mpi4py:
+        return
+    found = mpi_library.family(facts.mpi4py)
+    used = facts.launcher if facts.mpi_launcher else facts.mpiexec
+    expected = mpi_library.family_of_mpiexec(used) if used else ""
+    if found and expected and found != expected:
+        yield Finding(
+            Level.WARNING,
+            f"mpi4py on {host} loads {facts.mpi4py} ({found}), but mpiexec is {used}. Expected "
+            f"one MPI: each process would be rank 0 of 1, or would end in MPI_Init",
+            f"Install mpi4py for {expected}, load the module of {found}, or set MPI4PY_LIBMPI to "
+            f"the libmpi of {expected}",
+            hosts=(host,),
+        )
+
+
+def _describe(facts: Facts) -> str:
+    parts = [f"torch {facts.torch}"]
+    if facts.driver:
+        parts.append(f"driver {facts.driver}")
+    parts.append(facts.mpiexec or "")
+    if facts.mpi4py:
+        parts.append(f"mpi4py with {os.path.basename(facts.mpi4py)}")
+    parts.append(facts.scheduler and f"scheduler {facts.scheduler}, site generic-{facts.scheduler}")
+    return ", ".join(filter(None, parts))

@@ -1,0 +1,78 @@
+"""The command line of `doctor`: the checks, and the subcommand `logs`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ..argument_parser import ArgumentParser
+from . import cli, live
+
+_DESCRIPTION = """\
+Find out what is wrong with a cluster, a job or a launch.
+
+doctor.py                              check a login node or laptop
+launch.py scripts/doctor.py            check all hosts of a job; also under srun, mpiexec, torchrun
+launch.py scripts/doctor.py --quick    the same in seconds, at the top of a job script
+submit.py doctor --nodes 2             submit these checks as a job
+doctor.py logs slurm-4711.out          find out why a job failed; see doctor.py logs --help
+
+Exit status of the checks: 0 good, 1 warning, 2 bad. Each finding is printed with its remedy.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the checks, or `logs`; return an exit status.
+
+    words: the command line without the command; None: that of this process.
+    """
+    words = sys.argv[1:] if words is None else list(words)
+    if words[:1] == ["logs"]:
+        return cli.main(words)
+    status = live.main(_parse(words))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a check that hangs in a thread must not keep this process
+
+
+def _parse(words: Sequence[str]) -> live.Options:
+    parser = ArgumentParser(
+        prog="doctor.py",
+        usage="%(prog)s [OPTION ...]\n       %(prog)s logs [OPTION ...] FILE ...",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("what to check").add_argument
+    add("--quick", action="store_true", help="only what takes a second or two, for a job script")
+    names = live.names()
+    add("--only", metavar="CHECK,...", help=f"only these checks: {', '.join(names)}")
+    add("--checkpoints", metavar="FOLDER", help="where the job will write its checkpoints")
+    add("--data", metavar="FOLDER", help="where the training data are")
+    seconds = live.Options.timeout
+    help_timeout = f"until a rank that does not join is an error (default: {seconds:.0f})"
+    add("--timeout", type=float, default=seconds, metavar="SECONDS", help=help_timeout)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="print the result as JSON")
+    add("--exclude-file", metavar="FILE", help="write hosts that later jobs should avoid")
+
+    args = parser.parse_args(words)
+    only = tuple(args.only.split(",")) if args.only else ()
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        parser.error(
+            f"--only: there is no check {unknown[0]!r}. Expected some of {', '.join(names)}"
+        )
+    if args.timeout <= 0:
+        parser.error(f"--timeout is {args.timeout:g}. Expected a number of seconds above 0")
+    return live.Options(
+        quick=args.quick,
+        json=args.json,
+        only=only,
+        exclude_file=args.exclude_file,
+        checkpoints=args.checkpoints,
+        data=args.data,
+        timeout=args.timeout,
+    )
