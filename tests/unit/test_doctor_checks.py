@@ -129,6 +129,11 @@ def test_checksums_cover_scripts_and_packages(tmp_path: Path) -> None:
     assert sorted(equality.checksums(tmp_path)) == ["model/__init__.py", "model/layers/__init__.py", "train.py"]
 
 
+def test_empty_and_repeated_entries_of_paths_are_no_difference() -> None:
+    entries = [equality.relevant_variables({"LD_LIBRARY_PATH": text}) for text in ("/a:/b:/b", ":/a:/b:")]
+    assert entries[0] == entries[1] == {"LD_LIBRARY_PATH": "/a:/b"}
+
+
 # limits ----------------------------------------------------------------------------------------------------------
 
 LIMITS = limits.Facts(ranks=2, world_size=8, fabric="", has_gpu=False, locked_bytes=-1, open_files=1024,
@@ -254,7 +259,7 @@ def test_stale_rank_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     done = doctor("--quick")
     assert done.returncode == 2 and "WORLD_SIZE not set, but RANK='3'" in done.stdout, done
-    assert "unset RANK, WORLD_SIZE and MASTER_ADDR" in done.stdout
+    assert "RANK=3 are set, and no launcher has set them" in done.stdout and "unset RANK" in done.stdout
 
 
 def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..launch.processes import LAUNCH_VARIABLE
-from ..launchers.base import LaunchError
+from ..launchers.base import LaunchError, shown
 from ..launchers.detect import find_launcher
+from ..rank_variables import RANK_VARIABLES
 from ..schedulers import AllocationError, current_allocation
 from .check import Check, Finding, Level
 from .checks.equality import Equality
@@ -130,31 +131,49 @@ def _print(report: Report, options: Options) -> None:
 
 def _failed_launch(error: Exception, options: Options, start: float) -> int:
     """Report why the ranks did not join: on rank 0, and on a rank that has not reached it."""
-    rank = _rank()
     if getattr(error, "reported_by_rank_0", False):
         time.sleep(EARLIER_SECONDS)  # rank 0 ends first, with its own status
         return int(Level.BAD)
+    rank, set_by_hand = _rank()
     message = str(error).rstrip(".")
-    if rank:
+    if rank and not set_by_hand:
         print(f"doctor: {LABELS[Level.BAD]} {_LAUNCH}: {message}.", file=sys.stderr, flush=True)
         time.sleep(2 * EARLIER_SECONDS)
         return int(Level.BAD)
     hosts = _absent_hosts(message)
+    remedy = "Correct what the message names, and run doctor again with the same launcher"
     if hosts:
         message += f". Hosts of the job that this message does not name: {', '.join(hosts)}"
-    finding = Finding(Level.BAD, message, _remedy(hosts), hosts=tuple(hosts), exclude=True)
+        remedy = (
+            f"Log in to {hosts[0]}: does it respond, and can it reach rank 0's host and port? "
+            "Exclude it otherwise"
+        )
+    elif set_by_hand:
+        message = f"{set_by_hand} are set, and no launcher has set them: {message}"
+        remedy = (
+            "If they are left over from another launch or a start-up file of the shell, unset "
+            "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT. Otherwise start all ranks"
+        )
+    finding = Finding(Level.BAD, message, remedy, hosts=tuple(hosts), exclude=True)
     report = Report((), "", [Result(_LAUNCH, [finding])], time.monotonic() - start)
     _print(report, options)
     time.sleep(1)  # the other ranks print what they have seen
     return int(Level.BAD)
 
 
-def _rank() -> int | None:
-    """Return this process's rank; None where that is the problem."""
+def _rank() -> tuple[int | None, str]:
+    """Return this process's rank, and the variables that set it if no launcher did.
+
+    The rank is None where that is the problem.
+    """
+    by_hand = shown(os.environ, RANK_VARIABLES)
+    if os.environ.get(LAUNCH_VARIABLE):
+        by_hand = ""
     try:
-        return find_launcher().placement.rank
+        detection = find_launcher()
     except LaunchError:
-        return None
+        return None, by_hand
+    return detection.placement.rank, "" if detection.launcher.starts_processes else by_hand
 
 
 def _absent_hosts(message: str) -> list[str]:
@@ -169,17 +188,3 @@ def _absent_hosts(message: str) -> list[str]:
     known = {word.partition(".")[0] for word in words}
     hosts: Sequence[str] = allocation.hosts if allocation else ()
     return [host for host in hosts if host.partition(".")[0] not in known]
-
-
-def _remedy(hosts: Sequence[str]) -> str:
-    if hosts:
-        return (
-            f"Log in to {hosts[0]}: does it respond, and can it reach rank 0's host and port? "
-            "Exclude it otherwise"
-        )
-    if os.environ.get("RANK"):
-        return (
-            "If no launcher has started this process, unset RANK, WORLD_SIZE and MASTER_ADDR: "
-            "they are left over from another launch. Otherwise correct what the message names"
-        )
-    return "Correct what the message names, and run doctor again with the same launcher"

@@ -95,7 +95,7 @@ def _conclude(
             continue
         if value is None:
             missing.add(place.rank)
-            problem = "ended" if place.rank in gathered.ended else "does not respond"
+            problem = "ended" if place.rank in gathered.ended else "did not respond"
             problems.setdefault(problem, []).append(place)
         elif place.rank not in members:
             continue
@@ -144,7 +144,12 @@ def _findings(name: str, conclude: Callable[[], Iterator[Finding]]) -> Iterator[
 
 
 def show(places: Sequence[RankPlace]) -> str:
-    """Return "rank 3 on h2", or "ranks 2 on h2, 4 on h3", at most eight of them."""
-    shown = ", ".join(f"{one.rank} on {one.host}" for one in places[:_SHOWN])
+    """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", at most eight of them."""
+    on_host: dict[tuple[int, str], list[int]] = {}
+    for one in places[:_SHOWN]:
+        on_host.setdefault((one.node, one.host), []).append(one.rank)
+    shown = " and ".join(
+        f"{', '.join(map(str, ranks))} on {host}" for (_, host), ranks in on_host.items()
+    )
     more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
     return f"rank{'s' * (len(places) > 1)} {shown}{more}"

@@ -28,10 +28,10 @@ _PREFIXES = (
     "MKL_",
     "CUDA_",
     "UCX_",
-    "PYTHON",
     "TORCH_",
 )
-_OTHERS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "DDPKIT_CPU_BIND", "DDPKIT_NETWORK")
+_PATHS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
+_OTHERS = (*_PATHS, "PYTHONHOME", "PYTHONHASHSEED", "DDPKIT_CPU_BIND", "DDPKIT_NETWORK")
 _OF_RANK = ("CUDA_VISIBLE_DEVICES",)
 # Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
 _OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
@@ -175,11 +175,16 @@ def checksums(folder: Path) -> dict[str, int]:
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change how a training runs."""
-    return {
+    found = {
         name: value
         for name, value in sorted(environ.items())
         if (name.startswith(_PREFIXES) or name in _OTHERS) and name not in _OF_RANK
     }
+    for name in _PATHS:  # Open MPI repeats entries and adds empty ones on other hosts
+        if name in found:
+            entries = filter(None, found[name].split(os.pathsep))
+            found[name] = os.pathsep.join(dict.fromkeys(entries))
+    return {name: value for name, value in found.items() if value or name not in _PATHS}
 
 
 # What rank 0 concludes ----------------------------------------------------------------------------
