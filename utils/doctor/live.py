@@ -9,23 +9,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..launch.processes import LAUNCH_VARIABLE
 from ..launchers.base import LaunchError, shown
 from ..launchers.detect import find_launcher
 from ..rank_variables import RANK_VARIABLES
-from ..schedulers import AllocationError, current_allocation
+from ..schedulers import AllocationError, current_allocation, exclude_file
 from .check import Check, Finding, Level
 from .checks.equality import Equality
 from .checks.gloo import Gloo
 from .checks.installation import Installation
 from .checks.limits import Limits
 from .checks.placement import Placement
+from .checks.storage import StorageCheck
 from .exchange import Rank0Lost
 from .join import EARLIER_SECONDS, Joined, join
-from .report import LABELS, Report, write_hosts
+from .report import LABELS, Report
 from .run import Result, run_check
 
 _LAUNCH = "launch"  # the name of the check that the runner itself does
@@ -51,6 +51,7 @@ def all_checks(options: Options) -> list[Check[Any]]:
         Equality(),
         Limits(),
         Installation(options.quick),
+        StorageCheck(options.checkpoints, options.data, options.quick),
         Gloo(),
     ]
 
@@ -116,7 +117,10 @@ def _launcher_name(name: str) -> str:
 
 def _print(report: Report, options: Options) -> None:
     if options.exclude_file is not None and report.hosts_to_exclude:
-        write_hosts(Path(options.exclude_file), report.hosts_to_exclude)
+        try:
+            exclude_file.add(options.exclude_file, report.hosts_to_exclude)
+        except OSError as error:
+            print(f"doctor: {options.exclude_file}: {error.strerror}", file=sys.stderr, flush=True)
     if options.json:
         text = report.as_json()
     elif options.quick and report.level is Level.GOOD:

@@ -1,12 +1,10 @@
-"""Print the results of the checks, as a table or as JSON, and write the hosts to exclude."""
+"""The results of all checks, as a table, as one line, or as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .check import Finding, Level, RankPlace
@@ -30,11 +28,14 @@ class Report:
         return max((one.level for one in self.results), default=Level.GOOD)
 
     @property
-    def hosts_to_exclude(self) -> list[str]:
-        """The hosts that a later job should avoid."""
-        findings = (finding for one in self.results for finding in one.findings)
-        hosts = [host for finding in findings if finding.exclude for host in finding.hosts]
-        return list(dict.fromkeys(hosts))
+    def hosts_to_exclude(self) -> dict[str, str]:
+        """The hosts that a later job should avoid, each with the first reason."""
+        reasons: dict[str, str] = {}
+        for one in self.results:
+            for finding in one.findings:
+                for host in finding.hosts if finding.exclude else ():
+                    reasons.setdefault(host, f"{one.name}: {finding.message}")
+        return reasons
 
     def as_text(self) -> str:
         """Return one line per check, then each finding with its remedy."""
@@ -66,7 +67,7 @@ class Report:
             "launcher": self.launcher,
             "ranks": [vars(one) for one in self.everyone],
             "seconds": round(self.seconds, 2),
-            "exclude": self.hosts_to_exclude,
+            "exclude": list(self.hosts_to_exclude),
             "checks": [
                 {
                     "name": one.name,
@@ -99,10 +100,3 @@ def _row(result: Result) -> str:
 
 def _as_dict(finding: Finding) -> dict[str, Any]:
     return {**vars(finding), "level": LABELS[finding.level].lower()}
-
-
-def write_hosts(path: Path, hosts: Sequence[str]) -> None:
-    """Replace a file by one with a host name per line."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(f"{host}\n" for host in hosts))
-    os.replace(temporary, path)

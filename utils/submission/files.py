@@ -13,5 +13,8 @@ JOBS = KIT / "jobs"
 # In messages: scripts/submit.py of a checkout, or the command that pip installed.
 PROGRAM = "submit.py" if (KIT / "scripts" / "submit.py").exists() else "ddpkit submit"
 
-# Runs the commands of the kit: "python MAIN doctor".
-MAIN = _PACKAGE / "__main__.py"
+
+def doctor_words() -> list[str]:
+    """Return the words that run doctor on a rank, in a checkout or installed by pip."""
+    script = KIT / "scripts" / "doctor.py"
+    return [str(script)] if script.exists() else ["-m", __name__.partition(".")[0], "doctor"]

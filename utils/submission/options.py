@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..argument_parser import ArgumentParser
 from . import profiles
-from .files import MAIN, PROGRAM
+from .files import PROGRAM, doctor_words
 
 COMMANDS = {
     "run": "submit a script, a module or a program as a job",
@@ -58,7 +58,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args.subcommand = name
     if name == "doctor":
         options = args.command[1:] if args.command[:1] == ["--"] else args.command
-        args.command = [str(MAIN), "doctor", *options]
+        args.command = [*doctor_words(), *options]
     return args
 
 

@@ -17,7 +17,7 @@ from ..schedulers import (
 from ..schedulers.exit_status import EXIT_REQUEUE
 from ..schedulers.requeue import requeue
 from . import exclusion, records
-from .files import KIT, PROGRAM
+from .files import PROGRAM, doctor_words
 from .following import note
 
 MAX_RESTARTS = 10  # of one job; that many bad nodes in a row are another problem
@@ -48,7 +48,7 @@ def check(
     """
     file = exclusion.path(folder.parent)
     words = ["--exclude-file", str(file), *doctor_options]
-    status = _launch([*launch_words[: launch_words.index("--") + 1], *_doctor(), *words])
+    status = _launch([*launch_words[: launch_words.index("--") + 1], *doctor_words(), *words])
     if status in (_GOOD, _WARNING):
         return None
     if status != _BAD:
@@ -90,12 +90,6 @@ def check(
     if not later:
         note(f"preflight: submit the job again: {PROGRAM} resubmit {job_id}")
     return EXIT_REQUEUE
-
-
-def _doctor() -> list[str]:
-    """Return the words that run doctor on a rank, in a checkout or installed by pip."""
-    script = KIT / "scripts" / "doctor.py"
-    return [str(script)] if script.exists() else ["-m", __name__.partition(".")[0], "doctor"]
 
 
 def _launch(words: Sequence[str]) -> int:
