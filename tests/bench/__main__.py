@@ -80,10 +80,9 @@ def check_tune(rates: list[str]) -> None:
     for rate in rates:
         with Hosts(2) as hosts:
             shape(hosts, "" if rate == "fast" else rate)
-            only = "hook,bucket,static_graph" if rate == "fast" else "hook"
-            words = [str(ROOT / "scripts/tune.py"), "--budget", "400", "--steps", "8", "--only", only, TRAINING,
-                     "--batch", "32", "--width", "1024", "--layers", "4"]
-            print(f"--- {rate}\n{run_ranks(hosts, words)}", flush=True)
+            words = [str(ROOT / "scripts/tune.py"), "--budget", "400", "--steps", "8" if rate == "100mbit" else "20",
+                     TRAINING, "--batch", "32", "--width", "1024", "--layers", "4"]
+            print(f"--- {rate}\n{run_ranks(hosts, words, seconds=480)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from utils import setup_distributed
 
 
 class Data(Dataset[torch.Tensor]):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, rank: int) -> None:
         self._seconds = seconds
-        self._samples = torch.randn(1024, 256)
+        self._samples = torch.randn(1024, 256, generator=torch.Generator().manual_seed(rank))
 
     def __len__(self) -> int:
         return 1_000_000
@@ -60,7 +60,7 @@ def main() -> None:
             ddp.register_comm_hook(None, waiting_hook)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         slow = args.plant == "rank" and dist.rank == dist.world_size - 1
-        loader = DataLoader(Data(0.02 / args.batch if args.plant == "data" else 0), args.batch)
+        loader = DataLoader(Data(0.02 / args.batch if args.plant == "data" else 0, dist.rank), args.batch)
         batches = iter(loader)
         while True:
             for i in range(4 if args.plant in ("accumulation", "no_sync") else 1):

@@ -82,7 +82,7 @@ class FakeTrials:
             raise TrialFailed("rank 0 of 2: status 1\nno fused optimizer")
         seconds = 0.1 / {"": 1, "fp16": 1.5, "powersgd-4": 3}.get(settings.hook, 0.9)
         seconds /= 1.2 if settings.ddp.get("static_graph") else 1
-        losses = [1.1 if settings.hook == "powersgd-4" else 1.01 if settings.hook else 1.0] * 40
+        losses = [2.0] + [1.1 if settings.hook == "powersgd-4" else 1.01 if settings.hook else 1.0] * 200
         steps = phases[0][1]
         return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": Phase(seconds * steps, 0, steps)})] * ranks
 
@@ -90,21 +90,37 @@ class FakeTrials:
         return value
 
 
+def tuner(budget: float = 100) -> tune.Tuner:
+    return tune.Tuner(FakeTrials(), 2, steps=10, budget=budget, tolerance=0.02)  # type: ignore[arg-type]
+
+
 def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
-    tuner = tune.Tuner(FakeTrials(), 2, 10, budget=100, tolerance=0.02)  # type: ignore[arg-type]
-    best = tuner.search(tune.candidates(4, False))
+    tuning = tuner()
+    best = tuning.search(tune.candidates(4, False))
     assert best.settings == Settings(hook="fp16", ddp={"static_graph": True})
     assert best.gain == pytest.approx(1.8) and best.worse == pytest.approx(0.01)
-    problems = {one.name: one.problem.splitlines()[-1] for one in tuner.alone if one.problem}
-    assert problems == {"hook powersgd-4": "the loss is 10.0% higher", "fused optimizer": "no fused optimizer"}
+    problems = {one.name: one.problem.splitlines()[-1] for one in tuning.tried if one.problem}
+    assert problems == {"hook powersgd-4": "the loss is 10.0% higher",
+                        "hook fp16, static_graph, fused optimizer": "no fused optimizer"}
     assert tune.code(best.settings) == (
         "ddp = DistributedDataParallel(model, device_ids=dist.device_ids, static_graph=True)\n"
         "ddp.register_comm_hook(None, utils.hooks.fp16_hook)")
 
 
 def test_tuner_keeps_the_script_where_nothing_gains() -> None:
-    tuner = tune.Tuner(FakeTrials(), 2, 10, budget=100, tolerance=0.02)  # type: ignore[arg-type]
-    assert tuner.search({"bucket": tune.candidates(4, False)["bucket"]}) is tuner.default
+    tuning = tuner()
+    assert tuning.search({"bucket": tune.candidates(4, False)["bucket"]}) is tuning.default
+
+
+def test_tuner_tries_nothing_beyond_its_budget() -> None:
+    tuning = tuner(budget=0)
+    assert tuning.search(tune.candidates(4, False)) is tuning.default and tuning.tried == []
+
+
+def test_loss_increase_compares_equally_many_losses() -> None:
+    assert tune.loss_increase([2, 1, 1, 1, 0.1], [2, 2, 2, 1.1]) == pytest.approx(0.1)
+    assert tune.loss_increase([2, 1], [0.5, 0.25]) == 0  # divided by the number of micro-batches
+    assert tune.loss_increase([2, 1], [2, float("nan")]) == float("inf")
 
 
 def test_trial_that_fails_names_rank_and_output() -> None:

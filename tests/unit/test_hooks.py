@@ -1,4 +1,4 @@
-"""Communication hooks on gloo: the gradients of the mean, and the same on every rank."""
+"""Communication hooks on gloo: the gradients of the mean, the same on every rank; the code that tune.py prints."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,7 +9,9 @@ HOOKS = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+import utils
 from utils import setup_distributed
+from utils.bench import tune, worker
 from utils.hooks import bf16_hook, fp16_hook, in_order
 with setup_distributed("gloo") as dist:
     def train(hook, state=None, steps=1):
@@ -32,6 +34,11 @@ with setup_distributed("gloo") as dist:
     of_rank_0 = power.clone()
     torch.distributed.broadcast(of_rank_0, 0)
     assert torch.equal(power, of_rank_0) and power.isfinite().all()
+    for hook in ("bf16", "powersgd-4"):
+        names = {"DistributedDataParallel": DDP, "model": torch.nn.Linear(64, 64), "dist": dist, "utils": utils}
+        exec(tune.code(worker.Settings(hook=hook)), names)
+        names["ddp"](torch.ones(2, 64)).sum().backward()
+        assert names["ddp"]._get_ddp_logging_data()["comm_hook"] in ("bf16_hook", "wait_for_bucket")
     print("checked", flush=True)
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import socket
 import time
@@ -20,7 +19,7 @@ from ..log import get_logger
 from . import causes, collectives, links, pairs, scaling
 from .operations import DATA_TYPES, OPERATIONS, Ranks
 from .plot import draw_lines
-from .trials import TrialFailed, Trials
+from .trials import TrialFailed, start_trials
 
 _log = get_logger(__name__)
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "03_text_lm.py"
@@ -131,29 +130,12 @@ def _collectives(args: argparse.Namespace) -> int:
         if job.world_size == 1:
             _log.error("found one rank. Expected at least two: start them with a launcher")
             return 2
-        node_ranks: list[int] = [0] * job.world_size
-        dist.all_gather_object(node_ranks, job.node_rank)
-        sweep = collectives.Sweep(
-            args.minbytes,
-            args.maxbytes,
-            args.stepfactor,
-            args.iters,
-            args.warmup_iters,
-            args.check,
-            args.datatype,
-        )
-        if args.pairs:
-            return _pairs(args, job)
-        return _sweep(args, job, ranks, node_ranks, sweep)
+        return _pairs(args, job) if args.pairs else _sweep(args, job, ranks)
 
 
-def _sweep(
-    args: argparse.Namespace,
-    job: Distributed,
-    ranks: Ranks,
-    node_ranks: list[int],
-    sweep: collectives.Sweep,
-) -> int:
+def _sweep(args: argparse.Namespace, job: Distributed, ranks: Ranks) -> int:
+    sizes = (args.minbytes, args.maxbytes, args.stepfactor)
+    sweep = collectives.Sweep(*sizes, args.iters, args.warmup_iters, args.check, args.datatype)
     start, results = time.time(), list[collectives.Result]()
     devices: list[object] = [None] * job.world_size
     dist.all_gather_object(devices, collectives.describe_rank(ranks))
@@ -170,7 +152,7 @@ def _sweep(
     names = args.operations or list(OPERATIONS)
     missing = collectives.measure_all(names, sweep, ranks, stop, report)
     if args.links and not stop.agreed():
-        inside, between = links.measure_links(sweep, ranks, node_ranks, results)
+        inside, between = links.measure_links(sweep, ranks, job.node_rank, results)
         if job.is_main:
             links.write_links(args.links, job.backend, job.num_nodes, inside, between)
     if args.png and job.is_main:
@@ -179,11 +161,7 @@ def _sweep(
             for name in names
         }
         title = f"{job.backend}, {job.world_size} ranks on {job.num_nodes} hosts"
-        problem = draw_lines(
-            args.png, lines, title=title, x="bytes", y="bus bandwidth, GB/s", log=True
-        )
-        if problem:
-            _log.warning("%s", problem)
+        draw_lines(args.png, lines, title=title, x="bytes", y="bus bandwidth, GB/s", log=True)
     expected = args.expect * 1e9 if args.expect else None
     _log.info(collectives.summary(results, missing, expected))
     return 1 if any(result.wrong for result in results) else 0
@@ -226,11 +204,7 @@ def _ddp(args: argparse.Namespace) -> int:
     kinds = ["weak"]
     if "{batch}" in " ".join(script) and not args.full_only:
         kinds.append("strong")  # the global batch can be kept
-    threads = os.environ.get("OMP_NUM_THREADS")
-    with setup_distributed("gloo", bind=False) as job:  # gloo: the GPUs stay free for the trials
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]  # the script chooses as it would without bench.py
-        trials = Trials(job, script, warm_up=args.warm_up, timeout=args.trial_timeout)
+    with start_trials(script, args.warm_up, args.trial_timeout) as (job, trials):
         numbers = scaling.numbers_of_ranks(job.world_size)
         numbers = [1, job.world_size] if args.full_only else numbers
         points: list[scaling.Point] = []
@@ -267,8 +241,5 @@ def _write_points(args: argparse.Namespace, points: list[scaling.Point], script:
         lines: dict[str, list[tuple[float, float]]] = {}
         for one in points:
             lines.setdefault(one.kind, []).append((one.ranks, one.efficiency * 100))
-        problem = draw_lines(
-            args.png, lines, title=Path(script[0]).name, x="ranks", y="efficiency, %"
-        )
-        if problem:
-            _log.warning("%s", problem)
+        title = Path(script[0]).name
+        draw_lines(args.png, lines, title=title, x="ranks", y="efficiency, %")

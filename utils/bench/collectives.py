@@ -52,17 +52,22 @@ class Sweep:
 class Result:
     """One operation at one size. Times in seconds; bandwidths in bytes per second."""
 
-    operation: str
+    kind: type[Operation]
     size: int
     count: int
     data_type: str
-    redop: str
-    root: int
-    in_place: bool
-    seconds: float  # of one iteration: the mean over the iterations and the ranks
     factor: float
     wrong: int | None  # elements, over all ranks and checks; None: not checked
     rank_seconds: list[list[float]] = field(repr=False)  # of each rank, each iteration
+
+    @property
+    def operation(self) -> str:
+        return self.kind.name
+
+    @property
+    def seconds(self) -> float:
+        """The time of one iteration: the mean over the iterations and the ranks."""
+        return statistics.fmean(statistics.fmean(times) for times in self.rank_seconds)
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -109,21 +114,9 @@ def measure(kind: type[Operation], size: int, sweep: Sweep, ranks: Ranks) -> Res
     for _ in range(sweep.warm_up):
         operation.run()
     barrier(ranks)  # outside of the time
-    own = time_iterations(operation.run, sweep.iterations, ranks.device)
-    every = gather(own, ranks)
-    return Result(
-        operation=kind.name,
-        size=operation.size,
-        count=operation.count,
-        data_type=sweep.data_type,
-        redop=kind.redop,
-        root=kind.root,
-        in_place=kind.in_place,
-        seconds=statistics.fmean(statistics.fmean(times) for times in every),
-        factor=operation.factor,
-        wrong=wrong,
-        rank_seconds=every,
-    )
+    every = gather(time_iterations(operation.run, sweep.iterations, ranks.device), ranks)
+    size, count, factor = operation.size, operation.count, operation.factor
+    return Result(kind, size, count, sweep.data_type, factor, wrong, every)
 
 
 def measure_all(
@@ -163,7 +156,7 @@ def show(result: Result) -> str:
     wrong = "N/A" if result.wrong is None else str(result.wrong)
     return (
         f"  {result.operation:>14} {result.size:>12} {result.count:>12} {result.data_type:>8} "
-        f"{result.redop:>6} {result.root:>5} {result.seconds * 1e6:>10.1f} "
+        f"{result.kind.redop:>6} {result.kind.root:>5} {result.seconds * 1e6:>10.1f} "
         f"{_gigabytes(result.algorithm_bandwidth)} {_gigabytes(result.bus_bandwidth)} {wrong:>6} "
         f"{percentile(slowest, 50) * 1e6:>10.1f} {percentile(slowest, 99) * 1e6:>10.1f}"
     )
@@ -219,9 +212,7 @@ def _result_json(result: Result) -> dict[str, Any]:
         "min_us": min(times) * 1e6,
         "max_us": max(times) * 1e6,
         "avg_us": mean * 1e6,
-        "p50_us": percentile(times, 50) * 1e6,
-        "p95_us": percentile(times, 95) * 1e6,
-        "p99_us": percentile(times, 99) * 1e6,
+        **{f"p{percent}_us": percentile(times, percent) * 1e6 for percent in (50, 95, 99)},
         "stdev_us": deviation * 1e6,
         "cv_pct": 100 * deviation / mean,
         "times_us": [seconds * 1e6 for seconds in times],
@@ -229,15 +220,15 @@ def _result_json(result: Result) -> dict[str, Any]:
             [seconds * 1e6 for seconds in times] for times in result.rank_seconds
         ],
     }
-    place = "in_place" if result.in_place else "out_of_place"
-    other = "out_of_place" if result.in_place else "in_place"
+    places = ("in_place", "out_of_place")
+    place, other = places if result.kind.in_place else reversed(places)
     return {
         "collective": result.operation,
         "size": result.size,
         "count": result.count,
         "type": result.data_type,
-        "redop": result.redop,
-        "root": str(result.root),
+        "redop": result.kind.redop,
+        "root": str(result.kind.root),
         other: None,
         place: measured,
         f"{place}_per_iter": iterations,

@@ -47,19 +47,21 @@ def fit(results: Sequence[tuple[int, float]], ranks: int) -> Link:
 
 
 def measure_links(
-    sweep: Sweep, ranks: Ranks, node_ranks: Sequence[int], results: Sequence[Result]
+    sweep: Sweep, ranks: Ranks, node_rank: int, results: Sequence[Result]
 ) -> tuple[Link | None, Link | None]:
     """Return the link inside the hosts and between them; None where a host or ranks are missing.
 
     Inside: the slowest host, while all hosts measure at once. Between: the ring of all ranks.
-    node_ranks: the host of each rank. results: those of all ranks, where there are any.
+    node_rank: this rank's host. results: those of all ranks, where there are any.
     """
+    node_ranks: list[int] = [0] * ranks.size
+    dist.all_gather_object(node_ranks, node_rank)
     hosts = sorted(set(node_ranks))
     inside = None
     for host in hosts:
         members = [rank for rank, node in enumerate(node_ranks) if node == host]
         group = dist.new_group(members)  # called by all ranks
-        if node_ranks[ranks.rank] == host:
+        if node_rank == host:
             own = Ranks(members.index(ranks.rank), len(members), ranks.device, group)
     if own.size > 1:
         inside = fit(_all_reduces(sweep, own), own.size)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..log import get_logger
+
+_log = get_logger(__name__)
+
 
 def draw_lines(
     path: Path,
@@ -14,13 +18,14 @@ def draw_lines(
     x: str,
     y: str,
     log: bool = False,
-) -> str:
-    """Draw named lines of (x, y). Returns "" or the reason why there is no picture."""
+) -> None:
+    """Draw named lines of (x, y); warn where matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return f"{path} was not drawn: matplotlib is missing. Install it: pip install matplotlib"
+        _log.warning("%s was not drawn: no matplotlib. Install it: pip install matplotlib", path)
+        return
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
@@ -34,4 +39,3 @@ def draw_lines(
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    return ""

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
 
-from ..distributed import Distributed
+from ..distributed import Distributed, setup_distributed
 from ..launch.environment import rank_variables
 from .worker import VARIABLE, Phase, Report, Settings, Trial
 
@@ -34,11 +34,23 @@ class TrialFailed(RuntimeError):
     """A rank of a trial failed; the message is its last output."""
 
 
+@contextlib.contextmanager
+def start_trials(
+    command: Sequence[str], warm_up: int, timeout: float
+) -> Iterator[tuple[Distributed, Trials]]:
+    """Join the ranks of this launch, which will run trials of a script."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    with setup_distributed("gloo", bind=False) as job:  # gloo: the GPUs stay free for the trials
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]  # the script chooses as it would by itself
+        yield job, Trials(job, command, warm_up, timeout)
+
+
 class Trials:
     """Runs of one script. Every rank of the launch creates a Trials; all call run() together."""
 
     def __init__(
-        self, job: Distributed, command: Sequence[str], *, warm_up: int, timeout: float
+        self, job: Distributed, command: Sequence[str], warm_up: int, timeout: float
     ) -> None:
         self._job, self._command = job, list(command)
         self._warm_up, self._timeout = warm_up, timeout

@@ -1,8 +1,10 @@
 """Implement scripts/tune.py: find the settings of DistributedDataParallel that are fastest here.
 
-Each setting is tried alone. Faster settings are combined. The combinations run in rounds, each
-longer than the one before, and after each round the slower half drops out (successive halving). The
-last one and the unchanged script then take three turns; it is recommended only if it is faster.
+The settings are tried one after another, first those that usually gain most. Each value runs in a
+short trial, together with the best settings so far. The values that gain then run as long as the
+longest trial of the unchanged script, the fastest first. The first one that is still faster, at
+equal loss, joins the best settings. In the end the best settings and the unchanged script take
+turns; they are recommended only if they are faster each time.
 """
 
 from __future__ import annotations
@@ -10,109 +12,189 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import itertools
 import json
+import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from ..argument_parser import ArgumentParser
-from ..distributed import setup_distributed
 from ..log import get_logger
 from .collectives import write
-from .trials import TrialFailed, Trials
-from .worker import Settings
+from .trials import TrialFailed, Trials, start_trials
+from .worker import Settings, powersgd_arguments
 
 _log = get_logger(__name__)
 _TURNS = 3
 LEAST_GAIN = 1.02  # a setting that gains less is not recommended
+HEADER = f"# {'ms/pass':>9} {'speed':>9} {'loss':>8}  settings"
 EPILOG = """\
 Start it with any launcher, like the training:
-  torchrun --standalone --nproc-per-node 2 scripts/tune.py examples/03_text_lm.py --steps 1000
+  torchrun --standalone --nproc-per-node 2 scripts/tune.py examples/03_text_lm.py --steps 10000
   srun -N 2 --ntasks-per-node 4 --gpus-per-node 4 python scripts/tune.py train.py
 With `{accumulation}` in the script's arguments, the number of micro-batches per optimizer step is
-also tuned; the losses are then compared after equal numbers of micro-batches.
+also tuned.
+
+columns:
+  ms/pass  time of a backward pass, with its share of the optimizer step
+  speed    compared with the unchanged script
+  loss     increase against the unchanged script after equally many micro-batches
 """
+Changes = Mapping[str, Any]  # fields of Settings and their new values
 
 
 @dataclass
 class Measured:
-    """Settings, and the results of their longest trial."""
+    """Settings, and the results of their last trial."""
 
     name: str
     settings: Settings
     seconds: float = 0.0  # per backward pass
-    losses: list[float] = field(default_factory=list)  # mean over the ranks
-    gain: float = 0.0  # speed against the script as it is
+    passes: int = 1  # backward passes per step
+    wall_seconds: float = 0.0  # of a short trial
+    losses: list[float] = field(default_factory=list)  # of the longest trial, mean over the ranks
+    gain: float = 1.0  # speed against the script as it is
     worse: float = 0.0  # relative increase of the loss
     problem: str = ""
 
+    def show(self) -> str:
+        """Return one line of the table."""
+        problem = f"  NOT USED: {self.problem.splitlines()[-1]}" if self.problem else ""
+        return (
+            f"  {self.seconds * 1e3:>9.1f} {self.gain:>7.2f} x {self.worse:>+8.1%}  "
+            f"{self.name}{problem}"
+        )
 
-def candidates(cpus: int, accumulation: bool) -> dict[str, list[Measured]]:
-    """Return the values to try for each setting."""
+
+def candidates(cpus: int, accumulation: bool) -> dict[str, dict[str, Changes]]:
+    """Return the values to try for each setting, each with a name."""
     ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-    hooks = ("fp16", "bf16", "powersgd-4", "powersgd-16", "powersgd-64")
-    found = {"hook": [Measured(f"hook {name}", Settings(hook=name)) for name in hooks]}
+    hooks = ("bf16", "fp16", "powersgd-16", "powersgd-8", "powersgd-4", "powersgd-32")
+    found: dict[str, dict[str, Changes]] = {}
+    found["hook"] = {f"hook {name}": {"hook": name} for name in hooks}
     if accumulation:
-        found["accumulation"] = [
-            Measured(f"accumulation={n}", Settings(placeholders={"accumulation": n}))
-            for n in (2, 4)
-        ]
-    threads = sorted({1, max(1, cpus // 2), cpus})
-    found["threads"] = [Measured(f"threads={n}", Settings(threads=n)) for n in threads]
-    found["bucket"] = [_ddp(f"bucket_cap_mb={size}", bucket_cap_mb=size) for size in (5, 100, 400)]
+        found["accumulation"] = {
+            f"accumulation={n}": {"placeholders": {"accumulation": n}} for n in (2, 4)
+        }
+    sizes = (5, 100, 400)
+    found["bucket"] = {f"bucket_cap_mb={size}": {"ddp": {"bucket_cap_mb": size}} for size in sizes}
     for name in ("gradient_as_bucket_view", "static_graph", "batched_grad_copy"):
         if name in ddp:  # batched_grad_copy: torch 2.13
-            found[name] = [_ddp(name, **{name: True})]
-    found["fused"] = [Measured("fused optimizer", Settings(fused=True))]
-    found["workers"] = [Measured(f"num_workers={n}", Settings(workers=n)) for n in (1, 4)]
-    found["first_bucket"] = [Measured("first bucket of 4 MiB", Settings(first_bucket_mb=4))]
+            found[name] = {name: {"ddp": {name: True}}}
+    found["fused"] = {"fused optimizer": {"fused": True}}
+    threads = sorted({1, max(1, cpus // 2), cpus})
+    found["threads"] = {f"threads={n}": {"threads": n} for n in threads}
+    found["workers"] = {f"num_workers={n}": {"workers": n} for n in (1, 4)}
+    found["first_bucket"] = {"first bucket of 4 MiB": {"first_bucket_mb": 4}}
     return found
 
 
-def _ddp(text: str, **arguments: object) -> Measured:
-    return Measured(text, Settings(ddp=arguments))
-
-
-def combine(parts: Sequence[Measured]) -> Measured:
-    """Return one candidate with the settings of all parts."""
-    settings = Settings()
-    for part in parts:
-        changes = {
-            one.name: getattr(part.settings, one.name)
-            for one in dataclasses.fields(Settings)
-            if getattr(part.settings, one.name) != getattr(Settings(), one.name)
-        }
-        for name in ("ddp", "placeholders"):
-            if name in changes:
-                changes[name] = {**getattr(settings, name), **changes[name]}
-        settings = dataclasses.replace(settings, **changes)
-    return Measured(", ".join(part.name for part in parts), settings)
+def combine(best: Measured, name: str, changes: Changes) -> Measured:
+    """Return the best settings with some changes."""
+    merged = {
+        key: {**getattr(best.settings, key), **value} if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
+    names = [best.name, name] if best.settings != Settings() else [name]
+    return Measured(", ".join(names), dataclasses.replace(best.settings, **merged))
 
 
 class Tuner:
-    """Runs trials within a time budget. Every rank decides the same from the same numbers."""
+    """Runs trials within a time budget. Every rank decides the same from the same numbers.
+
+    steps: of a short trial. loss_steps: of a long one; 0: as many as take a fifth of the budget,
+    at most 20 times `steps`. tolerance: allowed relative increase of the loss.
+    """
 
     def __init__(
-        self, trials: Trials, ranks: int, steps: int, budget: float, tolerance: float
+        self,
+        trials: Trials,
+        ranks: int,
+        *,
+        steps: int,
+        budget: float,
+        tolerance: float,
+        loss_steps: int = 0,
     ) -> None:
-        self._trials, self._ranks, self._steps = trials, ranks, steps
-        self._end, self._tolerance = time.monotonic() + budget, tolerance
-        self._longest = 0.0
+        self._trials, self._ranks, self._tolerance = trials, ranks, tolerance
+        self._steps, self._loss_steps = steps, loss_steps
+        self._budget, self._end = budget, time.monotonic() + budget
         self.default = Measured("as it is", Settings())
-        self.alone: list[Measured] = []
+        self.tried: list[Measured] = []
 
-    def out_of_time(self, trials: int = 3) -> bool:
-        """Return whether so many trials, one and the last turn, would exceed the budget."""
-        return self._trials.agree(time.monotonic() + trials * self._longest > self._end)
+    def search(self, groups: Mapping[str, Mapping[str, Changes]]) -> Measured:
+        """Return the best settings found; the default where nothing gains.
 
-    def measure(self, one: Measured, steps: int) -> bool:
-        """Run a trial; return whether it is valid."""
+        Raises TrialFailed if the unchanged script fails.
+        """
+        _log.info(HEADER)
+        self._measure_default(self._steps)
+        step = self.default.seconds * self.default.passes
+        steps = max(4, min(self._steps, int(self._budget / 20 / step)))
+        self.default.wall_seconds -= (self._steps - steps) * step  # what a trial will take now
+        self._steps = steps
+        if not self._loss_steps:
+            self._loss_steps = max(2 * steps, min(20 * steps, int(self._budget / 5 / step)))
+        self._measure_default(self._loss_steps)
+        best = self.default
+        for group in groups.values():
+            best = self._improve(best, group)
+        return self._confirm(best)
+
+    def _measure_default(self, steps: int) -> None:
+        if not self._measure(self.default, steps):
+            raise TrialFailed(self.default.problem)
+        _log.info(self.default.show())
+
+    def _improve(self, best: Measured, group: Mapping[str, Changes]) -> Measured:
+        """Return `best` with one of the changes, or `best` if none is faster at equal loss."""
+        faster = []
+        for name, changes in group.items():
+            if not self._has_time(best.wall_seconds, best):
+                _log.info(f"# out of time: not tried: {name}")
+                continue
+            one = combine(best, name, changes)
+            self.tried.append(one)
+            if self._measure(one, self._steps) and one.seconds * LEAST_GAIN < best.seconds:
+                faster.append(one)
+            _log.info(one.show())
+        for one in sorted(faster, key=lambda one: one.seconds):
+            steps = max(1, self._loss_steps * self.default.passes // one.passes)
+            if not self._has_time(one.wall_seconds + steps * one.passes * one.seconds, one):
+                break
+            valid = self._measure(one, steps, compare_loss=True)
+            _log.info(one.show())
+            if valid and one.seconds * LEAST_GAIN < best.seconds:
+                return one
+        return best
+
+    def _confirm(self, best: Measured) -> Measured:
+        """Return `best` if it beats the default each time in turns with it, else the default."""
+        if best is self.default:
+            return best
+        gains: list[float] = []
+        while len(gains) < _TURNS and (not gains or self._has_time(0, best, turns=1)):
+            valid = self._measure(self.default, self._steps) and self._measure(best, self._steps)
+            _log.info(best.show())
+            if not valid or best.gain < 1:
+                return self.default
+            gains.append(best.gain)
+        best.gain = statistics.median(gains)
+        return best if best.gain > LEAST_GAIN else self.default
+
+    def _has_time(self, seconds: float, best: Measured, turns: int = _TURNS) -> bool:
+        """Return whether a trial of so many seconds leaves time for turns with the default."""
+        end = time.monotonic() + seconds + turns * (self.default.wall_seconds + best.wall_seconds)
+        return self._trials.agree(end < self._end)
+
+    def _measure(self, one: Measured, steps: int, *, compare_loss: bool = False) -> bool:
+        """Run a trial of some optimizer steps; return whether it is valid."""
         start = time.monotonic()
         placeholders = {"accumulation": 1, **one.settings.placeholders}
         settings = dataclasses.replace(one.settings, placeholders=placeholders)
@@ -121,96 +203,33 @@ class Tuner:
         except TrialFailed as error:
             one.problem = str(error)
             return False
-        finally:
-            self._longest = max(self._longest, time.monotonic() - start)
-        slowest = max(report.typical_step("sync") for report in reports)
-        one.seconds = slowest / max(1, reports[0].passes)
+        if steps == self._steps:
+            one.wall_seconds = time.monotonic() - start
+        one.passes = max(1, reports[0].passes)
+        one.seconds = max(report.typical_step("sync") for report in reports) / one.passes
         losses = zip(*(report.losses for report in reports), strict=False)
-        one.losses = [statistics.fmean(loss) for loss in losses]
-        if one is not self.default:
-            one.gain = self.default.seconds / one.seconds
-            one.worse = loss_increase(self.default.losses, one.losses)
-            if one.worse > self._tolerance:
-                one.problem = f"the loss is {one.worse:.1%} higher"
+        means = [statistics.fmean(loss) for loss in losses]
+        if len(means) >= len(one.losses):
+            one.losses = means
+            one.worse = loss_increase(self.default.losses, means)
+        one.gain = self.default.seconds / one.seconds
+        if math.isinf(one.worse) or (compare_loss and one.worse > self._tolerance):
+            one.problem = f"the loss is {one.worse:.1%} higher"
         return not one.problem
-
-    def search(self, groups: dict[str, list[Measured]]) -> Measured:
-        """Return the best settings found; the default where nothing gains."""
-        if not self.measure(self.default, self._steps):
-            raise TrialFailed(self.default.problem)
-        self._report(self.default)
-        best: list[Measured] = []
-        for group in groups.values():
-            valid = []
-            for one in group:
-                if self.out_of_time():
-                    break
-                self.alone.append(one)
-                if self.measure(one, self._steps):
-                    valid.append(one)
-                self._report(one)
-            gainers = [one for one in valid if one.gain > LEAST_GAIN]
-            best += sorted(gainers, key=lambda one: -one.gain)[:1]
-        return self._halve(combinations(best))
-
-    def _halve(self, remaining: list[Measured]) -> Measured:
-        steps = self._steps
-        while len(remaining) > 1 and not self.out_of_time():
-            steps *= 2
-            self.measure(self.default, steps)  # again: other jobs come and go
-            valid = []
-            for one in remaining:
-                if not self.out_of_time() and self.measure(one, steps):
-                    valid.append(one)
-                    self._report(one)
-            valid.sort(key=lambda one: one.seconds)
-            remaining = valid[: (len(remaining) + 1) // 2] or remaining[:1]
-        return self._confirm(remaining[0], steps) if remaining else self.default
-
-    def _confirm(self, one: Measured, steps: int) -> Measured:
-        """Return the candidate if it beats the default in turns with it, else the default."""
-        gains = []
-        for turn in range(_TURNS):
-            if turn and self.out_of_time(2):
-                break
-            if not (self.measure(self.default, steps) and self.measure(one, steps)):
-                return self.default
-            self._report(one)
-            gains.append(one.gain)
-        one.gain = statistics.median(gains)
-        return one if one.gain > LEAST_GAIN else self.default
-
-    def _report(self, one: Measured) -> None:
-        change = f"{one.gain:>6.2f} x" if one.gain else f"{'1':>6} x"
-        losses = f"{one.losses[0]:.4g} -> {one.losses[-1]:.4g}, " if one.losses else ""
-        loss = f"loss {losses}{one.worse:+.1%}"
-        problem = f"  NOT USED: {one.problem.splitlines()[-1]}" if one.problem else ""
-        _log.info(f"  {one.name:<60} {one.seconds * 1e3:>9.1f} ms {change}  {loss}{problem}")
-
-
-def combinations(best: Sequence[Measured]) -> list[Measured]:
-    """Return what to try together: all that gain, all but one of them, and each alone."""
-    ordered = sorted(best, key=lambda one: -one.gain)[:5]
-    sizes = {len(ordered), len(ordered) - 1, 1} - {0, -1}
-    chosen = [
-        parts
-        for size in sorted(sizes, reverse=True)
-        for parts in itertools.combinations(ordered, size)
-    ]
-    return [combine(parts) for parts in chosen]
 
 
 def loss_increase(before: Sequence[float], after: Sequence[float]) -> float:
     """Return the relative increase of the mean loss in the last quarter of equally many losses.
 
+    Losses count in units of the first one: a script may divide them by the number of micro-batches.
     Infinite where a loss is not a number.
     """
     count = min(len(before), len(after))
-    if count == 0:
+    if count == 0 or not before[0] or not after[0]:
         return 0.0
     last = slice(count - max(1, count // 4), count)
-    old, new = statistics.fmean(before[last]), statistics.fmean(after[last])
-    return (new - old) / max(abs(old), 1e-12) if new == new else float("inf")
+    old, new = (statistics.fmean(losses[last]) / losses[0] for losses in (before, after))
+    return (new - old) / max(abs(old), 1e-12) if math.isfinite(new) else math.inf
 
 
 def code(settings: Settings) -> str:
@@ -221,10 +240,12 @@ def code(settings: Settings) -> str:
         size = int(settings.first_bucket_mb * (1 << 20))
         lines.insert(0, f"torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = {size}")
     if settings.hook.startswith("powersgd"):
-        rank = settings.hook.rpartition("-")[2]
+        values = powersgd_arguments(settings.hook)
+        arguments = "".join(f", {name}={value}" for name, value in values.items())
         lines += [
-            f"state = PowerSGDState(None, matrix_approximation_rank={rank}, start_powerSGD_iter=2)",
-            "ddp.register_comm_hook(state, utils.hooks.in_order(powerSGD_hook))",
+            "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd",
+            f"state = powersgd.PowerSGDState(None{arguments})",
+            "ddp.register_comm_hook(state, utils.hooks.in_order(powersgd.powerSGD_hook))",
         ]
     elif settings.hook:
         lines.append(f"ddp.register_comm_hook(None, utils.hooks.{settings.hook}_hook)")
@@ -265,6 +286,13 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=20, metavar="N", help="steps of the first trials; default: 20")
     add("--warm-up", type=int, default=5, metavar="N", help="steps not measured; default: 5")
     add("--tolerance", type=float, default=0.02, help="allowed increase of the loss; default: 0.02")
+    add(
+        "--loss-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="steps of the trials that compare the loss; default: as a fifth of the budget allows",
+    )
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
     add("--only", type=_names, metavar="SETTING,...", help=f"some of {', '.join(_SETTINGS)}")
     add("--output", type=Path, metavar="FILE", help="write the trials and the result as JSON")
@@ -273,30 +301,33 @@ def main(words: Sequence[str] | None = None) -> int:
     if not args.script:
         parser.error("the training script is missing. Expected: tune.py [options] SCRIPT ...")
 
-    threads = os.environ.get("OMP_NUM_THREADS")
-    with setup_distributed("gloo", bind=False) as job:  # gloo: the GPUs stay free for the trials
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]  # the script chooses as it would without tune.py
-        trials = Trials(job, args.script, warm_up=args.warm_up, timeout=args.trial_timeout)
+    with start_trials(args.script, args.warm_up, args.trial_timeout) as (job, trials):
         cpus = len(os.sched_getaffinity(0))
         groups = candidates(cpus, "{accumulation}" in " ".join(args.script))
         groups = {name: group for name, group in groups.items() if name in (args.only or _SETTINGS)}
-        tuner = Tuner(trials, job.world_size, args.steps, args.budget, args.tolerance)
+        tuner = Tuner(
+            trials,
+            job.world_size,
+            steps=args.steps,
+            budget=args.budget,
+            tolerance=args.tolerance,
+            loss_steps=args.loss_steps,
+        )
         try:
             best = tuner.search(groups)
         except TrialFailed as error:
             if job.is_main:
                 _log.error("the unchanged script failed: %s", error)
             return 1
-        gain = best.gain or 1.0
         _log.info(
-            f"\n{best.name}: {gain:.2f} times as fast, loss {best.worse:+.2%} (allowed: "
-            f"+{args.tolerance:.0%}).\n{code(best.settings)}"
+            f"\n{best.name}: {best.gain:.2f} times as fast, loss {best.worse:+.2%} after "
+            f"{len(best.losses)} micro-batches (allowed: +{args.tolerance:.0%}).\n"
+            f"{code(best.settings)}"
         )
         if args.output and job.is_main:
             content = {
                 "default": asdict(tuner.default),
-                "alone": [asdict(one) for one in tuner.alone],
+                "tried": [asdict(one) for one in tuner.tried],
                 "best": asdict(best),
             }
             write(args.output, json.dumps(content, indent=1) + "\n")

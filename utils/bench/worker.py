@@ -31,6 +31,7 @@ from .timing import time_iterations
 
 VARIABLE = "DDPKIT_TRIAL"
 SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
+POWERSGD_START = 5  # backward passes that exchange whole gradients before PowerSGD starts
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class Recorder:
         self._trial = trial
         self.report = Report()
         # The kind of each coming step, and whether it is measured.
-        self._plan = [("warm-up", False)] * trial.warm_up
+        compressed = trial.settings.hook.startswith("powersgd")
+        warm_up = max(trial.warm_up, POWERSGD_START if compressed else 0)
+        self._plan = [("warm-up", False)] * warm_up
         for kind, steps in trial.phases:
             self._plan += [(kind, False)] * SETTLING_STEPS + [(kind, True)] * steps
         self._step = 0
@@ -135,6 +138,7 @@ class Recorder:
             self._register_hook = register
             setattr(DistributedDataParallel, "register_comm_hook", lambda *_: None)  # noqa: B010
         load, backward = DataLoader.__iter__, torch.Tensor.backward
+        scale = torch.amp.GradScaler.scale
 
         def timed_load(loader: DataLoader[Any]) -> Iterator[Any]:
             batches = load(loader)
@@ -149,14 +153,21 @@ class Recorder:
 
         def recorded_backward(loss: torch.Tensor, *args: Any, **options: Any) -> None:
             self._passes += 1
-            if loss.numel() == 1 and self._plan[self._step][0] != "local":
-                losses.append(loss.detach())  # its value is read later: that would wait for a GPU
+            value = unscaled.pop() if unscaled else loss
+            if value.numel() == 1 and self._plan[self._step][0] != "local":
+                losses.append(value.detach())  # it is read later: that would wait for a GPU
             backward(loss, *args, **options)  # type: ignore[no-untyped-call]
 
+        def recorded_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            unscaled[:] = [outputs] if isinstance(outputs, torch.Tensor) else []
+            return scale(scaler, outputs)
+
         losses: list[torch.Tensor] = []
+        unscaled: list[torch.Tensor] = []  # the loss of the next backward pass
         self._losses = losses
         setattr(DataLoader, "__iter__", timed_load)  # noqa: B010
         setattr(torch.Tensor, "backward", recorded_backward)  # noqa: B010
+        setattr(torch.amp.GradScaler, "scale", recorded_scale)  # noqa: B010
         register_optimizer_step_post_hook(self._end_step)
 
     def _prepare_ddp(self, ddp: DistributedDataParallel) -> None:
@@ -165,10 +176,7 @@ class Recorder:
         if name.startswith("powersgd"):
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-            rank = int(name.rpartition("-")[2])
-            state = powersgd.PowerSGDState(
-                None, matrix_approximation_rank=rank, start_powerSGD_iter=2
-            )
+            state = powersgd.PowerSGDState(None, **powersgd_arguments(name))
             self._register_hook(ddp, state, hooks.in_order(powersgd.powerSGD_hook))
         elif name:
             self._register_hook(ddp, None, getattr(hooks, f"{name}_hook"))
@@ -242,6 +250,12 @@ class Recorder:
         report.find_unused_parameters = ddp.find_unused_parameters
         report.unused_bytes = data.get("unused_parameter_size", 0)
         Path(self._trial.output).write_text(json.dumps(asdict(report)))
+
+
+def powersgd_arguments(hook: str) -> dict[str, int]:
+    """Return the keyword arguments of PowerSGDState for a hook such as "powersgd-16"."""
+    rank = int(hook.rpartition("-")[2])
+    return {"matrix_approximation_rank": rank, "start_powerSGD_iter": POWERSGD_START}
 
 
 def _wrap_init(
