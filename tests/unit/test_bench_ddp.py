@@ -80,9 +80,9 @@ class FakeTrials:
     def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
         if settings.fused:
             raise TrialFailed("rank 0 of 2: status 1\nno fused optimizer")
-        seconds = 0.1 / {"": 1, "fp16": 1.5, "powersgd-4": 3}.get(settings.hook, 0.9)
+        seconds = 0.1 / {"": 1, "fp16": 1.5, "powersgd-8": 3}.get(settings.hook, 0.9)
         seconds /= 1.2 if settings.ddp.get("static_graph") else 1
-        losses = [2.0] + [1.1 if settings.hook == "powersgd-4" else 1.01 if settings.hook else 1.0] * 200
+        losses = [2.0] + [1.1 if settings.hook == "powersgd-8" else 1.01 if settings.hook else 1.0] * 200
         steps = phases[0][1]
         return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": Phase(seconds * steps, 0, steps)})] * ranks
 
@@ -100,7 +100,7 @@ def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
     assert best.settings == Settings(hook="fp16", ddp={"static_graph": True})
     assert best.gain == pytest.approx(1.8) and best.worse == pytest.approx(0.01)
     problems = {one.name: one.problem.splitlines()[-1] for one in tuning.tried if one.problem}
-    assert problems == {"hook powersgd-4": "the loss is 10.0% higher",
+    assert problems == {"hook powersgd-8": "the loss is 10.0% higher",
                         "hook fp16, static_graph, fused optimizer": "no fused optimizer"}
     assert tune.code(best.settings) == (
         "ddp = DistributedDataParallel(model, device_ids=dist.device_ids, static_graph=True)\n"

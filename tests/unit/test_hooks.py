@@ -38,7 +38,6 @@ with setup_distributed("gloo") as dist:
         names = {"DistributedDataParallel": DDP, "model": torch.nn.Linear(64, 64), "dist": dist, "utils": utils}
         exec(tune.code(worker.Settings(hook=hook)), names)
         names["ddp"](torch.ones(2, 64)).sum().backward()
-        assert names["ddp"]._get_ddp_logging_data()["comm_hook"] in ("bf16_hook", "wait_for_bucket")
     print("checked", flush=True)
 """
 

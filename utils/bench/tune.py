@@ -75,7 +75,8 @@ class Measured:
 def candidates(cpus: int, accumulation: bool) -> dict[str, dict[str, Changes]]:
     """Return the values to try for each setting, each with a name."""
     ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-    hooks = ("bf16", "fp16", "powersgd-16", "powersgd-8", "powersgd-4", "powersgd-32")
+    ranks = (32, 16, 64, 8)
+    hooks = ["bf16", "fp16", *(f"powersgd-{rank}" for rank in ranks)]
     found: dict[str, dict[str, Changes]] = {}
     found["hook"] = {f"hook {name}": {"hook": name} for name in hooks}
     if accumulation:
@@ -97,7 +98,7 @@ def candidates(cpus: int, accumulation: bool) -> dict[str, dict[str, Changes]]:
 
 def combine(best: Measured, name: str, changes: Changes) -> Measured:
     """Return the best settings with some changes."""
-    merged = {
+    merged: dict[str, Any] = {
         key: {**getattr(best.settings, key), **value} if isinstance(value, dict) else value
         for key, value in changes.items()
     }
@@ -137,7 +138,8 @@ class Tuner:
         self._measure_default(self._steps)
         step = self.default.seconds * self.default.passes
         steps = max(4, min(self._steps, int(self._budget / 20 / step)))
-        self.default.wall_seconds -= (self._steps - steps) * step  # what a trial will take now
+        shorter = (self._steps - steps) * step
+        self.default.wall_seconds = max(0.0, self.default.wall_seconds - shorter)
         self._steps = steps
         if not self._loss_steps:
             self._loss_steps = max(2 * steps, min(20 * steps, int(self._budget / 5 / step)))

@@ -252,7 +252,7 @@ class Recorder:
         Path(self._trial.output).write_text(json.dumps(asdict(report)))
 
 
-def powersgd_arguments(hook: str) -> dict[str, int]:
+def powersgd_arguments(hook: str) -> dict[str, Any]:
     """Return the keyword arguments of PowerSGDState for a hook such as "powersgd-16"."""
     rank = int(hook.rpartition("-")[2])
     return {"matrix_approximation_rank": rank, "start_powerSGD_iter": POWERSGD_START}
