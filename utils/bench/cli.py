@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ..argument_parser import ArgumentParser
 from ..device import BACKENDS
 from ..distributed import Distributed, setup_distributed
@@ -19,6 +17,7 @@ from ..log import get_logger
 from . import causes, collectives, links, pairs, scaling
 from .operations import DATA_TYPES, OPERATIONS, Ranks
 from .plot import draw_lines
+from .timing import gather_objects
 from .trials import TrialFailed, start_trials
 
 _log = get_logger(__name__)
@@ -137,8 +136,7 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Ranks) -> int:
     sizes = (args.minbytes, args.maxbytes, args.stepfactor)
     sweep = collectives.Sweep(*sizes, args.iters, args.warmup_iters, args.check, args.datatype)
     start, results = time.time(), list[collectives.Result]()
-    devices: list[object] = [None] * job.world_size
-    dist.all_gather_object(devices, collectives.describe_rank(ranks))
+    devices = gather_objects(collectives.describe_rank(ranks))
     stop = collectives.StopRequest(ranks)
     _log.info(collectives.HEADER)
 
@@ -187,8 +185,7 @@ def _measure_hosts(
     job: Distributed, size: int, iterations: int
 ) -> tuple[dict[pairs.Pair, float], list[str], dict[pairs.Pair, pairs.PairResult]]:
     """Return the bandwidth of each pair of hosts, the names of the hosts, and all results."""
-    places: list[tuple[int, str]] = [(0, "")] * job.world_size
-    dist.all_gather_object(places, (job.node_rank, socket.gethostname()))
+    places = gather_objects((job.node_rank, socket.gethostname()))
     node_ranks = [node for node, _ in places]
     names = [name for _, name in sorted(set(places))]
     ranks = Ranks(job.rank, job.world_size, job.device)

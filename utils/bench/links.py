@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .collectives import Result, Sweep, measure, write
 from .operations import AllReduce, Ranks
+from .timing import gather_objects
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ def measure_links(
     Inside: the slowest host, while all hosts measure at once. Between: the ring of all ranks.
     node_rank: this rank's host. results: those of all ranks, where there are any.
     """
-    node_ranks: list[int] = [0] * ranks.size
-    dist.all_gather_object(node_ranks, node_rank)
+    node_ranks = gather_objects(node_rank)
     hosts = sorted(set(node_ranks))
     inside = None
     for host in hosts:
@@ -65,9 +65,7 @@ def measure_links(
             own = Ranks(members.index(ranks.rank), len(members), ranks.device, group)
     if own.size > 1:
         inside = fit(_all_reduces(sweep, own), own.size)
-    every: list[Link | None] = [None] * ranks.size
-    dist.all_gather_object(every, inside)
-    found = [link for link in every if link]
+    found = [link for link in gather_objects(inside) if link]
     slowest = min(found, key=lambda link: link.bandwidth_bytes_per_second, default=None)
     if len(hosts) == 1:
         return slowest, None

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from .operations import Ranks, exchange
-from .timing import barrier, time_iterations
+from .timing import barrier, gather_objects, time_iterations
 
 _ATTEMPTS = 3
 SLOW = 0.6  # share of the usual bandwidth below which a link is slow
@@ -76,9 +75,7 @@ def _measure_round(
         seconds = _best(other, size, iterations, ranks.device)
         latency = _best(other, 8, iterations, ranks.device)
         measured = (pair, PairResult(size / seconds, latency))
-    every: list[tuple[Pair, PairResult] | None] = [None] * ranks.size
-    dist.all_gather_object(every, measured)
-    found = [one for one in every if one]
+    found = [one for one in gather_objects(measured) if one]
     return [
         min((one for one in found if one[0] == pair), key=lambda one: one[1].bandwidth)
         for pair in pairs

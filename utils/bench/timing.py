@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .operations import Ranks
+
+T = TypeVar("T")
 
 
 def time_iterations(run: Callable[[], None], count: int, device: torch.device) -> list[float]:
@@ -36,6 +39,13 @@ def barrier(ranks: Ranks) -> None:
     one = torch.zeros(1, device=ranks.device)
     dist.all_reduce(one, group=ranks.group)
     one.item()
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return the value of each rank."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather(values: Sequence[float], ranks: Ranks) -> list[list[float]]:

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ..distributed import Distributed, setup_distributed
 from ..launch.environment import rank_variables
+from .timing import gather_objects
 from .worker import VARIABLE, Phase, Report, Settings, Trial
 
+_FOLLOWER = "ended because another rank has failed"
 _ROOT = Path(__file__).resolve().parents[2]  # what `import utils` needs
 
 
@@ -55,9 +55,8 @@ class Trials:
         self._job, self._command = job, list(command)
         self._warm_up, self._timeout = warm_up, timeout
         self._count = 0
-        places: list[tuple[int, int, int]] = [(0, 0, 0)] * job.world_size
-        dist.all_gather_object(places, (job.node_rank, job.local_rank, job.rank))
-        self._places = sorted(places)  # host by host
+        self._place = (job.node_rank, job.local_rank, job.rank)
+        self._places = sorted(gather_objects(self._place))  # host by host
 
     def hosts(self, ranks: int) -> int:
         """Return the number of hosts that the first `ranks` ranks are on."""
@@ -65,9 +64,7 @@ class Trials:
 
     def agree(self, value: bool) -> bool:
         """Return the value that rank 0 has given."""
-        values: list[bool] = [value]
-        dist.broadcast_object_list(values, 0)
-        return values[0]
+        return gather_objects(value)[0]
 
     def run(
         self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]
@@ -77,10 +74,9 @@ class Trials:
         phases: as in Trial. Raises TrialFailed on all ranks.
         """
         self._count += 1
-        ports: list[int] = [_free_port()]
-        dist.broadcast_object_list(ports, 0)  # rank 0 is on the first host
+        port = gather_objects(_free_port())[0]  # rank 0 is on the first host
         chosen = self._places[:ranks]
-        place = (self._job.node_rank, self._job.local_rank, self._job.rank)
+        place = self._place
         result: tuple[int, str, str] | None = None
         if place in chosen:
             number = chosen.index(place)
@@ -92,17 +88,15 @@ class Trials:
                 local_world_size=len(same_host),
                 node_rank=place[0],
                 address=self._job.master_addr,
-                port=ports[0],
+                port=port,
             )
             with tempfile.TemporaryDirectory(prefix="ddpkit-trial-") as folder:
                 trial = Trial(settings, list(phases), self._warm_up, f"{folder}/report")
                 result = (number, *self._run_rank(trial, variables))
-        every: list[tuple[int, str, str] | None] = [None] * self._job.world_size
-        dist.all_gather_object(every, result)
-        found = sorted(one for one in every if one is not None)
+        found = sorted(one for one in gather_objects(result) if one is not None)
         failed = [(number, error) for number, _, error in found if error]
         if failed:
-            number, error = min(failed, key=lambda one: _is_follower(one[1]))
+            number, error = min(failed, key=lambda one: one[1].startswith(_FOLLOWER))
             raise TrialFailed(f"rank {number} of {ranks}: {error}")
         return [_read_report(text) for _, text, _ in found]
 
@@ -158,13 +152,6 @@ class Trials:
         if error:
             self._job.store.set(key, error)
         return error
-
-
-_FOLLOWER = "ended because another rank has failed"
-
-
-def _is_follower(error: str) -> bool:
-    return error.startswith(_FOLLOWER)
 
 
 def _fill(word: str, placeholders: dict[str, int]) -> str:

@@ -244,8 +244,9 @@ def code(settings: Settings) -> str:
     if settings.hook.startswith("powersgd"):
         values = powersgd_arguments(settings.hook)
         arguments = "".join(f", {name}={value}" for name, value in values.items())
-        lines += [
+        lines = [
             "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd",
+            *lines,
             f"state = powersgd.PowerSGDState(None{arguments})",
             "ddp.register_comm_hook(state, utils.hooks.in_order(powersgd.powerSGD_hook))",
         ]

@@ -244,9 +244,10 @@ class Recorder:
             for parameter in ddp.parameters()
             if parameter.requires_grad
         )
-        device = next(ddp.parameters()).device
-        report.small_seconds = _time_all_reduce(4, device)
-        report.whole_seconds = _time_all_reduce(report.gradient_bytes, device)
+        if any(kind == "local" for kind, _ in self._trial.phases):  # what causes.py needs
+            device = next(ddp.parameters()).device
+            report.small_seconds = _time_all_reduce(4, device)
+            report.whole_seconds = _time_all_reduce(report.gradient_bytes, device)
         report.find_unused_parameters = ddp.find_unused_parameters
         report.unused_bytes = data.get("unused_parameter_size", 0)
         Path(self._trial.output).write_text(json.dumps(asdict(report)))
