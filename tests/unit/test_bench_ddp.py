@@ -27,16 +27,24 @@ def reports(seconds: float = 0.1, local: float = 0.09, **changes: object) -> lis
                                             "cpus": range(4 * (rank % 2), 4 * (rank % 2) + 4)}) for rank in range(4)]
 
 
+def weak_scaling(found: list[Report], one_rank: float = 0.09) -> scaling.Point:
+    return scaling.split("weak", 2, found, scaling.split("weak", 1, reports(one_rank)[:1], None))
+
+
 def first_cause(found: list[Report], links: causes.Links | None = None) -> str:
-    point = scaling.split("weak", 2, found, 0.09)
+    point = weak_scaling(found)
     return next((cause.name for cause in causes.find_causes(point, links)), "")
 
 
 def test_healthy_training_has_no_cause() -> None:
-    point = scaling.split("weak", 2, reports(), 0.095)
+    point = weak_scaling(reports(), 0.095)
     assert causes.find_causes(point) == []
     assert causes.explain(point, []) == ("95% efficiency (weak scaling) on 4 ranks, computing 90% of the time: "
                                          "no problem found.")
+
+
+def test_weak_efficiency_counts_backward_passes() -> None:
+    assert weak_scaling(reports(0.2, passes=2), 0.1).efficiency == pytest.approx(1)
 
 
 def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

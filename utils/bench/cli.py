@@ -208,12 +208,12 @@ def _ddp(args: argparse.Namespace) -> int:
         _log.info(scaling.HEADER)
         try:
             for kind in kinds:
-                one_rank = None
+                first = None
                 for ranks in numbers:
                     batch = args.batch * (job.world_size if kind == "strong" else ranks) // ranks
                     reports = scaling.run(trials, ranks, args.steps, batch)
-                    point = scaling.split(kind, trials.hosts(ranks), reports, one_rank)
-                    one_rank = one_rank or point.step
+                    point = scaling.split(kind, trials.hosts(ranks), reports, first)
+                    first = first or point
                     points.append(point)
                     _log.info(point.show())
         except TrialFailed as error:

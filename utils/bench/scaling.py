@@ -14,7 +14,8 @@ HEADER = f"""\
 # {"":>7} {"":>6} {"":>6} {"(ms)":>9} {"(%)":>10} {"(ms)":>9} {"(ms)":>9} {"(ms)":>9} {"(ms)":>9}"""
 COLUMNS = """\
 columns, each per optimizer step:
-  efficiency  weak: step on 1 rank / step. strong: step on 1 rank / (ranks * step)
+  efficiency  weak: step on 1 rank / step, for equally many backward passes
+              strong: step on 1 rank / (ranks * step)
   compute     mean over the ranks, each training alone, without its wait for data
   exposed     communication that computation does not hide: step - slowest rank alone
   data        wait for the DataLoader, mean over the ranks
@@ -47,13 +48,15 @@ class Point:
         )
 
 
-def split(kind: str, hosts: int, reports: list[Report], one_rank: float | None) -> Point:
-    """Return where the time of a step goes. one_rank: seconds of a step on one rank, if known."""
+def split(kind: str, hosts: int, reports: list[Report], first: Point | None) -> Point:
+    """Return where the time of a step goes. first: the measurement on one rank, if known."""
     ranks = len(reports)
     step = statistics.fmean(report.step("sync") for report in reports)
     alone = [report.step("local") for report in reports]
     data = statistics.fmean(report.data("local") for report in reports)
-    base = step if one_rank is None else one_rank
+    base = first.step if first else step
+    if first and kind == "weak":  # a script may divide its micro-batches among the ranks
+        base *= max(1, reports[0].passes) / max(1, first.reports[0].passes)
     return Point(
         kind=kind,
         ranks=ranks,
