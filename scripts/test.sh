@@ -2,8 +2,11 @@
 # Runs all checks and tests, and reports at the end what was left out and why.
 #
 #   scripts/test.sh [--install | --quick] [pytest arguments, e.g. -k launchers]
+#   scripts/test.sh --gpu [--nanogpt FOLDER] [pytest arguments]
 #
 #   --quick     the checks, and the unit tests that need neither torch nor a launcher
+#   --gpu       the tests that need a GPU, and no checks; writes their figures to docs/performance.md. --nanogpt: a clone
+#               of nanoGPT, to compare example 03 with
 #   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
 #               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
 #               repository is touched.
@@ -23,6 +26,7 @@ log() { printf '== %s (%d s)\n' "$*" "$SECONDS"; }
 
 install=${CI-}
 quick=
+gpu=
 case "${1-}" in
     --quick)
         quick=true
@@ -32,6 +36,16 @@ case "${1-}" in
     --install)
         install=true
         shift
+        ;;
+    --gpu)
+        gpu=true
+        install=
+        shift
+        if [ "${1-}" = --nanogpt ]; then
+            DDPKIT_NANOGPT=$(cd -- "${2:?--nanogpt needs a folder}" && pwd -P)
+            export DDPKIT_NANOGPT
+            shift 2
+        fi
         ;;
     --help)
         sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
@@ -143,6 +157,11 @@ prepare_mpis() {
 if [ -z "$quick" ]; then
     log "MPI launchers in .mpi: MPICH, Open MPI, Intel MPI; mpi4py"
     prepare_mpis
+fi
+
+if [ -n "$gpu" ]; then
+    log "tests on GPUs"
+    DDPKIT_GPU_TABLE=$root/docs/performance.md exec "$python" -m pytest -ra -m gpu "$@" tests/gpu
 fi
 
 # --- checks and tests; all of them run, whatever the ones before found

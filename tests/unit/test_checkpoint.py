@@ -22,13 +22,13 @@ from utils.checkpoint.format import rank_file_name
 from utils.checkpoint.pack import Packed
 from utils.checkpoint.snapshot import share_out
 
-GPU = pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+
+def test_a_save_runs_while_the_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_save_beside_training("cpu", tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
-def test_a_save_runs_while_the_training_continues(
-        device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for tests/gpu/test_gpu.py."""
     go = threading.Event()
 
     def fsync(file: int) -> None:

@@ -14,6 +14,7 @@ from . import profiles, site_checks
 from .files import KIT
 from .new_profile import new_profile
 from .profiles import Profile, ProfileError
+from .site_guide import site_guide
 
 PROGRAM = "sites.py" if (KIT / "scripts" / "sites.py").exists() else "ddpkit sites"
 DESCRIPTION = f"""\
@@ -26,6 +27,7 @@ List, explain, check and write profiles of clusters, for `submit run --site`.
 {PROGRAM} new --output ours.yaml    write a profile from what the scheduler, the modules and the
                                    hardware report; run it on a node with GPUs
 {PROGRAM} check ours.yaml           check a profile of your own
+{PROGRAM} guide                     print the page docs/guide/sites.md
 """
 
 
@@ -48,6 +50,9 @@ def main(words: Sequence[str] | None = None) -> int:
             return _list()
         if args.subcommand == "new":
             return _new(args.scheduler, args.output)
+        if args.subcommand == "guide":
+            print(site_guide([profiles.load(name) for name in profiles.names()]), end="")
+            return 0
         sites = args.sites or profiles.names()
         if args.subcommand == "check":
             return _check(sites)
@@ -65,12 +70,12 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} list | show SITE ... | check [SITE ...] | new [OPTION ...]",
+        usage=f"{PROGRAM} list | show SITE ... | check [SITE ...] | new [OPTION ...] | guide",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("subcommand", choices=("list", "show", "check", "new"))
+    parser.add_argument("subcommand", choices=("list", "show", "check", "new", "guide"))
     group = parser.add_argument_group("show, check").add_argument
     group(
         "sites",

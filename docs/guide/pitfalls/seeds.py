@@ -1,0 +1,22 @@
+"""With one seed on all ranks, all ranks draw the same augmentation and the same dropout."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from two_ranks import Distributed, run, show
+
+
+def wrong(dist: Distributed) -> None:
+    torch.manual_seed(0)
+    DDP(nn.Linear(1, 1))
+    show(dist, f"noise of the first batch {torch.rand(3).tolist()}")
+
+
+def right(dist: Distributed) -> None:
+    torch.manual_seed(0)
+    DDP(nn.Linear(1, 1))  # one seed for the model: what DDP does not wrap is also the same
+    torch.manual_seed(1000 + dist.rank)  # then one for each rank
+    show(dist, f"noise of the first batch {torch.rand(3).tolist()}")
+
+
+run(wrong=wrong, right=right)

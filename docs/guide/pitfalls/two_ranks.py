@@ -1,0 +1,51 @@
+"""Start two ranks on this host, on CPUs. The scripts of this folder need no launcher for that."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# Imported here, once: the ranks are forked from this process and need not import them again.
+import torch  # noqa: F401
+import torch.distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of the kit
+from utils import Distributed, setup_distributed
+
+Program = Callable[[Distributed], None]
+
+
+def run(**programs: Program) -> None:
+    """Run programs one after the other, each on two new ranks; print the name of each first."""
+    for name, program in programs.items():
+        print(f"{name}:", flush=True)
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]  # a free one
+        fork = multiprocessing.get_context("fork")
+        ranks = [fork.Process(target=_run_rank, args=(program, rank, port)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if failed := [str(rank) for rank, process in enumerate(ranks) if process.exitcode]:
+            print(f"  rank {' and rank '.join(failed)} failed", flush=True)
+
+
+def show(dist: Distributed, text: object) -> None:
+    """Print a line of each rank, in their order. All ranks have to call this."""
+    texts = [""] * dist.world_size
+    torch.distributed.all_gather_object(texts, str(text))
+    if dist.is_main:
+        for rank, one in enumerate(texts):
+            print(f"  rank {rank}: {one}", flush=True)
+
+
+def _run_rank(program: Program, rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sys.stdout, table = open(os.devnull, "w"), sys.stdout  # without the table of the start
+    with setup_distributed("gloo", collective_timeout=20) as dist:
+        sys.stdout = table
+        program(dist)

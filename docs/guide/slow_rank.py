@@ -1,0 +1,36 @@
+"""Train on two ranks, one of which has a slow loader, and measure the steps of each rank.
+
+./scripts/launch.py -n 2 docs/guide/slow_rank.py
+python -m utils.steps steps.csv
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of the kit
+from utils import setup_distributed
+from utils.steps import StepTimer
+
+
+def batches(rank: int) -> Iterator[torch.Tensor]:
+    """Yield 200 batches; those of rank 1 come late in the second half."""
+    for step in range(200):
+        if rank == 1 and step >= 100:
+            time.sleep(0.01)
+        yield torch.ones(32, 256)
+
+
+if __name__ == "__main__":
+    with setup_distributed("gloo") as dist:
+        ddp = DDP(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)))
+        timer = StepTimer(dist, every=20, file="steps.csv")
+        for batch in timer.batches(batches(dist.rank)):
+            loss = ddp(batch).mean()
+            with timer.exchange():
+                loss.backward()

@@ -1,0 +1,179 @@
+"""The command blocks of docs/guide, the shells that run them, and the comparison of their output.
+
+python -m tests.docs.pages --write     write the diffs of the pages again, from the scripts that they compare
+
+A block that begins with ```console has commands, after "$ ", and their output. ```console slurm and ```console pbs
+run on the login host of the test cluster, ```console alone on this machine. ```console site is an example for a site,
+and is not run. A number of the page stands for any number, "..." for any text, or, alone on a line, for any lines.
+"""
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.launch.launchers import Result
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "guide"
+KINDS = ("here", "slurm", "pbs", "site")
+HERE = "laptop"  # what the pages call this machine
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+JOB_ID = re.compile(r"(?:Submitted batch job )?(\d+(?:\.[\w-]+)?)")
+DIFF = re.compile(r"<!-- (\S+\.py) (\S+\.py) -->\n```diff\n(.*?)```\n", re.DOTALL)
+END = "end of a command, with status"
+
+
+@dataclass
+class Step:
+    """A command of a page, and the lines that the page shows after it."""
+
+    page: str
+    line: int
+    command: str
+    output: list[str] = field(default_factory=list)
+
+
+def pages() -> list[Path]:
+    return sorted(GUIDE.glob("*.md"))
+
+
+def fences(page: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield the fenced blocks of a page: number of the first line, what follows the fence, lines."""
+    found = re.finditer(r"^```(.*)\n((?:.*\n)*?)```$", page.read_text(), re.MULTILINE)
+    for block in found:
+        yield page.read_text().count("\n", 0, block.start()) + 2, block[1], block[2].splitlines()
+
+
+def kind_of(info: str) -> str:
+    return {"console": "here"}.get(info, info.removeprefix("console "))
+
+
+def steps(page: Path, kind: str) -> list[Step]:
+    """Return the commands of a page that run on `kind`."""
+    found: list[Step] = []
+    for start, info, lines in fences(page):
+        if not info.startswith("console") or kind_of(info) != kind:
+            continue
+        for number, line in enumerate(lines, start):
+            if line.startswith("$ "):
+                found.append(Step(page.name, number, line.removeprefix("$ ")))
+            elif found[-1].command.endswith("\\") and not found[-1].output:
+                found[-1].command += "\n" + line.removeprefix("> ")
+            else:
+                found[-1].output.append(line)
+    return found
+
+
+# Shapes --------------------------------------------------------------------------------------------------------------
+
+def pattern(line: str) -> re.Pattern[str]:
+    """Return what a line of a page stands for."""
+    def shape(part: str) -> str:
+        if NUMBER.fullmatch(part):
+            return NUMBER.pattern
+        return ".*" if part == "..." else r"\s+" if part.isspace() else re.escape(part)
+
+    return re.compile("".join(map(shape, re.split(rf"(\.\.\.|{NUMBER.pattern}|\s+)", line.rstrip()))))
+
+
+def has_shape(expected: Sequence[str], lines: Sequence[str]) -> bool:
+    if not expected:
+        return not lines
+    if expected[0].strip() == "...":
+        return any(has_shape(expected[1:], lines[start:]) for start in range(len(lines) + 1))
+    return bool(lines) and bool(pattern(expected[0]).fullmatch(lines[0])) and has_shape(expected[1:], lines[1:])
+
+
+def compare(step: Step, done: Result) -> None:
+    """Fail where a command failed, or where its output differs from the page in more than numbers."""
+    shown = done.output.replace(socket.gethostname(), HERE)
+    lines = [line.rstrip() for line in shown.strip("\n").splitlines()]
+    place = f"{step.page}, line {step.line}: {step.command}"
+    assert done.status == 0, f"{place}\nexit status {done.status}\n{shown}"
+    texts = [place, "the page has:", *step.output, "the command wrote:", *lines]
+    assert has_shape(step.output, lines), "\n".join(texts)
+
+
+# Shells --------------------------------------------------------------------------------------------------------------
+
+class Shell:
+    """A bash in which the commands of a page run one after the other."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.job_ids: dict[str, str] = {}  # of the page, and those that the scheduler gave
+
+    def follow(self, found: Sequence[Step], *, seconds: float = 120) -> None:
+        """Run the commands of a page and compare their outputs."""
+        for step in found:
+            command = step.command
+            for shown, real in self.job_ids.items():
+                command = re.sub(rf"\b{re.escape(shown)}\b", real, command)
+            done = self.run(command, seconds)
+            compare(step, done)
+            if len(step.output) == 1 and (shown_id := JOB_ID.fullmatch(step.output[0])):
+                real_id = JOB_ID.fullmatch(done.output.strip())
+                assert real_id, done.output
+                self.job_ids[shown_id[1]] = real_id[1]
+
+    def run(self, command: str, seconds: float = 120) -> Result:
+        assert self.process.stdin and self.process.stdout
+        late = threading.Timer(seconds, self.process.kill)
+        late.start()
+        try:
+            self.process.stdin.write(f"{{ {command}\n}} </dev/null 2>&1; printf '\\n{END} %d\\n' $?\n")
+            self.process.stdin.flush()
+            lines: list[str] = []
+            for line in self.process.stdout:
+                if line.startswith(END):
+                    return Result(int(line.split()[-1]), "".join(lines)[:-1])
+                lines.append(line)
+        finally:
+            late.cancel()
+        raise AssertionError(f"{command}: did not end within {seconds} s\n{''.join(lines)}")
+
+
+def copy_kit(folder: Path) -> Path:
+    """Copy the kit, as somebody has it who follows the guide."""
+    kit = folder / "ddp-kit"
+    ignored = shutil.ignore_patterns(".git", ".venv*", ".mpi", "tests", "__pycache__", ".*_cache", "checkpoints*")
+    shutil.copytree(ROOT, kit, ignore=ignored)
+    return kit
+
+
+def path_with_python(path: str) -> str:
+    return f"{Path(sys.executable).parent}:{path}"
+
+
+def shell_options() -> Mapping[str, object]:
+    return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+
+
+# Diffs ---------------------------------------------------------------------------------------------------------------
+
+def diff(first: str, second: str) -> str:
+    """Return the lines of a diff of two scripts of the guide, without its head and the docstrings."""
+    old, new = ((GUIDE / name).read_text().splitlines()[1:] for name in (first, second))
+    lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
+    return "".join(f"{'@@' if line.startswith('@@') else line}\n" for line in lines)
+
+
+def write_diffs() -> None:
+    for page in pages():
+        text = page.read_text()
+        page.write_text(DIFF.sub(lambda found: (
+            f"<!-- {found[1]} {found[2]} -->\n```diff\n{diff(found[1], found[2])}```\n"), text))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    write_diffs()

@@ -1,0 +1,91 @@
+"""The guide: its commands for this machine, its diffs, its links and pictures, and how much of it is not run."""
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import killed_at_end
+from tests.docs import pages
+from tests.docs.pages import GUIDE, ROOT, Shell
+
+FENCES = {"console", "console slurm", "console pbs", "console site", "diff", "python", "text", "yaml"}
+NOT_RUN = {"02_launch.md": 0}  # blocks that only a site can run
+LARGEST_PICTURE = 100_000
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+def with_commands(kind: str) -> list[str]:
+    return [page.name for page in pages.pages() if pages.steps(page, kind)]
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path]) -> Iterator[Shell]:
+    """A shell in a copy of the kit, whose mpiexec is that of MPICH."""
+    kit = pages.copy_kit(tmp_path_factory.mktemp("guide"))
+    path = pages.path_with_python(f"{need('mpich').parent}:{os.environ['PATH']}")
+    environ = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
+    environ |= {"PATH": path, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(["bash"], cwd=kit, env=environ, text=True, start_new_session=True,
+                               **pages.shell_options())  # type: ignore[call-overload]
+    with killed_at_end(process):
+        yield Shell(process)
+
+
+@pytest.mark.parametrize("name", with_commands("here"))
+def test_commands_write_what_the_page_shows(shell: Shell, name: str) -> None:
+    found = pages.steps(GUIDE / name, "here")
+    if not HAS_MATPLOTLIB:
+        found = [step for step in found if "utils.steps" not in step.command]
+        for step in found:
+            step.command = re.sub(r" --png \S+", "", step.command)
+    shell.follow(found)
+
+
+def test_diffs_are_those_of_the_scripts() -> None:
+    """To write them again: python -m tests.docs.pages --write."""
+    found = [pages.DIFF.findall(page.read_text()) for page in pages.pages()]
+    compared = [block for of_page in found for block in of_page]
+    assert [text for _, _, text in compared] == [pages.diff(first, second) for first, second, _ in compared]
+    scripts = sorted(path.name for path in (GUIDE / "steps").glob("*.py"))
+    assert [(Path(first).name, Path(second).name) for first, second, _ in compared] == list(
+        zip(scripts, scripts[1:], strict=False))
+
+
+def test_every_block_is_run_or_marked_as_an_example_of_a_site() -> None:
+    not_run: Counter[str] = Counter()
+    for page in pages.pages():
+        text = page.read_text()
+        assert text.count("```") % 2 == 0, page
+        for line, info, lines in pages.fences(page):
+            place = f"{page.name}, line {line}"
+            assert info in FENCES, f"{place}: {info}"
+            assert info.startswith("console") or not any(each.startswith("$ ") for each in lines), place
+            if info == "console site":
+                not_run[page.name] += 1
+                before = text.splitlines()[:line - 2]
+                assert "not run" in "\n".join(before[-3:]), place
+    assert not_run == Counter(NOT_RUN)
+
+
+def test_links_lead_to_files_and_pictures_are_small() -> None:
+    for page in pages.pages():
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (GUIDE / target).exists(), f"{page.name}: {target}"
+    pictures = list((GUIDE / "figures").glob("*.png"))
+    shown = {target for page in pages.pages() for target in re.findall(r"\]\(figures/([^)]+)\)", page.read_text())}
+    assert {picture.name for picture in pictures} == shown
+    assert all(picture.stat().st_size < LARGEST_PICTURE for picture in pictures)
+
+
+def test_every_pitfall_is_in_the_page() -> None:
+    scripts = {path.name for path in (GUIDE / "pitfalls").glob("*.py")} - {"two_ranks.py"}
+    commands = {Path(step.command.split()[-1]).name for step in pages.steps(GUIDE / "04_pitfalls.md", "here")}
+    assert scripts <= commands
+    assert str(ROOT) not in "".join(page.read_text() for page in pages.pages())

@@ -1,0 +1,30 @@
+"""The guide's commands for PBS, on the stand-in, or with --real-pbs on a real OpenPBS."""
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import killed_at_end
+from tests.cluster.pbs import HEAD, WORK, Pbs
+from tests.cluster.pbs_standin.jobs import USER
+from tests.docs import pages
+from tests.docs.pages import GUIDE, Shell
+from tests.docs.test_guide import with_commands
+
+
+@pytest.mark.parametrize("name", with_commands("pbs"))
+def test_commands_write_what_the_page_shows(pbs: Pbs, name: str, tmp_path: Path) -> None:
+    folder = f"{WORK}/{tmp_path.name}"
+    local = pbs.local(pbs.write(f"{folder}/.keep", "")).parent
+    kit = pages.copy_kit(local)
+    owner = local.stat().st_uid
+    for path in [kit, *kit.rglob("*")]:
+        os.chown(path, owner, -1)
+    environ = {"PATH": pages.path_with_python("/opt/pbs/bin:/usr/local/bin:/usr/bin:/bin")}
+    command = pbs.command(HEAD, ["bash"], USER, f"{folder}/ddp-kit", environ)
+    process = subprocess.Popen(command, text=True, start_new_session=True, **pages.shell_options())  # type: ignore[call-overload]
+    with killed_at_end(process):
+        Shell(process).follow(pages.steps(GUIDE / name, "pbs"), seconds=180)

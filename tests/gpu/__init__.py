@@ -1,0 +1,1 @@
+"""Tests that need a GPU: scripts/test.sh --gpu runs them, and writes their figures to docs/performance.md."""
