@@ -8,6 +8,7 @@ and is not run. A number of the page stands for any number, "..." for any text, 
 """
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.cluster.hosts import killed_at_end, wait_until
 from tests.launch.launchers import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,9 +81,9 @@ def pattern(line: str) -> re.Pattern[str]:
     def shape(part: str) -> str:
         if NUMBER.fullmatch(part):
             return NUMBER.pattern
-        return ".*" if part == "..." else r"\s+" if part.isspace() else re.escape(part)
+        return ".*" if part.strip() == "..." else r"\s+" if part.isspace() else re.escape(part)
 
-    return re.compile("".join(map(shape, re.split(rf"(\.\.\.|{NUMBER.pattern}|\s+)", line.rstrip()))))
+    return re.compile("".join(map(shape, re.split(rf"(\s*\.\.\.\s*|{NUMBER.pattern}|\s+)", line.rstrip()))))
 
 
 def has_shape(expected: Sequence[str], lines: Sequence[str]) -> bool:
@@ -153,6 +155,16 @@ def path_with_python(path: str) -> str:
     return f"{Path(sys.executable).parent}:{path}"
 
 
+@contextlib.contextmanager
+def warm_python(folder: Path, environ: Mapping[str, str]) -> Iterator[str]:
+    """Start warm_python.py; return a search path whose `python` is that one."""
+    server = [sys.executable, str(Path(__file__).with_name("warm_python.py")), str(folder)]
+    process = subprocess.Popen(server, env=environ, start_new_session=True)
+    with killed_at_end(process):  # type: ignore[arg-type]
+        wait_until((folder / "ready").exists, "a Python with torch", process, seconds=60)
+        yield f"{folder}:{environ['PATH']}"
+
+
 def shell_options() -> Mapping[str, object]:
     return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
@@ -161,7 +173,7 @@ def shell_options() -> Mapping[str, object]:
 
 def diff(first: str, second: str) -> str:
     """Return the lines of a diff of two scripts of the guide, without its head and the docstrings."""
-    old, new = ((GUIDE / name).read_text().splitlines()[1:] for name in (first, second))
+    old, new = ((GUIDE / name).read_text().splitlines()[2:] for name in (first, second))
     lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
     return "".join(f"{'@@' if line.startswith('@@') else line}\n" for line in lines)
 

@@ -14,6 +14,7 @@ import pytest
 from tests.cluster.hosts import killed_at_end
 from tests.docs import pages
 from tests.docs.pages import GUIDE, ROOT, Shell
+from utils.submission import sites
 
 FENCES = {"console", "console slurm", "console pbs", "console site", "diff", "python", "text", "yaml"}
 NOT_RUN = {"02_launch.md": 0}  # blocks that only a site can run
@@ -27,15 +28,16 @@ def with_commands(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path]) -> Iterator[Shell]:
-    """A shell in a copy of the kit, whose mpiexec is that of MPICH."""
-    kit = pages.copy_kit(tmp_path_factory.mktemp("guide"))
-    path = pages.path_with_python(f"{need('mpich').parent}:{os.environ['PATH']}")
+    """A shell in a copy of the kit, whose mpiexec is that of MPICH, and whose Python has imported torch."""
+    folder = tmp_path_factory.mktemp("guide")
     environ = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
-    environ |= {"PATH": path, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(["bash"], cwd=kit, env=environ, text=True, start_new_session=True,
-                               **pages.shell_options())  # type: ignore[call-overload]
-    with killed_at_end(process):
-        yield Shell(process)
+    environ |= {"PATH": pages.path_with_python(f"{need('mpich').parent}:{os.environ['PATH']}"), "LANG": "C.UTF-8",
+                "OMP_NUM_THREADS": "1"}
+    with pages.warm_python(folder, environ) as warm:
+        process = subprocess.Popen(["bash"], cwd=pages.copy_kit(folder), env={**environ, "PATH": warm}, text=True,
+                                   start_new_session=True, **pages.shell_options())  # type: ignore[call-overload]
+        with killed_at_end(process):
+            yield Shell(process)
 
 
 @pytest.mark.parametrize("name", with_commands("here"))
@@ -56,6 +58,12 @@ def test_diffs_are_those_of_the_scripts() -> None:
     scripts = sorted(path.name for path in (GUIDE / "steps").glob("*.py"))
     assert [(Path(first).name, Path(second).name) for first, second, _ in compared] == list(
         zip(scripts, scripts[1:], strict=False))
+
+
+def test_page_of_sites_is_that_of_the_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    """To write it again: ./scripts/sites.py guide > docs/guide/sites.md."""
+    assert sites.main(["guide"]) == 0
+    assert capsys.readouterr().out == (GUIDE / "sites.md").read_text()
 
 
 def test_every_block_is_run_or_marked_as_an_example_of_a_site() -> None:
@@ -81,6 +89,9 @@ def test_links_lead_to_files_and_pictures_are_small() -> None:
     pictures = list((GUIDE / "figures").glob("*.png"))
     shown = {target for page in pages.pages() for target in re.findall(r"\]\(figures/([^)]+)\)", page.read_text())}
     assert {picture.name for picture in pictures} == shown
+    commands = " ".join(step.command.replace(".csv", ".png") for page in pages.pages()
+                        for step in pages.steps(page, "here"))
+    assert [name for name in shown if not re.search(rf"\b{re.escape(name)}\b", commands)] == []  # no other origin
     assert all(picture.stat().st_size < LARGEST_PICTURE for picture in pictures)
 
 

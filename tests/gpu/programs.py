@@ -73,7 +73,7 @@ def train(job: Distributed, args: argparse.Namespace, *, compiled: bool = False)
         ddp: nn.Module = DDP(model, device_ids=job.device_ids)
         if compiled:
             ddp = torch.compile(ddp)  # type: ignore[assignment]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if args.small else 1e-3)
         losses, start = [], 0.0
         for step in range(30):
             if step == 10:
@@ -107,20 +107,18 @@ def memory(job: Distributed, args: argparse.Namespace) -> Figures:
     trace = trace_training(lambda: new_gpt(args.small), step, adamw)
     predicted = sum(traced.memory(trace).values())
 
-    torch.set_default_device(job.device)
     tokens = tokens.to(job.device)
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    ddp = DDP(new_gpt(args.small), device_ids=job.device_ids)
+    ddp = DDP(new_gpt(args.small).to(job.device), device_ids=job.device_ids)
     optimizer = adamw(ddp.parameters())
     for _ in range(3):
         step(ddp).backward()
         optimizer.step()
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before if job.device.type == "cuda" else 0
-    torch.set_default_device(None)
     return {"predicted": predicted, "measured": measured}
 
 
@@ -230,24 +228,9 @@ def new_gpt(small: bool) -> GPT:
 def gpt(device: torch.device, small: bool) -> tuple[nn.Module, Tensor]:
     """A model and tokens to learn by heart, the same in each call."""
     torch.manual_seed(0)
-    torch.set_default_device(device)
-    model = new_gpt(small)
-    torch.set_default_device(None)
     shape = (4, 64) if small else (8, 512)
-    return Model(model, device), torch.randint(300, shape, generator=torch.Generator().manual_seed(0)).to(device)
-
-
-class Model(nn.Module):
-    """A GPT that makes the numbers of its places on its device."""
-
-    def __init__(self, inner: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.inner, self.device = inner, device
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        with self.device:
-            output: Tensor = self.inner(tokens)
-        return output
+    tokens = torch.randint(300, shape, generator=torch.Generator().manual_seed(0))
+    return new_gpt(small).to(device), tokens.to(device)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

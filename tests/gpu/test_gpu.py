@@ -33,7 +33,7 @@ def command_of(launcher: str, ranks: int, need: Callable[[str], Path]) -> tuple[
     if launcher == "by hand":
         return [sys.executable, PROGRAMS], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
                                             "MASTER_PORT": "29544"}
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if launcher.startswith("openmpi") else []
+    options = ["--allow-run-as-root", "--bind-to", "none"] if launcher.startswith("openmpi") else []
     return [str(need(MPIS[launcher][0])), *options, "-n", str(ranks), sys.executable, PROGRAMS], {}
 
 

@@ -40,8 +40,7 @@ def _section(profile: Profile) -> str:
         "```",
         "",
     ]
-    reasons = [*_reasons(profile)]
-    return "\n".join([*lines, *reasons, *([""] if reasons else [])])
+    return "\n".join([*lines, *_settings(profile), ""])
 
 
 def _facts(profile: Profile) -> str:
@@ -70,19 +69,25 @@ def _account(profile: Profile) -> str:
     return found[1] if found else "ACCOUNT"
 
 
-def _reasons(profile: Profile) -> list[str]:
-    """List what the profile sets, if it has a reason."""
-    lines = []
-    for name, origin in profile.origins.items():
-        key, _, entry = name.partition(".")
-        if not origin.reason or key not in ("environment", "modules", "setup", "directives"):
-            continue
-        value, condition = entry, ""
-        if key == "environment":
-            variable = profile.environment[entry]
-            value = f"{entry}={variable.value}"
-            if variable.from_nodes > 1:
-                condition = f" (from {variable.from_nodes} nodes)"
-        source = f" ([source]({origin.source}))" if origin.source.startswith("http") else ""
-        lines.append(f"- `{value}`{condition}: {origin.reason}{source}")
-    return lines
+def _settings(profile: Profile) -> list[str]:
+    """Name what a job loads and sets, and the pages that document it."""
+    parts = [
+        f"{verb} {', '.join(f'`{name}`' for name in names)}"
+        for verb, names in (
+            ("requests", (*profile.directives, *profile.chunk)),
+            ("loads", profile.modules),
+            ("sets", tuple(profile.environment)),
+        )
+        if names
+    ]
+    pages = dict.fromkeys(
+        origin.source for origin in profile.origins.values() if origin.source.startswith("http")
+    )
+    links = ", ".join(f"[{number}]({page})" for number, page in enumerate(pages, 1))
+    lines = [f"A job {_listed(parts)}."] if parts else []
+    return [*lines, f"Sources: {links}."] if links else lines
+
+
+def _listed(parts: list[str]) -> str:
+    """Return "a, b and c"."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -7,14 +7,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# Imported here, once: the ranks are forked from this process and need not import them again.
-import torch  # noqa: F401
+import torch
 import torch.distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of the kit
 from utils import Distributed, setup_distributed
 
 Program = Callable[[Distributed], None]
+TIMEOUT = 8  # seconds that a rank waits in a collective
+
+# The first optimizer imports a lot. The ranks are forked from this process, and need not do it.
+torch.optim.SGD([torch.zeros(1)])
 
 
 def run(**programs: Program) -> None:
@@ -46,6 +49,9 @@ def _run_rank(program: Program, rank: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     sys.stdout, table = open(os.devnull, "w"), sys.stdout  # without the table of the start
-    with setup_distributed("gloo", collective_timeout=20) as dist:
-        sys.stdout = table
-        program(dist)
+    try:
+        with setup_distributed("gloo", collective_timeout=TIMEOUT) as dist:
+            sys.stdout = table
+            program(dist)
+    except RuntimeError:  # leaving the block has printed the cause
+        sys.exit(1)
