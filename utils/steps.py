@@ -189,7 +189,7 @@ def draw(file: Path, output: Path) -> None:
     }
     highest = max(cells.values(), default=1.0)
 
-    height = min(12.0, 1.5 + 0.22 * len(hosts))
+    height = min(12.0, max(2.6, 1.5 + 0.22 * len(hosts)))  # room for the label of the colours
     figure, axes = pyplot.subplots(1, 3, figsize=(13, height), sharey=True, layout="constrained")
     for axis, part in zip(axes, parts, strict=True):
         table = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 from ..schedulers import format_walltime
 from .profiles import Profile
@@ -31,7 +32,7 @@ def _section(profile: Profile) -> str:
     lines = [
         f"## {profile.title[:1].upper()}{profile.title[1:]}",
         "",
-        _facts(profile),
+        _wrapped(_facts(profile)),
         "",
         "```console",
         f"$ ./scripts/submit.py run {options} --nodes 2 --time 30m --dry-run \\",
@@ -84,8 +85,13 @@ def _settings(profile: Profile) -> list[str]:
         origin.source for origin in profile.origins.values() if origin.source.startswith("http")
     )
     links = ", ".join(f"[{number}]({page})" for number, page in enumerate(pages, 1))
-    lines = [f"A job {_listed(parts)}."] if parts else []
-    return [*lines, f"Sources: {links}."] if links else lines
+    sentences = [f"A job {_listed(parts)}."] if parts else []
+    sentences += [f"Sources: {links}."] if links else []
+    return [_wrapped(sentence) for sentence in sentences]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _listed(parts: list[str]) -> str:

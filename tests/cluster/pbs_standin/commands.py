@@ -39,7 +39,7 @@ def qsub(server: Server, call: Call) -> int:
 
 def request(server: Server, call: Call) -> dict[str, Any]:
     """Return what a job requests: by the directives of its script, and by the command line, which takes precedence."""
-    letters = "J:j:k:l:N:o:q:r:S:v:VW:"
+    letters = "A:J:j:k:l:N:o:q:r:S:v:VW:"
     folder = call.environment["PWD"]
     given, rest = getopt.getopt(call.words, letters)
     is_command = "--" in call.words
