@@ -74,6 +74,11 @@ def steps(page: Path, kind: str) -> list[Step]:
     return found
 
 
+def with_commands(kind: str) -> list[str]:
+    """Return the names of the pages that have commands for `kind`."""
+    return [page.name for page in pages() if steps(page, kind)]
+
+
 # Shapes --------------------------------------------------------------------------------------------------------------
 
 def pattern(line: str) -> re.Pattern[str]:
@@ -96,7 +101,7 @@ def has_shape(expected: Sequence[str], lines: Sequence[str]) -> bool:
 
 def compare(step: Step, done: Result) -> None:
     """Fail where a command failed, or where its output differs from the page in more than numbers."""
-    shown = done.output.replace(socket.gethostname(), HERE)
+    shown = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HERE, done.output)
     lines = [line.rstrip() for line in shown.strip("\n").splitlines()]
     place = f"{step.page}, line {step.line}: {step.command}"
     assert done.status == 0, f"{place}\nexit status {done.status}\n{shown}"

@@ -22,10 +22,6 @@ LARGEST_PICTURE = 100_000
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
-def with_commands(kind: str) -> list[str]:
-    return [page.name for page in pages.pages() if pages.steps(page, kind)]
-
-
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path]) -> Iterator[Shell]:
     """A shell in a copy of the kit, whose mpiexec is that of MPICH, and whose Python has imported torch."""
@@ -40,7 +36,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path])
             yield Shell(process)
 
 
-@pytest.mark.parametrize("name", with_commands("here"))
+@pytest.mark.parametrize("name", pages.with_commands("here"))
 def test_commands_write_what_the_page_shows(shell: Shell, name: str) -> None:
     found = pages.steps(GUIDE / name, "here")
     if not HAS_MATPLOTLIB:

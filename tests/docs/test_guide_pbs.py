@@ -12,10 +12,9 @@ from tests.cluster.pbs import HEAD, WORK, Pbs, PbsCluster
 from tests.cluster.pbs_standin.jobs import USER
 from tests.docs import pages
 from tests.docs.pages import GUIDE, Shell
-from tests.docs.test_guide import with_commands
 
 
-@pytest.mark.parametrize("name", with_commands("pbs"))
+@pytest.mark.parametrize("name", pages.with_commands("pbs"))
 def test_commands_write_what_the_page_shows(pbs: Pbs, name: str, tmp_path: Path) -> None:
     folder = f"{WORK}/{tmp_path.name}"
     local = pbs.local(pbs.write(f"{folder}/.keep", "")).parent

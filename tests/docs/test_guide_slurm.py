@@ -9,10 +9,9 @@ from tests.cluster.hosts import killed_at_end
 from tests.cluster.slurm import SlurmCluster
 from tests.docs import pages
 from tests.docs.pages import GUIDE, Shell
-from tests.docs.test_guide import with_commands
 
 
-@pytest.mark.parametrize("name", with_commands("slurm"))
+@pytest.mark.parametrize("name", pages.with_commands("slurm"))
 def test_commands_write_what_the_page_shows(slurm: SlurmCluster, name: str, tmp_path: Path) -> None:
     kit = pages.copy_kit(slurm.work / tmp_path.name)
     environ = {"PATH": pages.path_with_python(slurm.environment["PATH"]), "OMP_NUM_THREADS": "1", "USER": "root"}
