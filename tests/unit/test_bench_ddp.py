@@ -4,12 +4,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.unit.programs import python
+from tests.cluster.hosts import wait_until
+from tests.unit.programs import ROOT, python
 from utils.bench import causes, scaling, tune
 from utils.bench.trials import TrialFailed
 from utils.bench.worker import Phase, Report, Settings
@@ -129,6 +132,17 @@ def test_loss_increase_compares_equally_many_losses() -> None:
     assert tune.loss_increase([2, 1, 1, 1, 0.1], [2, 2, 2, 1.1]) == pytest.approx(0.1)
     assert tune.loss_increase([2, 1], [0.5, 0.25]) == 0  # divided by the number of micro-batches
     assert tune.loss_increase([2, 1], [2, float("nan")]) == float("inf")
+
+
+def test_terminated_tuner_leaves_no_trial(tmp_path: Path) -> None:
+    script, started = tmp_path / "script.py", tmp_path / "started"
+    script.write_text(f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+                      "time.sleep(600)")
+    words = [sys.executable, "scripts/tune.py", "--trial-timeout", "90", str(script)]
+    with subprocess.Popen(words, cwd=ROOT) as tuning:
+        wait_until(lambda: started.exists() and bool(started.read_text()), "the trial", seconds=60)
+        tuning.terminate()
+    assert not Path(f"/proc/{started.read_text()}").exists()
 
 
 def test_trial_that_fails_names_rank_and_output() -> None:

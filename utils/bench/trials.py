@@ -43,6 +43,8 @@ def start_trials(
     with setup_distributed("gloo", bind=False) as job:  # gloo: the GPUs stay free for the trials
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]  # the script chooses as it would by itself
+        # An exception lets _wait() end the rank of a trial.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         yield job, Trials(job, command, warm_up, timeout)
 
 
