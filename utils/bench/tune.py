@@ -323,7 +323,9 @@ def main(words: Sequence[str] | None = None) -> int:
                 _log.error("the unchanged script failed: %s", error)
             return 1
         _log.info(
-            f"\n{best.name}: {best.gain:.2f} times as fast, loss {best.worse:+.2%} after "
+            f"\nNo setting gains more than {LEAST_GAIN - 1:.0%} here. Keep the script as it is."
+            if best is tuner.default
+            else f"\n{best.name}: {best.gain:.2f} times as fast, loss {best.worse:+.2%} after "
             f"{len(best.losses)} micro-batches (allowed: +{args.tolerance:.0%}).\n"
             f"{code(best.settings)}"
         )
