@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,30 @@ nccl = ".".join(map(str, cuda.nccl.version())) if found else ""
 print(json.dumps({"names": [one.name for one in found], "uuids": [str(one.uuid) for one in found],
                   "software": f"torch {torch.__version__}, NCCL {nccl}"}))
 """
-_rows: dict[str, dict[str, str]] = {}  # of the table, by test
-_machine: dict[str, str] = {}
+
+
+@dataclass
+class Table:
+    """Figures of a run, for docs/performance.md."""
+
+    hardware: str = ""
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)  # by test: what was measured, and the figure
+
+    def text(self, date: datetime.date) -> str:
+        """Return the rows as Markdown, below the hardware and the date."""
+        lines = [f"`scripts/test.sh --gpu`, {date}: {self.hardware}.", "", "| test | measured | |", "|---|---|---|"]
+        for test, figures in self.rows.items():
+            shown = test.removeprefix("test_").replace("_", " ")
+            lines += [f"| {shown} | {what} | {figure} |" for what, figure in figures.items()]
+        return "\n".join(lines) + "\n"
+
+    def write(self, page: Path, date: datetime.date) -> None:
+        """Replace the table of a page."""
+        text = page.read_text(encoding="utf-8")
+        page.write_text(MARKS.sub(lambda found: found[1] + self.text(date) + found[2], text), encoding="utf-8")
+
+
+this_run = Table()
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,7 @@ def gpus() -> Gpus:
     found = Gpus(**json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else Gpus([], [], "")
     if not found.uuids:
         pytest.skip(f"needs a GPU that torch can use: it sees none of {count_gpus()}. {done.stderr[-300:]}")
-    _machine["hardware"] = f"{len(found)} x {found.names[0]}, {os.cpu_count()} CPUs, {found.software}"
+    this_run.hardware = f"{len(found)} x {found.names[0]}, {os.cpu_count()} CPUs, {found.software}"
     return found
 
 
@@ -66,7 +88,7 @@ def several_gpus(gpus: Gpus) -> Gpus:
 def record(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """record("what was measured", "1.2 s") adds a row to the table."""
     def add(what: str, figure: str) -> None:
-        _rows.setdefault(request.node.name, {})[what] = figure
+        this_run.rows.setdefault(request.node.name, {})[what] = figure
     return add
 
 
@@ -99,28 +121,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     name = report.nodeid.partition("test_gpu.py::")[2]
     if not name or not (report.when == "call" or report.skipped):
         return
+    rows = this_run.rows
     if report.skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        _rows[name] = {"not measured": reason.removeprefix("Skipped: ")}
+        rows[name] = {"not measured": reason.removeprefix("Skipped: ")}
     elif report.passed:
-        _rows.setdefault(name, {"passed": ""})
+        rows.setdefault(name, {"passed": ""})
     else:
-        _rows[name] = {"FAILED": ""}
-
-
-def table(date: datetime.date) -> str:
-    """The rows as Markdown, below the hardware and the date."""
-    lines = [f"`scripts/test.sh --gpu`, {date}: {_machine.get('hardware', 'no GPU')}.", "",
-             "| test | measured | |", "|---|---|---|"]
-    for test, figures in _rows.items():
-        shown = test.removeprefix("test_").replace("_", " ")
-        lines += [f"| {shown} | {what} | {figure} |" for what, figure in figures.items()]
-    return "\n".join(lines) + "\n"
+        rows[name] = {"FAILED": ""}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     page = os.environ.get(TABLE)
-    if page and _machine:
-        text = Path(page).read_text(encoding="utf-8")
-        written = MARKS.sub(lambda found: found[1] + table(datetime.date.today()) + found[2], text)
-        Path(page).write_text(written, encoding="utf-8")
+    if page and this_run.hardware:
+        this_run.write(Path(page), datetime.date.today())

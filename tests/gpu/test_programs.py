@@ -1,9 +1,10 @@
 """The programs of the GPU tests, on CPUs; the table that the GPU tests write."""
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
-from tests.gpu.conftest import MARKS, run, torchrun
+from tests.gpu.conftest import Table, run, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("placement", "collectives", "train", "memory", "checkpoint")
@@ -20,6 +21,14 @@ def test_programs_run_with_gloo(tmp_path: Path) -> None:
     assert set(figures["train"]) == {"fp32", "bf16"}
 
 
-def test_page_has_a_place_for_the_table() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert len(MARKS.findall(page)) == 1
+def test_table_replaces_the_one_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8")
+    before = page.read_text(encoding="utf-8").count("\n## ")
+    for figure in ("1.2 s", "3.4 s"):
+        rows = {"test_nccl_starts[torchrun]": {"setup_distributed()": figure}}
+        Table("1 x H100", rows).write(page, datetime.date(2026, 11, 22))
+    text = page.read_text(encoding="utf-8")
+    assert "`scripts/test.sh --gpu`, 2026-11-22: 1 x H100." in text
+    assert "| nccl starts[torchrun] | setup_distributed() | 3.4 s |" in text and "1.2 s |" not in text
+    assert text.count("\n## ") == before and "Not measured yet" not in text
