@@ -78,10 +78,18 @@ def test_every_block_is_run_or_marked_as_an_example_of_a_site() -> None:
     assert not_run == Counter(NOT_RUN)
 
 
-def test_links_lead_to_files_and_pictures_are_small() -> None:
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere_and_pictures_are_small() -> None:
     for page in pages.pages():
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (GUIDE / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            found = GUIDE / target if target else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
     pictures = list((GUIDE / "figures").glob("*.png"))
     shown = {target for page in pages.pages() for target in re.findall(r"\]\(figures/([^)]+)\)", page.read_text())}
     assert {picture.name for picture in pictures} == shown
