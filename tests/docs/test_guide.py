@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -44,6 +45,32 @@ def test_commands_write_what_the_page_shows(shell: Shell, name: str) -> None:
         for step in found:
             step.command = re.sub(r" --png \S+", "", step.command)
     shell.follow(found)
+
+
+def ranks_of(shell: Shell, script: str) -> dict[str, list[str]]:
+    """What the ranks print, in the wrong and in the right part of a pitfall."""
+    done = shell.run(f"python docs/guide/pitfalls/{script}.py")
+    parts = re.split(r"^(\w+):$", done.output, flags=re.MULTILINE)[1:]
+    return {name: re.findall(r"^  (?:rank \d|one rank .*): (.*)$", text, re.MULTILINE)
+            for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def test_pitfalls_fail_and_then_are_right(shell: Shell) -> None:
+    """Where the shape of the output does not show it."""
+    for script in ("set_epoch", "seeds", "batch_norm", "global_batch"):
+        found = ranks_of(shell, script)
+        wrong, right = found["wrong"], found["right"]
+        assert len(wrong) == len(right) >= 2 and wrong != right, (script, found)
+        if script == "set_epoch":
+            epochs = [[json.loads(rank) for rank in ranks] for ranks in (wrong, right)]
+            assert [[first == second for first, second in ranks] for ranks in epochs] == [[True] * 2, [False] * 2]
+        if script == "seeds":
+            assert wrong[0] == wrong[1] and right[0] != right[1]
+        if script == "batch_norm":
+            assert all("0.000" in rank for rank in right) and not any("0.000" in rank for rank in wrong)
+        if script == "global_batch":
+            alone = right[2]
+            assert right == [alone] * 3 and wrong[0] != alone == wrong[2]
 
 
 def test_diffs_are_those_of_the_scripts() -> None:
