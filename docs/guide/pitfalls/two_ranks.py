@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of th
 from utils import Distributed, setup_distributed
 
 Program = Callable[[Distributed], None]
-TIMEOUT = 12  # seconds that a rank waits in a collective
+TIMEOUT = 6  # seconds that a rank waits in a collective
 
 # The first optimizer imports a lot. The ranks are forked from this process, and need not do it.
 torch.optim.SGD([torch.zeros(1)])
