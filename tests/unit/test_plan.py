@@ -47,6 +47,13 @@ def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter(plan: Callable[..
     assert memory["buckets"] == 14e9 and plan(f"{SEVEN_BILLION} --bucket-view")["memory"]["gradients"] == 0
 
 
+def test_sharded_states_are_divided_and_need_no_buckets(plan: Callable[..., dict[str, Any]]) -> None:
+    found = plan(f"{SEVEN_BILLION} --gpus 16 --shard 8 --gpu a100-40")
+    assert found["memory"] == {"parameters": 1.75e9, "gradients": 1.75e9, "optimizer": 10.5e9}
+    assert "fits" in found["advice"][0] and found["scaling"] == []
+    assert "FSDP2 on groups of 8 GPUs. Step times are predicted for DDP only." in found["notes"]
+
+
 def test_one_all_reduce_per_parameter_reaches_a_tenth_of_the_bandwidth() -> None:
     """ResNet-50, 161 parameters with 25.6 million elements, on 8 GPUs with NVLink."""
     nvlink = Hardware().link("nvlink3")
@@ -136,7 +143,8 @@ def test_time_to_a_target_follows_from_the_step(plan: Callable[..., dict[str, An
     ("--parameters 1e6 --site perlmuter", "perlmutter"), ("--parameters 1e6 --gpu a100-41", "a100-40"),
     ("--parameters 1e6 --links /nowhere", "cannot be read"), ("--model no_such:thing", "no_such"),
     ("--parameters 1e6 --site derecho", "--gpu"), ("nothing.py", "nothing.py"),
-    ("--model json:dumps --precision bf16", "bf16-pure")])
+    ("--model json:dumps --precision bf16", "bf16-pure"), ("--parameters 1e6 --gpus 8 --shard 3", "divisor of 8"),
+    ("--model tests.unit.plan_models:planned_gpt --shard 8", "calls fully_shard()")])
 def test_mistake_is_named(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(options.split()) == 1
     assert words in capsys.readouterr().err

@@ -19,12 +19,14 @@ from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
 from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata, Restored
+from .entries import check_whole
 from .folder import CheckpointFolder, Retention
 from .load import digest, load_on_all_ranks, restore
 from .pack import Packed, pack
 from .rng import random_states
 from .save import PermanentError, RefusedJob, SaveJob, write_checkpoint
 from .snapshot import ReplicaFinder, Snapshot, share_out
+from .values import StateError
 
 _log = get_logger(__name__)
 
@@ -364,6 +366,10 @@ class Checkpointer:
     def _load(self, state: Any, step: int | None) -> Restored | None:
         self._check_ranks()
         self._join()
+        try:
+            check_whole(state)  # also where there is no checkpoint yet: the first save is too late
+        except StateError as error:
+            raise CheckpointError(f"cannot load into this state: {error}") from error
         topic = f"load {self._turn}"
         self._turn += 1
         try:

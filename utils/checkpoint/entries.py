@@ -199,6 +199,9 @@ def state_of(value: Any, path: Path) -> Any:
 
 # --- what cannot be saved
 
+_FSDP_CLASSES = ("FullyShardedDataParallel", "FSDPModule")  # FSDP1; what fully_shard() makes
+_SAVE_SHARDED = "Save sharded states with torch.distributed.checkpoint, as examples/07_fsdp.py does"
+
 
 def check_depth(path: Path) -> None:
     """Raise StateError for an entry that is nested too deep."""
@@ -216,12 +219,7 @@ def check_tensor(value: Tensor, path: Path) -> None:
             f"{show_path(path)} is a parameter of a lazy module that is not initialised; expected "
             "one with a shape. Run one batch through the model first"
         )
-    if type(value).__module__.startswith("torch.distributed"):
-        raise StateError(
-            f"{show_path(path)} is a {type(value).__name__}, sharded over the ranks (FSDP, tensor "
-            "parallelism); expected tensors that are whole on every rank. Save sharded states "
-            "with torch.distributed.checkpoint"
-        )
+    _check_whole_tensor(value, path)
     if value.is_meta:
         raise StateError(
             f"{show_path(path)} is on the meta device and has no values. Give the model memory "
@@ -240,16 +238,9 @@ def check_tensor(value: Tensor, path: Path) -> None:
 
 def check_module(module: torch.nn.Module, path: Path) -> None:
     """Raise StateError for a sharded or lazy module, before its state_dict() is called."""
-    for name, part in module.named_modules():
-        if type(part).__name__ == "FullyShardedDataParallel":
-            raise StateError(
-                f"{show_path((*path, name) if name else path)} is sharded over the ranks by FSDP; "
-                "expected a module that is whole on every rank. Save sharded states with "
-                "torch.distributed.checkpoint"
-            )
+    _check_whole_module(module, path)
     for name, parameter in module.named_parameters():
-        sharded = type(parameter).__module__.startswith("torch.distributed")
-        if sharded or torch.nn.parameter.is_lazy(parameter):
+        if torch.nn.parameter.is_lazy(parameter):
             check_tensor(parameter, (*path, name))
 
 
@@ -261,3 +252,41 @@ def check_optimizer(value: Any, path: Path) -> None:
             "ranks; expected an optimizer that is whole on every rank. Use one, or "
             "torch.distributed.checkpoint"
         )
+    if isinstance(value, torch.optim.Optimizer):
+        for number, group in enumerate(value.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                place = (*path, "param_groups", number, "params", index)
+                _check_whole_tensor(parameter, place)
+
+
+def check_whole(state: Any) -> None:
+    """Raise StateError for a state of which a part is sharded over the ranks."""
+    for path, value in walk(state):
+        inner = unwrap(value)
+        if isinstance(inner, Tensor):
+            _check_whole_tensor(inner, path)
+        elif isinstance(inner, torch.nn.Module):
+            _check_whole_module(inner, path)
+        else:
+            check_optimizer(inner, path)
+
+
+def _check_whole_tensor(value: Tensor, path: Path) -> None:
+    if type(value).__module__.startswith("torch.distributed"):
+        raise StateError(
+            f"{show_path(path)} is a {type(value).__name__}, sharded over the ranks (FSDP, tensor "
+            f"parallelism); expected tensors that are whole on every rank. {_SAVE_SHARDED}"
+        )
+
+
+def _check_whole_module(module: torch.nn.Module, path: Path) -> None:
+    for name, part in module.named_modules():
+        # By name: an import of torch.distributed.fsdp would take longer than a small load.
+        names = {cls.__name__ for cls in type(part).__mro__}
+        if not names.isdisjoint(_FSDP_CLASSES):
+            raise StateError(
+                f"{show_path((*path, name) if name else path)} is sharded over the ranks by FSDP; "
+                f"expected a module that is whole on every rank. {_SAVE_SHARDED}"
+            )
+    for name, parameter in module.named_parameters():
+        _check_whole_tensor(parameter, (*path, name))

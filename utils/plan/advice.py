@@ -31,7 +31,7 @@ def memory_advice(memory: Mapping[str, float], capacity: float, gpus: int, name:
             f"Activations need {activations / GB:.1f} GB. Use a smaller micro-batch with "
             "accumulation, or torch.utils.checkpoint, which recomputes them."
         )
-    if states + buckets > capacity:
+    if states + buckets > capacity and buckets:
         sharded = states / gpus
         texts.append(
             f"Parameters, gradients and optimizer need {states / GB:.1f} GB on each GPU with any "

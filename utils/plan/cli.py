@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..argument_parser import ArgumentParser
 from ..submission import profiles
 from ..submission.files import KIT
-from . import advice, report, traced
+from . import advice, report, sharded, traced
 from .communication import Link, Network, PlanError, read_links
 from .hardware import Accelerator, Hardware, Node
 from .predict import (
@@ -82,6 +83,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--accumulate", type=int, default=1, metavar="STEPS")
     how.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of DDP")
     how.add_argument("--bucket-view", action="store_true", help="gradient_as_bucket_view=True")
+    how.add_argument(
+        "--shard",
+        type=int,
+        metavar="N",
+        help="FSDP2: GPUs that share one copy of the model (all, if a script calls fully_shard())",
+    )
     how.add_argument("--no-overlap", action="store_true", help="communicate after backward")
     how.add_argument(
         "--compute-seconds",
@@ -117,7 +124,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(words)
     if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
         parser.error("expected one of SCRIPT, --model and --parameters")
-    for name in ("parameters", "batch", "accumulate", "gpus", "nodes", "gpus_per_node", "target"):
+    counts = ("parameters", "batch", "accumulate", "shard", "gpus", "nodes", "gpus_per_node")
+    for name in (*counts, "target"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
@@ -136,22 +144,32 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
 
     bucket_view = args.bucket_view
     trace = None if args.parameters else _trace(args, args.batch)
+    shards = _shards(args, trace, gpus)
     if trace is None:
         memory = state_memory(
             args.parameters, args.precision, args.optimizer, bucket_view=bucket_view
         )
         notes.append("The memory excludes activations. Give --model or a script to include them.")
+        if shards:
+            del memory["buckets"]
+            memory = {name: size / shards for name, size in memory.items()}
+            notes.append("The memory excludes what FSDP gathers. Give a script to include it.")
         micro_batches: dict[str, tuple[float, int]] = {}
     else:
         bucket_view = bucket_view or bool(trace.ddp_options.get("gradient_as_bucket_view"))
-        memory = traced.memory(trace, bucket_view=bucket_view)
-        micro_batches = _micro_batches(args, trace, hardware, bucket_view, notes)
+        memory_of = functools.partial(traced.memory, bucket_view=bucket_view)
+        if shards:
+            memory_of = functools.partial(sharded.memory, shards=shards)
+        memory = memory_of(trace)
+        micro_batches = _micro_batches(args, trace, hardware, memory_of, notes)
         notes += trace.notes
 
-    work = _workload(args, trace, gpu)
+    work = None if shards else _workload(args, trace, gpu)
     texts = [] if gpu is None else advice.memory_advice(memory, gpu.memory, gpus, gpu.name)
     points = []
-    if work is None:
+    if shards:
+        notes.append(f"FSDP2 on groups of {shards} GPUs. Step times are predicted for DDP only.")
+    elif work is None:
         notes.append(
             "No step time: give --gpu TYPE, a --site whose GPU is known, or --compute-seconds."
         )
@@ -186,6 +204,21 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "advice": texts,
         "notes": notes,
     }
+
+
+def _shards(args: argparse.Namespace, trace: Trace | None, gpus: int) -> int:
+    """Return the number of GPUs that share one copy of the model; 0 for DDP."""
+    shards: int = args.shard or (gpus if trace and trace.shard_groups else 0)
+    if shards and gpus % shards:
+        raise PlanError(
+            f"--shard is {shards}, and there are {gpus} GPUs. Expected a divisor of {gpus}."
+        )
+    if shards and trace and not trace.shard_groups:
+        raise PlanError(
+            f"--shard is {shards}, but nothing in the trace calls fully_shard(), which determines "
+            "what is gathered together. Give a script that calls it, or --parameters."
+        )
+    return shards
 
 
 def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
@@ -243,14 +276,13 @@ def _micro_batches(
     args: argparse.Namespace,
     trace: Trace,
     hardware: Hardware,
-    bucket_view: bool,
+    memory_of: Callable[..., dict[str, float]],
     notes: list[str],
 ) -> dict[str, tuple[float, int]]:
     def total(trace: Trace, optimizer: bool) -> float:
-        parts = traced.memory(trace, bucket_view=bucket_view, optimizer=optimizer)
-        return sum(parts.values())
+        return sum(memory_of(trace, optimizer=optimizer).values())
 
-    peak = traced.memory(trace, bucket_view=bucket_view, optimizer=False)
+    peak = memory_of(trace, optimizer=False)
     growing = sum(peak[name] for name in ("inputs", "activations", "temporary"))
     fixed = total(trace, False) - growing
     if args.model:

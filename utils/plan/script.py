@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -65,7 +66,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
             f"so, or use --model or --parameters.{_last(output)}"
         ) from problem
     trace = tracer.result()
-    if not trace.ddp_options:
+    if not trace.ddp_options and not trace.shard_groups:
         trace.notes.append("The script does not use DDP: its default buckets are assumed.")
     trace.notes.append("The script ran as the only rank: a global batch that it divides is whole.")
     return trace
@@ -151,6 +152,7 @@ class _Patches:
 
     def __init__(self, tracer: StepTracer) -> None:
         self._tracer, self._mode = tracer, fake_mode()
+        self._sharded: nn.Module | None = None  # given to fully_shard(), not tracked yet
 
     @contextlib.contextmanager
     def applied(self, variables: dict[str, str]) -> Iterator[None]:
@@ -183,8 +185,19 @@ class _Patches:
                 options["device"] = "cpu"
             return to_module(module, *args, **options)
 
+        def fully_shard(module: Any, **options: Any) -> Any:
+            parts = module if isinstance(module, list) else [module]
+            tracer.track_shards(parts)
+            self._sharded = parts[-1]  # after the last call: the whole model
+            if getattr(options.get("mp_policy"), "param_dtype", None) is not None:
+                tracer.notes.append("Predicted without the mixed precision of fully_shard().")
+            return module
+
         def make_optimizer(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
             init_optimizer(optimizer, params, *args, **options)
+            if self._sharded is not None:
+                tracer.track(self._sharded)
+                self._sharded = None
             for group in optimizer.param_groups:
                 tracer.track_parameters(group["params"])
 
@@ -206,6 +219,7 @@ class _Patches:
             (DistributedDataParallel, "join", lambda ddp, *a, **k: contextlib.nullcontext()),
             (DistributedDataParallel, "register_comm_hook", self._ignore_hook()),
             (nn.Module, "to", move_module),
+            (fsdp, "fully_shard", fully_shard),
             (torch.optim.Optimizer, "__init__", make_optimizer),
             (torch.autocast, "__init__", make_autocast),
             (torch, "compile", self._not_compiled),

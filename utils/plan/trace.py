@@ -73,6 +73,8 @@ class Trace:
     micro_steps: int  # backward passes
     batch_size: int | None = None  # the first dimension of the input
     ddp_options: dict[str, Any] = field(default_factory=dict)
+    # Bytes of the parameters that each fully_shard() gathers together, in the order of the calls.
+    shard_groups: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def peak(self, *, without_gradients: bool = False) -> Peak:
@@ -102,6 +104,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.sync = True  # false under DDP.no_sync()
         self.ddp_options: dict[str, Any] = {}
+        self.shard_groups: list[int] = []
         self.notes: list[str] = []
         self.batch_size: int | None = None
         self._steps_left, self._foreach = num_steps, foreach
@@ -110,6 +113,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._total = 0
         self._module, self._in_optimizer = "", False
         self._parameters: list[nn.Parameter] = []
+        self._grouped: set[int] = set()  # id() of the parameters in shard_groups
         self._hooks: list[Any] = []
         self._begin_step()
 
@@ -136,6 +140,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for buffer in model.buffers():
             self._count(buffer, "buffers")
         self.track_parameters(model.parameters())
+
+    def track_shards(self, modules: Iterable[nn.Module]) -> None:
+        """Note what fully_shard() would gather together: parameters in no earlier group."""
+        own = {id(one): one for module in modules for one in module.parameters()}
+        own = {key: one for key, one in own.items() if key not in self._grouped}
+        self._grouped.update(own)
+        self.shard_groups.append(sum(parameter.nbytes for parameter in own.values()))
 
     def track_parameters(self, parameters: Iterable[Tensor]) -> None:
         known = {id(parameter) for parameter in self._parameters}
@@ -168,6 +179,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._micro_steps,
             self.batch_size,
             self.ddp_options,
+            self.shard_groups,
             list(dict.fromkeys(self.notes)),
         )
 
