@@ -192,7 +192,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "inputs": _inputs(args, network, gpus, work, trace),
         "gpus": gpus,
         "memory": memory,
-        "peak": trace.peak(without_gradients=bucket_view).where if trace else "",
+        "peak": trace.peak(without_gradients=bucket_view).where if trace and not shards else "",
         "micro_batches": micro_batches,
         "scaling": [point.as_dict() for point in points],
         "holds_up_to": {

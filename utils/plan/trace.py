@@ -59,6 +59,14 @@ class Peak:
     where: str = ""
 
 
+class ShardedGradient(NamedTuple):
+    """A gradient that FSDP divides among the ranks, when it is ready."""
+
+    group: int  # index in Trace.shard_groups
+    size: int  # bytes
+    live: dict[str, int]  # bytes by category at that time
+
+
 @dataclass
 class Trace:
     """What the last traced step needs."""
@@ -75,6 +83,7 @@ class Trace:
     ddp_options: dict[str, Any] = field(default_factory=dict)
     # Bytes of the parameters that each fully_shard() gathers together, in the order of the calls.
     shard_groups: list[int] = field(default_factory=list)
+    shard_gradients: list[ShardedGradient] = field(default_factory=list)  # last backward pass
     notes: list[str] = field(default_factory=list)
 
     def peak(self, *, without_gradients: bool = False) -> Peak:
@@ -113,7 +122,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._total = 0
         self._module, self._in_optimizer = "", False
         self._parameters: list[nn.Parameter] = []
-        self._grouped: set[int] = set()  # id() of the parameters in shard_groups
+        self._group_of: dict[int, int] = {}  # id() of a parameter: index in shard_groups
         self._hooks: list[Any] = []
         self._begin_step()
 
@@ -144,8 +153,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def track_shards(self, modules: Iterable[nn.Module]) -> None:
         """Note what fully_shard() would gather together: parameters in no earlier group."""
         own = {id(one): one for module in modules for one in module.parameters()}
-        own = {key: one for key, one in own.items() if key not in self._grouped}
-        self._grouped.update(own)
+        own = {key: one for key, one in own.items() if key not in self._group_of}
+        self._group_of.update(dict.fromkeys(own, len(self.shard_groups)))
         self.shard_groups.append(sum(parameter.nbytes for parameter in own.values()))
 
     def track_parameters(self, parameters: Iterable[Tensor]) -> None:
@@ -180,6 +189,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.batch_size,
             self.ddp_options,
             self.shard_groups,
+            self._shard_gradients,
             list(dict.fromkeys(self.notes)),
         )
 
@@ -189,6 +199,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
         self._operations: list[Operation] = []
         self._gradients: list[tuple[int, int]] = []
+        self._shard_gradients: list[ShardedGradient] = []
         self._backward_id, self._micro_steps = -1, 0
 
     def _entering(self, name: str) -> Callable[..., None]:
@@ -210,9 +221,12 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if backward_id != self._backward_id:
             self._backward_id = backward_id
             self._micro_steps += 1
-            self._gradients = []
+            self._gradients, self._shard_gradients = [], []
         if self.sync:
             self._gradients.append((len(self._operations) - 1, parameter.grad.nbytes))
+            if (group := self._group_of.get(id(parameter))) is not None:
+                gradient = ShardedGradient(group, parameter.grad.nbytes, dict(self._live))
+                self._shard_gradients.append(gradient)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self._in_optimizer = True
