@@ -32,10 +32,10 @@ from utils.log import get_logger
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 
-SIZE = 64  # points in each direction; a side is 2 pi long
+SIZE = 48  # points in each direction; a side is 2 pi long
 DIFFUSIVITY = 0.01
-SPEED = 0.6  # root mean square: the flow carries the field over about 6 points
-SOLVER_STEPS = 12
+SPEED = 0.5  # root mean square: the flow carries the field over about 4 points
+SOLVER_STEPS = 10
 HELD_OUT = 32  # samples of each rank on which the error is measured
 
 # The data -----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Transport(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.seeds[index])
-        field = torch.fft.irfft2(random_spectrum(6, generator))
+        field = torch.fft.irfft2(random_spectrum(4, generator))
         field /= field.std()
         dy, dx = torch.fft.irfft2(GRADIENT * random_spectrum(3, generator))
         flow = torch.stack([dx, -dy])  # of a stream function: without divergence
@@ -108,7 +108,7 @@ def double_convolution(inputs: int, outputs: int) -> nn.Module:
 class UNet(nn.Module):
     """Map (batch, 3, y, x) to (batch, 1, y, x): down to coarser grids, and up again."""
 
-    def __init__(self, width: int, levels: int = 4) -> None:
+    def __init__(self, width: int, levels: int = 3) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
         pairs = list(zip(widths, widths[1:], strict=False))
@@ -145,11 +145,11 @@ def draw(path: Path, inputs: Tensor, truth: Tensor, guess: Tensor) -> None:
     grid = figure.subplots(len(truth), 4, squeeze=False)
     for axes, values, flow in zip(grid, images, inputs[:, 1:], strict=True):
         for axis, image, title in zip(axes, values, titles, strict=True):
-            limit = image.abs().max()
+            limit = (values[1] if title == "prediction" else image).abs().max()
             shown = axis.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, origin="lower")
             axis.set(title=title, xticks=[], yticks=[])
             figure.colorbar(shown, ax=axis, shrink=0.8)
-        points = torch.arange(2, SIZE, 5)
+        points = torch.arange(2, SIZE, 4)
         v, u = flow[:, points][:, :, points]
         axes[0].quiver(points, points, u, v)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def draw(path: Path, inputs: Tensor, truth: Tensor, guess: Tensor) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a U-Net on advection and diffusion.")
     add = parser.add_argument
-    add("--steps", type=int, default=600)
+    add("--steps", type=int, default=1000)
     add("--batch-size", type=int, default=8, help="samples per rank and step")
     add("--width", type=int, default=16, help="channels on the finest grid")
     add("--lr", type=float, default=2e-3, help="highest learning rate")

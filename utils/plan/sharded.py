@@ -28,10 +28,11 @@ def memory(trace: Trace, shards: int, *, optimizer: bool | None = None) -> dict[
     if optimizer is not False:
         # Its temporary tensors are as large as what it updates.
         gradients = sum(size for _, size in trace.gradients) / shards
-        active = {name: at_rest[name] for name in _ACTIVE}
+        active = {name: float(at_rest[name]) for name in _ACTIVE}
         active["temporary"] /= shards
         moments.append({"gradients": gradients, **active, "gathered": 0.0})
-    return {**states, **max(moments, key=lambda parts: sum(parts.values()))}
+    most = max(moments, key=lambda parts: sum(parts.values()))
+    return {**states, **most}
 
 
 def _computing(trace: Trace, shards: int) -> Iterator[dict[str, float]]:
