@@ -126,8 +126,8 @@ def shard(model: GPT, mesh: DeviceMesh) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
-        # FSDP lets the backend average gradients. NCCL can; gloo returns the sum instead:
-        # https://github.com/pytorch/pytorch/issues/162338. With this, FSDP itself divides.
+        # FSDP lets the backend average the gradients. NCCL can. The gloo of some versions returns
+        # the sum (https://github.com/pytorch/pytorch/issues/162338). Let FSDP itself divide there.
         if isinstance(module, FSDPModule) and mesh.device_type != "cuda":
             module.set_force_sum_reduction_for_comms(True)
 
