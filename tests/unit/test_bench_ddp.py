@@ -71,6 +71,12 @@ def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_cause(reports(0.2, backend="gloo", threads=3)) == "sockets instead of the fabric"
 
 
+def test_ranks_that_share_their_cpus_have_enough_threads() -> None:
+    shared = [dataclasses.replace(report, threads=2, cpus=[0, 1, 2, 3])
+              for report in reports(0.12, 0.12, backend="gloo")]
+    assert first_cause(shared) == ""
+
+
 def test_numbers_of_ranks() -> None:
     assert [scaling.numbers_of_ranks(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 

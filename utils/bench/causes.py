@@ -146,23 +146,18 @@ def _threads(point: Point) -> Iterator[Cause]:
         threads = sum(report.threads for report in local)
         cpus = len({cpu for report in local for cpu in report.cpus})
         if threads > cpus:
-            yield Cause(
-                "too many threads",
-                point.compute * (1 - cpus / threads),
-                f"{len(local)} ranks on {host} run {threads} threads on {cpus} CPUs. Set "
-                f"OMP_NUM_THREADS={max(1, cpus // len(local))}",
-            )
-            return
-        fewest = min(local, key=lambda report: len(report.cpus) / report.threads)
-        if fewest.backend == "gloo" and len(fewest.cpus) >= 2 * fewest.threads:
-            share = fewest.threads / len(fewest.cpus)
-            yield Cause(
-                "too few threads",
-                point.compute * (1 - share) / 2,
-                f"A rank on {host} computes with {fewest.threads} of its {len(fewest.cpus)} CPUs. "
-                f"Set OMP_NUM_THREADS={len(fewest.cpus)}",
-            )
-            return
+            name, share = "too many threads", 1 - cpus / threads
+        elif local[0].backend == "gloo" and cpus >= 2 * threads:
+            name, share = "too few threads", (1 - threads / cpus) / 2
+        else:
+            continue
+        yield Cause(
+            name,
+            point.compute * share,
+            f"{len(local)} ranks on {host} run {threads} threads on {cpus} CPUs. Set "
+            f"OMP_NUM_THREADS={max(1, cpus // len(local))}",
+        )
+        return
 
 
 def _micro_batch(point: Point) -> Iterator[Cause]:

@@ -157,9 +157,10 @@ class Tuner:
     def _improve(self, best: Measured, group: Mapping[str, Changes]) -> Measured:
         """Return `best` with one of the changes, or `best` if none is faster at equal loss."""
         faster = []
+        turns = 1 if best is self.default else _TURNS
         for name, changes in group.items():
-            if not self._has_time(best.wall_seconds, best):
-                _log.info(f"# out of time: not tried: {name}")
+            if not self._has_time(best.wall_seconds, best, turns):
+                _log.info(f"# not tried, --budget is too short: {name}")
                 continue
             one = combine(best, name, changes)
             self.tried.append(one)
@@ -181,7 +182,7 @@ class Tuner:
         if best is self.default:
             return best
         gains: list[float] = []
-        while len(gains) < _TURNS and (not gains or self._has_time(0, best, turns=1)):
+        while len(gains) < _TURNS and (not gains or self._has_time(0, best)):
             valid = self._measure(self.default, self._steps) and self._measure(best, self._steps)
             _log.info(best.show())
             if not valid or best.gain < 1:
@@ -190,7 +191,7 @@ class Tuner:
         best.gain = statistics.median(gains)
         return best if best.gain > LEAST_GAIN else self.default
 
-    def _has_time(self, seconds: float, best: Measured, turns: int = _TURNS) -> bool:
+    def _has_time(self, seconds: float, best: Measured, turns: int = 1) -> bool:
         """Return whether a trial of so many seconds leaves time for turns with the default."""
         end = time.monotonic() + seconds + turns * (self.default.wall_seconds + best.wall_seconds)
         return self._trials.agree(end < self._end)
