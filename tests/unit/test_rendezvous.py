@@ -132,7 +132,7 @@ def test_missing_ranks_are_named_on_all_others_at_the_shortest_time_out() -> Non
     port = free_port()
     launch = start(0, size=6, port=port, timeout=3) | start(1, 2, size=6, port=port)
     for one in (launch | start(4, size=6, port=port, timeout=0.5)).values():
-        assert "2 of 6 ranks did not join: rank 3,5" in cause(one)
+        assert "2 of 6 ranks did not join: ranks 3,5" in cause(one)
 
 
 def test_a_rank_that_ends_is_named_at_once() -> None:

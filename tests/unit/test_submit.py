@@ -30,6 +30,12 @@ def test_dry_run_prints_the_script_and_does_nothing_else(login: Login) -> None:
     assert login.commands.calls() == [] and list(login.folder.iterdir()) == [login.folder / "train.py"]
 
 
+def test_doctor_is_submitted_as_a_short_job(login: Login) -> None:
+    done = login.submit(*"doctor --site lumi --account p --nodes 2 --dry-run -- --quick --only limits".split())
+    assert "#SBATCH --job-name=doctor\n" in done.out and "#SBATCH --time=00:10:00\n" in done.out
+    assert done.out.endswith(f"run launch --launcher srun -- {ROOT}/scripts/doctor.py --quick --only limits\n")
+
+
 @pytest.mark.parametrize("site", profiles.names())
 def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> None:
     for launcher in ([], ["--launcher", "torchrun"]):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from ..argument_parser import ArgumentParser
 from . import cli, live
 
+_EXIT_SECONDS = 5.0
 _DESCRIPTION = """\
 Find out what is wrong with a cluster, a job or a launch.
 
@@ -32,9 +34,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] == ["logs"]:
         return cli.main(words)
     status = live.main(_parse(words))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a check that hangs in a thread must not keep this process
+    # A check that hangs must not keep this process. Otherwise it ends as usual, since a launcher's
+    # name service has to be closed.
+    watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (status,))
+    watchdog.daemon = True
+    watchdog.start()
+    return status
 
 
 def _parse(words: Sequence[str]) -> live.Options:

@@ -95,6 +95,8 @@ def _run(joined: Joined, options: Options, start: float) -> int:
         status = int(report.level)
     joined.gather("end", None, 60.0)
     joined.close()
+    if status:
+        time.sleep(0.5)  # the other ranks end first: this status would end them
     return status
 
 
@@ -102,9 +104,11 @@ def _launch_result(joined: Joined) -> Result:
     """Return what the start of the ranks has shown."""
     remedy = "Correct it, or it will slow down or confuse the start of a training"
     notes = [Finding(Level.WARNING, note, remedy) for note in joined.notes]
-    ranks, hosts = len(joined.everyone), {one.node for one in joined.everyone}
+    ranks, hosts = len(joined.everyone), len({one.node for one in joined.everyone})
     alone = f"no launcher has started this process on {joined.me.host}"
-    message = f"{ranks} ranks on {len(hosts)} hosts have joined" if ranks > 1 else alone
+    message = (
+        f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} have joined" if ranks > 1 else alone
+    )
     return Result(_LAUNCH, notes or [Finding(Level.GOOD, message)])
 
 

@@ -116,7 +116,9 @@ def _conclude(
         yield Finding(
             Level.BAD,
             f"{show(places)} {problem}; expected facts about {check.name}",
-            "Log in there: does the host respond, and its file systems? Run doctor without it",
+            "Log in there: does the host respond, and its file systems? Run doctor without it"
+            if few
+            else "Find out what is slow on all hosts: the file system, or other programs there?",
             tuple(one.rank for one in places),
             tuple(dict.fromkeys(one.host for one in places)),
             exclude=few,

@@ -210,8 +210,10 @@ class RendezvousServer:
         ranks_of = Counter(str(report.get("host")) for report in self._reports.values())
         hosts = [f"{host} ({count})" for host, count in list(ranks_of.items())[:_SHOWN_HOSTS]]
         more = " ..." if len(ranks_of) > _SHOWN_HOSTS else ""
+        plural = "s" * (len(missing) > 1)
         return (
-            f"{len(missing)} of {self._world_size} ranks did not join: rank {ranges(missing)}. "
+            f"{len(missing)} of {self._world_size} ranks did not join: rank{plural} "
+            f"{ranges(missing)}. "
             f"Those that joined run on {', '.join(hosts)}{more}. Look for messages of the missing "
             "ranks. If there are none, they hang before setup_distributed() or cannot reach "
             f"rank 0, which listens on {socket.gethostname()} port "

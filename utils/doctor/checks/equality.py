@@ -99,7 +99,7 @@ class Equality(Check[Facts]):
         if not findings and reported:
             facts = reported[0].facts
             versions = ", ".join(f"{name} {value}" for name, value in facts.software.items())
-            same = f"; code and {len(facts.variables)} variables are the same everywhere"
+            same = "; the same code and variables on all ranks"
             findings = [Finding(Level.GOOD, versions + (same if len(reported) > 1 else ""))]
         yield from findings
 

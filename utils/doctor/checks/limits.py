@@ -327,7 +327,7 @@ def _describe(hosts: Sequence[Facts], left: float | None) -> str:
             parts.append(f"{name} {_size(min(values))}")
     if left is not None:
         parts.append(f"{left / 60:.0f} min left")
-    return ", ".join(parts) + (" at least" if len(hosts) > 1 else "")
+    return ("at least " if len(hosts) > 1 else "") + ", ".join(parts)
 
 
 def _size(count: float) -> str:

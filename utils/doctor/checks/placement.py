@@ -9,7 +9,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from ... import binding, gpus
@@ -20,6 +19,7 @@ from ...schedulers import AllocationError, current_allocation
 from ...schedulers.hostnames import same_host
 from ...topology import pci_node, read_topology
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..visible_gpus import device_masks, identities
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SHOWN = 8
@@ -75,10 +75,10 @@ class Placement(Check[Facts]):
             topology=topology.to_text() if topology else "",
             binding=os.environ.get(binding.VARIABLE, ""),
             openmp=binding.openmp_binding(os.environ),
-            gpus=_identities(addresses),
+            gpus=identities(addresses),
             gpu_nodes=[pci_node(one) if one else None for one in addresses],
-            allowed_gpus=_identities(gpus.visible_gpu_addresses({})),
-            device_masks=_masks(),
+            allowed_gpus=identities(gpus.visible_gpu_addresses({})),
+            device_masks=device_masks(),
             threads=threads,
             threads_variable=threads_variable,
             **job,
@@ -133,37 +133,6 @@ def _allowed_cpus() -> int:
         return len(os.sched_getaffinity(1))  # the first process, which no launcher has bound
     except (OSError, AttributeError):
         return os.cpu_count() or 1
-
-
-def _identities(addresses: Sequence[str]) -> list[str]:
-    """Return an identity of each GPU: its UUID, its PCI address, or its entry in the mask."""
-    entries = next((os.environ[name] for name in gpus.MASKS if os.environ.get(name)), "").split(",")
-    found = []
-    for index, address in enumerate(addresses):
-        entry = entries[index] if index < len(entries) else str(index)
-        found.append((_uuid(address) or address) if address else entry)
-    # The partitions of a GPU of AMD have one address.
-    seen: Counter[str] = Counter()
-    for index, identity in enumerate(found):
-        seen[identity] += 1
-        if seen[identity] > 1:
-            found[index] = f"{identity} partition {seen[identity] - 1}"
-    return found
-
-
-def _uuid(address: str) -> str:
-    """Return the UUID of a GPU of NVIDIA, such as "GPU-3f2a..."; "" if it is unknown."""
-    try:
-        text = Path("/proc/driver/nvidia/gpus", address, "information").read_text()
-    except OSError:
-        return ""
-    words = text.partition("GPU UUID:")[2].split()
-    return words[0] if words and "?" not in words[0] else ""
-
-
-def _masks() -> str:
-    found = [f"{name}={os.environ[name]}" for name in gpus.MASKS if name in os.environ]
-    return " ".join(found) or "no device mask is set"
 
 
 def _threads() -> tuple[int, str]:
