@@ -22,6 +22,7 @@ _SEND_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 # How much longer than the time limit a rank waits for rank 0: by then rank 0 has ended or hangs.
 _GRACE_SECONDS = 30.0
+_SEGMENT_BYTES = 500
 _HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without a heartbeat: the process is stopped, or cannot be reached
 
@@ -53,7 +54,7 @@ class Exchange:
         self._send_lock = threading.Lock()
         self._lost = ""
         try:
-            connected = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+            connected = _connect(address, port)
         except OSError as error:
             raise Rank0Lost(
                 f"rank {rank} on {socket.gethostname()} cannot connect to rank 0 at {address} port "
@@ -117,6 +118,26 @@ class Exchange:
                 return
 
 
+def _connect(address: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, target = found[0]
+    connected = socket.socket(family, kind, protocol)
+    try:
+        _use_small_packets(connected)
+        connected.settimeout(_CONNECT_SECONDS)
+        connected.connect(target)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def _use_small_packets(one: socket.socket) -> None:
+    """Let a path that drops large packets carry the facts about it. Before connect()."""
+    with contextlib.suppress(OSError):
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+
+
 class _Topic:
     """Values that are being gathered."""
 
@@ -141,6 +162,7 @@ class Server:
         self._all_ended = threading.Event()
         self._closing = False
         listener.setblocking(False)
+        _use_small_packets(listener)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, daemon=True, name="doctor server")
