@@ -177,23 +177,23 @@ def test_memory_limit_is_the_smallest_of_the_control_groups(tmp_path: Path) -> N
 
 # installation ----------------------------------------------------------------------------------------------------
 
-INSTALLED = installation.Facts(launcher="single", mpi_launcher=False, scheduler="slurm", stale="", torch="2.6.0",
+INSTALLED = installation.Facts(launcher="single", mpi_launcher="", scheduler="slurm", stale="", torch="2.6.0",
                                cuda="", hip="", driver="", pci_gpus={}, has_devices=False, mpiexec="", mpi4py="")
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({}, ""), ({"cuda": "12.4"}, ""), ({"pci_gpus": {"NVIDIA": 2}}, ""),  # a container without devices
     ({"torch": ""}, "the Python of a has no torch"),
-    ({"cuda": "12.4", "pci_gpus": {"NVIDIA": 2}}, "a has 2 GPU(s) of NVIDIA on the PCI bus, but no driver"),
+    ({"cuda": "12.4", "pci_gpus": {"NVIDIA": 2}}, "a: 2 GPU(s) of NVIDIA on the PCI bus, but no driver"),
     ({"pci_gpus": {"NVIDIA": 2}, "driver": "550.54", "has_devices": True},
-     "a has 2 GPU(s) of NVIDIA, but torch 2.6.0 is not built for CUDA"),
+     "a: 2 GPU(s) of NVIDIA, but torch 2.6.0 is not built for CUDA"),
     ({"cuda": "12.4", "pci_gpus": {"NVIDIA": 2}, "driver": "470.82", "has_devices": True},
      "the driver of a is 470.82, but torch 2.6.0 is built for CUDA 12.4, which needs 525 or newer"),
     ({"stale": "RANK=3 WORLD_SIZE=8"}, "RANK=3 WORLD_SIZE=8 is set on a, but no launcher"),
     ({"mpi4py": "libmpi.so.40", "mpiexec": "Open MPI (/usr/bin/mpiexec)"}, ""),
     ({"mpi4py": "libmpi.so.40", "mpiexec": "MPICH (/usr/bin/mpiexec)"},
      "mpi4py on a loads libmpi.so.40 (Open MPI), but mpiexec is MPICH (/usr/bin/mpiexec)"),
-    ({"mpi4py": "libmpi.so.12", "launcher": "openmpi", "mpi_launcher": True},
+    ({"mpi4py": "libmpi.so.12", "launcher": "openmpi", "mpi_launcher": "Open MPI"},
      "mpi4py on a loads libmpi.so.12 (MPICH)")])
 def test_installation(change: dict[str, Any], message: str) -> None:
     found = alarms(installation.Installation(False), [dataclasses.replace(INSTALLED, **change)], places("a"))

@@ -51,10 +51,12 @@ def family_of_mpiexec(title: str) -> str:
 
 
 def _search(environ: Mapping[str, str]) -> Iterator[str]:
-    folders = [f"{sys.prefix}/lib", *environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    """Yield the libraries that mpi4py's wheels find, the preferred one first."""
+    own = (f"{sys.prefix}/lib/{name}" for name in _NAMES)
+    yield from (path for path in own if os.path.exists(path))
     cached = _cached_libraries()
-    for name in _NAMES:
-        for folder in filter(None, folders):
+    for name in _NAMES:  # as the dynamic linker searches
+        for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
             if os.path.exists(f"{folder}/{name}"):
                 yield f"{folder}/{name}"
         if name in cached:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...launch.programs import Programs
 from ...launchers.base import LaunchError, shown
@@ -22,6 +23,7 @@ _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D and display controllers, acc
 # The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+_SHOWN = 8
 _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", "GROUP_RANK")]
 
 
@@ -29,14 +31,14 @@ _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", 
 class Facts:
     """What is installed on a host.
 
-    launcher: of this process, "single" without one; mpi_launcher: whether it is an mpiexec. torch,
-    cuda, hip, driver: versions, "" without. stale: variables of another launch. pci_gpus: GPUs on
-    the PCI bus, by vendor. has_devices: whether this process sees the device files of a driver.
-    mpiexec: "TITLE (PATH)". mpi4py: the library that it would load.
+    launcher: of this process, "single" without one; mpi_launcher: the MPI that it belongs to.
+    torch, cuda, hip, driver: versions, "" without. stale: variables of another launch. pci_gpus:
+    GPUs on the PCI bus, by vendor. has_devices: whether this process sees the device files of a
+    driver. mpiexec: "TITLE (PATH)". mpi4py: the library that it would load.
     """
 
     launcher: str
-    mpi_launcher: bool
+    mpi_launcher: str
     scheduler: str
     stale: str
     torch: str
@@ -62,13 +64,13 @@ class Installation(Check[Facts]):
         self._quick = quick
 
     def collect(self, ranks: Ranks) -> Facts:
-        launcher, is_mpi = _launcher()
+        launcher, mpi = _launcher()
         single = len(ranks.everyone) == 1
         build, has_torch = torch_build(), torch_folder() is not None
-        needs_mpi = is_mpi or not self._quick
+        needs_mpi = bool(mpi) or not self._quick
         return Facts(
             launcher=launcher,
-            mpi_launcher=is_mpi,
+            mpi_launcher=mpi,
             scheduler=_scheduler() if single else "",
             stale=shown(os.environ, _RANK_VARIABLES) if launcher == "single" else "",
             torch=build.get("__version__", "unknown") if has_torch else "",
@@ -82,10 +84,11 @@ class Installation(Check[Facts]):
         )
 
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
-        findings: list[Finding] = []
+        hosts_with: dict[_Problem, list[str]] = {}
         for one in reported:
-            findings += _check_torch(one)
-            findings += _check_mpi(one)
+            for problem in (*_check_torch(one.facts), *_check_mpi(one.facts)):
+                hosts_with.setdefault(problem, []).append(one.place.host)
+        findings = [_finding(problem, hosts) for problem, hosts in hosts_with.items()]
         first = reported[0] if reported else None
         if first is not None and first.facts.stale:
             names = [word.partition("=")[0] for word in first.facts.stale.split()]
@@ -107,13 +110,13 @@ class Installation(Check[Facts]):
 # Facts of this host -------------------------------------------------------------------------------
 
 
-def _launcher() -> tuple[str, bool]:
-    """Return the launcher of this process, and whether it starts MPI processes."""
+def _launcher() -> tuple[str, str]:
+    """Return the launcher of this process, and the MPI that it belongs to, such as "Open MPI"."""
     try:
         found = find_launcher()
     except LaunchError:
-        return "unknown", False
-    return found.placement.launcher, bool(found.launcher.mpi_libraries)
+        return "unknown", ""
+    return found.placement.launcher, next(iter(found.launcher.mpi_libraries), "")
 
 
 def _scheduler() -> str:
@@ -145,16 +148,25 @@ def pci_gpus(root: Path = Path("/")) -> dict[str, int]:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _check_torch(one: Reported[Facts]) -> Iterator[Finding]:
-    facts, host = one.facts, one.place.host
+class _Problem(NamedTuple):
+    """A problem of one host or several; "HOSTS" in the message stands for their names."""
 
-    def finding(level: Level, message: str, remedy: str) -> Finding:
-        return Finding(level, message, remedy, hosts=(host,))
+    level: Level
+    message: str
+    remedy: str
 
+
+def _finding(problem: _Problem, hosts: Sequence[str]) -> Finding:
+    shown = ", ".join(hosts[:_SHOWN]) + (" ..." if len(hosts) > _SHOWN else "")
+    message = problem.message.replace("HOSTS", shown)
+    return Finding(problem.level, message, problem.remedy, hosts=tuple(hosts))
+
+
+def _check_torch(facts: Facts) -> Iterator[_Problem]:
     if not facts.torch:
-        yield finding(
+        yield _Problem(
             Level.BAD,
-            f"the Python of {host} has no torch. Expected an environment with torch",
+            "the Python of HOSTS has no torch. Expected an environment with torch",
             "Activate the environment of the training, or install it: ./scripts/setup_env.sh",
         )
         return
@@ -163,45 +175,44 @@ def _check_torch(one: Reported[Facts]) -> Iterator[Finding]:
         if not count:
             continue
         if not build and (facts.driver and facts.has_devices):
-            yield finding(
+            yield _Problem(
                 Level.WARNING,
-                f"{host} has {count} GPU(s) of {vendor}, but torch {facts.torch} is not built for "
+                f"HOSTS: {count} GPU(s) of {vendor}, but torch {facts.torch} is not built for "
                 f"{name}: it would train on CPUs",
                 f"Install a build of torch for {name}: https://pytorch.org/get-started/locally",
             )
         elif build and not facts.driver:
-            yield finding(
+            yield _Problem(
                 Level.WARNING,
-                f"{host} has {count} GPU(s) of {vendor} on the PCI bus, but no driver is loaded",
+                f"HOSTS: {count} GPU(s) of {vendor} on the PCI bus, but no driver is loaded",
                 "Log in to another host, or ask the centre to load the driver",
             )
     oldest = _OLDEST_DRIVER.get(facts.cuda.partition(".")[0])
     major = re.match(r"\d+", facts.driver)
     if oldest and major and "NVIDIA" in facts.pci_gpus and int(major[0]) < oldest:
-        yield finding(
+        yield _Problem(
             Level.BAD,
-            f"the driver of {host} is {facts.driver}, but torch {facts.torch} is built for CUDA "
+            f"the driver of HOSTS is {facts.driver}, but torch {facts.torch} is built for CUDA "
             f"{facts.cuda}, which needs {oldest} or newer",
             "Install a torch built for an older CUDA, or ask the centre for a newer driver",
         )
 
 
-def _check_mpi(one: Reported[Facts]) -> Iterator[Finding]:
+def _check_mpi(facts: Facts) -> Iterator[_Problem]:
     """Compare the library of mpi4py with the mpiexec that starts, or would start, the ranks."""
-    facts, host = one.facts, one.place.host
     if not facts.mpi4py:
         return
     found = mpi_library.family(facts.mpi4py)
-    used = facts.launcher if facts.mpi_launcher else facts.mpiexec
+    by_mpiexec = f"{facts.launcher} ({facts.mpi_launcher})" if facts.mpi_launcher else ""
+    used = by_mpiexec or (facts.mpiexec if facts.launcher == "single" else "")
     expected = mpi_library.family_of_mpiexec(used) if used else ""
     if found and expected and found != expected:
-        yield Finding(
+        yield _Problem(
             Level.WARNING,
-            f"mpi4py on {host} loads {facts.mpi4py} ({found}), but mpiexec is {used}. Expected "
-            f"one MPI: each process would be rank 0 of 1, or would end in MPI_Init",
+            f"mpi4py on HOSTS loads {facts.mpi4py} ({found}), but mpiexec is {used}. Expected one "
+            "MPI: each process would be rank 0 of 1, or would end in MPI_Init",
             f"Install mpi4py for {expected}, load the module of {found}, or set MPI4PY_LIBMPI to "
             f"the libmpi of {expected}",
-            hosts=(host,),
         )
 
 
