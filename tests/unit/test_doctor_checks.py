@@ -242,7 +242,7 @@ def test_exchange_gathers_values_and_notices_missing_ranks() -> None:
 
 def doctor(*words: str, launch: Sequence[str] = (), cwd: Path = ROOT, seconds: float = 120,
            ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*launch, *DOCTOR[not not launch:], *words], cwd=cwd, capture_output=True, text=True,
+    return subprocess.run([*launch, *DOCTOR[bool(launch):], *words], cwd=cwd, capture_output=True, text=True,
                           timeout=seconds)
 
 
