@@ -12,6 +12,7 @@ from collections.abc import Iterable
 LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 0x1  # netdevice(7)
+_SIOCGIFMTU = 0x8921
 # Bridges of containers and virtual machines: every host has the same address there.
 _PRIVATE_BRIDGES = ("docker", "virbr", "lxc", "lxd", "cni", "podman", "br-", "veth", "vmnet")
 
@@ -80,6 +81,25 @@ def local_addresses() -> list[str]:
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address; None where there is none."""
     return next((name for name, one in interfaces().items() if one == address), None)
+
+
+def mtu(interface: str) -> int | None:
+    """Return the largest packet that an interface sends, in bytes; None where it is unknown."""
+    import fcntl  # as above
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        response = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+        return int(struct.unpack("16xi", response[:20])[0])
+    return None
+
+
+def source_address(destination: str) -> str:
+    """Return this host's address on the route to another one; "" where there is no route."""
+    family = socket.AF_INET6 if ":" in destination else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((destination, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def default_gloo_address() -> str | None:

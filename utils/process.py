@@ -136,6 +136,12 @@ def work_done() -> tuple[float, float]:
     return ticks / os.sysconf("SC_CLK_TCK"), megabytes
 
 
+def waited_for_core() -> float:
+    """Return the seconds that this thread has been ready to run while others had the cores."""
+    fields = (_read("/proc/thread-self/schedstat") or b"").split()  # in nanoseconds
+    return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
+
+
 def caught_signals() -> int:
     """Return the signals that this process has a handler for, as a bit mask: signal 1 is bit 0."""
     for line in (_read("/proc/self/status") or b"").splitlines():

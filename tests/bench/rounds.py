@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils import setup_distributed
+from utils import host_pairs, setup_distributed
 from utils.bench import operations, pairs
 
 with setup_distributed("gloo", bind=False) as dist:
@@ -20,4 +20,5 @@ with setup_distributed("gloo", bind=False) as dist:
             break
         measured = pairs.measure_pairs(range(dist.world_size), ranks, int(sys.argv[1]), 3)
         if dist.is_main:
-            print("FOUND", pairs.describe({pair: one.bandwidth for pair, one in measured.items()}, names), flush=True)
+            bandwidths = {pair: one.bandwidth for pair, one in measured.items()}
+            print("FOUND", host_pairs.describe(bandwidths, names), flush=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import ROOT, TORCHRUN, python
-from utils.bench import links, pairs, timing
+from utils import host_pairs
+from utils.bench import links, timing
 
 EVERY_OPERATION = """
 from utils import setup_distributed
@@ -35,7 +36,7 @@ with setup_distributed("gloo") as dist:
 
 @pytest.mark.parametrize("hosts", range(2, 10))
 def test_every_pair_meets_once_and_no_host_has_two_partners(hosts: int) -> None:
-    rounds = pairs.rounds(hosts)
+    rounds = host_pairs.rounds(hosts)
     assert sorted(pair for pairs_ in rounds for pair in pairs_) == [(a, b) for a in range(hosts)
                                                                    for b in range(a + 1, hosts)]
     for pairs_ in rounds:
@@ -52,11 +53,11 @@ def test_slow_link_and_slow_host_are_told_apart() -> None:
             if pair == link or number % 2 and link[0] in pair:
                 bandwidths[pair] /= 4
         expected = ([link[0]], []) if number % 2 else ([], [link])
-        assert pairs.find_slow(bandwidths) == expected
+        assert host_pairs.find_slow(bandwidths) == expected
     names = [f"n{i}" for i in range(3)]
-    said = pairs.describe({(0, 1): 1e9, (0, 2): 1e9, (1, 2): 0.25e9}, names)
+    said = host_pairs.describe({(0, 1): 1e9, (0, 2): 1e9, (1, 2): 0.25e9}, names)
     assert said.startswith("the link n1 - n2 is 4.0 times slower than the rest; both hosts are")
-    assert pairs.describe({(0, 1): 1e9}, names).startswith("No slow link among 1: the median is 1 GB/s")
+    assert host_pairs.describe({(0, 1): 1e9}, names).startswith("No slow link among 1: the median is 1 GB/s")
 
 
 def test_links_are_fitted_to_a_ring() -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from . import pairs
+from .. import host_pairs
 from .scaling import Point
 
 LOW = 0.9  # efficiency below which causes are named
@@ -29,7 +29,7 @@ class Cause:
 class Links:
     """Bandwidths between hosts in bytes per second, as pairs.measure_pairs() finds them."""
 
-    bandwidths: Mapping[pairs.Pair, float]
+    bandwidths: Mapping[host_pairs.Pair, float]
     names: Sequence[str]
 
 
@@ -95,7 +95,7 @@ def _slow_rank(point: Point) -> Iterator[Cause]:
 
 
 def _slow_link(point: Point, links: Links) -> Iterator[Cause]:
-    slow_hosts, slow_links = pairs.find_slow(links.bandwidths)
+    slow_hosts, slow_links = host_pairs.find_slow(links.bandwidths)
     slow = [pair for pair in links.bandwidths if pair in slow_links or set(pair) & set(slow_hosts)]
     if slow:
         usual = max(links.bandwidths.values())
@@ -103,7 +103,7 @@ def _slow_link(point: Point, links: Links) -> Iterator[Cause]:
         yield Cause(
             "one slow link",
             point.exposed * (1 - share),
-            pairs.describe(links.bandwidths, links.names).rstrip("."),
+            host_pairs.describe(links.bandwidths, links.names).rstrip("."),
         )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .. import host_pairs
 from ..argument_parser import ArgumentParser
 from ..device import BACKENDS
 from ..distributed import Distributed, setup_distributed
@@ -177,13 +178,13 @@ def _pairs(args: argparse.Namespace, job: Distributed) -> int:
     if args.output_file and job.is_main:
         rows = [{"hosts": [names[a], names[b]], **vars(one)} for (a, b), one in measured.items()]
         collectives.write(args.output_file, json.dumps({"pairs": rows}, indent=1) + "\n")
-    _log.info(pairs.describe(bandwidths, names))
+    _log.info(host_pairs.describe(bandwidths, names))
     return 0
 
 
 def _measure_hosts(
     job: Distributed, size: int, iterations: int
-) -> tuple[dict[pairs.Pair, float], list[str], dict[pairs.Pair, pairs.PairResult]]:
+) -> tuple[dict[host_pairs.Pair, float], list[str], dict[host_pairs.Pair, pairs.PairResult]]:
     """Return the bandwidth of each pair of hosts, the names of the hosts, and all results."""
     places = gather_objects((job.node_rank, socket.gethostname()))
     node_ranks = [node for node, _ in places]

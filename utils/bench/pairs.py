@@ -1,23 +1,20 @@
-"""Measure the link between each pair of hosts; distinguish a slow link from a slow host.
+"""Measure the link between each pair of hosts, in the rounds of host_pairs.
 
-The pairs are measured in rounds, as in a round-robin tournament. In one round each host has at most
-one partner, so that no two pairs share a host's connection. The pairs of a round run concurrently.
+The pairs of a round run concurrently.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..host_pairs import Pair, rounds, slow_pairs
 from .operations import Ranks, exchange
 from .timing import barrier, gather_objects, time_iterations
 
 _ATTEMPTS = 3
-SLOW = 0.6  # share of the usual bandwidth below which a link is slow
-Pair = tuple[int, int]  # two hosts, the lower one first
 
 
 @dataclass(frozen=True)
@@ -26,18 +23,6 @@ class PairResult:
 
     bandwidth: float
     latency: float
-
-
-def rounds(hosts: int) -> list[list[Pair]]:
-    """Return the rounds of a round-robin tournament: each pair of hosts once (circle method)."""
-    places = list(range(hosts + hosts % 2))  # with an odd number, the partner of the last waits
-    found = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        both = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in both if max(a, b) < hosts])
-        places = [places[0], places[-1], *places[1:-1]]
-    return found
 
 
 def measure_pairs(
@@ -52,7 +37,7 @@ def measure_pairs(
     best: dict[Pair, PairResult] = {}
     for attempt in range(_ATTEMPTS):
         bandwidths = {pair: one.bandwidth for pair, one in best.items()}
-        again = _slow(bandwidths) if attempt else None
+        again = slow_pairs(bandwidths) if attempt else None
         for pairs in rounds(len(set(node_ranks))):
             chosen = [pair for pair in pairs if again is None or pair in again]
             if chosen:
@@ -86,54 +71,3 @@ def _best(other: int, size: int, iterations: int, device: torch.device) -> float
     sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     exchange(sent, other, received, other)  # connects
     return min(time_iterations(lambda: exchange(sent, other, received, other), iterations, device))
-
-
-def find_slow(bandwidths: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
-    """Return the slow hosts, and the slow links between hosts that are not slow.
-
-    A host is slow where all of its links are: a link is slow below SLOW times the upper quartile
-    of all. With two hosts there is nothing to compare.
-    """
-    slow = _slow(bandwidths)
-    hosts = sorted({host for pair in bandwidths for host in pair})
-    links = {host: [pair for pair in bandwidths if host in pair] for host in hosts}
-    slow_hosts = [host for host in hosts if slow.issuperset(links[host])]
-    return slow_hosts, sorted(pair for pair in slow if not set(pair) & set(slow_hosts))
-
-
-def _slow(bandwidths: Mapping[Pair, float]) -> set[Pair]:
-    if len(bandwidths) < 3:
-        return set()
-    usual = statistics.quantiles(bandwidths.values(), n=4, method="inclusive")[2]
-    return {pair for pair, bandwidth in bandwidths.items() if bandwidth < SLOW * usual}
-
-
-def describe(bandwidths: Mapping[Pair, float], names: Sequence[str]) -> str:
-    """Return the summary: which hosts or links are slow, and by how much."""
-    slow_hosts, slow_links = find_slow(bandwidths)
-    usual = [
-        bandwidth
-        for pair, bandwidth in bandwidths.items()
-        if pair not in slow_links and not set(pair) & set(slow_hosts)
-    ] or list(bandwidths.values())
-    median = statistics.median(usual)
-    sentences = []
-    for host in slow_hosts:
-        own = [bandwidth for pair, bandwidth in bandwidths.items() if host in pair]
-        times = median / statistics.median(own)
-        sentences.append(
-            f"{names[host]} is {times:.1f} times slower than the rest in all its links"
-        )
-    for a, b in slow_links:
-        times = median / bandwidths[a, b]
-        sentences.append(
-            f"the link {names[a]} - {names[b]} is {times:.1f} times slower than the rest; "
-            "both hosts are as fast as the others elsewhere"
-        )
-    if not sentences:
-        alike = min(bandwidths.values()) / max(bandwidths.values())
-        return (
-            f"No slow link among {len(bandwidths)}: the median is {median / 1e9:.3g} GB/s, the "
-            f"slowest has {alike:.0%} of the fastest."
-        )
-    return f"{'; '.join(sentences)}. The median of the others is {median / 1e9:.3g} GB/s."

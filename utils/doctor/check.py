@@ -54,11 +54,13 @@ class Ranks:
     everyone: by rank. all_gather(topic, value): the JSON values of all ranks, by rank; None for a
     rank that has sent none within the time limit of the check. No collective of torch is involved,
     and only connections to rank 0 are needed. Each topic is used once by each check.
+    address: of this host on the way to rank 0; "" where it is unknown.
     """
 
     me: RankPlace
     everyone: tuple[RankPlace, ...]
     all_gather: Callable[[str, Any], list[Any]]
+    address: str = ""
 
     @property
     def hosts(self) -> list[RankPlace]:

@@ -1,0 +1,88 @@
+"""One rank of the collective that `doctor` tries: it starts torch.distributed, checks all-reduces,
+and multiplies matrices on its GPU. The last line of its output is a Trial in JSON.
+
+python -m utils.doctor.all_reduce, with RANK and the other variables of torchrun's workers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..distributed import setup_distributed
+
+START_SECONDS = 20.0
+COLLECTIVE_SECONDS = 15.0
+_SIZES = (1, 1 << 14, 1 << 22)  # elements of four bytes
+_PERIOD = 97  # a block that arrives in the wrong place shows
+_ITERATIONS = 4
+_MATRIX = 8192  # rows of a square matrix in bfloat16
+
+
+@dataclass
+class Trial:
+    """What a rank has measured. wrong: wrong elements by the bytes of an all-reduce.
+
+    bus_bandwidth: bytes per second at the largest size, as nccl-tests counts it.
+    flops: of a matrix product on this rank's GPU; None on the CPU.
+    """
+
+    backend: str
+    wrong: dict[str, int]
+    bus_bandwidth: float
+    flops: float | None
+
+
+def main() -> None:
+    """Run this rank."""
+    with setup_distributed(
+        timeout=START_SECONDS, collective_timeout=COLLECTIVE_SECONDS, bind=False
+    ) as job:
+        wrong = {}
+        for count in _SIZES:
+            values = (torch.arange(count, device=job.device) % _PERIOD).float()
+            result = values + job.rank
+            dist.all_reduce(result)
+            expected = values * job.world_size + job.world_size * (job.world_size - 1) / 2
+            wrong[str(4 * count)] = int((result != expected).sum())
+        seconds = min(_time(result, job.device) for _ in range(_ITERATIONS))
+        factor = 2 * (job.world_size - 1) / job.world_size
+        bandwidth = factor * 4 * _SIZES[-1] / seconds
+        flops = _multiply(job.device) if job.device.type != "cpu" else None
+        trial = Trial(job.backend, wrong, bandwidth, flops)
+    print(json.dumps(asdict(trial)), flush=True)
+
+
+def _time(tensor: torch.Tensor, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    dist.all_reduce(tensor)
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _multiply(device: torch.device) -> float:
+    """Return the floating-point operations per second of a matrix product."""
+    matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device)
+    best = float("inf")
+    for _ in range(_ITERATIONS):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(_ITERATIONS):
+            torch.mm(matrix, matrix)
+        _wait(device)
+        best = min(best, (time.perf_counter() - start) / _ITERATIONS)
+    return 2 * _MATRIX**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

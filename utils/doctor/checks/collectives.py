@@ -1,0 +1,269 @@
+"""Start torch.distributed in processes of its own, and check all-reduces, the network that NCCL
+uses, and a matrix product on each GPU.
+
+gloo and NCCL connect every pair of ranks and would hang where one link is broken. So this check
+first connects the hosts by plain TCP, and does not start if that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ... import gpus
+from ...launch.environment import clean, rank_variables
+from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import connect, data_address, in_threads, listen, partners, serve, stop
+
+SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
+_SECONDS = 40.0  # for a process
+_CONNECT_SECONDS = 4.0
+_ROOT = Path(__file__).resolve().parents[3]  # the folder of this package
+_OUTPUT_LINES = 6
+_DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
+
+
+@dataclass
+class CollectiveFacts:
+    """The result of one rank: a Trial of all_reduce.py, or the error.
+
+    ranks: that took part; 0 where this rank did not. network: the line about it; warning: what
+    is wrong with it. unreachable: numbers of hosts that this host cannot connect to.
+    """
+
+    ranks: int
+    trial: dict[str, Any] | None = None
+    error: str = ""
+    network: str = ""
+    warning: str = ""
+    unreachable: list[int] | None = None
+
+
+class Collectives(Check[CollectiveFacts]):
+    """All-reduces over gloo or NCCL, and the network that they use."""
+
+    name = "collectives"
+    per = "rank"
+    seconds = 60.0
+    facts = CollectiveFacts
+
+    def collect(self, ranks: Ranks) -> CollectiveFacts:
+        """Run this rank's process: with GPUs one for each rank, otherwise one for each host."""
+        if len(ranks.everyone) < 2:
+            return CollectiveFacts(0)
+        unreachable, address = self._try_links(ranks)
+        has_gpus = ranks.all_gather("GPUs", gpus.count_gpus() > 0)
+        members = [place for place in ranks.everyone if all(has_gpus) or place.local_rank == 0]
+        gathered = ranks.all_gather("links", {"bad": unreachable, "address": address})
+        bad = [one is None or bool(one["bad"]) for one in gathered]
+        own = CollectiveFacts(0, unreachable=unreachable)
+        if any(bad) or len(members) < 2 or ranks.me not in members:
+            ranks.all_gather("port", None)
+            return own
+        port = ranks.all_gather("port", _free_port())[members[0].rank]
+        environ = _environment(ranks, members, gathered[members[0].rank]["address"], port)
+        return _run(environ, len(members))
+
+    def conclude(self, reported: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+        """Report wrong sums, failures, a slow network and slow GPUs."""
+        broken = [one for one in reported if one.facts.unreachable]
+        if broken:
+            yield Finding(
+                Level.GOOD,
+                "not run: hosts cannot connect to each other (see the check of connections)",
+            )
+            return
+        members = [one for one in reported if one.facts.ranks]
+        failed = [one for one in members if one.facts.error]
+        if failed:
+            yield _failure(failed, members)
+            return
+        trials = [one for one in members if one.facts.trial]
+        if not trials:
+            return
+        findings = [*_wrong_sums(trials), *_networks(trials), *_slow_gpus(trials)]
+        yield from findings
+        if not findings:
+            first = trials[0].facts
+            assert first.trial is not None
+            bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
+            network = f"; {first.network}" if first.network else ""
+            yield Finding(
+                Level.GOOD,
+                f"all-reduces of {len(trials)} ranks over {first.trial['backend']} are right, bus "
+                f"bandwidth {bandwidth / 1e9:.3g} GB/s at 16 MiB{network}",
+            )
+
+    def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
+        """Return the hosts that do not accept a connection, and this host's address."""
+        address = data_address(ranks.address)
+        listener = None
+        if ranks.me.local_rank == 0:
+            listener = listen(address)
+            serve(listener, lambda connected: None)
+        place = (address, listener.getsockname()[1]) if listener else None
+        gathered = ranks.all_gather("listening", place)
+        places = {one.node: gathered[one.rank] for one in ranks.hosts}
+        results: dict[int, bool] = {}
+        others = partners(len(places), ranks.me.node) if listener else []
+        known = [node for node in others if places[node]]
+
+        def reaches(node: int) -> bool:
+            with contextlib.suppress(OSError):
+                connect(places[node][0], places[node][1], _CONNECT_SECONDS).close()
+                return True
+            return False
+
+        results = in_threads(
+            {node: (lambda node=node: reaches(node)) for node in known},  # type: ignore[misc]
+            _CONNECT_SECONDS + 1,
+        )
+        ranks.all_gather("connected", True)
+        if listener:
+            stop(listener)
+        return [node for node in others if not results.get(node)], address
+
+
+def _environment(
+    ranks: Ranks, members: Sequence[RankPlace], address: str, port: int
+) -> dict[str, str]:
+    same_host = [one for one in members if one.node == ranks.me.node]
+    environ = {
+        name: value for name, value in clean(os.environ).items() if not name.startswith(_DROPPED)
+    }
+    environ |= rank_variables(
+        rank=members.index(ranks.me),
+        world_size=len(members),
+        local_rank=same_host.index(ranks.me),
+        local_world_size=len(same_host),
+        node_rank=ranks.me.node,
+        address=address,
+        port=port,
+    )
+    environ["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
+    return environ
+
+
+def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
+    """Run all_reduce.py with a time limit."""
+    package = __package__.rpartition(".")[0]  # "utils.doctor"
+    words = [sys.executable, "-m", f"{package}.all_reduce"]
+    process = subprocess.Popen(
+        words,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    late = ""
+    try:
+        output, _ = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        late = f"did not end within {_SECONDS:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if late:
+        output, _ = process.communicate()
+    lines = [line for line in output.splitlines() if line.strip()]
+    warning = re.search(r"\w+ uses .*, although .* is expected.*", output)
+    network = re.search(r"network: (.*)", output)
+    facts = CollectiveFacts(
+        ranks, network=network[0] if network else "", warning=warning[0] if warning else ""
+    )
+    if process.returncode == 0 and lines:
+        facts.trial = json.loads(lines[-1])
+    else:
+        status = late or f"exit status {process.returncode}"
+        facts.error = "\n".join([status, *lines[-_OUTPUT_LINES:]])
+    return facts
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
+
+
+# Findings ----------------------------------------------------------------------------------------
+
+
+def _trial(one: Reported[CollectiveFacts]) -> dict[str, Any]:
+    return one.facts.trial or {}
+
+
+def _failure(
+    failed: Sequence[Reported[CollectiveFacts]], members: Sequence[Reported[CollectiveFacts]]
+) -> Finding:
+    # The others wait for the rank that failed first, so their errors are about time limits.
+    first = min(failed, key=lambda one: "did not end" in one.facts.error)
+    number = members.index(first)
+    return Finding(
+        Level.BAD,
+        f"an all-reduce of {len(members)} ranks failed on rank {first.place.rank} "
+        f"({number} of {len(members)} in this check) on {first.place.host}: {first.facts.error}",
+        "Correct what the message names. TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO show "
+        "more",
+        ranks=(first.place.rank,),
+        hosts=(first.place.host,),
+    )
+
+
+def _wrong_sums(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    for one in trials:
+        wrong = {size: count for size, count in _trial(one)["wrong"].items() if count}
+        if wrong:
+            size, count = next(iter(wrong.items()))
+            yield Finding(
+                Level.BAD,
+                f"rank {one.place.rank} on {one.place.host} received {count} wrong elements in an "
+                f"all-reduce of {size} bytes; expected none",
+                f"Exclude {one.place.host}: its memory, GPU or network adapter corrupts data",
+                ranks=(one.place.rank,),
+                hosts=(one.place.host,),
+                exclude=True,
+            )
+
+
+def _networks(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    for one in trials[:1]:  # rank 0 reads the log
+        if one.facts.warning:
+            yield Finding(
+                Level.WARNING,
+                one.facts.warning,
+                "See docs/troubleshooting.md, and check again with --only collectives",
+                hosts=(one.place.host,),
+            )
+
+
+def _slow_gpus(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    known = [(one.place, _trial(one)["flops"]) for one in trials if _trial(one)["flops"]]
+    if len(known) < 3:
+        return
+    median = statistics.median(flops for _, flops in known)
+    for place, flops in known:
+        if flops < SLOW_SHARE * median:
+            yield Finding(
+                Level.WARNING,
+                f"the GPU of rank {place.rank} on {place.host} computes {flops / 1e12:.0f} "
+                f"TFLOP/s, the median of {len(known)} GPUs {median / 1e12:.0f}",
+                f"Check its clock, power limit and temperature (`nvidia-smi -q -d PERFORMANCE`), "
+                f"and exclude {place.host}",
+                ranks=(place.rank,),
+                hosts=(place.host,),
+                exclude=True,
+            )
