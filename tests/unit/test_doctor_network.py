@@ -16,7 +16,7 @@ from utils.doctor.checks.links import LinkFacts, Links
 from utils.doctor.checks.names import NameFacts, Names
 from utils.doctor.link import Measured
 from utils.doctor.nvml import Gpu, xid_errors
-from utils.doctor.peers import names_of, partners
+from utils.doctor.peers import interface_problem, names_of, nccl_interfaces, partners
 
 ADDRESS = "10.0.0.{}".format
 
@@ -88,8 +88,8 @@ def connections(change: Callable[[list[ConnectionFacts]], None] | None = None, c
     facts = []
     for node in range(count):
         others = [other for other in range(count) if other != node]
-        facts.append(ConnectionFacts(ADDRESS(node + 1), "eth0", 1500, [(other, "", 1e-4, []) for other in others],
-                                     [(other, 12, 1500) for other in others]))
+        facts.append(ConnectionFacts(ADDRESS(node + 1), "eth0", 1500, tcp=[(other, "", 1e-4, []) for other in others],
+                                     udp=[(other, 12, 1500) for other in others]))
     if change:
         change(facts)
     return conclude(Connections(), facts)
@@ -198,6 +198,20 @@ def test_one_address_on_two_hosts() -> None:
 
     finding = only(connections(bridge))
     assert "h1 and h2 use the same address 172.17.0.1 (docker0)" in finding.message
+
+
+def test_interfaces_that_a_host_does_not_have() -> None:
+    for value, allowed in (("eth,ib", ["eth0", "eth1", "ib0"]), ("=eth1", ["eth1"]), ("^docker", []), ("", [])):
+        assert nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == allowed
+    assert interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == interface_problem({}) == ""
+    problem = interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})
+    assert problem.startswith("NCCL_SOCKET_IFNAME=ib7, but ")
+
+    def miss(facts: list[ConnectionFacts]) -> None:
+        facts[2].interface_problem = "GLOO_SOCKET_IFNAME=ib7, but h3 has no interface ib7; it has lo. Unset it"
+
+    finding = only(connections(miss))
+    assert (finding.level, finding.hosts, finding.remedy) == (Level.BAD, ("h3",), "Unset it")
 
 
 # Links

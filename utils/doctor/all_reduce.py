@@ -1,14 +1,9 @@
-"""One rank of the collective that `doctor` tries: it starts torch.distributed, checks all-reduces,
-and multiplies matrices on its GPU. The last line of its output is a Trial in JSON.
-
-python -m utils.doctor.all_reduce, with RANK and the other variables of torchrun's workers.
-"""
+"""Start torch.distributed as one rank, check all-reduces, and multiply matrices on the GPU."""
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -37,8 +32,8 @@ class Trial:
     flops: float | None
 
 
-def main() -> None:
-    """Run this rank."""
+def try_all_reduces() -> Trial:
+    """Run this rank. RANK and the other variables of torchrun's workers are set."""
     with setup_distributed(
         timeout=START_SECONDS, collective_timeout=COLLECTIVE_SECONDS, bind=False
     ) as job:
@@ -53,8 +48,7 @@ def main() -> None:
         factor = 2 * (job.world_size - 1) / job.world_size
         bandwidth = factor * 4 * _SIZES[-1] / seconds
         flops = _multiply(job.device) if job.device.type != "cpu" else None
-        trial = Trial(job.backend, wrong, bandwidth, flops)
-    print(json.dumps(asdict(trial)), flush=True)
+        return Trial(job.backend, wrong, bandwidth, flops)
 
 
 def _time(tensor: torch.Tensor, device: torch.device) -> float:
@@ -82,7 +76,3 @@ def _multiply(device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,10 +9,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from .. import network, process
+from .. import gloo, network, process
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -29,15 +29,42 @@ def data_address(address: str = "", environ: Mapping[str, str] = os.environ) -> 
     address: this host's address on the way to rank 0, which counts otherwise.
     """
     present = network.interfaces()
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        chosen = environ.get(variable, "").split(",")[0]
-        for name, one in present.items():
-            # NCCL takes prefixes, such as "eth", and exact names, such as "=eth0".
-            if chosen and (name.startswith(chosen) or f"={name}" == chosen):
-                return one
+    chosen = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[:1]
+    chosen += nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), present)
+    for name in chosen:
+        if name in present:
+            return present[name]
     if address and not network.is_loopback(address):
         return address
     return next(iter(network.local_addresses()), "127.0.0.1")
+
+
+def nccl_interfaces(value: str, present: Iterable[str]) -> list[str]:
+    """Return the interfaces that NCCL_SOCKET_IFNAME allows: "eth,ib", "=eth0", "^docker,lo".
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+    """
+    words = [word for word in value.lstrip("^=").split(",") if word]
+    if not words or value.startswith("^"):
+        return []
+    is_exact = value.startswith("=")
+    return [
+        name
+        for name in present
+        if any(name == word if is_exact else name.startswith(word) for word in words)
+    ]
+
+
+def interface_problem(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why gloo or NCCL would find no interface on this host; "" if they find one."""
+    value = environ.get("NCCL_SOCKET_IFNAME", "")
+    present = [name for _, name in socket.if_nameindex()]
+    if not value or value.startswith("^") or nccl_interfaces(value, present):
+        return gloo.interface_problem()
+    return (
+        f"NCCL_SOCKET_IFNAME={value}, but {socket.gethostname()} has no such interface; it has "
+        f"{', '.join(present)}. Unset it, or name one of these"
+    )
 
 
 def listen(address: str, port: int = 0) -> socket.socket:

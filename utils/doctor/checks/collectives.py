@@ -1,4 +1,4 @@
-"""Start torch.distributed in processes of its own, and check all-reduces, the network that NCCL
+"""Start torch.distributed in child processes, and check all-reduces, the network that NCCL
 uses, and a matrix product on each GPU.
 
 gloo and NCCL connect every pair of ranks and would hang where one link is broken. So this check
@@ -11,26 +11,29 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import statistics
-import subprocess
 import sys
+import time
+import traceback
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..import_time import import_torch
 from ..peers import connect, data_address, in_threads, listen, partners, serve, stop
 
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 _SECONDS = 40.0  # for a process
 _CONNECT_SECONDS = 4.0
-_ROOT = Path(__file__).resolve().parents[3]  # the folder of this package
 _OUTPUT_LINES = 6
+_RESULT = "RESULT "  # before the last line of the output
 _DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
 
 
@@ -151,46 +154,73 @@ def _environment(
         address=address,
         port=port,
     )
-    environ["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
     return environ
 
 
 def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
-    """Run all_reduce.py with a time limit."""
-    package = __package__.rpartition(".")[0]  # "utils.doctor"
-    words = [sys.executable, "-m", f"{package}.all_reduce"]
-    process = subprocess.Popen(
-        words,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    late = ""
-    try:
-        output, _ = process.communicate(timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        late = f"did not end within {_SECONDS:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if late:
-        output, _ = process.communicate()
+    """Try all-reduces in a child process with a time limit."""
+    import_torch()  # once for all children
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of other threads. Those of this process do not hold locks for long.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        _become_rank(environ, writer)
+    os.close(writer)
+    output, is_late = _read_until(reader, time.monotonic() + _SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(reader)
+
     lines = [line for line in output.splitlines() if line.strip()]
     warning = re.search(r"\w+ uses .*, although .* is expected.*", output)
-    network = re.search(r"network: (.*)", output)
+    network = re.search(r"network: .*", output)
     facts = CollectiveFacts(
         ranks, network=network[0] if network else "", warning=warning[0] if warning else ""
     )
-    if process.returncode == 0 and lines:
-        facts.trial = json.loads(lines[-1])
+    if lines and lines[-1].startswith(_RESULT):
+        facts.trial = json.loads(lines[-1].removeprefix(_RESULT))
     else:
-        status = late or f"exit status {process.returncode}"
-        facts.error = "\n".join([status, *lines[-_OUTPUT_LINES:]])
+        problem = f"did not end within {_SECONDS:.0f} s" if is_late else f"exit status {status}"
+        facts.error = "\n".join([problem, *lines[-_OUTPUT_LINES:]])
     return facts
+
+
+def _become_rank(environ: dict[str, str], output: int) -> NoReturn:
+    """Run this child process as a rank; its output ends with the result."""
+    status = 1
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(environ)
+        from ..all_reduce import try_all_reduces
+
+        print(_RESULT + json.dumps(asdict(try_all_reduces())), flush=True)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _read_until(reader: int, limit: float) -> tuple[str, bool]:
+    """Return the output of a process until it ends, and whether it did not end in time."""
+    content = b""
+    while True:
+        left = limit - time.monotonic()
+        if left <= 0 or not select.select([reader], [], [], left)[0]:
+            return content.decode(errors="replace"), True
+        chunk = os.read(reader, 1 << 16)
+        if not chunk:
+            return content.decode(errors="replace"), False
+        content += chunk
 
 
 def _free_port() -> int:

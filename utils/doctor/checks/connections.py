@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ... import network
 from ...host_pairs import attribute
 from ..check import Check, Finding, Level, Ranks, Reported
-from ..peers import data_address, listen_spread, names_of, partners, serve, stop
+from ..peers import data_address, interface_problem, listen_spread, names_of, partners, serve, stop
 from ..probes import CONNECT_SECONDS, PORTS, Probes, connect_all, respond
 
 LONG_ROUND_TRIP_SECONDS = 5e-3
@@ -28,6 +28,7 @@ _SHOWN = 6  # links
 class ConnectionFacts:
     """What a host has found, by the number of the other host.
 
+    interface_problem: why gloo or NCCL find no interface, or "".
     tcp: number, the problem or "", round trip in seconds or None, ports that did not respond.
     udp: number, packets that have arrived from there, the largest one in bytes.
     """
@@ -35,6 +36,7 @@ class ConnectionFacts:
     address: str
     interface: str
     mtu: int | None
+    interface_problem: str = ""
     tcp: list[tuple[int, str, float | None, list[int]]] = field(default_factory=list)
     udp: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -51,7 +53,7 @@ class Connections(Check[ConnectionFacts]):
         """Connect to the partners while they connect to this host."""
         address = data_address(ranks.address)
         interface = network.interface_of(address) or ""
-        facts = ConnectionFacts(address, interface, network.mtu(interface))
+        facts = ConnectionFacts(address, interface, network.mtu(interface), interface_problem())
         if len(ranks.hosts) < 2:
             return facts
         listeners = listen_spread(address, PORTS)
@@ -87,10 +89,12 @@ class Connections(Check[ConnectionFacts]):
 
     def conclude(self, reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:
         """Report broken connections, then packet sizes, then long round trips."""
+        findings = list(_wrong_interfaces(reported))
         if len(reported) < 2:
+            yield from findings
             return
         seen = _Seen(reported)
-        findings = [
+        findings += [
             *_same_address(seen),
             *_broken(seen),
             *_closed_ports(seen),
@@ -157,6 +161,13 @@ class _Seen:
         """Return the most frequent MTU of the interfaces."""
         known = Counter(one.mtu for one in self.facts.values() if one.mtu)
         return known.most_common(1)[0][0] if known else None
+
+
+def _wrong_interfaces(reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:
+    for one in reported:
+        if problem := one.facts.interface_problem:
+            what, _, remedy = problem.rpartition(". ")
+            yield Finding(Level.BAD, what, remedy, hosts=(one.place.host,))
 
 
 def _same_address(seen: _Seen) -> Iterator[Finding]:
