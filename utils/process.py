@@ -136,10 +136,22 @@ def work_done() -> tuple[float, float]:
     return ticks / os.sysconf("SC_CLK_TCK"), megabytes
 
 
-def waited_for_core() -> float:
-    """Return the seconds that this thread has been ready to run while others had the cores."""
+def thread_seconds() -> tuple[float, float]:
+    """Return how long this thread has run, and how long it was ready while others had the cores.
+
+    Where /proc does not show the second number, it is 0.
+    """
     fields = (_read("/proc/thread-self/schedstat") or b"").split()  # in nanoseconds
-    return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
+    if len(fields) != 3:
+        return time.thread_time(), 0.0
+    return int(fields[0]) / 1e9, int(fields[1]) / 1e9
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Return how long the CPUs of this host have been idle, and that time with the busy time."""
+    line = (_read("/proc/stat") or b"").partition(b"\n")[0]  # "cpu  USER NICE SYSTEM IDLE IOWAIT"
+    ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in line.split()[1:9]]
+    return sum(ticks[3:5]), sum(ticks)
 
 
 def caught_signals() -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from .. import process
+
 _waited: float | None = None
 
 
@@ -13,22 +15,12 @@ def import_torch() -> None:
     global _waited
     if "torch" in sys.modules:
         return
-    began, busy = time.monotonic(), _seconds_busy()
+    began, busy = time.monotonic(), sum(process.thread_seconds())
     import torch  # noqa: F401
 
-    _waited = max(0.0, time.monotonic() - began - (_seconds_busy() - busy))
+    _waited = max(0.0, time.monotonic() - began - (sum(process.thread_seconds()) - busy))
 
 
 def seconds_waiting_for_torch() -> float | None:
     """Return what import_torch() has noted; None where torch had been imported before."""
     return _waited
-
-
-def _seconds_busy() -> float:
-    """Return the seconds that this thread has run, or has waited for a CPU; see proc(5)."""
-    try:
-        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
-            running, waiting, _ = file.read().split()
-        return (int(running) + int(waiting)) / 1e9
-    except (OSError, ValueError):
-        return time.thread_time()

@@ -29,6 +29,7 @@ _FAR_SECONDS = 0.05  # a longer round trip is reported by the check of connectio
 _FIRST_BYTES, _LAST_BYTES = 1 << 16, 1 << 26
 _LONG_ENOUGH_SECONDS = 0.04  # of the transfer that counts
 _LARGEST_SHARE = 0.9  # of the time without a core: the threads may wait at the same time
+_LEAST_IDLE = 0.1  # share of the time of all cores of a host
 _BATCH, _BATCHES = 30, 20  # UDP packets
 _BATCH_SECONDS = 0.6  # for all batches of one direction
 _GRACE_SECONDS = 0.02
@@ -45,7 +46,7 @@ class Measured:
     """One link, seen from the lower of its two hosts, a. Seconds, and bytes per second.
 
     a_to_b, b_to_a: bandwidth; None where the round trip is too long for a measurement.
-    busy: share of the time, in each direction, in which the threads were ready but had no core.
+    busy: share of the time, in each direction, in which the hosts had no core for it.
     probes, lost: UDP packets from a to b and back; no probes where UDP does not pass.
     segments, sent_again: of TCP, in both directions.
     """
@@ -212,9 +213,9 @@ class LinkEnd:
             if command == b"P":
                 connected.sendall(b"p")
             elif command in b"SR":
-                waited = process.waited_for_core()
+                busy = _Busy()
                 (_sink if command == b"S" else _source)(connected, number)
-                connected.sendall(_REPORT.pack(process.waited_for_core() - waited))
+                connected.sendall(_REPORT.pack(busy.share()))
             elif command == b"U":
                 connected.sendall(struct.pack("!I", self._count_batch(other, number)))
             elif command == b"D":
@@ -243,6 +244,25 @@ class LinkEnd:
         return count
 
 
+class _Busy:
+    """How busy this host is while something is measured."""
+
+    def __init__(self) -> None:
+        self._started, self._waited = time.monotonic(), process.thread_seconds()[1]
+        self._idle, self._total = process.cpu_seconds()
+
+    def share(self) -> float:
+        """Return the share of the time since then in which this thread lacked a core.
+
+        The kernel needs cores, too. If none was idle, the share is the largest that counts.
+        """
+        idle, total = process.cpu_seconds()
+        if idle - self._idle < _LEAST_IDLE * (total - self._total):
+            return _LARGEST_SHARE
+        seconds = max(1e-6, time.monotonic() - self._started)
+        return (process.thread_seconds()[1] - self._waited) / seconds
+
+
 def _ping(connected: socket.socket) -> float:
     started = time.perf_counter()
     connected.sendall(_COMMAND.pack(b"P", 0))
@@ -251,21 +271,24 @@ def _ping(connected: socket.socket) -> float:
 
 
 def _transfer(connected: socket.socket, command: bytes, round_trip: float) -> tuple[float, float]:
-    """Return bytes per second in one direction, and the share of time that both threads waited.
+    """Return bytes per second in one direction, and the share of time without a core for it.
 
-    The size grows until the transfer takes long enough: a buffer on the way hides a slow link.
+    The size grows until the transfer takes long enough: a buffer on the way hides a slow link. The
+    last size counts, and its faster transfer: the first one may have met another program.
     """
-    size = _FIRST_BYTES
-    while True:
-        started, waited = time.perf_counter(), process.waited_for_core()
+    size, found = _FIRST_BYTES, []
+    while len(found) < 2:
+        started, busy = time.perf_counter(), _Busy()
         connected.sendall(_COMMAND.pack(command, size))
         (_source if command == b"S" else _sink)(connected, size)
-        (waited_there,) = _REPORT.unpack(receive(connected, _REPORT.size))
-        seconds = time.perf_counter() - started - round_trip
+        (busy_there,) = _REPORT.unpack(receive(connected, _REPORT.size))
+        seconds = max(1e-6, time.perf_counter() - started - round_trip)
         if seconds > _LONG_ENOUGH_SECONDS or size >= _LAST_BYTES:
-            busy = process.waited_for_core() - waited + waited_there
-            return size / max(seconds, 1e-6), min(_LARGEST_SHARE, busy / max(seconds, 1e-6))
-        size *= 4
+            found.append((size / seconds, min(_LARGEST_SHARE, busy.share() + busy_there)))
+        else:
+            found.clear()
+            size = min(4 * size, _LAST_BYTES)
+    return max(found)
 
 
 def _source(connected: socket.socket, size: int) -> None:

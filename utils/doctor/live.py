@@ -17,10 +17,16 @@ from ..launchers.detect import find_launcher
 from ..rank_variables import RANK_VARIABLES
 from ..schedulers import AllocationError, current_allocation, exclude_file
 from .check import Check, Finding, Level
+from .checks.clock import Clock
+from .checks.collectives import Collectives
+from .checks.connections import Connections
 from .checks.equality import Equality
 from .checks.gloo import Gloo
+from .checks.gpus import Gpus
 from .checks.installation import Installation
 from .checks.limits import Limits
+from .checks.links import Links
+from .checks.names import Names
 from .checks.placement import Placement
 from .checks.storage import StorageCheck
 from .exchange import Rank0Lost
@@ -53,6 +59,12 @@ def all_checks(options: Options) -> list[Check[Any]]:
         Installation(options.quick),
         StorageCheck(options.checkpoints, options.data, options.quick),
         Gloo(),
+        Gpus(),
+        Names(),
+        Clock(),
+        Connections(),
+        Links(),
+        Collectives(),
     ]
 
 

@@ -17,6 +17,8 @@ from .peers import connect, in_threads, receive, tcp_info
 
 PORTS = 4  # that each host listens at
 CONNECT_SECONDS = 4.0
+NO_DATA = ("sent data do not arrive", "data do not return")
+_TRIPS = 3
 _BULK_BYTES = 12_000  # packets of full size, without waiting for an acknowledgement
 _SIZES = (576, 1280, 1400, 1500, 4092)  # packets with their headers, in bytes
 _PASSES = 3
@@ -30,52 +32,66 @@ _MAGIC = b"ddpkit-p"
 
 def connect_all(
     others: Mapping[int, Mapping[str, Any]], own_address: str
-) -> list[tuple[int, str, float | None, list[int]]]:
-    """Connect to all ports of other hosts at once.
+) -> list[tuple[int, str, list[int]]]:
+    """Connect to all ports of other hosts at once, and exchange data over the first one.
 
     others: number of a host, its "address" and "ports". Returns for each host its number, the
-    problem or "", the shortest round trip or None, and the ports that did not respond.
+    problem or "", and the ports that did not respond.
     """
     jobs = {
-        (node, port): partial(_try, place["address"], port)
+        (node, port): partial(_try, place["address"], port, port == place["ports"][0])
         for node, place in others.items()
         for port in place["ports"]
         if place["address"] != own_address
     }
     results = in_threads(jobs, 2 * CONNECT_SECONDS)
-    found: list[tuple[int, str, float | None, list[int]]] = []
+    found: list[tuple[int, str, list[int]]] = []
     for node, place in others.items():
-        of_node = {port: results.get((node, port), ("timed out", None)) for port in place["ports"]}
-        failed = [port for port, (problem, _) in of_node.items() if problem]
-        trips = [trip for _, trip in of_node.values() if trip is not None]
-        problem = of_node[failed[0]][0] if len(failed) == len(of_node) else ""
+        of_node = {port: results.get((node, port), "timed out") for port in place["ports"]}
+        failed = [port for port, problem in of_node.items() if problem]
+        first = of_node[place["ports"][0]]
+        problem = first if first in NO_DATA or len(failed) == len(of_node) else ""
         if place["address"] == own_address:
             problem = "same address"
-        found.append((node, problem, min(trips, default=None), failed))
+        found.append((node, problem, failed))
     return found
 
 
-def _try(address: str, port: int) -> tuple[str, float | None]:
-    """Connect, send some packets, and receive some; return the problem and the round trip."""
+def round_trips(others: Mapping[int, Mapping[str, Any]]) -> dict[int, float | None]:
+    """Return the round trips to other hosts, as the kernel measures them when it connects."""
+
+    def measure(place: Mapping[str, Any]) -> float | None:
+        trips = []
+        for _ in range(_TRIPS):
+            with contextlib.suppress(OSError):
+                with connect(place["address"], place["ports"][0], CONNECT_SECONDS) as connected:
+                    trips.append(tcp_info(connected).round_trip)
+        return min((trip for trip in trips if trip is not None), default=None)
+
+    jobs = {node: partial(measure, place) for node, place in others.items()}
+    return in_threads(jobs, CONNECT_SECONDS)
+
+
+def _try(address: str, port: int, has_data: bool) -> str:
+    """Connect, and send and receive some packets; return the problem, or ""."""
     try:
         connected = connect(address, port, CONNECT_SECONDS)
     except ConnectionRefusedError:
-        return "refused", None
+        return "refused"
     except TimeoutError:
-        return "timed out", None
+        return "timed out"
     except OSError as error:
         unreachable = error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-        return "no route" if unreachable else str(error.strerror or error), None
-    with connected:
-        problem = "sent data do not arrive"
-        try:
+        return "no route" if unreachable else str(error.strerror or error)
+    problem = NO_DATA[0]
+    with connected, contextlib.suppress(OSError):
+        if has_data:
             connected.sendall(bytes(_BULK_BYTES))
             receive(connected, 1)
-            problem = "data do not return"
+            problem = NO_DATA[1]
             receive(connected, _BULK_BYTES)
-        except OSError:
-            return problem, None
-        return "", tcp_info(connected).round_trip
+        return ""
+    return problem
 
 
 def respond(connected: socket.socket) -> None:

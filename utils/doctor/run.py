@@ -68,7 +68,7 @@ def _collect(check: Check[Any], joined: Joined, start: float) -> dict[str, Any]:
 
     def collect() -> None:
         try:
-            facts = check.collect(Ranks(joined.me, joined.everyone, all_gather))
+            facts = check.collect(Ranks(joined.me, joined.everyone, all_gather, joined.address))
             report["facts"] = dataclasses.asdict(facts)
         except Exception as error:  # of any check: the others go on
             report["error"] = f"{type(error).__name__}: {error}"

@@ -27,12 +27,12 @@ from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
 from ..import_time import import_torch
-from ..peers import connect, data_address, in_threads, listen, partners, serve, stop
+from ..peers import data_address, listen, partners, serve, stop
+from ..probes import connect_all, respond
 
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 _SECONDS = 40.0  # for a process
-_CONNECT_SECONDS = 4.0
-_OUTPUT_LINES = 6
+_OUTPUT_LINES = 4
 _RESULT = "RESULT "  # before the last line of the output
 _DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
 
@@ -101,41 +101,31 @@ class Collectives(Check[CollectiveFacts]):
             first = trials[0].facts
             assert first.trial is not None
             bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
+            size = max(map(int, first.trial["wrong"]))
             network = f"; {first.network}" if first.network else ""
             yield Finding(
                 Level.GOOD,
                 f"all-reduces of {len(trials)} ranks over {first.trial['backend']} are right, bus "
-                f"bandwidth {bandwidth / 1e9:.3g} GB/s at 16 MiB{network}",
+                f"bandwidth {bandwidth / 1e9:.3g} GB/s at {size / 1e6:.3g} MB{network}",
             )
 
     def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
-        """Return the hosts that do not accept a connection, and this host's address."""
+        """Return the hosts that this host cannot exchange data with, and this host's address."""
         address = data_address(ranks.address)
         listener = None
         if ranks.me.local_rank == 0:
             listener = listen(address)
-            serve(listener, lambda connected: None)
-        place = (address, listener.getsockname()[1]) if listener else None
-        gathered = ranks.all_gather("listening", place)
+            serve(listener, respond)
+        own = {"address": address, "ports": [listener.getsockname()[1]]} if listener else None
+        gathered = ranks.all_gather("listening", own)
         places = {one.node: gathered[one.rank] for one in ranks.hosts}
-        results: dict[int, bool] = {}
         others = partners(len(places), ranks.me.node) if listener else []
-        known = [node for node in others if places[node]]
-
-        def reaches(node: int) -> bool:
-            with contextlib.suppress(OSError):
-                connect(places[node][0], places[node][1], _CONNECT_SECONDS).close()
-                return True
-            return False
-
-        results = in_threads(
-            {node: (lambda node=node: reaches(node)) for node in known},  # type: ignore[misc]
-            _CONNECT_SECONDS + 1,
-        )
+        results = connect_all({node: places[node] for node in others if places[node]}, address)
+        reached = [node for node, problem, _ in results if not problem]
         ranks.all_gather("connected", True)
         if listener:
             stop(listener)
-        return [node for node in others if not results.get(node)], address
+        return [node for node in others if node not in reached], address
 
 
 def _environment(
@@ -176,7 +166,8 @@ def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.close(reader)
 
-    lines = [line for line in output.splitlines() if line.strip()]
+    # Indented lines are tables and the frames of a traceback.
+    lines = [line for line in output.splitlines() if line.strip() and line[0] != " "]
     warning = re.search(r"\w+ uses .*, although .* is expected.*", output)
     network = re.search(r"network: .*", output)
     facts = CollectiveFacts(

@@ -18,7 +18,7 @@ from ... import network
 from ...host_pairs import attribute
 from ..check import Check, Finding, Level, Ranks, Reported
 from ..peers import data_address, interface_problem, listen_spread, names_of, partners, serve, stop
-from ..probes import CONNECT_SECONDS, PORTS, Probes, connect_all, respond
+from ..probes import CONNECT_SECONDS, NO_DATA, PORTS, Probes, connect_all, respond, round_trips
 
 LONG_ROUND_TRIP_SECONDS = 5e-3
 _SHOWN = 6  # links
@@ -74,7 +74,7 @@ class Connections(Check[ConnectionFacts]):
         }
         sender = threading.Thread(target=probes.send, args=(others, facts.mtu or 1500), daemon=True)
         sender.start()
-        facts.tcp = connect_all(others, address)
+        tcp = connect_all(others, address)
         sender.join(CONNECT_SECONDS)
         ranks.all_gather("connected", True)
         expected = [
@@ -83,6 +83,10 @@ class Connections(Check[ConnectionFacts]):
             if place is not None and ranks.me.node in partners(len(places), node)
         ]
         facts.udp = probes.received(expected)
+        reached = {node: others[node] for node, problem, _ in tcp if not problem}
+        trips = round_trips(reached)  # when nothing else is on its way
+        ranks.all_gather("measured", True)
+        facts.tcp = [(node, problem, trips.get(node), ports) for node, problem, ports in tcp]
         for listener in listeners:
             stop(listener)
         return facts
@@ -251,8 +255,8 @@ def _cause(seen: _Seen, a: int, b: int) -> str:
         return f"{one} is refused by {to}, which listens: a firewall rejects connections"
     if problem == "no route":
         return f"{one} has no route to {to}, or {other} does not respond to ARP"
-    if problem in ("sent data do not arrive", "data do not return"):
-        source, target = (a, b) if problem == "sent data do not arrive" else (b, a)
+    if problem in NO_DATA:
+        source, target = (a, b) if problem == NO_DATA[0] else (b, a)
         largest = seen.arrived.get((source, target))
         what = f"packets above {largest} bytes" if largest else "packets of full size"
         mtu = seen.facts[source].mtu

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...host_pairs import SLOW, Pair, attribute, rounds, usual_bandwidth
+from ...host_pairs import Pair, attribute, rounds, usual_bandwidth
 from ..check import Check, Finding, Level, Ranks, Reported
 from ..link import LinkEnd, Measured
 from ..peers import ALL_PAIRS_HOSTS, data_address, names_of
 
+SLOW = 0.4  # share of the usual bandwidth: one stream of TCP varies more than a collective
 LOST_SHARE = 0.003  # of the packets; a healthy network loses none of so few
 LOW_BYTES_PER_SECOND = 12.5e6  # 100 Mbit/s
 _ROUNDS = 10  # with more than ALL_PAIRS_HOSTS hosts
