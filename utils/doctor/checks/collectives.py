@@ -29,6 +29,7 @@ from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
 from ..import_time import import_torch
 from ..peers import data_address, listen, partners, serve, stop
 from ..probes import connect_all, respond
+from .equality import torch_folder
 
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 _SECONDS = 40.0  # for a process
@@ -66,12 +67,19 @@ class Collectives(Check[CollectiveFacts]):
         if len(ranks.everyone) < 2:
             return CollectiveFacts(0)
         unreachable, address = self._try_links(ranks)
-        has_gpus = ranks.all_gather("GPUs", gpus.count_gpus() > 0)
-        members = [place for place in ranks.everyone if all(has_gpus) or place.local_rank == 0]
-        gathered = ranks.all_gather("links", {"bad": unreachable, "address": address})
-        bad = [one is None or bool(one["bad"]) for one in gathered]
+        status = {
+            "bad": unreachable,
+            "address": address,
+            "gpus": gpus.count_gpus(),
+            "torch": torch_folder() is not None,
+        }
+        gathered = ranks.all_gather("status", status)
+        known = [one for one in gathered if one is not None]
+        bad = [one["bad"] or not one["torch"] for one in known]
+        has_gpus = all(one["gpus"] for one in known)
+        members = [place for place in ranks.everyone if has_gpus or place.local_rank == 0]
         own = CollectiveFacts(0, unreachable=unreachable)
-        if any(bad) or len(members) < 2 or ranks.me not in members:
+        if any(bad) or len(known) < len(gathered) or len(members) < 2 or ranks.me not in members:
             ranks.all_gather("port", None)
             return own
         port = ranks.all_gather("port", _free_port())[members[0].rank]
