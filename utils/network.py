@@ -93,15 +93,6 @@ def mtu(interface: str) -> int | None:
     return None
 
 
-def source_address(destination: str) -> str:
-    """Return this host's address on the route to another one; "" where there is no route."""
-    family = socket.AF_INET6 if ":" in destination else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((destination, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-    return ""
-
-
 def default_gloo_address() -> str | None:
     """Return the address that gloo uses while GLOO_SOCKET_IFNAME is not set.
 

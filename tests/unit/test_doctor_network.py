@@ -272,9 +272,10 @@ def test_collectives() -> None:
     assert wrong.level is Level.BAD and wrong.hosts == ("h2",) and "7 wrong elements" in wrong.message
     slow = only(conclude(Collectives(), [trial(flops=6e14), trial(flops=6.1e14), trial(flops=4e14)]))
     assert "the GPU of rank 2 on h3 computes 400 TFLOP/s, the median of 3 GPUs 600" in slow.message
-    late = [CollectiveFacts(2, error="did not end within 40 s"), CollectiveFacts(2, error="exit status 1\nno memory")]
-    failed = only(conclude(Collectives(), late))
-    assert "rank 1 (1 of 2 in this check) on h2: exit status 1\nno memory" in failed.message
+    late = [CollectiveFacts(2, error="did not end within 40 s"), CollectiveFacts(2, error="exit status 1: no memory")]
+    assert "of 2 ranks failed on rank 1 on h2: exit status 1: no memory" in only(conclude(Collectives(), late)).message
+    hanging = only(conclude(Collectives(), late[:1] * 2))
+    assert (hanging.level, hanging.hosts) == (Level.WARNING, ()) and "of 2 ranks did not end" in hanging.message
     assert "not run" in only(conclude(Collectives(), [CollectiveFacts(0, unreachable=[1])])).message
 
 

@@ -27,13 +27,14 @@ from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
 from ..import_time import import_torch
-from ..peers import data_address, listen, partners, serve, stop
-from ..probes import connect_all, respond
+from ..peers import data_address, listen, names_of, partners, serve, stop
+from ..probes import connect_all, respond, round_trips
 from .equality import torch_folder
 
+FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 _SECONDS = 40.0  # for a process
-_OUTPUT_LINES = 4
+_LATE = "did not end within"
 _RESULT = "RESULT "  # before the last line of the output
 _DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
 
@@ -43,7 +44,8 @@ class CollectiveFacts:
     """The result of one rank: a Trial of all_reduce.py, or the error.
 
     ranks: that took part; 0 where this rank did not. network: the line about it; warning: what
-    is wrong with it. unreachable: numbers of hosts that this host cannot connect to.
+    is wrong with it. unreachable: numbers of hosts that this host cannot connect to, or only with
+    a long round trip.
     """
 
     ranks: int
@@ -92,7 +94,7 @@ class Collectives(Check[CollectiveFacts]):
         if broken:
             yield Finding(
                 Level.GOOD,
-                "not run: hosts cannot connect to each other (see the check of connections)",
+                "not run: see what the check of connections has found",
             )
             return
         members = [one for one in reported if one.facts.ranks]
@@ -118,7 +120,7 @@ class Collectives(Check[CollectiveFacts]):
             )
 
     def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
-        """Return the hosts that this host cannot exchange data with, and this host's address."""
+        """Return the hosts that collectives would hang or crawl with, and this host's address."""
         address = data_address(ranks.address)
         listener = None
         if ranks.me.local_rank == 0:
@@ -131,9 +133,12 @@ class Collectives(Check[CollectiveFacts]):
         results = connect_all({node: places[node] for node in others if places[node]}, address)
         reached = [node for node, problem, _ in results if not problem]
         ranks.all_gather("connected", True)
+        trips = round_trips({node: places[node] for node in reached})
+        ranks.all_gather("measured", True)
         if listener:
             stop(listener)
-        return [node for node in others if node not in reached], address
+        near = [node for node in reached if (trips.get(node) or 0.0) < FAR_SECONDS]
+        return [node for node in others if node not in near], address
 
 
 def _environment(
@@ -184,8 +189,8 @@ def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
     if lines and lines[-1].startswith(_RESULT):
         facts.trial = json.loads(lines[-1].removeprefix(_RESULT))
     else:
-        problem = f"did not end within {_SECONDS:.0f} s" if is_late else f"exit status {status}"
-        facts.error = "\n".join([problem, *lines[-_OUTPUT_LINES:]])
+        problem = f"{_LATE} {_SECONDS:.0f} s" if is_late else f"exit status {status}"
+        facts.error = ": ".join([problem, *lines[-1:]])
     return facts
 
 
@@ -238,13 +243,20 @@ def _trial(one: Reported[CollectiveFacts]) -> dict[str, Any]:
 def _failure(
     failed: Sequence[Reported[CollectiveFacts]], members: Sequence[Reported[CollectiveFacts]]
 ) -> Finding:
-    # The others wait for the rank that failed first, so their errors are about time limits.
-    first = min(failed, key=lambda one: "did not end" in one.facts.error)
-    number = members.index(first)
+    # The others wait for the rank that failed first.
+    first = next((one for one in failed if _LATE not in one.facts.error), None)
+    if first is None:
+        return Finding(
+            Level.WARNING,
+            f"all-reduces of {len(members)} ranks {_LATE} {_SECONDS:.0f} s on "
+            f"{names_of([one.place.host for one in failed])}",
+            "Look at what the checks of connections and links have found, and at other programs on "
+            "these hosts; check again with --only collectives",
+        )
     return Finding(
         Level.BAD,
-        f"an all-reduce of {len(members)} ranks failed on rank {first.place.rank} "
-        f"({number} of {len(members)} in this check) on {first.place.host}: {first.facts.error}",
+        f"an all-reduce of {len(members)} ranks failed on rank {first.place.rank} on "
+        f"{first.place.host}: {first.facts.error}",
         "Correct what the message names. TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO show "
         "more",
         ranks=(first.place.rank,),

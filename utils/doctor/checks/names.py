@@ -62,12 +62,14 @@ class Names(Check[NameFacts]):
         if len(reported) < 2:
             return
         hosts = {one.place.node: one.place.host for one in reported}
+        counts = Counter(hosts.values())  # one name on two hosts: the check of placement reports it
         addresses = {one.place.node: one.facts.addresses for one in reported}
         seen = [
             (one.place.node, node, found)
             for one in reported
             for node, found in one.facts.wrong
-            if node in hosts and (found is None or not _is_right(found, addresses[node]))
+            if counts[hosts.get(node, "")] == 1
+            and (found is None or not _is_right(found, addresses[node]))
         ]
         own = [one for one in seen if one[0] == one[1]]
         others = [one for one in seen if one[0] != one[1]]
