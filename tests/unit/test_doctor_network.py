@@ -274,6 +274,8 @@ def test_collectives() -> None:
     assert "the GPU of rank 2 on h3 computes 400 TFLOP/s, the median of 3 GPUs 600" in slow.message
     late = [CollectiveFacts(2, error="did not end within 40 s"), CollectiveFacts(2, error="exit status 1: no memory")]
     assert "of 2 ranks failed on rank 1 on h2: exit status 1: no memory" in only(conclude(Collectives(), late)).message
+    launch = [CollectiveFacts(2, error="the ranks do not start: the ranks differ in torch version")] * 2
+    assert only(conclude(Collectives(), launch)).hosts == ()
     hanging = only(conclude(Collectives(), late[:1] * 2))
     assert (hanging.level, hanging.hosts) == (Level.WARNING, ()) and "of 2 ranks did not end" in hanging.message
     assert "not run" in only(conclude(Collectives(), [CollectiveFacts(0, unreachable=[1])])).message

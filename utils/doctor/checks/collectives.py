@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from ... import gpus
 from ...launch.environment import clean, rank_variables
+from ...launchers.base import LaunchError
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
 from ..import_time import import_torch
 from ..peers import data_address, listen, names_of, partners, serve, stop
@@ -35,6 +36,7 @@ FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 _SECONDS = 40.0  # for a process
 _LATE = "did not end within"
+_START_FAILED = "the ranks do not start: "
 _RESULT = "RESULT "  # before the last line of the output
 _DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
 
@@ -188,6 +190,8 @@ def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
     )
     if lines and lines[-1].startswith(_RESULT):
         facts.trial = json.loads(lines[-1].removeprefix(_RESULT))
+    elif lines and lines[-1].startswith(_START_FAILED):
+        facts.error = lines[-1]
     else:
         problem = f"{_LATE} {_SECONDS:.0f} s" if is_late else f"exit status {status}"
         facts.error = ": ".join([problem, *lines[-1:]])
@@ -206,6 +210,8 @@ def _become_rank(environ: dict[str, str], output: int) -> NoReturn:
 
         print(_RESULT + json.dumps(asdict(try_all_reduces())), flush=True)
         status = 0
+    except LaunchError as error:
+        print(_START_FAILED + str(error).splitlines()[0], flush=True)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -243,6 +249,13 @@ def _trial(one: Reported[CollectiveFacts]) -> dict[str, Any]:
 def _failure(
     failed: Sequence[Reported[CollectiveFacts]], members: Sequence[Reported[CollectiveFacts]]
 ) -> Finding:
+    common = [one.facts.error for one in failed if one.facts.error.startswith(_START_FAILED)]
+    if common:  # all ranks report what concerns all of them
+        return Finding(
+            Level.BAD,
+            f"all-reduces of {len(members)} ranks: {common[0]}",
+            "Correct what the message names, and what the other checks have found",
+        )
     # The others wait for the rank that failed first.
     first = next((one for one in failed if _LATE not in one.facts.error), None)
     if first is None:
