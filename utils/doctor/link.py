@@ -276,7 +276,8 @@ def _transfer(connected: socket.socket, command: bytes, round_trip: float) -> tu
     The size grows until the transfer takes long enough: a buffer on the way hides a slow link. The
     last size counts, and its faster transfer: the first one may have met another program.
     """
-    size, found = _FIRST_BYTES, []
+    size = _FIRST_BYTES
+    found: list[tuple[float, float]] = []
     while len(found) < 2:
         started, busy = time.perf_counter(), _Busy()
         connected.sendall(_COMMAND.pack(command, size))
