@@ -180,10 +180,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        projected = self.query_key_value(self.attention_norm(x))
-        per_head = projected.view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = per_head.permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected = self.query_key_value(self.attention_norm(x)).split(width, dim=2)
+        per_head = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in projected)
+        attended = scaled_dot_product_attention(*per_head, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp_out(nn.functional.gelu(self.mlp_in(self.mlp_norm(x))))
 

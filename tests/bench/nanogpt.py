@@ -1,10 +1,10 @@
 """Compare examples/03_text_lm.py with nanoGPT's train.py: same model, same data, same machine.
 
-    python tests/bench/nanogpt.py FOLDER_OF_NANOGPT [--device cuda --compile] [--turns 8] [--seeds 4]
+    python tests/bench/nanogpt.py FOLDER_OF_NANOGPT [--device cuda --compile] [--model gpt2] [--turns 8] [--seeds 4]
 
-Speed: both train 6 layers of width 384 with a context of 256 and 12 sequences per step. They take turns of some steps;
-the other one waits meanwhile. Prints tokens per second of each turn, and the median of the ratios of two successive
-turns. A turn lasts from the end of one optimizer step to the end of another; neither evaluates nor saves in it.
+Speed: both train 6 layers of width 384 with a context of 256, or GPT-2, with 12 sequences per step. They take turns of
+some steps; the other one waits meanwhile. Prints tokens per second of each turn, and the median of the ratios of two
+successive turns. A turn lasts from the end of one optimizer step to that of another; neither evaluates or saves in it.
 
 Loss: both train a smaller model several times, each time with another seed. Prints the mean loss over each tenth of the
 steps. Within noise means: in each tenth, the means over the seeds of both differ by less than the largest difference
@@ -29,8 +29,9 @@ import numpy
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "03_text_lm.py"
-FAST = {"layers": 6, "heads": 6, "width": 384, "context": 256, "batch": 12}
-SMALL = {"layers": 4, "heads": 4, "width": 128, "context": 64, "batch": 16}
+SPEED = {"small": {"layers": 6, "heads": 6, "width": 384, "context": 256, "batch": 12},
+         "gpt2": {"layers": 12, "heads": 12, "width": 768, "context": 1024, "batch": 12}}
+LOSS_SIZE = {"layers": 4, "heads": 4, "width": 128, "context": 64, "batch": 16}
 LOSS = re.compile(r"^(?:step +\d+/\d+|iter \d+:) +loss ([\d.]+)", re.MULTILINE)
 
 
@@ -100,29 +101,32 @@ def write_data(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     tokens = numpy.frombuffer((folder / "text").read_bytes(), dtype=numpy.uint8).astype(numpy.uint16)
     border = len(tokens) - len(tokens) // 10
-    data = folder / "data" / "text"
-    data.mkdir(parents=True)
-    tokens[:border].tofile(data / "train.bin")
-    tokens[border:].tofile(data / "val.bin")
-    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
+    for dataset in ("text", "tokens"):
+        data = folder / "data" / dataset
+        data.mkdir(parents=True)
+        tokens[:border].tofile(data / "train.bin")
+        tokens[border:].tofile(data / "val.bin")
+    # The other data set has none: nanoGPT then takes the vocabulary of GPT-2, as 03 does for --tokens.
+    (folder / "data" / "text" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
 
 
 def start(nanogpt: Path, folder: Path, size: dict[str, int], steps: int, args: argparse.Namespace, seed: int = 0,
-          ) -> tuple[Side, Side]:
-    """Start both sides with the same settings."""
+          log_every: int = 1, is_text: bool = True) -> tuple[Side, Side]:
+    """Start both sides with the same settings. is_text: a vocabulary of 256, otherwise that of GPT-2."""
     warmup, is_gpu = steps // 10, args.device == "cuda"
-    ours = ["--text", str(folder / "text"), "--batch-size", str(size["batch"]), "--accumulate", "1", "--lr", "1e-3",
-            "--steps", str(steps), "--warmup", str(warmup), "--log-every", "1", "--eval-every", str(10 * steps),
-            "--seed", str(seed), "--precision", "bfloat16" if is_gpu else "float32",
+    data = ["--text", str(folder / "text")] if is_text else ["--tokens", str(folder / "data" / "tokens")]
+    ours = [*data, "--batch-size", str(size["batch"]), "--accumulate", "1", "--lr", "1e-3",
+            "--steps", str(steps), "--warmup", str(warmup), "--log-every", str(log_every),
+            "--eval-every", str(10 * steps), "--seed", str(seed), "--precision", "bfloat16" if is_gpu else "float32",
             *(["--compile"] if args.compile else []), *([] if is_gpu else ["--backend", "gloo"])]
     for name in ("layers", "heads", "width", "context"):
         ours += [f"--{name}", str(size[name])]
     theirs = {
-        "dataset": "text", "device": args.device, "compile": args.compile,
+        "dataset": "text" if is_text else "tokens", "device": args.device, "compile": args.compile,
         "dtype": "bfloat16" if is_gpu else "float32", "n_layer": size["layers"], "n_head": size["heads"],
         "n_embd": size["width"], "block_size": size["context"], "batch_size": size["batch"],
         "gradient_accumulation_steps": 1, "dropout": 0.0, "bias": False, "learning_rate": 1e-3, "min_lr": 1e-4,
-        "max_iters": steps, "lr_decay_iters": steps, "warmup_iters": warmup, "log_interval": 1,
+        "max_iters": steps, "lr_decay_iters": steps, "warmup_iters": warmup, "log_interval": log_every,
         "eval_interval": 10 * steps, "eval_iters": 1}
     options = [f"--{name}={value}" for name, value in theirs.items()]
     return (Side(folder, EXAMPLE, ours, f"03-{seed}"),
@@ -130,8 +134,9 @@ def start(nanogpt: Path, folder: Path, size: dict[str, int], steps: int, args: a
 
 
 def compare_speed(nanogpt: Path, folder: Path, args: argparse.Namespace) -> float:
-    sides = start(nanogpt, folder, FAST, 10_000, args)
-    tokens = FAST["batch"] * FAST["context"] * args.steps
+    size = SPEED[args.model]
+    sides = start(nanogpt, folder, size, 10_000, args, log_every=10, is_text=args.model == "small")
+    tokens = size["batch"] * size["context"] * args.steps
     for side in sides:
         side.turn(args.warm_up)
     ratios = []
@@ -145,7 +150,6 @@ def compare_speed(nanogpt: Path, folder: Path, args: argparse.Namespace) -> floa
         print(f"{number + 1:4d} {ours:13,.0f} {theirs:18,.0f} {ratios[-1]:7.3f}", flush=True)
     for side in sides:
         side.end()
-        print(f"loss of {side.output.name}: {' '.join(f'{loss:.2f}' for loss in side.losses()[::5])}")
     ratio = statistics.median(ratios)
     print(f"median ratio {ratio:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
     return ratio
@@ -155,7 +159,7 @@ def compare_losses(nanogpt: Path, folder: Path, args: argparse.Namespace) -> boo
     curves: list[list[list[float]]] = [[], []]  # of each side and seed: the mean loss of each tenth
     tenth = args.loss_steps // 10
     for seed in range(1, args.seeds + 1):
-        for which, side in enumerate(start(nanogpt, folder, SMALL, args.loss_steps, args, seed)):
+        for which, side in enumerate(start(nanogpt, folder, LOSS_SIZE, args.loss_steps, args, seed)):
             side.turn(args.loss_steps)
             losses = side.losses()
             side.end()
@@ -178,6 +182,7 @@ def main() -> int:
     parser.add_argument("nanogpt", type=Path, metavar="FOLDER_OF_NANOGPT")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--model", choices=SPEED, default="small", help="for the speed")
     parser.add_argument("--turns", type=int, default=8, help="of each side; 0: no comparison of the speed")
     parser.add_argument("--steps", type=int, default=5, help="of a turn")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the first turn")

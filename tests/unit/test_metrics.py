@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.faults.programs import run_ranks
 from utils import plot
 from utils.metrics import Metrics
 from utils.run_log import FILE_NAME, RunLog, read_run
@@ -133,6 +134,22 @@ def test_progress_lines_are_means(capsys: pytest.CaptureFixture[str], caplog: py
     assert found == ["step     2/5  loss 1.5000  lr 2.00e-01", "step     4/5  loss 3.5000  lr 4.00e-01",
                      "step     5/5  loss 5.0000  lr 5.00e-01"]
     assert metrics.summary().startswith("50 tokens in ") and capsys.readouterr().out == ""
+
+
+PROGRAM = """\
+import sys, torch
+from utils import setup_distributed
+from utils.metrics import Metrics
+with setup_distributed("gloo") as dist, Metrics(dist, sys.argv[1]) as metrics:
+    for step in range(1, 4):
+        metrics.log(step, loss=torch.tensor(float(step + dist.rank)), rank=dist.rank)
+"""
+
+
+def test_tensors_are_means_and_numbers_are_those_of_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run_ranks(tmp_path, str(tmp_path / "program.py"), (2, [str(tmp_path)]))
+    assert [(line["loss"], line["rank"]) for line in lines(tmp_path)[1:]] == [(1.5, 0), (2.5, 0), (3.5, 0)]
 
 
 def test_missing_packages_are_reported(
