@@ -80,4 +80,4 @@ class WeightsAndBiases:
         pass  # a process of its own writes what it received
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()

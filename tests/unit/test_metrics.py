@@ -176,7 +176,7 @@ def test_event_files_hide_what_is_trained_again(tmp_path: Path) -> None:
 
 def test_wandb_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda quiet: None)
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **words: started.append(words) or run))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for first in (1, 3):
