@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Sequence
 
 from ..argument_parser import ArgumentParser
+from ..launch import interpreter
+from ..launchers.base import LaunchError
+from ..launchers.detect import detect
 from . import cli, live
 
 _EXIT_SECONDS = 5.0
@@ -33,13 +37,26 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] == ["logs"]:
         return cli.main(words)
-    status = live.main(_parse(words))
+    options = _parse(words)
+    _restart_where_torch_is_installed()
+    status = live.main(options)
     # A check that hangs must not keep this process. Otherwise it ends as usual, since a launcher's
     # name service has to be closed.
     watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (status,))
     watchdog.daemon = True
     watchdog.start()
     return status
+
+
+def _restart_where_torch_is_installed() -> None:
+    """Restart under the Python that launch.py would choose, if no launcher has chosen this one."""
+    if importlib.util.find_spec("torch") is not None or interpreter.STARTED_BY in os.environ:
+        return
+    try:
+        if detect().launcher == "single":
+            interpreter.restart(interpreter.choose(os.environ).path)
+    except (LaunchError, interpreter.InterpreterError):
+        return  # the checks report it
 
 
 def _parse(words: Sequence[str]) -> live.Options:
