@@ -159,7 +159,8 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Ranks) -> int:
             name: [(one.size, one.bus_bandwidth / 1e9) for one in results if one.operation == name]
             for name in names
         }
-        title = f"{job.backend}, {job.world_size} ranks on {job.num_nodes} hosts"
+        plural = "s" * (job.num_nodes > 1)
+        title = f"{job.backend}, {job.world_size} ranks on {job.num_nodes} host{plural}"
         draw_lines(args.png, lines, title=title, x="bytes", y="bus bandwidth, GB/s", log=True)
     expected = args.expect * 1e9 if args.expect else None
     _log.info(collectives.summary(results, missing, expected))

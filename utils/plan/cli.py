@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +59,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except (PlanError, profiles.ProfileError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(plan, indent=1) if args.json else report.as_text(plan))
+    try:
+        print(json.dumps(plan, indent=1) if args.json else report.as_text(plan), flush=True)
+    except BrokenPipeError:  # plan.py ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
     return 0
 
 
