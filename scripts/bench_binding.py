@@ -75,7 +75,7 @@ with setup_distributed("gloo", hang_timeout=1) as job:  # a heartbeat each eight
         if side in ("bound", "free"):
             bind_process(bound if side == "bound" else free)
         else:
-            watch.__init__(1.0, job.world_size, report_idle=False)
+            watch.__init__(1.0, job.world_size)
             monitor._watch = watch if side == "watched" else None
             monitor._wake()
 
