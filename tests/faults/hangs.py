@@ -1,6 +1,7 @@
 """Hang a training of 8 ranks on 4 hosts in 12 ways, and check what the kit reports.
 
-python -m tests.faults.hangs [KIND ...] [--limit SECONDS] [--healthy N]
+python -m tests.faults.hangs [KIND ...] [--limit SECONDS]
+python -m tests.faults.hangs --healthy 20 --limit 20 --at-once 5
 
 Prints for each kind: the seconds after the fault until all processes have ended, those after the limit, and whether
 rank, host, source line and collective are right. --healthy runs trainings that pause three times as long as the limit.
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +28,7 @@ from tests.cluster.hosts import Hosts, wait_until
 from utils.schedulers import exclude_file
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
-HEALTHY = ("steps", "compute", "write", "evaluate")
+HEALTHY = ("compute", "write", "evaluate", "compile")
 
 
 class Kind(NamedTuple):
@@ -124,8 +127,12 @@ class Blocked:
 
 
 def pause(kind: str, job: object, seconds: float, folder: Path) -> None:
-    """Compute or write on all ranks, or on rank 0 while the others wait."""
+    """Compute or write on all ranks, compile in a child process, or work on rank 0 while the others wait."""
     end = time.monotonic() + seconds
+    if kind == "compile":  # the rank itself waits
+        compiler = ("import time; end = time.monotonic() + {}\n"
+                    "while time.monotonic() < end: sum(range(10_000)); time.sleep(0.01)")
+        subprocess.run([sys.executable, "-c", compiler.format(seconds)], check=True)
     while time.monotonic() < end and (kind in ("compute", "write") or kind == "evaluate" and job.rank == 0):  # type: ignore[attr-defined]
         if kind == "compute":
             sum(range(10_000))
@@ -194,7 +201,7 @@ class HangLab:
     """Four hosts that fork ranks."""
 
     def __init__(self, hosts: Hosts) -> None:
-        self.hosts, self._runs = hosts, 0
+        self.hosts, self._runs, self._starting = hosts, 0, threading.Lock()
         command = [sys.executable, __file__, "--serve"]
         environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
         self._servers = {host: hosts.popen(host, command, env=environment, stdin=subprocess.PIPE,
@@ -204,18 +211,10 @@ class HangLab:
 
     def run(self, kind: str, limit: float, seconds: float = 60) -> Result:
         """Start all ranks; return when they have ended, or after so many seconds."""
-        self._runs += 1
-        folder = self.hosts.folder / f"{self._runs}-{kind}"
-        folder.mkdir()
-        for rank in range(RANKS):
-            host = self.hosts.hosts[rank // 2]
-            env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(29600 + self._runs),
-                   exclude_file.VARIABLE: str(folder / "bad-hosts")}
-            pipe = self._servers[host].stdin
-            assert pipe
-            pipe.write(json.dumps({"kind": kind, "limit": limit, "folder": str(folder), "env": env}) + "\n")
-            pipe.flush()
+        with self._starting:
+            self._runs += 1
+            folder = self.hosts.folder / f"{self._runs}-{kind}"
+            self._start(kind, limit, folder, 29600 + self._runs)
         left = [rank for rank in range(RANKS) if kind not in ("stopped", "cut-host") or rank != BAD]
         with contextlib.suppress(RuntimeError):
             wait_until((folder / "fault").exists, "the fault", seconds=60)
@@ -240,6 +239,22 @@ class HangLab:
         output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*")))
         excluded = [entry.host for entry in exclude_file.read(folder / "bad-hosts")]
         return Result(took, statuses, output, excluded)
+
+    def pause(self, limit: float, kind: str) -> Result:
+        """Run a training with a pause that is no hang."""
+        return self.run(kind, limit, 90 + 3 * limit)
+
+    def _start(self, kind: str, limit: float, folder: Path, port: int) -> None:
+        folder.mkdir()
+        for rank in range(RANKS):
+            host = self.hosts.hosts[rank // 2]
+            env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(port),
+                   exclude_file.VARIABLE: str(folder / "bad-hosts")}
+            pipe = self._servers[host].stdin
+            assert pipe
+            pipe.write(json.dumps({"kind": kind, "limit": limit, "folder": str(folder), "env": env}) + "\n")
+            pipe.flush()
 
     def link(self, host: str, state: str) -> None:
         subprocess.run([*self.hosts.enter(host), "ip", "link", "set", "eth0", state], check=True)
@@ -274,6 +289,7 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--limit", type=float, default=4.0, metavar="SECONDS")
     parser.add_argument("--healthy", type=int, default=0, metavar="N")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many healthy runs side by side")
     parser.add_argument("--show", action="store_true", help="print the output of the ranks")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -291,14 +307,14 @@ def main() -> int:
                   f"{found or 'right'}", flush=True)
             if args.show:
                 print(result.output, flush=True)
-        for number in range(args.healthy):
-            kind = HEALTHY[number % len(HEALTHY)]
-            result = lab.run(kind, args.limit, 60 + 3 * args.limit)
-            alarm = any(result.statuses) or None in result.statuses or "The ranks hang" in result.output
-            wrong += alarm
-            print(f"healthy, {kind:10} {result.seconds:5.1f} s: {'ALARM' if alarm else 'no alarm'}", flush=True)
-            if args.show or alarm:
-                print(result.output, flush=True)
+        kinds = [HEALTHY[number % len(HEALTHY)] for number in range(args.healthy)]
+        with ThreadPoolExecutor(args.at_once) as pool:  # they mostly wait
+            for kind, result in zip(kinds, pool.map(partial(lab.pause, args.limit), kinds), strict=True):
+                alarm = any(result.statuses) or None in result.statuses or "The ranks hang" in result.output
+                wrong += alarm
+                print(f"healthy, {kind:10} {result.seconds:5.1f} s: {'ALARM' if alarm else 'no alarm'}", flush=True)
+                if args.show or alarm:
+                    print(result.output, flush=True)
     print(f"{wrong} wrong")
     return int(wrong > 0)
 
