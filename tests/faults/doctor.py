@@ -1,0 +1,707 @@
+"""Break one of four hosts in many ways, and check what doctor.py says about it.
+
+python -m tests.faults.doctor [FAULT ...] [--torchrun] [--show] [--results FILE]
+python -m tests.faults.doctor --healthy 20    no finding where nothing is wrong
+python -m tests.faults.doctor --times 5       the seconds of doctor.py and of doctor.py --quick
+
+Each fault is real: packets are lost, disks are full, hosts vanish. doctor.py runs on two ranks per host, started by
+launch.py unless the fault is about another launcher. It prints for each fault the seconds, and whether doctor.py has
+named the cause and the host or rank, and nothing else. --torchrun prints beside it what a script of five lines says
+under bare torchrun. The hosts are network namespaces (root).
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
+from tests.conftest import find_or_skip
+from tests.faults import host_faults, packets
+from tests.launch.launchers import LAUNCH, MPIS, ROOT, TORCHRUN, Lab
+from utils import process
+
+DOCTOR = ROOT / "scripts" / "doctor.py"
+BAD, OTHER, LAST = "h3", "h2", "h4"
+SECONDS, TORCHRUN_SECONDS = 60, 120
+FIVE_LINES = """\
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(200): dist.all_reduce(torch.ones(100_000))
+dist.barrier()
+print("trained", flush=True)
+"""
+
+
+@dataclass
+class Run:
+    """A run of doctor.py: what faults change about it.
+
+    shell: lines that each rank runs before doctor.py. options: of doctor.py. start: starts it; None: launch.py does.
+    """
+
+    folder: Path
+    size: int
+    per_host: int
+    hosts: Hosts = field(init=False)
+    lab: Lab = field(init=False)
+    environ: dict[str, str] = field(default_factory=dict)
+    shell: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    found: dict[str, Any] = field(default_factory=dict)  # what a fault has to remember
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder for checkpoints, which all hosts share."""
+        return self.folder / "shared" / "checkpoints"
+
+    @property
+    def work(self) -> Path:
+        """The working directory, with the training script."""
+        return self.folder / "work"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        node_file = self.folder / "nodes"
+        node_file.write_text("".join(f"{host}\n" * self.per_host for host in self.hosts.hosts))
+        return {"PATH": f"{self.lab.ssh.parent}:{CLEAN_ENV['PATH']}", "PBS_JOBID": "1.lab", "NCPUS": "2",
+                "PBS_NODEFILE": str(node_file), "PYTHONDONTWRITEBYTECODE": "1", **self.environ}
+
+    @property
+    def doctor(self) -> list[str]:
+        """The command of a rank."""
+        return self.in_shell([sys.executable, str(DOCTOR), "--json", "--checkpoints", str(self.checkpoints),
+                              *self.options])
+
+    def in_shell(self, words: list[str]) -> list[str]:
+        return ["sh", "-c", "\n".join([*self.shell, 'exec "$@"']), "sh", *words] if self.shell else words
+
+    def launch(self) -> subprocess.Popen[str]:
+        return self.start("h1", [*LAUNCH, *self.doctor])
+
+    def start(self, host: str, words: Sequence[str], stdout: int = subprocess.PIPE,
+              **environ: str) -> subprocess.Popen[str]:
+        return self.hosts.popen(host, ["env", "-C", str(self.work), *words], env={**self.environment, **environ},
+                                stdout=stdout, stderr=subprocess.STDOUT)
+
+    def rank_pid(self, rank: int) -> int | None:
+        """Return the process id of a rank, once it is connected to rank 0."""
+        host = self.hosts.hosts[rank // self.per_host]
+        for pid in host_faults.processes_on(self.hosts, host):
+            is_rank = process.environment(pid).get(b"RANK") == str(rank).encode()
+            if is_rank and "python" in process.name(pid) and connections(pid) >= 2:
+                return pid
+        return None
+
+
+def connections(pid: int) -> int:
+    """Return how many TCP connections a process has."""
+    with contextlib.suppress(OSError):
+        fds = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        return sum(row[3] == "01" and f"socket:[{row[9]}]" in fds for row in rows)
+    return 0
+
+
+# What doctor.py says -------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what doctor.py has to say.
+
+    before: what is done before the hosts start; inject: when they are up; during: when the ranks have joined. start:
+    what starts doctor.py instead of launch.py. cause: a regular expression for the message of one finding. hosts:
+    those that this finding names, and no others but `maybe`. also: further findings that follow from the fault.
+    output: a regular expression for what other ranks print.
+    """
+
+    cause: str
+    hosts: tuple[str, ...] = (BAD,)
+    inject: Callable[[Run], object] | None = None
+    before: Callable[[Run], object] | None = None
+    during: Callable[[Run], object] | None = None
+    start: Callable[[Run], subprocess.Popen[str]] = Run.launch
+    also: str = ""
+    output: str = ""
+    maybe: tuple[str, ...] = ()
+    size: int = 4
+    per_host: int = 2
+    torchrun: bool = True  # whether it can happen under bare torchrun
+
+
+@dataclass
+class Outcome:
+    """seconds: until the report, or the end without one. output: all of it."""
+
+    seconds: float
+    status: int | None
+    output: str
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """The findings of the report that are not good; empty without a report."""
+        report = self.report or {"checks": []}
+        return [{**finding, "check": check["name"]} for check in report["checks"] for finding in check["findings"]
+                if finding["level"] != "good"]
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        starts = [found.start() for found in re.finditer(r"^\{\n", self.output, re.MULTILINE)]
+        for start in reversed(starts):  # rank 0's; another rank that does not find it reports that earlier
+            with contextlib.suppress(ValueError):
+                found: dict[str, Any] = json.JSONDecoder().raw_decode(self.output, start)[0]
+                return found
+        return None
+
+
+def named(finding: dict[str, Any], report: dict[str, Any]) -> set[str]:
+    """Return the hosts that a finding blames: by its fields, else by its text."""
+    host_of = {place["rank"]: place["host"] for place in report["ranks"]}
+    hosts = set(finding["hosts"]) | {host_of[rank] for rank in finding["ranks"] if rank in host_of}
+    return hosts or set(re.findall(r"\bh\d\b", finding["message"]))
+
+
+def problem(fault: Fault, outcome: Outcome) -> str:
+    """Return what is wrong with the report; "" where cause and host are right, and nothing else is blamed."""
+    report = outcome.report
+    if report is None:  # launch.py has found it before any rank ran
+        right = re.search(fault.cause, outcome.output) and all(host in outcome.output for host in fault.hosts)
+        return "" if right and outcome.status else f"no report, exit status {outcome.status}"
+    right = False
+    alarms = []
+    for finding in outcome.findings:
+        blamed = named(finding, report)
+        if (re.search(fault.cause, finding["message"]) and set(fault.hosts) <= blamed
+                and blamed <= {*fault.hosts, *fault.maybe} | (set() if fault.hosts else blamed)):
+            right = True
+        elif not (fault.also and re.search(fault.also, f"{finding['check']}: {finding['message']}")):
+            alarms.append(f"{finding['check']} about {','.join(sorted(blamed)) or 'all'}: {finding['message']}")
+    wrong = [] if right else [f"no finding with {fault.cause!r} about {','.join(fault.hosts) or 'all'}"]
+    wrong += [f"false alarm: {alarm}" for alarm in alarms]
+    if not re.search(fault.output, outcome.output):
+        wrong.append(f"no output {fault.output!r}")
+    if right and not outcome.status:
+        wrong.append(f"exit status {outcome.status}")
+    if right and outcome.seconds > SECONDS:
+        wrong.append("too late")
+    return "; ".join(wrong)
+
+
+def said(fault: Fault, outcome: Outcome) -> str:
+    """Return the finding that names the cause, or else all that was said."""
+    texts = [f"{one['level']} {one['check']}: {one['message']}" for one in outcome.findings]
+    right = [text for text in texts if re.search(fault.cause, text)]
+    return " | ".join(right[:1] or texts) or " ".join(outcome.output.split())[-600:]
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+def host_file(host: str, **other: str) -> Callable[[Run], object]:
+    """Change names in the hosts file of a host: an address, or "" for none."""
+    def inject(run: Run) -> None:
+        names = {**run.hosts.address, **other}
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items() if address)]
+        (run.hosts.folder / f"hosts.{host}").write_text("\n".join(lines) + "\n")
+    return inject
+
+
+def another_address(run: Run) -> None:
+    host_file(OTHER, **{BAD: run.hosts.address[LAST]})(run)
+
+
+def dropped_ports(run: Run) -> None:
+    for direction, there in (("to", BAD), ("to", OTHER)):
+        other = OTHER if there == BAD else BAD
+        packets.drop(run.hosts, there, direction, packets.TCP, *packets.NOT_SSH, packets.source(run.hosts, other))
+
+
+def one_way(run: Run) -> None:
+    packets.drop(run.hosts, OTHER, "to", packets.source(run.hosts, BAD))
+
+
+def no_way_to_rank_0(run: Run) -> None:
+    packets.drop(run.hosts, "h1", "to", packets.TCP, *packets.NOT_SSH, packets.source(run.hosts, BAD))
+
+
+def loss(run: Run) -> None:
+    packets.one_packet_per_frame(run.hosts, run.hosts.hosts)
+    for direction in ("from", "to"):
+        packets.drop(run.hosts, BAD, direction, packets.some(0.01))
+
+
+def slow_link(run: Run) -> None:
+    from tests.bench.shaped import shape
+    shape(run.hosts, "1gbit", {(OTHER, BAD): "10mbit"})
+
+
+def black_hole(run: Run) -> None:
+    packets.one_packet_per_frame(run.hosts, run.hosts.hosts)
+    for direction in ("from", "to"):
+        packets.drop(run.hosts, BAD, direction, *packets.NOT_SSH, packets.longer_than(1400))
+
+
+def link_down(run: Run) -> None:
+    packets.run(run.hosts, "switch", f"ip link set {packets.port(run.hosts, BAD)} down")
+
+
+def stop_rank(run: Run) -> None:
+    os.kill(run.found["pid"], 19)
+
+
+def kill_rank(run: Run) -> None:
+    os.kill(run.found["pid"], 9)
+
+
+def on_bad_host(*lines: str) -> Callable[[Run], object]:
+    """Let the ranks of one host run lines of shell first."""
+    def inject(run: Run) -> None:
+        run.shell += [f"if [ $(hostname) = {BAD} ]; then", *lines, "fi"]
+    return inject
+
+
+def everywhere(**environ: str) -> Callable[[Run], object]:
+    return lambda run: run.environ.update(environ)
+
+
+def gpus(*lines: str) -> Callable[[Run], object]:
+    """Let the driver of each host list two GPUs, and run lines of shell on one of them."""
+    def inject(run: Run) -> None:
+        for host in run.hosts.hosts:
+            driver = run.folder / f"driver.{host}"
+            for number in range(2):
+                gpu = driver / "nvidia" / "gpus" / f"0000:0{number + 1}:00.0"
+                gpu.mkdir(parents=True)
+                (gpu / "information").write_text(f"Model: \t\t NVIDIA H100\nGPU UUID: \t GPU-{host}-{number}\n"
+                                                 f"Device Minor: \t {number}\n")
+            packets.run(run.hosts, host, f"mount --bind {driver} /proc/driver")
+        if lines:
+            on_bad_host(*lines)(run)
+    return inject
+
+
+def another_torch(run: Run) -> None:
+    version = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/version.py"))
+    text = re.sub(r"^__version__ = .*", "__version__ = '2.6.0+cpu'", version.read_text(), flags=re.MULTILINE)
+    host_faults.replace_file(run.hosts, BAD, version, text)
+
+
+def another_python(run: Run) -> None:
+    """The system's Python, with the packages of this environment."""
+    system = Path("/usr/bin/python3")
+    shown = subprocess.run([system, "-V"], capture_output=True, text=True, check=True).stdout.strip()
+    this = sys.version.split()[0]
+    if shown == f"Python {this}" or shown.split(".")[:2] != f"Python {this}".split(".")[:2]:
+        raise Impossible(f"{system} is {shown}; another patch level of {this} is needed")
+    environment = run.folder / "environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(system)
+    (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
+    on_bad_host(f"shift; set -- {environment}/bin/python \"$@\"")(run)
+
+
+def another_kit(run: Run) -> None:
+    file = ROOT / "utils" / "training.py"
+    host_faults.replace_file(run.hosts, BAD, file, file.read_text() + "# an older version\n")
+
+
+def full_disk(run: Run) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", run.checkpoints], check=True)
+    with contextlib.suppress(OSError), open(run.checkpoints / "old.pt", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def no_inodes(run: Run) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=100", "none", run.checkpoints], check=True)
+    with contextlib.suppress(OSError):
+        for number in range(200):
+            (run.checkpoints / str(number)).touch()
+
+
+def over_checkpoints(options: str) -> Callable[[Run], object]:
+    """Mount something over the folder for checkpoints on one host."""
+    return lambda run: packets.run(run.hosts, BAD, f"mount {options} {run.checkpoints}")
+
+
+def read_only(run: Run) -> None:
+    over_checkpoints(f"--bind {run.checkpoints}")(run)
+    over_checkpoints("-o remount,bind,ro")(run)
+
+
+def no_folder(run: Run) -> None:
+    packets.run(run.hosts, BAD, f"mount -t tmpfs none {run.checkpoints.parent}")
+
+
+def slow_disk(run: Run) -> None:
+    run.found["device"] = host_faults.slow_disk(run.folder / "disk", run.checkpoints)
+
+
+def throttle(run: Run) -> None:
+    limit = f"{run.found['device']} {1_000_000}"
+    enter = run.undo.enter_context(host_faults.cgroup("blkio", {"blkio.throttle.write_bps_device": limit}))
+    enter(run.hosts, BAD)
+
+
+def low_memlock(run: Run) -> None:
+    gpus()(run)
+    host_faults.set_limits(run.hosts, BAD, memlock=65536)
+
+
+def small_shared_memory(run: Run) -> None:
+    """The default of Docker, on a host with GPUs."""
+    gpus()(run)
+    packets.run(run.hosts, BAD, "mount -t tmpfs -o size=64m none /dev/shm")
+
+
+def little_memory(run: Run) -> None:
+    enter = run.undo.enter_context(host_faults.cgroup("memory", {"memory.limit_in_bytes": str(768 << 20)}))
+    enter(run.hosts, BAD)
+
+
+def one_name(run: Run) -> None:
+    """Two hosts with one name. Each has its boot id, which hosts of the tests otherwise share."""
+    for number, host in enumerate(run.hosts.hosts):
+        host_faults.replace_file(run.hosts, host, Path("/proc/sys/kernel/random/boot_id"),
+                                 f"{number}1111111-2222-4333-8444-555555555555\n")
+    packets.run(run.hosts, LAST, f"hostname {BAD}")
+
+
+def by_hand(*ranks: int) -> Callable[[Run], subprocess.Popen[str]]:
+    """Start these ranks with torchrun's variables, as scripts do that know no launcher."""
+    def start(run: Run) -> subprocess.Popen[str]:
+        output, end = os.pipe()
+        started = []
+        for rank in ranks:
+            host = run.hosts.hosts[rank // run.per_host]
+            started.append(run.start(
+                host, run.doctor, end, RANK=str(rank), WORLD_SIZE=str(run.size * run.per_host), PBS_JOBID="",
+                LOCAL_RANK=str(rank % run.per_host), LOCAL_WORLD_SIZE=str(run.per_host),
+                MASTER_ADDR=run.hosts.address["h1"], MASTER_PORT="29541"))
+            run.undo.enter_context(killed_at_end(started[-1]))
+        os.close(end)
+        started[0].stdout = os.fdopen(output)
+        return started[0]
+    return start
+
+
+def stale_rank(run: Run) -> subprocess.Popen[str]:
+    """doctor.py in a shell that still has the variables of a rank."""
+    return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, env={"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "h2",
+                                                          "MASTER_PORT": "29500"})
+
+
+def another_mpi(run: Run) -> subprocess.Popen[str]:
+    """mpiexec of Open MPI, and an mpi4py that loads MPICH."""
+    environ = run.lab.mpi4py("mpich5")
+    hosts = " ".join(host for host in run.hosts.hosts for _ in range(run.per_host))
+    mpiexec = run.lab.mpiexec("openmpi5", hosts, {**environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    run.environ["PATH"] = f"{Path(mpiexec[0]).parent}:{CLEAN_ENV['PATH']}"
+    return run.start("h1", [*mpiexec, *run.doctor], **environ)
+
+
+class Impossible(Exception):
+    """This machine cannot have the fault."""
+
+
+BOTH = (OTHER, BAD)
+COLLECTIVES = r"collectives: .*(h3|h2)"
+FAULTS = {
+    # Names
+    "own name is 127.0.1.1": Fault(r"127\.0\.1\.1", inject=host_file(BAD, h3="127.0.1.1")),
+    "name without an address": Fault(r"h3 .*(resolve|name).*h2|h2.*resolve", inject=host_file(BAD, h2=""),
+                                     maybe=(OTHER,), also=COLLECTIVES),
+    "name of another host": Fault(r"h3.*10\.79\.1\.4", hosts=(OTHER,), maybe=(BAD, LAST), inject=another_address),
+    "one name on two hosts": Fault(r"2 hosts have the name h3", inject=one_name, also="no rank runs on h4|names: "),
+    # Network
+    "dropped ports between two hosts": Fault(r"connect", hosts=BOTH, inject=dropped_ports, also=COLLECTIVES),
+    "one-way loss between two hosts": Fault(r"h3 to h2|from h3", hosts=BOTH, inject=one_way, also=COLLECTIVES),
+    "rank 0 cannot be reached": Fault(r"did not join: ranks? 4-5", hosts=(), inject=no_way_to_rank_0,
+                                      start=by_hand(*range(8)), output=r"rank [45] of 8 on h3 .*rank 0"),
+    "refused connections": Fault(r"refuse", inject=lambda run: packets.refuse(run.hosts, BAD), also=COLLECTIVES,
+                                 maybe=("h1", "h2", "h4")),
+    "1 % loss": Fault(r"los[st]|retrans", inject=loss, also=r"links: .*h3"),
+    "200 ms delay": Fault(r"round.trip|latency|delay", inject=lambda run: packets.delay(run.hosts, BAD, 0.1),
+                          also=r"(links|collectives): .*h3"),
+    "10 Mbit/s on one host": Fault(r"slow|bit/s|MB/s", inject=lambda run: packets.limit_rate(run.hosts, BAD, "10mbit"),
+                                   also=r"(links|collectives): .*h3"),
+    "one slow link among 6": Fault(r"slow|bit/s|MB/s", hosts=BOTH, inject=slow_link, also=COLLECTIVES),
+    "one slow link among 28": Fault(r"slow|bit/s|MB/s", hosts=BOTH, inject=slow_link, also=COLLECTIVES, size=8,
+                                    per_host=1),
+    "small MTU on one host": Fault(r"MTU.*1200", inject=lambda run: packets.run(run.hosts, BAD,
+                                                                                "ip link set eth0 mtu 1200")),
+    "path MTU black hole": Fault(r"MTU|packets? of|bytes", inject=black_hole, also=r"(links|collectives): .*h3",
+                                 maybe=("h1", "h2", "h4")),
+    "host vanishes": Fault(r"respond|ended|lost|vanish", during=link_down, also=r"h3"),
+    # Ranks
+    "missing rank": Fault(r"rank 5|: 5\b|ranks? 5", start=by_hand(0, 1, 2, 3, 4, 6, 7), torchrun=False, maybe=(BAD,),
+                          hosts=()),
+    "stopped rank": Fault(r"rank 5.*respond", during=stop_rank),
+    "killed rank": Fault(r"rank 5.*(ended|died)", during=kill_rank),
+    "stale RANK in the shell": Fault(r"RANK", hosts=(), start=stale_rank, torchrun=False),
+    "mpi4py of another MPI": Fault(r"mpi4py.*(MPICH|mpich)", hosts=(), start=another_mpi, torchrun=False),
+    # Placement
+    "both ranks on one core": Fault(r"core", inject=lambda run: host_faults.set_cores(run.hosts, BAD, {0})),
+    "64 threads": Fault(r"64", hosts=(), inject=everywhere(OMP_NUM_THREADS="64")),
+    "two ranks on one GPU": Fault(r"same GPU|share", inject=gpus("export CUDA_VISIBLE_DEVICES=0"),
+                                  also="CUDA_VISIBLE_DEVICES"),
+    "masked GPU": Fault(r"no GPU|0 GPU|GPU.*visible|mask", inject=gpus("export CUDA_VISIBLE_DEVICES="),
+                        also="CUDA_VISIBLE_DEVICES"),
+    # Equality
+    "another torch": Fault(r"2\.6\.0", inject=another_torch, also=r"equality|collectives"),
+    "another Python": Fault(r"Python.*3\.\d+\.\d+", inject=another_python),
+    "other code": Fault(r"code|training\.py", inject=another_kit),
+    "another variable": Fault(r"NCCL_IB_DISABLE", inject=on_bad_host("export NCCL_IB_DISABLE=1")),
+    "interface that does not exist": Fault(r"ib7.* no|no .*ib7", inject=on_bad_host("export GLOO_SOCKET_IFNAME=ib7"),
+                                           also="GLOO_SOCKET_IFNAME|" + COLLECTIVES),
+    "clock off by an hour": Fault(r"clock|3600|hour", inject=lambda run: host_faults.set_clock(run.hosts, BAD, 3600)),
+    # Storage
+    "full disk": Fault(r"full|No space", hosts=(), before=full_disk),
+    "no inodes": Fault(r"inodes", hosts=(), before=no_inodes),
+    "read-only folder": Fault(r"[Rr]ead-only", inject=read_only),
+    "missing folder": Fault(r"does not exist|No such|missing|not shared", inject=no_folder),
+    "folder that is not shared": Fault(r"shared|visible|see", inject=over_checkpoints("-t tmpfs none")),
+    "slow disk": Fault(r"slow|MB/s|times", before=slow_disk, inject=throttle),
+    "hung file system": Fault(r"storage|checkpoints", inject=lambda run: host_faults.hang_folder(
+        run.hosts, BAD, run.checkpoints)),
+    # Limits
+    "low memlock": Fault(r"memlock|locked", inject=low_memlock, maybe=("h1", "h2", "h4"), also="CPU build|torch|GPU"),
+    "few open files": Fault(r"ulimit -n", inject=lambda run: host_faults.set_limits(run.hosts, BAD,
+                                                                                          nofile=256)),
+    "small /dev/shm": Fault(r"/dev/shm", inject=small_shared_memory, also="CPU build|torch|GPU"),
+    "little memory": Fault(r"memory|cgroup", inject=little_memory),
+}
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def broken(fault: Fault) -> Iterator[Run]:
+    """Start hosts and break them; all is gone at the end."""
+    with (tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder,
+          contextlib.ExitStack() as at_end):
+        run = Run(Path(folder), fault.size, fault.per_host)
+        run.checkpoints.mkdir(parents=True)
+        run.work.mkdir()
+        (run.work / "train.py").write_text("import torch\n")
+        at_end.callback(subprocess.run, ["umount", "--lazy", "--quiet", run.checkpoints], capture_output=True)
+        if fault.before:
+            fault.before(run)
+        run.hosts = at_end.enter_context(Hosts(fault.size))
+        run.lab = Lab(run.hosts, run.hosts.start_sshd(), find_or_skip)
+        with run.undo:
+            if fault.inject:
+                fault.inject(run)
+            yield run
+
+
+def examine(fault: Fault, *options: str) -> Outcome:
+    """Run doctor.py with these options on broken hosts."""
+    with broken(fault) as run:
+        run.options += options
+        begin = time.monotonic()
+        with killed_at_end(fault.start(run)) as started:
+            if fault.during:
+                threading.Thread(target=break_later, args=(fault, run), daemon=True).start()
+            return follow(started, begin, 2 * SECONDS)
+
+
+def break_later(fault: Fault, run: Run) -> None:
+    def joined() -> bool:
+        run.found["pid"] = run.rank_pid(5)
+        return run.found["pid"] is not None
+
+    assert fault.during
+    wait_until(joined, "the ranks to join", seconds=SECONDS)
+    fault.during(run)
+
+
+def follow(started: subprocess.Popen[str], begin: float, limit: float) -> Outcome:
+    """Read the output until the end; the seconds are those until the report."""
+    lines: list[str] = []
+    reported = 0.0
+
+    def read() -> None:
+        nonlocal reported
+        assert started.stdout
+        for line in started.stdout:
+            lines.append(line)
+            if line == "}\n":
+                reported = time.monotonic() - begin
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        started.wait(limit)
+    reader.join(1)
+    return Outcome(reported or time.monotonic() - begin, started.poll(), "".join(lines))
+
+
+def bare_torchrun(fault: Fault) -> tuple[float, str]:
+    """Run a script of five lines under bare torchrun on broken hosts; return the seconds and what it says."""
+    with broken(fault) as run, contextlib.ExitStack() as at_end:
+        script = run.folder / "five_lines.py"
+        script.write_text(FIVE_LINES)
+        begin, agents = time.monotonic(), []
+        for node, host in enumerate(run.hosts.hosts):
+            words = [*TORCHRUN, f"--nnodes={run.size}", f"--nproc-per-node={run.per_host}", f"--node-rank={node}",
+                     "--master-addr=h1", "--master-port=29500", str(script)]
+            agents.append(at_end.enter_context(killed_at_end(run.start(host, run.in_shell(words), PBS_JOBID=""))))
+        if fault.during:
+            threading.Thread(target=break_later, args=(fault, run), daemon=True).start()
+        outputs = [""] * len(agents)
+
+        def read(index: int) -> None:
+            stream = agents[index].stdout
+            assert stream
+            outputs[index] = stream.read()
+
+        readers = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(len(agents))]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(max(0.0, begin + TORCHRUN_SECONDS - time.monotonic()))
+        seconds = time.monotonic() - begin
+        if any(reader.is_alive() for reader in readers):
+            return seconds, "hangs: " + (first_error("".join(outputs)) or "no message")
+        if all(agent.poll() == 0 for agent in agents):
+            return seconds, "no message: it trains"
+        return seconds, first_error("".join(outputs)) or "ends without a message"
+
+
+def first_error(output: str) -> str:
+    """Return the line of an output that says most about a failure."""
+    lines = [line.strip() for line in output.splitlines()]
+    for pattern in (r"^(\[rank\d+\]: )?[\w.]*(Error|Exception)\b: ", r"Error|timed out|refused|failed"):
+        for line in lines:
+            if re.search(pattern, line):
+                return line[:200]
+    return ""
+
+
+# A healthy run: the hosts, the launcher, and the options of doctor.py.
+HEALTHY = (("launch.py", 4, 2, ()), ("torchrun", 2, 2, ()), ("mpich5", 3, 2, ()), ("launch.py", 1, 2, ()),
+           ("openmpi5", 3, 2, ()), ("launch.py", 4, 2, ("--quick",)), ("laptop", 1, 1, ()), ("launch.py", 8, 1, ()))
+
+
+def healthy(number: int) -> tuple[str, Outcome]:
+    """Run doctor.py where nothing is wrong."""
+    kind, size, per_host, options = HEALTHY[number % len(HEALTHY)]
+
+    def start(run: Run) -> subprocess.Popen[str]:
+        run.options += options
+        if kind == "torchrun":
+            return run.start("h1", [*LAUNCH, "--torchrun", *run.doctor[1:]])
+        if kind in MPIS:
+            hosts = " ".join(host for host in run.hosts.hosts for _ in range(per_host))
+            return run.start("h1", [*run.lab.mpiexec(kind, hosts), *run.doctor], PBS_JOBID="")
+        if kind == "laptop":
+            return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT)
+        return run.launch()
+
+    return f"{kind} {size} x {per_host} {' '.join(options)}", examine(Fault("", start=start, size=size,
+                                                                           per_host=per_host))
+
+
+def times(count: int) -> dict[str, float]:
+    """Return the median seconds of launches on 4 x 2 healthy ranks, without doctor.py and with it."""
+    measured: dict[str, list[float]] = {}
+    with broken(Fault("")) as run:
+        commands = {"an empty program": [sys.executable, "-c", ""],
+                    "doctor.py --quick": [sys.executable, str(DOCTOR), "--quick"],
+                    "doctor.py": [sys.executable, str(DOCTOR), "--checkpoints", str(run.checkpoints)]}
+        for _ in range(count):  # in turn
+            for name, command in commands.items():
+                begin = time.monotonic()
+                with killed_at_end(run.start("h1", [*LAUNCH, *command])) as started:
+                    output = started.communicate(timeout=2 * SECONDS)[0]
+                assert started.returncode == 0, output
+                measured.setdefault(name, []).append(time.monotonic() - begin)
+    return {name: statistics.median(seconds) for name, seconds in measured.items()}
+
+
+def in_own_mount_namespace() -> bool:
+    return os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help="; ".join(FAULTS))
+    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="runs without a fault")
+    parser.add_argument("--times", type=int, default=0, metavar="N", help="time N healthy runs of each kind")
+    parser.add_argument("--torchrun", action="store_true", help="run bare torchrun, too")
+    parser.add_argument("--only-torchrun", action="store_true", help="run bare torchrun instead of doctor.py")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many faults, each on its own hosts")
+    parser.add_argument("--show", action="store_true", help="print the whole output")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append the results to a file of JSON lines")
+    args = parser.parse_args()
+    unknown = [name for name in args.faults if name not in FAULTS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(FAULTS)}")
+    wrong = 0
+    names = args.faults or ([] if args.healthy or args.times else FAULTS)
+    with ThreadPoolExecutor(args.at_once) as pool:
+        wrong += sum(not right for right in pool.map(partial(try_fault, args), names))
+    for number in range(args.healthy):
+        kind, outcome = healthy(number)
+        alarms = [f"{one['check']}: {one['message']}" for one in outcome.findings]
+        if outcome.report is None or outcome.status != 0:
+            alarms.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
+        wrong += bool(alarms)
+        print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(alarms) or 'no alarm'}", flush=True)
+        if args.show:
+            print(outcome.output, flush=True)
+    if args.times:
+        for what, took in times(args.times).items():
+            print(f"launch.py {what:20} {took:5.1f} s", flush=True)
+    print(f"{wrong} wrong")
+    return int(wrong > 0)
+
+
+def try_fault(args: argparse.Namespace, name: str) -> bool:
+    """Run one fault and print its lines; return whether doctor.py is right."""
+    fault, result = FAULTS[name], {"fault": name}
+    found = ""
+    try:
+        if not args.only_torchrun:
+            outcome = examine(fault)
+            found = problem(fault, outcome)
+            result |= {"seconds": round(outcome.seconds, 1), "problem": found, "said": said(fault, outcome)}
+            print(f"{name:32} {outcome.seconds:5.1f} s  {'WRONG: ' + found if found else 'right'}\n"
+                  f"    doctor.py: {result['said']}", flush=True)
+            if args.show:
+                print(outcome.output, flush=True)
+        if (args.torchrun or args.only_torchrun) and fault.torchrun:
+            seconds, text = bare_torchrun(fault)
+            result |= {"torchrun_seconds": round(seconds, 1), "torchrun": text}
+            print(f"{name if args.only_torchrun else '':32} {seconds:5.1f} s\n    torchrun:  {text}", flush=True)
+    except Impossible as reason:
+        print(f"{name:32} left out: {reason}", flush=True)
+    if args.results:
+        with open(args.results, "a") as file:
+            file.write(json.dumps(result) + "\n")
+    return not found
+
+
+if __name__ == "__main__":
+    if not in_own_mount_namespace():  # what is mounted before the hosts start is seen by nobody else
+        command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.faults.doctor"]
+        os.execvp(command[0], [*command, *sys.argv[1:]])
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Break one host of the tests: its clock, limits, cores, disks and files. Other hosts do not notice.
+
+python tests/faults/host_faults.py hang FOLDER     mounts a file system there that never responds
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.cluster.hosts import Hosts
+from tests.faults.packets import run
+from tests.launch.launchers import ROOT
+from utils import process
+
+# clock_gettime() and its relatives of the C library, for all programs of a host; the monotonic clocks stay.
+CLOCK = """\
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int status = syscall(SYS_clock_gettime, clock, now);
+    if (status == 0 && clock == CLOCK_REALTIME) now->tv_sec += OFFSET;
+    return status;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *now) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    if (now != NULL) *now = exact.tv_sec;
+    return exact.tv_sec;
+}
+"""
+
+
+def processes_on(hosts: Hosts, host: str) -> list[int]:
+    """Return the process ids of everything that runs on a host."""
+    network, found = os.readlink(f"/proc/{hosts.pid(host)}/ns/net"), []
+    for pid in process.process_ids():
+        with contextlib.suppress(OSError):  # it has ended
+            if os.readlink(f"/proc/{pid}/ns/net") == network:
+                found.append(pid)
+    return found
+
+
+def replace_file(hosts: Hosts, host: str, path: Path, text: str) -> None:
+    """Give a host another content of a file."""
+    other = hosts.folder / f"{host}{str(path).replace('/', '-')}"
+    other.write_text(text)
+    run(hosts, host, f"mount --bind {other} {path}")
+
+
+def set_clock(hosts: Hosts, host: str, seconds: int) -> None:
+    """Let the clock of a host be ahead."""
+    library = hosts.folder / "clock.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", f"-DOFFSET={seconds}", "-x", "c", "-o", library, "-"], input=CLOCK,
+                   text=True, check=True)
+    changes, work = hosts.folder / "etc", hosts.folder / "etc.work"
+    for folder in (changes, work):
+        folder.mkdir()
+    (changes / "ld.so.preload").write_text(f"{library}\n")
+    run(hosts, host, f"mount -t overlay overlay -o lowerdir=/etc,upperdir={changes},workdir={work} /etc")
+    run(hosts, host, f"mount --bind {hosts.folder}/hosts.{host} /etc/hosts")
+
+
+def set_limits(hosts: Hosts, host: str, **limits: int) -> None:
+    """Set resource limits of a host's daemons, such as nofile=256; what they start inherits them."""
+    for pid in processes_on(hosts, host):
+        subprocess.run(["prlimit", f"--pid={pid}", *(f"--{name}={value}:{value}" for name, value in limits.items())],
+                       check=True)
+
+
+def set_cores(hosts: Hosts, host: str, cores: set[int]) -> None:
+    """Leave a host's daemons, and what they start, these cores."""
+    for pid in processes_on(hosts, host):
+        os.sched_setaffinity(pid, cores)
+
+
+@contextlib.contextmanager
+def cgroup(controller: str, settings: dict[str, str]) -> Iterator[Callable[[Hosts, str], None]]:
+    """Make a cgroup (version 1), below that of this process; yield a function that moves a host's processes there."""
+    mounted = Path("/sys/fs/cgroup") / controller
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    path = next((path for _, controllers, path in lines if controller in controllers.split(",")), None)
+    if path is None:
+        raise RuntimeError(f"cgroups of version 1 with {controller} are not mounted here")
+    folder = Path(tempfile.mkdtemp(prefix="ddpkit-", dir=mounted / path.lstrip("/")))
+
+    def enter(hosts: Hosts, host: str) -> None:
+        for pid in processes_on(hosts, host):
+            (folder / "cgroup.procs").write_text(str(pid))
+    try:
+        for name, value in settings.items():
+            (folder / name).write_text(value)
+        yield enter
+    finally:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        for _ in range(200):
+            with contextlib.suppress(OSError):  # until the last process has ended
+                folder.rmdir()
+                break
+            signal.sigtimedwait([], 0.05)
+
+
+def slow_disk(image: Path, folder: Path) -> str:
+    """Mount a disk at a folder, for hosts that start later; return its device number, such as "7:3"."""
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext2", "-q", "-F", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    device = os.stat(folder).st_dev
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def hang_folder(hosts: Hosts, host: str, folder: Path) -> None:
+    """Mount a file system over a folder of a host that never responds, as NFS without its server."""
+    started = hosts.popen(host, [sys.executable, __file__, "hang", str(folder)], env={"PYTHONPATH": str(ROOT)},
+                          stdout=subprocess.PIPE)
+    assert started.stdout
+    if started.stdout.readline() != "ready\n":
+        raise RuntimeError(f"no FUSE file system at {folder} of {host}")
+
+
+def serve_nothing(folder: str) -> None:
+    """Mount FUSE, answer its first request, and read the others without an answer."""
+    device = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"stopped", folder.encode(), b"fuse", 0, options.encode()):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), folder)
+    request = os.read(device, 1 << 17)
+    unique, major, minor = struct.unpack_from("=QII", request, 8)[0], *struct.unpack_from("=II", request, 40)
+    # fuse_init_out: major, minor, max_readahead, flags, max_background, congestion, max_write, and zeros
+    body = struct.pack("=IIIIHHI36x", major, min(minor, 31), 1 << 16, 0, 12, 9, 1 << 12)
+    os.write(device, struct.pack("=IiQ", 16 + len(body), 0, unique) + body)
+    print("ready", flush=True)
+    while True:
+        os.read(device, 1 << 17)
+
+
+if __name__ == "__main__":
+    serve_nothing(sys.argv[2])
