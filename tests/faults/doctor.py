@@ -477,7 +477,7 @@ FAULTS = {
     "read-only folder": Fault(r"[Rr]ead-only", inject=read_only),
     "missing folder": Fault(r"does not exist|No such|missing|not shared", inject=no_folder),
     "folder that is not shared": Fault(r"shared|visible|see", inject=over_checkpoints("-t tmpfs none")),
-    "slow disk": Fault(r"slow|MB/s|times", before=slow_disk, inject=throttle),
+    "slow disk": Fault(r"took .* s to write", before=slow_disk, inject=throttle),
     "hung file system": Fault(r"storage|checkpoints", inject=lambda run: host_faults.hang_folder(
         run.hosts, BAD, run.checkpoints)),
     # Limits
