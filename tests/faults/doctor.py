@@ -592,7 +592,7 @@ def first_error(output: str) -> str:
         for line in lines:
             if re.search(pattern, line):
                 return line[:200]
-    return ""
+    return next((line[:200] for line in reversed(lines) if line), "")
 
 
 # A healthy run: the hosts, the launcher, and the options of doctor.py.
