@@ -253,7 +253,8 @@ def test_partners_of_many_hosts() -> None:
     for count in (33, 100, 1000):
         found = [partners(count, node) for node in range(count)]
         assert all(len(one) <= 20 and node not in one for node, one in enumerate(found))
-        assert all(0 in one for one in found[1:]) and all((node + 1) % count in one for node, one in enumerate(found))
+        assert all((node + step) % count in one for node, one in enumerate(found) for step in (1, -1, 16))
+        assert all(node in found[other] for node, one in enumerate(found) for other in one)  # both know it
     assert names_of([f"h{number}" for number in range(10)]).endswith("h7 and 2 more")
 
 

@@ -202,15 +202,15 @@ def in_threads(
 
 
 def partners(hosts: int, node: int) -> list[int]:
-    """Return the hosts that a host connects to: all others, or some of many.
+    """Return the hosts that a host exchanges data with: all others, or some of many.
 
-    Of many: those at the distances 1, 2, 4, ... on a ring of all hosts, and host 0.
+    Of many: those at the distances 1, 2, 4, ... on a ring of all hosts.
     """
     if hosts <= ALL_PAIRS_HOSTS:
         return [other for other in range(hosts) if other != node]
     distances = [1 << power for power in range(hosts.bit_length() - 1)]
     around = {(node + sign * distance) % hosts for distance in distances for sign in (1, -1)}
-    return sorted((around | {0}) - {node})
+    return sorted(around - {node})
 
 
 def names_of(hosts: Sequence[str]) -> str:

@@ -67,12 +67,14 @@ class Connections(Check[ConnectionFacts]):
         }
         gathered = ranks.all_gather("listening", own)
         places = {place.node: gathered[place.rank] for place in ranks.hosts}
+        near = partners(len(places), ranks.me.node)
         others = {
             node: places[node]
-            for node in partners(len(places), ranks.me.node)
+            for node in sorted({0, *near} - {ranks.me.node})
             if places.get(node) is not None
         }
-        sender = threading.Thread(target=probes.send, args=(others, facts.mtu or 1500), daemon=True)
+        probed = {node: place for node, place in others.items() if node in near}
+        sender = threading.Thread(target=probes.send, args=(probed, facts.mtu or 1500), daemon=True)
         sender.start()
         tcp = connect_all(others, address)
         sender.join(CONNECT_SECONDS)
@@ -267,7 +269,9 @@ def _cause(seen: _Seen, a: int, b: int) -> str:
         )
     if problem != "timed out":
         return f"{one} cannot connect to {to}: {problem}"
-    there, back = seen.arrived.get((a, b), 0), seen.arrived.get((b, a), 0)
+    there, back = seen.arrived.get((a, b)), seen.arrived.get((b, a))
+    if there is None and back is None:
+        return f"{one} gets no response from {to}"
     if there and back:
         reverse = "also" if seen.problem.get((b, a)) else "not"
         return (
