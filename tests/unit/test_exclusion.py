@@ -163,7 +163,7 @@ def test_submitted_and_resubmitted_jobs_avoid_listed_hosts(login: Login) -> None
     exclude_file.add(parent / "bad-hosts.txt", {"node2": "storage: read-only", "gone": ""})
     done = login.submit(*"run --site generic-slurm --nodes 2 --no-check train.py".split())
     assert done.status == 0 and "avoided: node2 until 2" in done.err, done.err
-    assert "storage: read-only" in done.err and "more than a quarter of the 2 requested" in done.err
+    assert "storage: read-only" in done.err and "2 of 2 is more than a quarter" in done.err
     exclude_file.add(parent / "bad-hosts.txt", {"node3": ""})
     assert login.submit("resubmit", "101", "--no-check").status == 0
     scripts = [path.read_text() for path in sorted(parent.glob("*/job.sh"), key=lambda path: path.stat().st_mtime_ns)]

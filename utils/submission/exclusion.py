@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from ..schedulers.exclude_file import Entry
 from .following import note
 
 FILE = "bad-hosts.txt"
+_REASON_LENGTH = 160
 
 
 def path(parent: Path) -> Path:
@@ -31,23 +33,30 @@ def avoid_bad_hosts(scheduler: Scheduler, job: Job, parent: Path) -> Job:
     if problem:
         note(f"warning: the job may get {_names(entries)}, listed in {file}: {problem}")
     elif changed != job:
-        for text in describe(entries, job.nodes):
-            note(f"avoided: {text}. To allow it again, remove its line in {file}")
+        for text in describe(entries):
+            note(f"avoided: {text}")
+        note(f"to allow a host again, remove its line in {file}{share(len(entries), job.nodes)}")
     return changed
 
 
-def describe(entries: Sequence[Entry], nodes: int | None = None) -> list[str]:
-    """Describe each entry in a line. nodes: that a job requests."""
+def describe(entries: Sequence[Entry]) -> list[str]:
+    """Describe each entry in a line: "n2 until 2026-11-23 22:10, storage: ..."."""
     lines = []
     for entry in entries:
         until = ""
         if entry.since is not None:
             expires = time.localtime(entry.since + exclude_file.LIFETIME_SECONDS)
             until = time.strftime(" until %Y-%m-%d %H:%M", expires)
-        lines.append(f"{entry.host}{until}" + (f", {entry.reason}" if entry.reason else ""))
-    if nodes and 4 * len(entries) > nodes:
-        lines.append(f"{len(entries)} hosts, more than a quarter of the {nodes} requested")
+        reason = textwrap.shorten(entry.reason, _REASON_LENGTH, placeholder=" ...")
+        lines.append(f"{entry.host}{until}" + (f", {reason}" if reason else ""))
     return lines
+
+
+def share(bad: int, nodes: int) -> str:
+    """Return a clause about the number of avoided hosts where it is large; "" otherwise."""
+    if 4 * bad <= nodes:
+        return ""
+    return f". {bad} of {nodes} is more than a quarter: check whether the hosts are the cause"
 
 
 def _names(entries: Sequence[Entry]) -> str:

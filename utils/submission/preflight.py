@@ -66,16 +66,10 @@ def check(
             "Other nodes would not help. Correct them, or submit without --preflight"
         )
         return _BAD
-    note(f"preflight: the training is not started on {', '.join(bad)}")
-    for entry in exclude_file.read(file):
-        if entry.host in bad:
-            for text in exclusion.describe([entry]):
-                note(f"preflight: avoided: {text} (listed in {file})")
-    if 4 * len(bad) > len(hosts):
-        note(
-            f"preflight: {len(bad)} of the {len(hosts)} nodes are more than a quarter. If most "
-            "nodes are bad, the cause may be the job or a file system"
-        )
+    note(
+        f"preflight: the training is not started on {', '.join(bad)}. Jobs avoid these hosts for a "
+        f"day; {file} lists them{exclusion.share(len(bad), len(hosts))}"
+    )
     good = [host for host in hosts if host not in bad]
     later = records.read(folder).after(job_id)
     excluded = [_exclude(scheduler, one, bad, good) for one in later]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
-from ..import_time import import_torch, seconds_waiting_for_torch
 
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
@@ -28,8 +27,6 @@ READ_BYTES = 4 << 20  # of the data, at most
 
 # A host is slow if it takes this many times the median of the others, and this much longer.
 SLOW_FACTOR, SLOW_SECONDS = 4.0, 0.3
-SLOW_IMPORT_FACTOR, SLOW_IMPORT_SECONDS = 3.0, 5.0
-LONG_IMPORT_SECONDS = 20.0
 MIN_FREE_BYTES = {"checkpoints": 2 << 30, "working": 256 << 20, "temporary": 64 << 20}
 MIN_FREE_FILES = 1000
 
@@ -67,10 +64,9 @@ class Folder(TypedDict):
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """Of one host. import_seconds: how long importing torch waited for files; None if unknown."""
+    """Of one host: the same folders on all hosts, in the same order."""
 
     folders: list[Folder]
-    import_seconds: float | None
 
 
 class StorageCheck(Check[StorageFacts]):
@@ -82,13 +78,11 @@ class StorageCheck(Check[StorageFacts]):
     seconds = 12.0
     facts = StorageFacts
 
-    def __init__(
-        self, checkpoints: str | None = None, data: str | None = None, quick: bool = False
-    ) -> None:
+    def __init__(self, checkpoints: str | None = None, data: str | None = None) -> None:
         """Choose what to check.
 
-        checkpoints: a folder that all hosts write to; None: the working folder, if it is writable.
-        data: a folder or file that all hosts read. quick: do not import torch.
+        checkpoints: a folder that all hosts write to, or will make; None: the working folder.
+        data: a folder or file that all hosts read.
         """
         self._folders = [("working", os.curdir)]
         if checkpoints is not None:
@@ -96,11 +90,8 @@ class StorageCheck(Check[StorageFacts]):
         if data is not None:
             self._folders.append(("data", data))
         self._folders.append(("temporary", os.environ.get("TMPDIR") or "/tmp"))
-        self._imports_torch = not quick
 
     def collect(self, ranks: Ranks) -> StorageFacts:
-        if self._imports_torch:
-            import_torch()
         # All hosts use the same names, so that one can look for another's files.
         [token, *_] = ranks.all_gather("token", f"{os.getpid()}-{os.urandom(6).hex()}")
         trials = [_Trial(purpose, path, str(token), ranks.me) for purpose, path in self._folders]
@@ -114,17 +105,14 @@ class StorageCheck(Check[StorageFacts]):
         finally:
             for trial in trials:
                 trial.remove_files()
-        return StorageFacts([trial.found for trial in trials], seconds_waiting_for_torch())
+        return StorageFacts([trial.found for trial in trials])
 
     def conclude(self, reported: Sequence[Reported[StorageFacts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
         columns = zip(*(one.facts.folders for one in reported), strict=True)
         for column in columns:
             of_host = {one.place.host: folder for one, folder in zip(reported, column, strict=True)}
-            findings += _conclude_on_folder(of_host)
-        findings += _conclude_on_import(
-            {one.place.host: one.facts.import_seconds for one in reported}
-        )
+            findings += _conclude_on_folder(_with_missing(of_host))
         yield from findings
         if reported and not findings:
             yield Finding(Level.GOOD, _summary([one.facts for one in reported]))
@@ -137,25 +125,31 @@ class _Trial:
     """The use of one folder by this host."""
 
     def __init__(self, purpose: str, path: str, token: str, me: RankPlace) -> None:
-        self._me = me
-        self._path = os.path.abspath(os.path.expanduser(path))
-        self._shared_folder = os.path.join(self._path, f".doctor-{token}")
-        self._own_folder = os.path.join(self._shared_folder, str(me.node))
+        self._me, self._token = me, token
         self.found = Folder(
             purpose=purpose,
-            path=self._path,
+            path="",
             problem="",
             code=0,
             seconds=None,
             free_bytes=None,
             free_files=None,
-            file_system=_file_system(self._path),
+            file_system="",
             shared=None,
             empty=False,
         )
+        self._use(os.path.abspath(os.path.expanduser(path)))
+
+    def _use(self, path: str) -> None:
+        self._path = path
+        self._shared_folder = os.path.join(path, f".doctor-{self._token}")
+        self._own_folder = os.path.join(self._shared_folder, str(self._me.node))
+        self.found["path"], self.found["file_system"] = path, _file_system(path)
 
     def measure(self) -> None:
         """Use the folder, and note the first problem."""
+        if self.found["purpose"] == "checkpoints":
+            self._use(_existing(self._path))
         if self.found["purpose"] == "data":
             self._try("read", self._read_data)
         else:
@@ -239,6 +233,13 @@ class _Trial:
         self.found["seconds"] = time.perf_counter() - began
 
 
+def _existing(path: str) -> str:
+    """Return the folder, or the one above it in which a training would make it."""
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def _write(path: str, content: bytes, sync: bool = False) -> None:
     with open(path, "wb", buffering=0) as file:
         view = memoryview(content)
@@ -269,13 +270,28 @@ def _file_system(path: str) -> str:
         # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
         left, _, right = line.partition(" - ")
         point = left.split(" ")[4].replace("\\040", " ")
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(longest):
+        if (path == point or _is_above(point, path)) and len(point) >= len(longest):
             found, longest = right.split(" ")[0], point
     return found
 
 
 # On rank 0 ----------------------------------------------------------------------------------------
+
+
+def _is_above(folder: str, path: str) -> bool:
+    return folder != path and path.startswith(folder.rstrip("/") + "/")
+
+
+def _with_missing(of_host: dict[str, Folder]) -> dict[str, Folder]:
+    """Return the same, with a problem where a host lacks a checkpoint folder that others have."""
+    path = max((folder["path"] for folder in of_host.values()), key=len)
+    code = errno.ENOENT
+    return {
+        host: {**folder, "path": path, "code": code, "problem": f"write: {os.strerror(code)}"}
+        if folder["purpose"] == "checkpoints" and _is_above(folder["path"], path)
+        else folder
+        for host, folder in of_host.items()
+    }
 
 
 def _conclude_on_folder(of_host: dict[str, Folder]) -> Iterator[Finding]:
@@ -305,7 +321,7 @@ def _conclude_on_failures(
         # Many programs replace a missing TMPDIR by /tmp.
         is_hint = purpose == "temporary" and code == errno.ENOENT
         what, _, reason = problem.partition(": ")
-        others = f"; the other {able} hosts can" if able else ""
+        others = f"; {able} other host{'s' * (able > 1)} can" if able else ""
         yield Finding(
             Level.WARNING if is_hint else Level.BAD,
             f"{_join(hosts)} cannot {what} in {_describe(folder)}: {reason}{others}. "
@@ -359,8 +375,8 @@ def _conclude_on_empty(used: dict[str, Folder]) -> Iterator[Finding]:
     elif empty:
         yield Finding(
             Level.BAD,
-            f"The data folder {used[empty[0]]['path']} is empty on {_join(empty)}; the other "
-            f"{len(used) - len(empty)} hosts have files there. Expected the same files on all "
+            f"The data folder {used[empty[0]]['path']} is empty on {_join(empty)}, and not on "
+            f"{len(used) - len(empty)} other hosts. Expected the same files on all "
             "hosts: a file system may not be mounted",
             "Copy the data there, or exclude the hosts and report them. See there: mount",
             hosts=tuple(empty),
@@ -405,26 +421,6 @@ def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
             f"median of the other hosts is {usual:.2f} s",
             "Exclude the host if that happens again, and report it. See there: iostat -x; dmesg",
             hosts=(host,),
-        )
-
-
-def _conclude_on_import(seconds: dict[str, float | None]) -> Iterator[Finding]:
-    slow = list(_outliers(seconds, SLOW_IMPORT_FACTOR, SLOW_IMPORT_SECONDS))
-    for host, took, usual in slow:
-        yield Finding(
-            Level.WARNING,
-            f"Importing torch waited {took:.0f} s for files on {host}; the median of the other "
-            f"hosts is {usual:.0f} s",
-            "Exclude the host if that happens again, and report it. See there: mount; iostat -x",
-            hosts=(host,),
-        )
-    longest = max((value for value in seconds.values() if value is not None), default=0.0)
-    if not slow and longest > LONG_IMPORT_SECONDS:
-        yield Finding(
-            Level.WARNING,
-            f"Importing torch waited up to {longest:.0f} s for files. Expected at most "
-            f"{LONG_IMPORT_SECONDS:.0f} s",
-            "Copy the Python environment to a local disk of each host, or use a container image",
         )
 
 
