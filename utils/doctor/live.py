@@ -29,6 +29,7 @@ from .checks.links import Links
 from .checks.names import Names
 from .checks.placement import Placement
 from .checks.storage import StorageCheck
+from .checks.torch_import import TorchImportCheck
 from .exchange import Rank0Lost
 from .join import EARLIER_SECONDS, Joined, join
 from .report import LABELS, Report
@@ -57,7 +58,8 @@ def all_checks(options: Options) -> list[Check[Any]]:
         Equality(),
         Limits(),
         Installation(options.quick),
-        StorageCheck(options.checkpoints, options.data, options.quick),
+        StorageCheck(options.checkpoints, options.data),
+        TorchImportCheck(),
         Gloo(),
         Gpus(),
         Names(),

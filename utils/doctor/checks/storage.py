@@ -75,7 +75,7 @@ class StorageCheck(Check[StorageFacts]):
     name = "storage"
     per = "host"
     quick = True
-    seconds = 12.0
+    seconds = 25.0  # a busy parallel file system may need ten for a file
     facts = StorageFacts
 
     def __init__(self, checkpoints: str | None = None, data: str | None = None) -> None:
