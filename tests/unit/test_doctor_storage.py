@@ -104,6 +104,19 @@ def test_data_may_be_a_file_or_missing(folder: Path) -> None:
     assert "n1 cannot read in the data folder" in finding.message and not finding.exclude
 
 
+def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_inodes(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    space = os.statvfs(folder)
+    values = [*space[:7], 0, *space[8:]]  # f_favail
+    monkeypatch.setattr(os, "makedirs", no_inodes)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
+    [facts] = collected([StorageCheck("shared")])
+    found = concluded([facts])[0]
+    assert found.level is Level.BAD and "No space left on device, because all inodes are in use" in found.message
+
+
 # What is concluded ------------------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,8 @@ class _Trial:
             space = os.statvfs(self._path)
             self.found["free_bytes"] = space.f_bavail * space.f_frsize
             self.found["free_files"] = space.f_favail if space.f_files else None
+            if self.found["code"] == errno.ENOSPC and space.f_files and not space.f_favail:
+                self.found["problem"] += ", because all inodes are in use: too many files"
 
     def look_for_first_host(self) -> None:
         """Look for what the first host has written, where all hosts have to share the folder."""
