@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..check import Check, Finding, Level, Ranks, Reported
+from ..import_time import import_torch, seconds_waiting_for_torch
 
 LONGEST_SECONDS = 30.0  # then the check ends, and the import goes on
 # Of the time that an import waits for files:
@@ -34,16 +33,10 @@ class TorchImportCheck(Check[ImportFacts]):
     facts = ImportFacts
 
     def collect(self, ranks: Ranks) -> ImportFacts:
-        if "torch" in sys.modules:
-            return ImportFacts(None)
-        waited: list[float] = []
-        began = time.monotonic()
-        thread = threading.Thread(target=lambda: waited.append(_import_torch()), daemon=True)
+        thread = threading.Thread(target=_import_torch, daemon=True)
         thread.start()
         thread.join(LONGEST_SECONDS)
-        if thread.is_alive():
-            return ImportFacts(time.monotonic() - began)
-        return ImportFacts(waited[0] if waited else None)
+        return ImportFacts(LONGEST_SECONDS if thread.is_alive() else seconds_waiting_for_torch())
 
     def conclude(self, reported: Sequence[Reported[ImportFacts]]) -> Iterator[Finding]:
         seconds = {
@@ -79,19 +72,6 @@ def _slow_hosts(seconds: dict[str, float]) -> Iterator[tuple[str, float]]:
             yield host, usual
 
 
-def _import_torch() -> float:
-    """Import torch; return the seconds in which this thread neither ran nor waited for a CPU."""
-    began, busy = time.monotonic(), _seconds_busy()
+def _import_torch() -> None:
     with contextlib.suppress(ImportError, OSError):  # another check reports that
-        import torch  # noqa: F401
-    return max(0.0, time.monotonic() - began - (_seconds_busy() - busy))
-
-
-def _seconds_busy() -> float:
-    """Return the seconds that this thread has run, or has waited for a CPU; see proc(5)."""
-    try:
-        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
-            running, waiting, _ = file.read().split()
-        return (int(running) + int(waiting)) / 1e9
-    except (OSError, ValueError):
-        return time.thread_time()
+        import_torch()
