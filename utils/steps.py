@@ -201,7 +201,7 @@ def draw(file: Path, output: Path) -> None:
         axis.set(title=part, xlabel="step")
     labelled = range(0, len(hosts), max(1, len(hosts) // 40))
     axes[0].set_yticks(list(labelled), [f"rank {rank}, {hosts[rank]}" for rank in labelled])
-    figure.colorbar(image, ax=axes, label="milliseconds in each step")
+    figure.colorbar(image, ax=axes, label="ms per step")
     figure.savefig(output, dpi=120)
 
 
