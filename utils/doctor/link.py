@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import select
 import socket
 import statistics
@@ -112,13 +113,18 @@ class LinkEnd:
         found = in_threads(jobs, _CONNECT_SECONDS + 1)
         self._connections.update((node, one) for node, one in found.items() if one)
 
-    def measure(self, pair: Pair) -> Measured | None:
-        """Measure a link; the result is on its lower host, and None on the other one."""
+    def measure(self, pair: Pair, limit: float = math.inf) -> Measured | None:
+        """Measure a link; the result is on its lower host, and None on the other one.
+
+        limit: monotonic seconds, after which the partner does not begin.
+        """
         a, b = pair
         other = b if self._node == a else a
         connected = self._connections.get(other)
         if connected is None:
             return None
+        # The partner may still have to end its previous round.
+        connected.settimeout(max(1.0, min(_WAIT_SECONDS, limit + 1.0 - time.monotonic())))
         try:
             if self._node == a:
                 return self._lead(connected, pair)
@@ -157,7 +163,6 @@ class LinkEnd:
     # batch of packets, D it expects one, I asks for the follower's TCP_INFO, E is the end.
 
     def _lead(self, connected: socket.socket, pair: Pair) -> Measured:
-        connected.settimeout(_WAIT_SECONDS)
         _ping(connected)  # waits for the partner
         connected.settimeout(_RESPONSE_SECONDS)
         before = tcp_info(connected)
@@ -204,10 +209,10 @@ class LinkEnd:
         return sent, lost
 
     def _follow(self, connected: socket.socket, other: int) -> None:
-        connected.settimeout(_WAIT_SECONDS)
         before = tcp_info(connected)
         while True:
             command, number = _COMMAND.unpack(receive(connected, _COMMAND.size))
+            connected.settimeout(_RESPONSE_SECONDS)
             if command == b"E":
                 return
             if command == b"P":

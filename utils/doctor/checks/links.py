@@ -61,7 +61,7 @@ class Links(Check[LinkFacts]):
             for pairs in schedule:
                 pair = next((one for one in pairs if ranks.me.node in one), None)
                 if pair and (again is None or pair in again) and time.monotonic() < limit:
-                    found = end.measure(pair)
+                    found = end.measure(pair, limit)
                     if found:
                         best[pair] = _better(best.get(pair), found)
             own = [asdict(one) for one in best.values()]
