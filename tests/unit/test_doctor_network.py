@@ -218,7 +218,7 @@ def test_interfaces_that_a_host_does_not_have() -> None:
 
 
 def links(change: Callable[[int, int], dict[str, Any]], count: int = 4) -> list[Finding]:
-    usual = {"a_to_b": 1e9, "b_to_a": 1e9, "probes": (600, 600), "lost": (0, 0), "segments": 20000}
+    usual = {"a_to_b": 1e9, "b_to_a": 1e9, "probes": (600, 600), "lost": (0, 0), "segments": 20000, "times": 3}
     rows: list[list[Any]] = [[] for _ in range(count)]
     for a in range(count):
         for b in range(a + 1, count):
@@ -235,6 +235,7 @@ def test_slow_host_and_slow_link() -> None:
     assert link.hosts == ("h3", "h7") and not link.exclude
     assert "the link between h3 and h7 is slow: 200 MB/s to h7, 1 GB/s to h3" in link.message
     assert only(links(lambda a, b: {"a_to_b": 2e8, "busy": (0.8, 0)} if a == 1 else {})).level is Level.GOOD
+    assert only(links(lambda a, b: {"a_to_b": 2e8, "times": 1} if a == 1 else {})).level is Level.GOOD
     everywhere = only(links(lambda a, b: {"a_to_b": 1.2e6}))
     assert "all links are slow" in everywhere.message
 

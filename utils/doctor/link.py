@@ -49,7 +49,7 @@ class Measured:
     a_to_b, b_to_a: bandwidth; None where the round trip is too long for a measurement.
     busy: share of the time, in each direction, in which the hosts had no core for it.
     probes, lost: UDP packets from a to b and back; no probes where UDP does not pass.
-    segments, sent_again: of TCP, in both directions.
+    segments, sent_again: of TCP, in both directions. times: how often the link was measured.
     """
 
     a: int
@@ -63,6 +63,7 @@ class Measured:
     lost: tuple[int, int] = (0, 0)
     segments: int = 0
     sent_again: int = 0
+    times: int = 1
 
     @property
     def pair(self) -> Pair:
