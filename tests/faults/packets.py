@@ -97,7 +97,7 @@ def _add_filter(hosts: Hosts, host: str, interface: str, direction: str, conditi
 
 
 def one_packet_per_frame(hosts: Hosts, names: Iterable[str]) -> None:
-    """Let hosts send frames as they are on a wire, instead of up to 64 kB at once."""
+    """Let hosts send frames as an Ethernet carries them, instead of up to 64 kB at once."""
     for host in names:
         run(hosts, host, "ip link set eth0 gso_max_segs 1")
 

@@ -54,8 +54,8 @@ def position(entered: int, work: float = 0.0, pending: bool = False) -> Position
     return Position(entered, "train.py, line 7, in main", (call,), (work, 0.0))
 
 
-def judge_twice(first: list[Position], second: list[Position]) -> str:
-    """Return the judgement of a watch with a limit of 100 s after 100 s without progress."""
+def cause_found(first: list[Position], second: list[Position]) -> str:
+    """Return the cause that a watch with a limit of 100 s finds after 100 s without progress."""
     now = [0.0]
     watch = HangWatch(100.0, 4, clock=lambda: now[0])
     for rank in range(4):
@@ -63,25 +63,25 @@ def judge_twice(first: list[Position], second: list[Position]) -> str:
     assert not watch.is_due()
     for now[0], positions in ((50.0, first), (100.0, second)):
         assert watch.is_due()
-        cause = watch.judge(dict(enumerate(positions)), HOSTS, {}, {})
+        cause = watch.find_cause(dict(enumerate(positions)), HOSTS, {}, {})
     return cause
 
 
 def test_ranks_that_compute_do_not_hang() -> None:
-    assert judge_twice([position(7)] * 4, [position(7, work=30.0)] * 4) == ""
+    assert cause_found([position(7)] * 4, [position(7, work=30.0)] * 4) == ""
 
 
 def test_idle_ranks_hang() -> None:
-    cause = judge_twice([position(7)] * 4, [position(7)] * 4)
+    cause = cause_found([position(7)] * 4, [position(7)] * 4)
     assert "rank 3 on h3 (pid 103) is idle. It is at train.py, line 7" in cause
 
 
 def test_collective_that_does_not_end_is_a_hang_of_all_ranks() -> None:
-    cause = judge_twice([position(7, pending=True)] * 4, [position(7, 90.0, pending=True)] * 4)
+    cause = cause_found([position(7, pending=True)] * 4, [position(7, 90.0, pending=True)] * 4)
     assert "all ranks have entered collective 7" in cause
 
 
 def test_transfers_between_two_ranks_are_progress() -> None:
     later = position(7, pending=True)
     moved = later._replace(last=({**later.last[0], "number": 8},))
-    assert judge_twice([position(7, pending=True)] * 4, [moved] * 4) == ""
+    assert cause_found([position(7, pending=True)] * 4, [moved] * 4) == ""

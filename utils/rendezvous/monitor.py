@@ -432,7 +432,7 @@ class Monitor:
         return not last or any(collective["pending"] for collective in last)
 
     def _inspect(self, watch: HangWatch, now: float) -> None:
-        """Request all positions when no rank makes progress, and judge them."""
+        """Request all positions when no rank makes progress, and find the cause."""
         if self._inspecting_since is None:
             if not watch.is_due():
                 return
@@ -446,7 +446,7 @@ class Monitor:
             return
 
         self._inspecting_since = None
-        cause = watch.judge(self._positions, self._hosts, self._departed, self._states)
+        cause = watch.find_cause(self._positions, self._hosts, self._departed, self._states)
         if cause:
             self._announce_hang(cause)
         self._positions_requested = False

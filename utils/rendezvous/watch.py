@@ -81,7 +81,7 @@ class HangWatch:
         received = self._received.get(rank, self._clock() - self.seconds_without_progress())
         return self._clock() - received > max(self.limit / 2, 2 * self.interval)
 
-    def judge(
+    def find_cause(
         self,
         positions: Mapping[int, Position],
         hosts: Mapping[int, str],

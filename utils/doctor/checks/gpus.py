@@ -252,10 +252,10 @@ def _read_rocm() -> list[Gpu]:
 def parse_rocm(output: str) -> list[Gpu]:
     """Return the GPUs in the output of `rocm-smi --json`. Raises ValueError."""
     found = []
-    for card, values in json.loads(output).items():
-        if not card.startswith("card"):
+    for device, values in json.loads(output).items():
+        if not device.startswith("card"):
             continue
-        gpu = Gpu(int(card[4:]), values.get("Card Series", values.get("Card series", "")))
+        gpu = Gpu(int(device[4:]), values.get("Card Series", values.get("Card series", "")))
         for name, value in values.items():
             with contextlib.suppress(ValueError):
                 if name == "VRAM Total Memory (B)":
