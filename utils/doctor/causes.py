@@ -79,7 +79,7 @@ CAUSES = (
            "DefaultCPUAllocator: ", "^MemoryError", "exceptions.MemoryError", "ArrayMemoryError",
            "[Errno 12] Cannot allocate", "fork: Cannot allocate memory", "std::bad_alloc")),
     Cause("locked_memory", None, _CAUSE,
-          "The network card could not lock memory: the limit of locked memory is too low.",
+          "The network adapter could not lock memory: the limit of locked memory is too low.",
           "ulimit -l in a job step on that host; expected: unlimited.",
           "Raise memlock for daemons and users on that host, or exclude it.",
           ("ibv_...Cannot allocate memory", "RLIMIT_MEMLOCK")),
