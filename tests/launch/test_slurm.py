@@ -30,15 +30,16 @@ def assert_step(done: Result, name: str, hosts: str) -> None:
     assert len(tasks) == len(hosts.split()) and len({line.split()[-1] for _, line, _ in tasks}) == 1, output
 
 
+# -w: without it, a step may be given two other nodes while the last processes of the step before it end.
 SHAPES = {
-    "2x2": ("-N2 --ntasks-per-node=2", "node1 node1 node2 node2"),
+    "2x2": ("-N2 -w node1,node2 --ntasks-per-node=2", "node1 node1 node2 node2"),
     "4x1": ("-N4 --ntasks-per-node=1", "node1 node2 node3 node4"),
-    "cyclic": ("-N2 --ntasks-per-node=2 -m cyclic", "node1 node2 node1 node2"),
-    "plane": ("-N2 -n8 -m plane=2", "node1 node1 node2 node2 node1 node1 node2 node2"),
+    "cyclic": ("-N2 -w node1,node2 --ntasks-per-node=2 -m cyclic", "node1 node2 node1 node2"),
+    "plane": ("-N2 -w node1,node2 -n8 -m plane=2", "node1 node1 node2 node2 node1 node1 node2 node2"),
     "one node": ("-N1 -n2 -w node3", "node3 node3"),
-    "pmi2": ("--mpi=pmi2 -N2 -n3 -m block", "node1 node1 node2"),
-    "pmix": ("--mpi=pmix -N2 --ntasks-per-node=2", "node1 node1 node2 node2"),
-    "none": ("--mpi=none -N2 --ntasks-per-node=2", "node1 node1 node2 node2"),
+    "pmi2": ("--mpi=pmi2 -N2 -w node1,node2 -n3 -m block", "node1 node1 node2"),
+    "pmix": ("--mpi=pmix -N2 -w node1,node2 --ntasks-per-node=2", "node1 node1 node2 node2"),
+    "none": ("--mpi=none -N2 -w node1,node2 --ntasks-per-node=2", "node1 node1 node2 node2"),
 }
 
 
