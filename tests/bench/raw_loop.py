@@ -1,6 +1,15 @@
-"""Compare `bench.py collectives` with a loop over torch alone, in turns in one run. Fails beyond 3 %."""
+"""Compare `bench.py collectives` with a loop over torch alone, in pairs in one run.
+
+torchrun --standalone --nproc-per-node 2 tests/bench/raw_loop.py
+
+Each pair is one run of each, in random order. A size is done when the 95 % confidence interval of the median ratio is
+narrower than +-1 %, which takes more pairs on a busy machine. setup_distributed() binds each rank to its own core.
+Exit status 1: a median ratio is more than 3 % from 1. Status 2: an interval is still too wide after LIMIT seconds.
+"""
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import sys
 import time
@@ -13,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import setup_distributed
 from utils.bench import collectives, operations
 
+SIZES = [1 << 12, 1 << 16, 1 << 20, 1 << 23]
 ITERATIONS = 20
-RUNS = {1 << 12: 301, 1 << 16: 301, 1 << 20: 151, 1 << 23: 41}  # of each size
+FEWEST, LIMIT = 100, 120  # pairs, seconds, for each size
 
 
 def raw_loop(size: int, ranks: operations.Ranks) -> float:
@@ -34,19 +44,33 @@ def kit(size: int, ranks: operations.Ranks) -> float:
     return collectives.measure(operations.AllReduce, size, sweep, ranks).seconds
 
 
-def compare(size: int, ranks: operations.Ranks) -> float:
-    """Print and return the median of kit / raw; each run of the kit is between two of the raw loop."""
-    before, own, after = zip(*([loop(size, ranks) for loop in (raw_loop, kit, raw_loop)] for _ in range(RUNS[size])),
-                             strict=True)
-    ratio = statistics.median(2 * b / (a + c) for a, b, c in zip(before, own, after, strict=True))
-    same = statistics.median(c / a for a, c in zip(before, after, strict=True))
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the median, by the order statistics of the sign test."""
+    ordered, count = sorted(ratios), len(ratios)
+    low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return ordered[low], ordered[count - 1 - low]
+
+
+def compare(size: int, ranks: operations.Ranks) -> tuple[float, bool]:
+    """Print and return the median of kit / raw, and whether its interval is narrow enough."""
+    order = random.Random(size)  # the same on all ranks
+    raw: list[float] = []
+    own: list[float] = []
+    start, low, high = time.monotonic(), 0.0, math.inf
+    more = torch.ones(1)
+    while more:
+        for loop, times in order.sample([(raw_loop, raw), (kit, own)], 2):
+            times.append(loop(size, ranks))
+        low, high = interval([b / a for a, b in zip(raw, own, strict=True)])
+        more[0] = len(raw) < FEWEST or (high - low > 0.02 and time.monotonic() - start < LIMIT)
+        torch.distributed.broadcast(more, 0)
+    ratio = statistics.median(b / a for a, b in zip(raw, own, strict=True))
     if ranks.rank == 0:
-        raw, seconds = statistics.median(before + after), statistics.median(own)
-        print(f"all_reduce {size:>9} bytes: raw {raw * 1e6:9.1f} us, kit {seconds * 1e6:9.1f} us, median ratio "
-              f"{ratio:.3f} (raw to raw {same:.3f})", flush=True)
-    return ratio
+        print(f"all_reduce {size:>9} bytes, {len(raw):>5} pairs: raw {statistics.median(raw) * 1e6:9.1f} us, kit "
+              f"{statistics.median(own) * 1e6:9.1f} us, median ratio {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
+    return ratio, high - low <= 0.02
 
 
 with setup_distributed("gloo") as dist:
-    ratios = [compare(size, operations.Ranks(dist.rank, dist.world_size, dist.device)) for size in RUNS]
-sys.exit(any(abs(ratio - 1) > 0.03 for ratio in ratios))
+    results = [compare(size, operations.Ranks(dist.rank, dist.world_size, dist.device)) for size in SIZES]
+sys.exit(1 if any(abs(ratio - 1) > 0.03 for ratio, _ in results) else 0 if all(sure for _, sure in results) else 2)

@@ -111,10 +111,11 @@ def limit_rate(hosts: Hosts, host: str, rate: str) -> None:
 def delay(hosts: Hosts, host: str, seconds: float) -> None:
     """Delay what a host sends and receives by so many seconds each way."""
     old = port(hosts, host)
-    for command in (f"ip link set {old} nomaster", "ip link add d0 type veth peer name d1",
-                    "ip link set d1 master br0 up", "ip link set d0 up"):
+    new, far = f"{old}d", f"{old}e"
+    for command in (f"ip link set {old} nomaster", f"ip link add {new} type veth peer name {far}",
+                    f"ip link set {far} master br0 up", f"ip link set {new} up"):
         run(hosts, "switch", command)
-    _start(hosts, "switch", "delay", old, "d0", str(seconds))
+    _start(hosts, "switch", "delay", old, new, str(seconds))
 
 
 def refuse(hosts: Hosts, host: str) -> None:

@@ -272,3 +272,9 @@ def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_check_is_refused() -> None:
     done = doctor("--only", "weather")
     assert done.returncode == 2 and "there is no check 'weather'" in done.stderr
+
+
+def test_status_of_a_doctor_that_fails_is_not_that_of_a_warning() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*DOCTOR, "--only", "limits"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode > 2 and "No space left on device" in done.stderr, done

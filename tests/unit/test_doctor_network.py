@@ -263,7 +263,8 @@ def test_partners_of_many_hosts() -> None:
 
 
 def trial(**values: Any) -> CollectiveFacts:
-    usual = {"backend": "gloo", "wrong": {"4": 0, "65536": 0}, "bus_bandwidth": 1e9, "flops": None}
+    usual = {"backend": "gloo", "wrong": {"4": 0, "65536": 0}, "bus_bandwidth": 1e9, "flops": None,
+             "no_peer_access": []}
     return CollectiveFacts(4, {**usual, **values}, unreachable=[])
 
 
@@ -274,6 +275,12 @@ def test_collectives() -> None:
     assert wrong.level is Level.BAD and wrong.hosts == ("h2",) and "7 wrong elements" in wrong.message
     slow = only(conclude(Collectives(), [trial(flops=6e14), trial(flops=6.1e14), trial(flops=4e14)]))
     assert "the GPU of rank 2 on h3 computes 400 TFLOP/s, the median of 3 GPUs 600" in slow.message
+    slow = only(conclude(Collectives(expected=3e9), [trial(), trial(bus_bandwidth=1.4e9)]))
+    assert slow.level is Level.WARNING and "a bus bandwidth of 1 GB/s; expected 3" in slow.message
+    assert only(conclude(Collectives(expected=2e9), [trial(), trial()])).level is Level.GOOD
+    apart = only(conclude(Collectives(), [trial(), trial(no_peer_access=[0, 3])]))
+    assert apart.hosts == ("h2",) and "the GPU of rank 1 on h2 cannot access the memory of GPU 0, 3" in apart.message
+    assert only(conclude(Collectives(), [trial(no_peer_access=[1])] * 2)).level is Level.GOOD  # none has NVLink
     late = [CollectiveFacts(2, error="did not end within 40 s"), CollectiveFacts(2, error="exit status 1: no memory")]
     assert "of 2 ranks failed on rank 1 on h2: exit status 1: no memory" in only(conclude(Collectives(), late)).message
     launch = [CollectiveFacts(2, error="the ranks do not start: the ranks differ in torch version")] * 2

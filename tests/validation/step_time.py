@@ -2,7 +2,7 @@
 
     python -m tests.validation.step_time [--write]     as root; several minutes; --write: into docs/performance.md
 
-Hosts are network namespaces, and `tc` gives each link a rate, and a delay where the kernel has netem. The
+Hosts are network namespaces. `tc` gives each link a rate, and a process on each link gives it a delay. The
 computation is measured without communication on each number of ranks. Three numbers of the links and of gloo are
 fitted at FITTED_RATES on FITTED_RANKS; all other configurations are held out.
 """
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.hosts import Hosts
+from tests.faults import packets
 from utils.plan.communication import Link, Network
 from utils.plan.step import BUCKET, FIRST_BUCKET, MIB, Computation, Gradient, fill_buckets, simulate
 
@@ -115,39 +116,27 @@ def rank_main(models: list[int]) -> None:
 
 # --- all of them
 
-def tc(hosts: Hosts, host: str, words: str) -> bool:
-    return subprocess.run([*hosts.enter(host), "tc", "qdisc", *words.split()], capture_output=True).returncode == 0
+def limit_rate(hosts: Hosts, host: str, rate: float) -> None:
+    """Limit what a host sends to this rate, in Mbit/s."""
+    packets.run(hosts, host, f"tc qdisc replace dev eth0 root tbf rate {rate}mbit burst 64kb latency 200ms")
 
 
-def delays(hosts: Hosts) -> tuple[float, ...]:
-    """Return DELAYS, or only none where the kernel has no netem."""
-    return DELAYS if tc(hosts, "h1", "replace dev lo root netem delay 1ms") else DELAYS[:1]
-
-
-def shape(hosts: Hosts, host: str, rate: float, delay: float) -> None:
-    """Give what a host sends this rate, in Mbit/s, and delay, in ms."""
-    tc(hosts, host, "del dev eth0 root")
-    made = tc(hosts, host, f"add dev eth0 root handle 1: tbf rate {rate}mbit burst 64kb latency 200ms")
-    if delay:
-        made &= tc(hosts, host, f"add dev eth0 parent 1: netem delay {delay}ms limit 20000")
-    if not made:
-        raise RuntimeError(f"tc could not shape the link of {host}")
-
-
-def measure(sizes: tuple[int, ...] = RANKS, rates: tuple[int, ...] = RATES,
+def measure(sizes: tuple[int, ...] = RANKS, rates: tuple[int, ...] = RATES, delays: tuple[float, ...] = DELAYS,
             models: tuple[int, ...] = tuple(range(len(MODELS)))) -> Iterator[Row]:
     """Yield a row for each configuration."""
-    for ranks in sizes:
+    for ranks, delay in itertools.product(sizes, delays):
         with Hosts(ranks, subnet="10.79.7") as hosts, ExitStack() as stack:
+            for host in hosts.hosts if delay else ():
+                packets.delay(hosts, host, delay / 2000)  # what it sends, and what it receives
             env = {"MASTER_ADDR": hosts.address["h1"], "MASTER_PORT": "29511", "WORLD_SIZE": str(ranks),
                    "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             command = [sys.executable, "-m", "tests.validation.step_time", "--rank", *map(str, models)]
             processes = [stack.enter_context(hosts.popen(
                 host, command, env={**env, "RANK": str(rank)}, cwd=ROOT, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE)) for rank, host in enumerate(hosts.hosts)]
-            for delay, rate in itertools.product(delays(hosts), rates):
+            for rate in rates:
                 for host in hosts.hosts:
-                    shape(hosts, host, rate, delay)
+                    limit_rate(hosts, host, rate)
                 for process in processes:
                     assert process.stdin is not None
                     process.stdin.write(json.dumps([rate, delay]) + "\n")

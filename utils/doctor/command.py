@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 
 from ..argument_parser import ArgumentParser
@@ -25,7 +26,8 @@ launch.py scripts/doctor.py --quick    the same in seconds, at the top of a job 
 submit.py doctor --nodes 2             submit these checks as a job
 doctor.py logs slurm-4711.out          find out why a job failed; see doctor.py logs --help
 
-Exit status of the checks: 0 good, 1 warning, 2 bad. Each finding is printed with its remedy.
+Exit status of the checks: 0 good, 1 warning, 2 bad, others: doctor itself failed. Each finding is
+printed with its remedy.
 """
 
 
@@ -39,7 +41,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return cli.main(words)
     options = _parse(words)
     _restart_where_torch_is_installed()
-    status = live.main(options)
+    try:
+        status = live.main(options)
+    except Exception:  # Python's own status, 1, would read as a warning
+        traceback.print_exc()
+        status = os.EX_SOFTWARE
     # A check that hangs must not keep this process. Otherwise it ends as usual, since a launcher's
     # name service has to be closed.
     watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (status,))
@@ -73,6 +79,8 @@ def _parse(words: Sequence[str]) -> live.Options:
     add("--only", metavar="CHECK,...", help=f"only these checks: {', '.join(names)}")
     add("--checkpoints", metavar="FOLDER", help="where the job will write its checkpoints")
     add("--data", metavar="FOLDER", help="where the training data are")
+    help_expect = "bus bandwidth that all-reduces should reach; below half of it is a warning"
+    add("--expect", type=float, metavar="GB/S", help=help_expect)
     seconds = live.Options.timeout
     help_timeout = f"until a rank that does not join is an error (default: {seconds:.0f})"
     add("--timeout", type=float, default=seconds, metavar="SECONDS", help=help_timeout)
@@ -89,6 +97,8 @@ def _parse(words: Sequence[str]) -> live.Options:
         )
     if args.timeout <= 0:
         parser.error(f"--timeout is {args.timeout:g}. Expected a number of seconds above 0")
+    if args.expect is not None and not args.expect > 0:
+        parser.error(f"--expect is {args.expect:g}. Expected a bus bandwidth in GB/s above 0")
     return live.Options(
         quick=args.quick,
         json=args.json,
@@ -96,5 +106,6 @@ def _parse(words: Sequence[str]) -> live.Options:
         exclude_file=args.exclude_file,
         checkpoints=args.checkpoints,
         data=args.data,
+        expect=args.expect * 1e9 if args.expect else None,
         timeout=args.timeout,
     )

@@ -40,7 +40,10 @@ _LAUNCH = "launch"  # the name of the check that the runner itself does
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line requests, the same on all ranks. only: names of checks; empty: all."""
+    """What the command line requests, the same on all ranks.
+
+    only: names of checks; empty: all. expect: bus bandwidth of all-reduces, in bytes per second.
+    """
 
     quick: bool = False
     json: bool = False
@@ -48,6 +51,7 @@ class Options:
     exclude_file: str | None = None
     checkpoints: str | None = None
     data: str | None = None
+    expect: float | None = None
     timeout: float = 40.0
 
 
@@ -66,7 +70,7 @@ def all_checks(options: Options) -> list[Check[Any]]:
         Clock(),
         Connections(),
         Links(),
-        Collectives(),
+        Collectives(options.expect),
     ]
 
 

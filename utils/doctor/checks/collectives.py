@@ -34,6 +34,7 @@ from .equality import torch_folder
 
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
+LOW_SHARE = 0.5  # of the expected bandwidth: the all-reduces are short
 _SECONDS = 40.0  # for a process
 _LATE = "did not end within"
 _START_FAILED = "the ranks do not start: "
@@ -65,6 +66,10 @@ class Collectives(Check[CollectiveFacts]):
     per = "rank"
     seconds = 60.0
     facts = CollectiveFacts
+
+    def __init__(self, expected: float | None = None) -> None:
+        """Expect this bus bandwidth, in bytes per second."""
+        self.expected = expected
 
     def collect(self, ranks: Ranks) -> CollectiveFacts:
         """Run this rank's process: with GPUs one for each rank, otherwise one for each host."""
@@ -107,18 +112,29 @@ class Collectives(Check[CollectiveFacts]):
         trials = [one for one in members if one.facts.trial]
         if not trials:
             return
+        bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
         findings = [*_wrong_sums(trials), *_networks(trials), *_slow_gpus(trials)]
+        findings += [*_peer_access(trials), *self._low_bandwidth(bandwidth)]
         yield from findings
         if not findings:
             first = trials[0].facts
             assert first.trial is not None
-            bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
             size = max(map(int, first.trial["wrong"]))
             network = f"; {first.network}" if first.network else ""
             yield Finding(
                 Level.GOOD,
                 f"all-reduces of {len(trials)} ranks over {first.trial['backend']} are right, bus "
                 f"bandwidth {bandwidth / 1e9:.3g} GB/s at {size / 1e6:.3g} MB{network}",
+            )
+
+    def _low_bandwidth(self, bandwidth: float) -> Iterator[Finding]:
+        if self.expected and bandwidth < LOW_SHARE * self.expected:
+            yield Finding(
+                Level.WARNING,
+                f"all-reduces reach a bus bandwidth of {bandwidth / 1e9:.3g} GB/s; expected "
+                f"{self.expected / 1e9:.3g} (--expect)",
+                "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`), and at the check of links "
+                "for a slow host; `bench.py collectives` measures larger sizes",
             )
 
     def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
@@ -301,6 +317,25 @@ def _networks(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
                 one.facts.warning,
                 "See docs/troubleshooting.md, and check again with --only collectives",
                 hosts=(one.place.host,),
+            )
+
+
+def _peer_access(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    """Report GPUs without direct access to others of their host, if other ranks have it."""
+    lacking = [(one.place, _trial(one)["no_peer_access"]) for one in trials]
+    if all(missing for _, missing in lacking):
+        return
+    for place, missing in lacking:
+        if missing:
+            numbers = ", ".join(map(str, missing))
+            yield Finding(
+                Level.WARNING,
+                f"the GPU of rank {place.rank} on {place.host} cannot access the memory of GPU "
+                f"{numbers} there directly; other ranks have access to all GPUs of their host",
+                f"Compare `nvidia-smi topo -p2p r` on {place.host} and another host, and report it",
+                ranks=(place.rank,),
+                hosts=(place.host,),
+                exclude=True,
             )
 
 
