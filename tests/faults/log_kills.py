@@ -1,6 +1,6 @@
 """Kill examples/03_text_lm.py at random moments and start it again: its log has every step exactly once.
 
-python tests/faults/log_kills.py [--kills 50] [--ranks 2] [--keep FILE]
+python tests/faults/log_kills.py [--kills 50] [--ranks 2] [--steps 400] [--keep FILE]
 
 All ranks get SIGKILL at the same moment, as in kills.py. After every kill, the complete lines of the log have to be the
 steps 1, 2, 3, ... At the end of each training, it has to contain all steps, with the losses of a training that nobody
@@ -22,9 +22,8 @@ from utils.run_log import FILE_NAME, parse_line
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "03_text_lm.py")
-STEPS = 400
 OPTIONS = ["--backend", "gloo", "--text", str(ROOT / "README.md"), "--layers", "1", "--heads", "2", "--width", "32",
-           "--context", "32", "--steps", str(STEPS), "--save-every", "7", "--eval-every", "50", "--log-every", "1000",
+           "--context", "32", "--save-every", "7", "--eval-every", "50", "--log-every", "1000",
            "--sample", "0"]
 
 
@@ -48,17 +47,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=400, help="of a training, which saves after every seven")
     parser.add_argument("--keep", type=Path, metavar="FILE")
     args = parser.parse_args()
+    options = [*OPTIONS, "--steps", str(args.steps)]
     done, most = 0, -1
     with tempfile.TemporaryDirectory(prefix="log-kills-") as name:
         output, whole, killed = Path(name) / "output", Path(name) / "whole", Path(name) / "killed"
-        kills.run(args.ranks, SCRIPT, [*OPTIONS, "--checkpoints", str(whole)], output)
+        kills.run(args.ranks, SCRIPT, [*options, "--checkpoints", str(whole)], output)
         expected = losses(whole)
-        assert list(expected) == list(range(1, STEPS + 1)), output.read_text()
+        assert list(expected) == list(range(1, args.steps + 1)), output.read_text()
         while done < args.kills:
             shutil.rmtree(killed, ignore_errors=True)
-            starts, words = 0, [*OPTIONS, "--checkpoints", str(killed)]
+            starts, words = 0, [*options, "--checkpoints", str(killed)]
             while not kills.run(args.ranks, SCRIPT, words, output, kills.killer(killed)):
                 starts += 1
                 losses(killed)
