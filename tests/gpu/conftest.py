@@ -63,16 +63,22 @@ class Gpus:
     def __len__(self) -> int:
         return len(self.uuids)
 
+    @property
+    def entries(self) -> list[str]:
+        """What selects each GPU in CUDA_VISIBLE_DEVICES; a job may have got some of them only."""
+        mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return mask.split(",")[:len(self)] if mask else list(map(str, range(len(self))))
+
 
 @pytest.fixture(scope="session")
 def gpus() -> Gpus:
     """The GPUs that torch can use; without one, the test is skipped with the reason."""
-    if not count_gpus():
+    if not count_gpus() and TABLE not in os.environ:  # scripts/test.sh --gpu lets torch look for them
         pytest.skip("needs a GPU: this machine has none")
     done = subprocess.run([sys.executable, "-c", QUERY], capture_output=True, text=True, timeout=120)
     found = Gpus(**json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else Gpus([], [], "")
     if not found.uuids:
-        pytest.skip(f"needs a GPU that torch can use: it sees none of {count_gpus()}. {done.stderr[-300:]}")
+        pytest.skip(f"needs a GPU that torch can use: it sees none. This host has {count_gpus()}. {done.stderr[-300:]}")
     this_run.hardware = f"{len(found)} x {found.names[0]}, {os.cpu_count()} CPUs, {found.software}"
     return found
 
@@ -105,7 +111,7 @@ class Ended:
 
 def run(command: Sequence[str], *, env: dict[str, str] | None = None, seconds: float = 240) -> Ended:
     """Run a command with the environment of a login; what it printed, and how it ended."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMPI_", "PMI", "SLURM_", "CUDA_VISIBLE_DEVICES")
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMPI_", "PMI", "SLURM_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ranks)}
     done = subprocess.run(command, env={**environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True, timeout=seconds, cwd=ROOT)

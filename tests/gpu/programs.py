@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.unit.plan_models import GPT
 from utils import Distributed, setup_distributed
-from utils.checkpoint import Checkpointer
+from utils.checkpoint import Checkpointer, PerRank
 from utils.device import device_nodes
 from utils.plan import traced
 from utils.plan.trace import trace_training
@@ -129,7 +129,8 @@ def checkpoint(job: Distributed, args: argparse.Namespace) -> Figures:
     checkpoints = Checkpointer(folder / "checkpoints")
     for _ in range(3):
         steps.step()
-    for _ in range(2):  # the first save() allocates its memory
+    for _ in range(2):  # the first save() allocates its memory; the second would wait for it
+        checkpoints.wait()
         wait_for_device(job)
         start = time.perf_counter()
         checkpoints.save(steps.number, steps.state())
@@ -139,7 +140,7 @@ def checkpoint(job: Distributed, args: argparse.Namespace) -> Figures:
     wait_for_device(job)
     start = time.perf_counter()
     if job.is_main:
-        torch.save(steps.state(), folder / "state.pt")
+        torch.save({name: part.state_dict() for name, part in steps.state().items()}, folder / "state.pt")
     plain = time.perf_counter() - start
     job.barrier()
     for _ in range(3):
@@ -159,8 +160,9 @@ def checkpoint(job: Distributed, args: argparse.Namespace) -> Figures:
 
 
 def hold(job: Distributed, args: argparse.Namespace) -> Figures:
-    """Use the device, and wait until a file says that the test has looked at the processes."""
-    torch.ones(1000, device=job.device).sum().item()
+    """Use the device, also in the threads of a save, until a file says that the test has looked at the processes."""
+    with Checkpointer(Path(args.folder) / "held") as checkpoints:
+        checkpoints.save(1, {"x": PerRank(torch.ones(1000, device=job.device))})
     job.barrier()
     if job.is_main:
         (Path(args.folder) / "running").touch()

@@ -4,8 +4,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -53,8 +55,8 @@ def test_nccl_starts_and_ends(launcher: str, gpus: Gpus, need: Callable[[str], P
 
 def test_gpu_is_pinned_by_index_uuid_and_mask(gpus: Gpus) -> None:
     last = len(gpus) - 1
-    masks = {None: 0, str(last): last, f"GPU-{gpus.uuids[last]}": last,
-             ",".join(map(str, reversed(range(len(gpus))))): last}
+    masks = {None: 0, gpus.entries[last]: last, f"GPU-{gpus.uuids[last]}": last,
+             ",".join(reversed(gpus.entries)): last}
     for mask, expected in masks.items():
         env = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
         [rank] = run([sys.executable, PROGRAMS, "placement"], env=env).figures()["placement"]["ranks"]
@@ -62,10 +64,11 @@ def test_gpu_is_pinned_by_index_uuid_and_mask(gpus: Gpus) -> None:
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_the_table(gpus: Gpus) -> None:
-    done = run(torchrun(2, "placement"), env={"CUDA_VISIBLE_DEVICES": "0"})
+    mask = gpus.entries[0]
+    done = run(torchrun(2, "placement"), env={"CUDA_VISIBLE_DEVICES": mask})
     assert done.status != 0 and "use the same GPU; expected a GPU for each rank" in done.output, done.output
     for rank in range(2):
-        row = rf"rank {rank} \(local rank {rank}\): index 0 = \S*{gpus.uuids[0]}\S*, CUDA_VISIBLE_DEVICES=0"
+        row = rf"rank {rank} \(local rank {rank}\): index 0 = \S*{gpus.uuids[0]}\S*, CUDA_VISIBLE_DEVICES={mask}"
         assert re.search(row, done.output), done.output
 
 
@@ -99,6 +102,9 @@ def test_bf16_training_follows_single_precision(gpus: Gpus, record: Record) -> N
 
 
 def test_compiled_training_runs(gpus: Gpus, record: Record) -> None:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))) or not header.exists():
+        pytest.skip(f"needs a C compiler and {header}: Triton compiles with them")
     figures = run(torchrun(min(len(gpus), MOST_RANKS), "compiled"), seconds=400).figures()["compiled"]
     for name, one in figures.items():
         record(f"GPT-2 124M, {name}, compiled", f"{one['tokens_per_second']:,.0f} tokens/s per GPU")

@@ -7,10 +7,11 @@ from pathlib import Path
 from tests.gpu.conftest import Table, run, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("placement", "collectives", "train", "memory", "checkpoint")
+NAMES = ("placement", "collectives", "train", "memory", "checkpoint", "hold")
 
 
 def test_programs_run_with_gloo(tmp_path: Path) -> None:
+    (tmp_path / "seen").touch()  # hold need not wait
     done = run(torchrun(2, "--backend", "gloo", "--small", "--folder", str(tmp_path), *NAMES),
                env={"OMP_NUM_THREADS": "1"})
     figures = done.figures()
