@@ -44,13 +44,28 @@ def last_collectives(count: int = 20, locations: bool = False) -> list[Collectiv
     for name in _RECORDERS:
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:
-            with contextlib.suppress(RuntimeError, TypeError, AttributeError), _without_inductor():
-                entries += pickle.loads(dump(True, locations, False)).get("entries", [])
+            with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+                with _device_of_rank(), _without_inductor():
+                    entries += pickle.loads(dump(True, locations, False)).get("entries", [])
     try:
         entries.sort(key=lambda entry: int(entry["time_created_ns"]))
         return [_collective(entry) for entry in entries[-count:]]
     except (KeyError, IndexError, TypeError, ValueError):  # another version of the format
         return []
+
+
+def _device_of_rank() -> contextlib.AbstractContextManager[object]:
+    """Use this rank's GPU in this thread: torch asks it which collectives have ended.
+
+    In a new thread that would be GPU 0, where each rank would take some hundred megabytes:
+    https://github.com/meta-pytorch/torchcomms/pull/777
+    """
+    device: torch.device | None = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
+    if device is None:
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device)
+    current: contextlib.AbstractContextManager[object] = module.device(device)
+    return current
 
 
 @contextlib.contextmanager

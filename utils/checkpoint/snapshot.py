@@ -123,7 +123,7 @@ class Snapshot:
         self.places: dict[str, TensorPlace] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._size = 0
-        self._events: list[torch.Event] = []
+        self._events: list[tuple[torch.device, torch.Event]] = []
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors, which may change as soon as this returns.
@@ -144,10 +144,15 @@ class Snapshot:
                 # The copy is queued on the GPU before whatever the training queues next.
                 is_queued = tensors[name].device in on_cuda
                 raw.view(place.dtype).view(place.shape).copy_(tensors[name], non_blocking=is_queued)
-        self._events = [torch.cuda.current_stream(device).record_event() for device in on_cuda]
+        self._events = [
+            (device, torch.cuda.current_stream(device).record_event()) for device in on_cuda
+        ]
 
     def bytes(self) -> Tensor:
         """Wait for the copies, and return the bytes of all tensors in the order of `places`."""
-        for event in self._events:
-            event.synchronize()
+        for device, event in self._events:
+            # In a thread that has chosen no GPU, a call of CUDA makes a context on GPU 0:
+            # https://github.com/meta-pytorch/torchcomms/pull/777
+            with torch.cuda.device(device):
+                event.synchronize()
         return self._buffer[: self._size]
