@@ -67,7 +67,9 @@ class Checkpointer:
     A save that fails, for example because no space is left, does not end the training: rank 0 logs
     the error, the files are removed, and the next save is tried. Save the last state with
     save_and_wait(), which tries again and finally raises. The first save takes longer, because the
-    memory for the copy is new; it is as large as this rank's part.
+    memory for the copy is new. It is as large as this rank's part. With CUDA it is pinned: torch
+    rounds it up to a power of two, and in torch 2.13 does not do so with
+    PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64.
 
     folder: on a file system that all hosts share; made if it is missing; for one job at a time.
         Other programs read it with list_steps(), load_part() and export_safetensors().
