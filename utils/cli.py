@@ -32,12 +32,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
         return launch.main(arguments)
     if name == "submit":
-        _restart_where_yaml_is_installed()
+        _restart_where_installed("yaml")
         from .submission import cli as submission
 
         return submission.main(arguments)
     if name == "sites":
-        _restart_where_yaml_is_installed()
+        _restart_where_installed("yaml")
         from .submission import sites
 
         return sites.main(arguments)
@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
         return doctor.main(arguments)
     if name == "plan":
-        _restart_where_yaml_is_installed()
+        _restart_where_installed("yaml", "torch")
         from .plan import cli as plan
 
         return plan.main(arguments)
@@ -54,6 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
         from .submission import in_job
 
         return in_job.main(arguments)
+    if name in ("bench", "tune"):
+        _restart_with_torch(name)
     if name == "bench":
         from .bench import cli as bench
 
@@ -90,9 +92,19 @@ def _unknown(name: str) -> str:
     return f"{name!r} is not a command. Expected one of: {', '.join(COMMANDS)}.{hint}"
 
 
-def _restart_where_yaml_is_installed() -> None:
-    """Restart under the kit's .venv where this Python cannot read site profiles."""
-    if importlib.util.find_spec("yaml") is not None:
+def _restart_where_installed(*modules: str) -> None:
+    """Restart under the kit's .venv where this Python lacks one of the modules."""
+    if all(importlib.util.find_spec(name) is not None for name in modules):
         return
     if os.path.exists(interpreter.KIT_PYTHON) and sys.executable != interpreter.KIT_PYTHON:
         interpreter.restart(interpreter.KIT_PYTHON)
+
+
+def _restart_with_torch(name: str) -> None:
+    """Restart under the Python that launch.py would choose where this one has no torch."""
+    if importlib.util.find_spec("torch") is not None:
+        return
+    try:
+        interpreter.restart(interpreter.choose(os.environ).path)
+    except interpreter.InterpreterError as error:
+        sys.exit(f"{name}.py: error: {error}")

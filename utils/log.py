@@ -2,11 +2,14 @@
 
 Information goes to standard output. Warnings and errors go to standard error, with rank and host
 in front. setup_distributed() sets this up. show_progress() shows a line that the next one replaces.
+print_result() prints what a command has found.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -46,6 +49,19 @@ def clear_progress() -> None:
         _shows_progress = False
         sys.stdout.write(_CLEAR_LINE)
         sys.stdout.flush()
+
+
+def print_result(text: str) -> None:
+    """Print the result of a command, with escapes where the encoding lacks a character.
+
+    A reader that has ended, as in `COMMAND | head`, is no error.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
 
 
 class _ByLevel(logging.Handler):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .argument_parser import ArgumentParser
+from .log import print_result
 from .run_log import FILE_NAME, Run, read_run
 
 _SMOOTHED_FROM = 50  # steps; a shorter run is drawn as it is
@@ -44,10 +45,15 @@ def main(words: Sequence[str] | None = None) -> int:
         draw([read_run(log) for log in args.logs], args.output)
     except ModuleNotFoundError as error:
         problem = f"{error}. Expected matplotlib. Install it: pip install matplotlib"
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        problem = (
+            f"{error.filename}: {error.strerror}. Expected a {FILE_NAME} or its folder, and a "
+            "writable folder for --output. Correct the path"
+        )
+    except ValueError as error:
         problem = str(error)
     else:
-        print(f"{args.output} written")
+        print_result(f"{args.output} written")
         return 0
     print(f"plot.py: error: {problem}", file=sys.stderr)
     return 2

@@ -3,7 +3,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +117,35 @@ def test_exit_status(text: str, status: int, tmp_path: Path, capsys: pytest.Capt
     out, names = capsys.readouterr().out, {0: None, 1: "node_failure", 3: "cuda_oom", 4: "unknown"}
     assert json.loads(out[out.index("{"):])["cause"] == names[status]
     assert cli.main(["logs", str(tmp_path / "missing")]) == 2
+
+
+def doctor(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "scripts/doctor.py", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                          timeout=60, **options)
+
+
+def test_output_that_the_locale_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_bytes(b"caf\xe9 " + OOM.encode())
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1:strict"}  # as with LANG=en_US
+    done = doctor("logs", str(tmp_path / "job.out"), env=environ, stdout=subprocess.PIPE)
+    assert done.returncode == 3 and "caf\\ufffd torch.OutOfMemoryError" in done.stdout
+
+
+def test_closed_standard_input_is_a_mistake_of_the_command_line() -> None:
+    done = doctor("logs", "-", preexec_fn=lambda: os.close(0))
+    assert done.returncode == 2 and "standard input is closed. Expected the output of a job" in done.stderr
+
+
+@pytest.mark.parametrize("words", [
+    ["doctor.py", "--only", "installation"], ["doctor.py", "logs", "--list-causes"], ["launch.py", "--dry-run", "ls"],
+    ["plan.py", "--parameters", "1e9"], ["../utils", "explain"]], ids=" ".join)
+def test_reader_that_has_ended_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, f"scripts/{words[0]}", *words[1:]], cwd=ROOT, text=True, timeout=60,
+                          stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
 def test_documentation_has_the_table() -> None:

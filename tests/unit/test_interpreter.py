@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -17,7 +18,8 @@ from utils.launch.interpreter import InterpreterError, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"
-COMMANDS = ["scripts/launch.py", "scripts/submit.py", "utils/__main__.py"]  # started by any Python
+COMMANDS = ["utils/__main__.py", *(  # started by any Python
+    f"scripts/{name}.py" for name in ("bench", "doctor", "launch", "plan", "plot", "sites", "submit", "tune"))]
 TRAIN = """
 import os, sys, torch
 print("trains with", sys.executable, *{"DDPKIT_PYTHON_AT_START", "DDPKIT_STARTED_BY"} & set(os.environ))
@@ -180,3 +182,24 @@ def test_submit_restarts_under_the_kits_python_for_yaml(kit: Path, pythons: dict
     yaml.unlink()
     done = run(pythons["torch"], kit, *words)
     assert done.returncode == 1 and "PyYAML is not installed" in done.stderr
+
+
+def test_bench_restarts_under_a_python_with_torch(kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:
+    done = run(pythons["base"], kit, "scripts/bench.py", "--help")
+    assert "No module named 'torch.distributed'" in done.stderr  # the stand-in for torch in the kit's .venv
+    shutil.copy(kit / "scripts/bench.py", kit / "scripts/ddpkit")  # as pip installs it
+    done = run(pythons["base"], kit, "scripts/ddpkit", "--help")
+    assert done.returncode == 1 and "ddpkit is installed for it alone. Expected both in one Python" in done.stderr
+    shutil.copytree(kit, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv"))
+    done = run(pythons["base"], tmp_path, "scripts/bench.py", "--help")
+    assert done.returncode == 1 and done.stderr.startswith("bench.py: error: no Python for the ranks:")
+
+
+def test_plan_without_torch_is_an_error_that_says_what_to_do(
+        kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(kit, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv"))
+    yaml = str(Path(importlib.import_module("yaml").__file__ or "").parents[1])
+    done = run(pythons["base"], tmp_path, "-c", f"""
+import sys; sys.path.append({yaml!r}); import yaml; sys.path.pop()
+from utils import cli; sys.exit(cli.main(["plan", "--gpus", "8", "train.py"]))""")
+    assert done.returncode == 1 and "has no torch. Expected torch for --model and for a script" in done.stderr

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ..argument_parser import ArgumentParser
+from ..log import print_result
 from .causes import CAUSES, Level
 from .logs import Diagnosis, diagnose
 
@@ -56,10 +57,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(words)
     if args.list_causes:
-        print(table(), end="")
+        print_result(table().rstrip("\n"))
         return 0
     if not args.files:
         logs.error("a FILE is missing. Give the output files of one job, or - for standard input")
+    if "-" in args.files and sys.stdin is None:
+        logs.error("standard input is closed. Expected the output of a job there, or its file")
     try:
         with contextlib.ExitStack() as stack:
             found = diagnose(
@@ -77,8 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_WRONG_USE
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(_as_dict(found), indent=2) if args.json else _describe(found), flush=True)
+    print_result(json.dumps(_as_dict(found), indent=2) if args.json else _describe(found))
     return exit_status(found)
 
 

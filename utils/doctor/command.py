@@ -37,13 +37,13 @@ def main(words: Sequence[str] | None = None) -> int:
     words: the command line without the command; None: that of this process.
     """
     words = sys.argv[1:] if words is None else list(words)
-    if words[:1] == ["logs"]:
-        return cli.main(words)
-    options = _parse(words)
-    _restart_where_torch_is_installed()
     try:
+        if words[:1] == ["logs"]:
+            return cli.main(words)
+        options = _parse(words)
+        _restart_where_torch_is_installed()
         status = live.main(options)
-    except Exception:  # Python's own status, 1, would read as a warning
+    except Exception:  # Python's own status, 1, would read as a warning or a cause
         traceback.print_exc()
         status = os.EX_SOFTWARE
     # A check that hangs must not keep this process. Otherwise it ends as usual, since a launcher's

@@ -14,6 +14,7 @@ from typing import Any
 from ..launch.processes import LAUNCH_VARIABLE
 from ..launchers.base import LaunchError, shown
 from ..launchers.detect import find_launcher
+from ..log import print_result
 from ..rank_variables import RANK_VARIABLES
 from ..schedulers import AllocationError, current_allocation, exclude_file
 from .check import Check, Finding, Level
@@ -149,7 +150,7 @@ def _print(report: Report, options: Options) -> None:
         text = report.as_line()
     else:
         text = report.as_text()
-    print(text, flush=True)
+    print_result(text)
 
 
 # A launch that failed -----------------------------------------------------------------------------

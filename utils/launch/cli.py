@@ -108,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in describe(plan):
         print_status(line)
     if args.dry_run:
-        print("\n".join(lines))
+        from ..log import print_result  # every launch would notice the time to load logging
+
+        print_result("\n".join(lines))
         if plan.native_launcher_starts_ranks:
             print_status(
                 f"launch.py itself also gives each rank {', '.join(RANK_VARIABLES)}; "

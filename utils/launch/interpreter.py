@@ -202,7 +202,15 @@ def restart_under_newer_python() -> NoReturn:
 
 
 def restart(python: str) -> NoReturn:
-    """Start this command of the kit again under another Python."""
+    """Start this command of the kit again under another Python.
+
+    Raises InterpreterError where pip has installed the command: for its own Python alone.
+    """
+    if os.path.basename(sys.argv[0]) == "ddpkit":
+        raise InterpreterError(
+            f"{sys.executable} has no torch, and ddpkit is installed for it alone. Expected both "
+            f"in one Python. Install torch there, or ddpkit for {python}"
+        )
     os.environ.setdefault(STARTED_BY, sys.executable)
     sys.stdout.flush()
     os.execv(python, [python] + sys.argv)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..log import print_result
 from .base import LaunchError, shown
 from .detect import LAUNCHERS, find_launcher
 
@@ -26,16 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
     placement, used = found.placement, found.launcher.variables
-    print(f"launcher          {placement.launcher}: {found.reason}")
+    lines = [f"launcher          {placement.launcher}: {found.reason}"]
     for name in ("rank", "world_size", "local_rank", "local_world_size"):
         value = getattr(placement, name)
-        print(f"{name:<17} {_UNKNOWN if value is None else value}")
+        lines.append(f"{name:<17} {_UNKNOWN if value is None else value}")
 
     others = dict.fromkeys(name for one in LAUNCHERS for name in one.variables if name not in used)
-    print(f"decided by        {shown(os.environ, used) or 'no variable'}")
-    print(f"ignored           {shown(os.environ, others) or 'nothing'}")
-    for note in placement.notes:
-        print(f"note              {note}")
+    lines.append(f"decided by        {shown(os.environ, used) or 'no variable'}")
+    lines.append(f"ignored           {shown(os.environ, others) or 'nothing'}")
+    lines += [f"note              {note}" for note in placement.notes]
+    print_result("\n".join(lines))
     return 0
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..argument_parser import ArgumentParser
+from ..log import print_result
 from ..submission import profiles
 from ..submission.files import KIT
 from . import advice, report, sharded, traced
@@ -59,10 +60,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except (PlanError, profiles.ProfileError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
-    try:
-        print(json.dumps(plan, indent=1) if args.json else report.as_text(plan), flush=True)
-    except BrokenPipeError:  # plan.py ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}. Expected a file in a writable folder"
+        print(f"{PROGRAM}: error: {problem}. Correct --png or --html.", file=sys.stderr)
+        return 1
+    print_result(json.dumps(plan, indent=1) if args.json else report.as_text(plan))
     return 0
 
 
@@ -174,9 +176,8 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     if shards:
         notes.append(f"FSDP2 on groups of {shards} GPUs. Step times are predicted for DDP only.")
     elif work is None:
-        notes.append(
-            "No step time: give --gpu TYPE, a --site whose GPU is known, or --compute-seconds."
-        )
+        gpu_option = "--gpu TYPE, a --site whose GPU is known, or " if trace else ""
+        notes.append(f"No step time: give {gpu_option}--compute-seconds.")
     else:
         points = scaling(work, network, curve_sizes(gpus), not args.no_overlap)
         gradient_bytes = PRECISIONS[args.precision].gradient
@@ -267,6 +268,11 @@ def _network(args: argparse.Namespace, hardware: Hardware, site: Node | None) ->
 
 
 def _trace(args: argparse.Namespace, batch: int) -> Trace:
+    if importlib.util.find_spec("torch") is None:
+        raise PlanError(
+            f"{sys.executable} has no torch. Expected torch for --model and for a script. Activate "
+            "an environment with torch, or use --parameters."
+        )
     if args.model:
         return traced.trace_factory(
             args.model, batch, args.optimizer, args.precision, args.accumulate
