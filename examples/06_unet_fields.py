@@ -145,7 +145,8 @@ def draw(path: Path, inputs: Tensor, truth: Tensor, guess: Tensor) -> None:
     for axes, values, flow in zip(grid, images, inputs[:, 1:], strict=True):
         for axis, image, title in zip(axes, values, titles, strict=True):
             limit = (values[1] if title == "prediction" else image).abs().max()
-            shown = axis.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, origin="lower")
+            colours = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
+            shown = axis.imshow(image.numpy(), origin="lower", **colours)
             axis.set(title=title, xticks=[], yticks=[])
             figure.colorbar(shown, ax=axis, shrink=0.8)
         points = torch.arange(2, SIZE, 4)

@@ -30,6 +30,7 @@ def setup_logging(rank: int, world_size: int) -> None:
     root.handlers[:] = [_ByLevel(rank, world_size)]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.propagate = False
+    _escape_unknown_characters()
 
 
 def show_progress(text: str) -> None:
@@ -56,12 +57,17 @@ def print_result(text: str) -> None:
 
     A reader that has ended, as in `COMMAND | head`, is no error.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    _escape_unknown_characters()
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+
+
+def _escape_unknown_characters() -> None:
+    """Let standard output escape what its encoding lacks, as standard error does."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _ByLevel(logging.Handler):

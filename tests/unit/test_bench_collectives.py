@@ -81,7 +81,7 @@ def test_wrong_elements_are_counted(tmp_path: Path) -> None:
 
 
 def test_table_json_and_links(tmp_path: Path) -> None:
-    saved, measured = tmp_path / "results.json", tmp_path / "links.json"
+    saved, measured = tmp_path / "new" / "results.json", tmp_path / "other" / "links.json"
     done = python("scripts/bench.py", "collectives", "-b", "1000", "-e", "64K", "-f", "8", "-n", "3",
                   "-J", str(saved), "--links", str(measured), "--expect", "100", ranks=2)
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,8 @@ def test_network_is_translation_equivariant_on_the_periodic_square(unet: ModuleT
         assert torch.allclose(moved, model(fields).roll((8, 16), dims=(2, 3)), atol=1e-5)
 
 
-def test_training_learns_and_draws_or_says_why_not(tmp_path: Path) -> None:
+def test_training_learns_and_draws_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "default::DeprecationWarning")
     picture = tmp_path / "new folder" / "fields.png"
     done = python("examples/06_unet_fields.py", "--steps", "12", "--width", "4", "--batch-size", "4",
                   "--picture", str(picture), ranks=2)
@@ -55,4 +56,5 @@ def test_training_learns_and_draws_or_says_why_not(tmp_path: Path) -> None:
     first, last = map(float, re.findall(r"step +\d+/12: error ([0-9.]+)", done.stdout))
     assert last < first and re.search(r"the unchanged field \d\.\d+$", done.stdout, re.MULTILINE)
     assert picture.is_file() != ("was not drawn: matplotlib is missing" in done.stdout)
+    assert "__array__" not in done.stderr  # numpy's warning of a tensor that is given to matplotlib
     assert "Grad strides" not in done.stderr  # a warning of DDP that buckets have another format

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.faults.programs import run_ranks
+from tests.unit.programs import python
 from utils import plot
 from utils.metrics import Metrics
 from utils.run_log import FILE_NAME, RunLog, read_run
@@ -183,6 +184,12 @@ def test_wandb_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         train(tmp_path, first, first + 1, save_every=2, wandb="project")
     assert started[0] == started[1] and started[0]["mode"] == "offline"
     assert started[0]["id"] == lines(tmp_path)[0]["run"]
+
+
+def test_text_that_the_locale_cannot_encode_is_logged_with_escapes() -> None:
+    text = "from utils.log import *; setup_logging(0, 1); get_logger('any').info('loss \u2248 1')"
+    done = python("-c", text, env={"PYTHONIOENCODING": "latin-1:strict"})
+    assert (done.stdout, done.stderr) == ("loss \\u2248 1\n", "")
 
 
 def test_plot_names_what_is_missing(

@@ -282,6 +282,7 @@ def summary(results: Sequence[Result], missing: Sequence[str], expected: float |
 
 def write(path: Path, text: str) -> None:
     """Write a file atomically, so that no reader ever finds an incomplete one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)

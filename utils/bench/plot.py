@@ -38,4 +38,5 @@ def draw_lines(
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
