@@ -37,10 +37,12 @@ def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(disk, "system", ChangedDisk(fsync=fsync))
     x, numbers = torch.zeros(50_000_000 if device == "cuda" else 1000, device=device), [1]
+    z = torch.full((1000,), 1 + 2j, device=device)
     random.seed(1)
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, {"x": x, "list": numbers})
+        checkpoints.save(1, {"x": x, "z": z.conj(), "list": numbers})
         x += 7
+        z += 7
         numbers.append(2)
         drawn = [random.random(), torch.rand(1).item(), torch.rand(1, device=device).item()]
         second = threading.Thread(target=checkpoints.save, args=(2, {}))
@@ -50,8 +52,8 @@ def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.
 
         go.set()
         second.join(30)
-        found = checkpoints.load_step(1, {"x": x, "list": []})
-    assert found.state["list"] == [1] and not x.any()
+        found = checkpoints.load_step(1, {"x": x, "z": z.conj(), "list": []})
+    assert found.state["list"] == [1] and not x.any() and (z == 1 + 2j).all()
     assert drawn == [random.random(), torch.rand(1).item(), torch.rand(1, device=device).item()]
     assert list_steps(tmp_path) == [1, 2]
 

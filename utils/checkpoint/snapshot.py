@@ -141,9 +141,11 @@ class Snapshot:
         with torch.no_grad():
             for name, place in self.places.items():
                 raw = self._buffer[place.start : place.end]
+                # torch conjugates and negates in host memory, without waiting for the copy to it.
+                tensor = tensors[name].resolve_conj().resolve_neg()
                 # The copy is queued on the GPU before whatever the training queues next.
-                is_queued = tensors[name].device in on_cuda
-                raw.view(place.dtype).view(place.shape).copy_(tensors[name], non_blocking=is_queued)
+                is_queued = tensor.device in on_cuda
+                raw.view(place.dtype).view(place.shape).copy_(tensor, non_blocking=is_queued)
         self._events = [
             (device, torch.cuda.current_stream(device).record_event()) for device in on_cuda
         ]
