@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         draw([read_run(log) for log in args.logs], args.output)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         problem = f"{error}. Expected matplotlib. Install it: pip install matplotlib"
     except OSError as error:
         problem = (

@@ -215,7 +215,7 @@ def main() -> None:
     output = args.output or args.file.with_suffix(".png")
     try:
         draw(args.file, output)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         sys.exit(f"{output} was not drawn: {error}. Install it: pip install matplotlib")
     print(f"{output} written")
 

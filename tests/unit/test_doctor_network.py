@@ -11,6 +11,8 @@ from utils.doctor.check import Check, Finding, Level, RankPlace, Reported
 from utils.doctor.checks.clock import Clock, ClockFacts
 from utils.doctor.checks.collectives import CollectiveFacts, Collectives
 from utils.doctor.checks.connections import ConnectionFacts, Connections
+from utils.doctor.checks.gloo import Facts as GlooFacts
+from utils.doctor.checks.gloo import Gloo
 from utils.doctor.checks.gpus import GpuFacts, Gpus, parse_rocm
 from utils.doctor.checks.links import LinkFacts, Links
 from utils.doctor.checks.names import NameFacts, Names
@@ -266,6 +268,12 @@ def trial(**values: Any) -> CollectiveFacts:
     usual = {"backend": "gloo", "wrong": {"4": 0, "65536": 0}, "bus_bandwidth": 1e9, "flops": None,
              "no_peer_access": []}
     return CollectiveFacts(4, {**usual, **values}, unreachable=[])
+
+
+def test_torch_distributed_that_cannot_be_imported_is_no_fault_of_the_network() -> None:
+    bad = only(conclude(Gloo(), [GlooFacts("ImportError: numpy.core.multiarray failed to import")]))
+    assert bad.level is Level.BAD and "cannot be imported on h1: ImportError: numpy" in bad.message
+    assert "PYTHONPATH" in bad.remedy and "loopback" not in bad.remedy
 
 
 def test_collectives() -> None:

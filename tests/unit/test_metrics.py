@@ -202,6 +202,10 @@ def test_plot_names_what_is_missing(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot.main([str(tmp_path)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('numpy is for another Python')")
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert plot.main([str(tmp_path)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_plot_draws_runs_with_their_seams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

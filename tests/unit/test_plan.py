@@ -156,6 +156,8 @@ def test_text_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "126.00 GB" in text and "does not fit" in text and "FSDP2" in text
     assert "No step time: give --compute-seconds" in text  # --gpu alone helps where a script is traced
+    assert cli.main(["--parameters", "1e6"]) == 0
+    assert "Advice" not in capsys.readouterr().out  # none without a GPU
 
 
 def test_table_of_hardware_has_sources() -> None:

@@ -23,8 +23,8 @@ def draw_lines(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        _log.warning("%s was not drawn: no matplotlib. Install it: pip install matplotlib", path)
+    except ImportError as error:
+        _log.warning("%s was not drawn: %s. Install it: pip install matplotlib", path, error)
         return
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)

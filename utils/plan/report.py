@@ -51,7 +51,8 @@ def as_text(plan: dict[str, Any]) -> str:
             f"{plan['target']['gpu_hours']:.1f} GPU hours, "
             f"{plan['target']['samples_per_second']:.1f} samples per second"
         )
-    lines += ["", "Advice", *(f"  {text}" for text in plan["advice"])]
+    if plan["advice"]:
+        lines += ["", "Advice", *(f"  {text}" for text in plan["advice"])]
     if plan["notes"]:
         lines += ["", "Notes", *(f"  {text}" for text in plan["notes"])]
     return "\n".join(lines).strip()
@@ -64,9 +65,9 @@ def write_picture(plan: dict[str, Any], path: Path) -> None:
     """Write a PNG of efficiency against the number of GPUs."""
     try:
         import matplotlib
-    except ImportError:
+    except ImportError as error:
         raise PlanError(
-            "matplotlib is not installed, and --png needs it. Install it with "
+            f"--png needs matplotlib, and its import fails: {error}. Install it with "
             "`python -m pip install matplotlib`, or use --html."
         ) from None
     matplotlib.use("Agg")

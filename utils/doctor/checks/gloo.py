@@ -48,7 +48,16 @@ class Gloo(Check[Facts]):
 
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         for one in reported:
-            if one.facts.problem:
+            if (one.facts.problem or "").startswith(("ImportError", "ModuleNotFoundError")):
+                yield Finding(
+                    Level.BAD,
+                    f"torch.distributed cannot be imported on {one.place.host}: "
+                    f"{one.facts.problem}",
+                    "Install that package again in the environment of the training, and unset "
+                    "PYTHONPATH if it names packages of another Python",
+                    hosts=(one.place.host,),
+                )
+            elif one.facts.problem:
                 yield Finding(
                     Level.BAD,
                     f"two gloo ranks on {one.place.host} cannot communicate: {one.facts.problem}",
