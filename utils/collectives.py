@@ -31,6 +31,11 @@ def total_collectives() -> int:
     return total
 
 
+def are_recorded(backend: str) -> bool:
+    """Whether torch always records the collectives of a backend."""
+    return backend == "gloo" and hasattr(torch._C._distributed_c10d, _RECORDERS[0])
+
+
 def last_collectives(count: int = 20, locations: bool = False) -> list[Collective]:
     """Return the last collectives of this rank, oldest first, from torch's flight recorder.
 

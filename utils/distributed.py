@@ -301,7 +301,7 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
     if hang_timeout is None:
         return
     monitor.watch(
-        HangWatch(hang_timeout, job.world_size),
+        HangWatch(hang_timeout, job.world_size, recorded=collectives.are_recorded(job.backend)),
         progress=lambda: collectives.total_collectives() + job._reported_progress,
         write_report=functools.partial(failure.write_hang_report, job.rank),
     )

@@ -118,16 +118,19 @@ def stopped_state(pid: int) -> str:
 
 
 def work_done() -> tuple[float, float]:
-    """Return what this process and its children have used: seconds of CPU, megabytes of I/O.
+    """Return what this process and its descendants have used: seconds of CPU, megabytes of I/O.
 
     The second number also grows while a thread waits for a disk. Zeros without /proc.
     """
-    children = [pid for pid, parent_pid in parents_by_pid().items() if parent_pid == os.getpid()]
+    parents = parents_by_pid()
+    family = [os.getpid()]
+    for parent in family:  # grows: a shell that waits, and the programs that it has started
+        family += [pid for pid, parent_pid in parents.items() if parent_pid == parent]
     ticks = 0
     megabytes = 0.0
-    for pid in (os.getpid(), *children):
+    for pid in family:
         fields = _stat(f"/proc/{pid}/stat")[1]
-        ticks += int(fields[11]) + int(fields[12]) if fields else 0
+        ticks += sum(map(int, fields[11:15]))  # with the children that have ended
         content = _read(f"/proc/{pid}/io") or b""
         amounts = (line.partition(b": ") for line in content.splitlines())
         megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from utils import process
@@ -31,3 +32,14 @@ def test_a_process_is_described(tmp_path: Path) -> None:
 
     assert process.name(cat.pid) == "" and process.parent(cat.pid) is None
     assert process.command_line(cat.pid) is None and process.environment(cat.pid) == {}
+
+
+def test_work_of_descendants_and_of_children_that_have_ended_counts() -> None:
+    program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
+    before = process.work_done()[0]
+    words = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-S", "-c", program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout and shell.stdout.readline()
+        assert process.work_done()[0] - before >= 0.25  # the shell waits
+        shell.communicate("\n")
+    assert process.work_done()[0] - before >= 0.25

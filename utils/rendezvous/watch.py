@@ -39,12 +39,15 @@ class HangWatch:
         limit_seconds: float,
         world_size: int,
         *,
+        recorded: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to watch.
 
-        limit_seconds: without progress.
+        limit_seconds: without progress. recorded: positions show each collective that a rank waits
+        in. Ranks that have entered fewer then need not be late: gloo counts sends and receives.
         """
+        self._recorded = recorded
         self.limit = limit_seconds
         self.interval = max(
             min(_LONGEST_INTERVAL, limit_seconds / 8), world_size / _RANKS_PER_SECOND
@@ -103,7 +106,8 @@ class HangWatch:
             self._restart()
             return ""
 
-        if not waiting(positions) and not self._behind(positions, missing):
+        recorded = self._recorded or any(position.last for position in positions.values())
+        if not waiting(positions) and (recorded or not self._behind(positions, missing)):
             idle = not missing and all(
                 rank in first and _is_idle(first[rank], position, elapsed)
                 for rank, position in positions.items()
