@@ -98,6 +98,71 @@ for _ in range(2):
     assert found["inputs"]["parameters"] == 110 and not any("not use DDP" in note for note in found["notes"])
 
 
+def test_step_of_two_models_has_all_their_passes_optimizers_and_buckets(tmp_path: Path) -> None:
+    """Without no_sync(), each backward pass exchanges gradients; an unused parameter is exchanged, too."""
+    (tmp_path / "train.py").write_text("""
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.distributed.init_process_group("gloo")
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(300, 700, bias=False), nn.Linear(300, 300, bias=False)
+    def forward(self, x):
+        return self.used(x)
+critic, maker = DDP(Critic(), find_unused_parameters=True), DDP(nn.Linear(10, 300, bias=False))
+optimizers = [torch.optim.AdamW(model.parameters()) for model in (critic, maker)]
+for _ in range(3):
+    for _ in range(2):
+        critic(torch.zeros(4, 300)).sum().backward()
+    optimizers[0].step()
+    critic(maker(torch.zeros(4, 10))).sum().backward()
+    optimizers[1].step()
+""")
+    found = planned("--gpu", "a100-40", "--gpus", "2", str(tmp_path / "train.py"))
+    used, unused, maker = 4 * 300 * 700, 4 * 300 * 300, 4 * 3000
+    assert found["memory"]["optimizer"] == pytest.approx(2 * (used + maker), rel=1e-4)
+    assert found["memory"]["buckets"] == used + unused + maker and found["inputs"]["accumulate"] == 3
+    sent = {row["gpus"]: row["sent_bytes"] for row in found["scaling"]}
+    assert sent[2] == 3 * used + unused + maker
+
+
+def test_closures_recomputation_small_last_batches_and_clean_up_are_traced(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+torch.distributed.init_process_group("gloo")
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
+    def forward(self, x):
+        return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=True), use_reentrant=True)
+with torch.device("meta"):
+    model = Model()
+model = DDP(model.to_empty(device="cpu").bfloat16())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    for x in 3 * [torch.zeros(1000, 100).bfloat16(), torch.zeros(10, 100).bfloat16()]:
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x.requires_grad_()).sum()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+finally:
+    raise RuntimeError(f"no file system for {model}")
+""")
+    found = planned("--gpu", "a100-40", str(tmp_path / "train.py"))
+    assert found["inputs"]["accumulate"] == 1
+    memory = {name: found["memory"][name] for name in ("parameters", "inputs", "buckets")}
+    assert memory == {"parameters": 40_000, "inputs": 202_000, "buckets": 40_000}  # both batches are kept
+    assert found["peak"].startswith("backward"), found["peak"]
+
+
 @pytest.mark.parametrize(("script", "words"), [
     ("while True: model(torch.zeros(1, 10)).sum().backward()", "within 8 s"),
     ("while True: model(torch.zeros(1, 10)).sum().backward(); optimizer.step()", None),
@@ -111,6 +176,8 @@ def test_what_cannot_be_traced_is_said(tmp_path: Path, script: str, words: str |
     done = plan("--trace-timeout", "8", str(tmp_path / "train.py"))
     if words is None:
         assert done.returncode == 0 and "does not use DDP" in done.stdout, done.stderr
+        done = plan("--gpu", "a100-40", "--target", "1e6", str(tmp_path / "train.py"))
+        assert done.returncode == 1 and "The batch size is unknown" in done.stderr, done.stdout
     else:
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 

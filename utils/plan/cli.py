@@ -360,7 +360,12 @@ def _samples(args: argparse.Namespace, trace: Trace | None) -> int:
     """Return the samples of a step on one GPU."""
     if trace is None or args.model:
         return int(args.batch * args.accumulate)
-    return (trace.batch_size or 1) * trace.micro_steps
+    if trace.batch_size is None:
+        raise PlanError(
+            "The batch size is unknown, because the script does not use DDP. --target and "
+            "--noise-scale need it. Expected a model that DDP wraps."
+        )
+    return trace.batch_size * trace.micro_steps
 
 
 def _target(

@@ -59,7 +59,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
             # A script for torchrun alone. The variables are not set at first: without them, most
             # scripts and libraries leave torch.distributed out.
             tracer, problem = _run(path, arguments, _RANK_VARIABLES, output)
-    if problem is not None:
+    if problem is not None and not tracer.is_finished:  # what a script does at its end may fail
         raise PlanError(
             f"{path} could not be traced: {type(problem).__name__}: {problem}"
             f"{_place(problem, path)}. Expected a script that trains on one CPU process. Run it "
@@ -89,7 +89,8 @@ def _run(
     except SystemExit as error:
         problem = error if error.code else None
     except PlanError:
-        raise
+        if not tracer.is_finished:
+            raise
     except Exception as error:
         problem = error
     finally:
@@ -176,6 +177,7 @@ class _Patches:
             ddp.static_graph = bool(options.get("static_graph"))
             ddp.require_backward_grad_sync = True
             tracer.ddp_options = {name: options.get(name) for name in _DDP_OPTIONS}
+            tracer.exchanged += module.parameters()
             tracer.track(module)
 
         def move_module(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
@@ -198,8 +200,7 @@ class _Patches:
             if self._sharded is not None:
                 tracer.track(self._sharded)
                 self._sharded = None
-            for group in optimizer.param_groups:
-                tracer.track_parameters(group["params"])
+            tracer.track_optimizer(optimizer)
 
         def make_autocast(autocast: Any, device_type: str, *args: Any, **options: Any) -> None:
             if device_type != "cpu" and not args and options.get("dtype") is None:

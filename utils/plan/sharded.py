@@ -27,7 +27,7 @@ def memory(trace: Trace, shards: int, *, optimizer: bool | None = None) -> dict[
         moments += _computing(trace, shards)
     if optimizer is not False:
         # Its temporary tensors are as large as what it updates.
-        gradients = sum(size for _, size in trace.gradients) / shards
+        gradients = trace.bucket_bytes / shards
         active = {name: float(at_rest[name]) for name in _ACTIVE}
         active["temporary"] /= shards
         moments.append({"gradients": gradients, **active, "gathered": 0.0})

@@ -23,7 +23,7 @@ class Gradient:
 class Computation:
     """The computation of a step on one GPU, in seconds after its begin."""
 
-    gradients: tuple[Gradient, ...]  # in the order in which the last backward pass makes them
+    gradients: tuple[Gradient, ...]  # in the order in which they are ready
     backward_end: float
     optimizer: float = 0.0  # seconds, after the communication
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,8 +77,9 @@ class Trace:
     # are in the buckets.
     peaks: dict[tuple[bool, bool], Peak]
     operations: list[Operation]
-    # Index of the operation after which a gradient is ready, and its bytes; last backward pass.
+    # Index of the operation after which a gradient is ready to be sent, and its bytes.
     gradients: list[tuple[int, int]]
+    bucket_bytes: int
     micro_steps: int  # backward passes
     batch_size: int | None = None  # the first dimension of the input
     ddp_options: dict[str, Any] = field(default_factory=dict)
@@ -117,6 +119,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes: list[str] = []
         self.batch_size: int | None = None
         self._steps_left, self._foreach = num_steps, foreach
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._finished: Trace | None = None
+        self._largest_batch, self._was_smaller = 0, False
+        # Parameters of DDP, which has buckets for all of them.
+        self.exchanged: list[nn.Parameter] = []
         self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
         self._live = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
@@ -157,6 +164,12 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._group_of.update(dict.fromkeys(own, len(self.shard_groups)))
         self.shard_groups.append(sum(parameter.nbytes for parameter in own.values()))
 
+    def track_optimizer(self, optimizer: Optimizer) -> None:
+        """Let a step include one of this optimizer."""
+        self._optimizers.add(optimizer)
+        for group in optimizer.param_groups:
+            self.track_parameters(group["params"])
+
     def track_parameters(self, parameters: Iterable[Tensor]) -> None:
         known = {id(parameter) for parameter in self._parameters}
         for parameter in parameters:
@@ -168,29 +181,49 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 add_hook: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(add_hook(self._gradient_ready))
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the steps have been traced; what follows changes nothing."""
+        return self._finished is not None
+
     def result(self) -> Trace:
         """Return the trace. Raises PlanError where there was no step."""
-        if self._steps_left > 0:
+        if self._finished is None:
             raise PlanError(
                 f"The trace ended {self._steps_left} optimizer steps too early. Expected a model "
-                "that is trained for at least 2 steps. Check the number of steps and the data."
+                "that is trained for at least 2 steps of each optimizer. Check the number of steps "
+                "and the data."
             )
-        if not self._gradients:
+        if not self._finished.gradients:
             raise PlanError(
                 "The traced step has no backward pass that communicates. Expected loss.backward() "
                 "outside of no_sync() before each optimizer step. Use --model or --parameters."
             )
+        self._finished.notes = list(dict.fromkeys(self.notes))
+        return self._finished
+
+    def _finish(self) -> Trace:
+        known = {key for key, _, _ in self._gradients}
+        self._gradients += [
+            (id(one), len(self._operations) - 1, one.nbytes)
+            for one in self.exchanged
+            if known and one.requires_grad and id(one) not in known
+        ]
+        last = {key: (index, size) for key, index, size in self._gradients}
+        sent = [(index, size) for _, index, size in self._gradients]
+        if not self.ddp_options:  # a script without DDP has no reason to call no_sync()
+            sent = sorted(last.values())
         return Trace(
             sum(parameter.numel() for parameter in self._parameters),
             self._peaks,
             self._operations,
-            self._gradients,
-            self._micro_steps,
+            sent,
+            sum(size for _, size in last.values()),
+            max(self._times_ready.values(), default=0),
             self.batch_size,
             self.ddp_options,
             self.shard_groups,
             self._shard_gradients,
-            list(dict.fromkeys(self.notes)),
         )
 
     # --- events
@@ -198,9 +231,10 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin_step(self) -> None:
         self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
         self._operations: list[Operation] = []
-        self._gradients: list[tuple[int, int]] = []
+        self._gradients: list[tuple[int, int, int]] = []  # id() of the parameter, index, bytes
         self._shard_gradients: list[ShardedGradient] = []
-        self._backward_id, self._micro_steps = -1, 0
+        self._times_ready = Counter[int]()  # id() of a parameter: backward passes
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -209,7 +243,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensors = [item for item in tree_iter(inputs) if isinstance(item, Tensor)]
                 for tensor in tensors:
                     self._count(tensor, "inputs")
-                self.batch_size = next((t.shape[0] for t in tensors if t.dim()), None)
+                if torch.is_grad_enabled():
+                    self.batch_size = next((t.shape[0] for t in tensors if t.dim()), None)
 
         return enter
 
@@ -217,22 +252,39 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parameter.grad is None:
             return
         self._count(parameter.grad, "gradients")
-        backward_id = torch._C._current_graph_task_id()  # no public function tells
-        if backward_id != self._backward_id:
-            self._backward_id = backward_id
-            self._micro_steps += 1
-            self._gradients, self._shard_gradients = [], []
+        if self._times_ready[id(parameter)] == max(self._times_ready.values(), default=0):
+            self._shard_gradients = []  # of an earlier backward pass
+        self._times_ready[id(parameter)] += 1
         if self.sync:
-            self._gradients.append((len(self._operations) - 1, parameter.grad.nbytes))
+            index = len(self._operations) - 1
+            self._gradients.append((id(parameter), index, parameter.grad.nbytes))
             if (group := self._group_of.get(id(parameter))) is not None:
                 gradient = ShardedGradient(group, parameter.grad.nbytes, dict(self._live))
                 self._shard_gradients.append(gradient)
 
-    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_optimizer(
+        self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._in_optimizer = True
         for group in optimizer.param_groups:
             if self._foreach and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True
+        args = tuple(self._outside_optimizer(one) for one in args)
+        return args, {name: self._outside_optimizer(one) for name, one in options.items()}
+
+    def _outside_optimizer(self, closure: Any) -> Any:
+        """Let the forward and backward pass in a closure not count as work of the optimizer."""
+        if not callable(closure):
+            return closure
+
+        def run() -> Any:
+            self._in_optimizer = False
+            try:
+                return closure()
+            finally:
+                self._in_optimizer = True
+
+        return run
 
     def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self._in_optimizer = False
@@ -240,10 +292,20 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for value in state.values():
                 if isinstance(value, Tensor):
                     self._count(value, "optimizer")
+        self._stepped.add(optimizer)
+        if any(other not in self._stepped for other in self._optimizers):
+            return
         self._steps_left -= 1
+        is_smaller = (self.batch_size or 0) < self._largest_batch
+        self._largest_batch = max(self._largest_batch, self.batch_size or 0)
+        if self._steps_left == 0 and is_smaller and not self._was_smaller:
+            # The last batch of an epoch, for example.
+            self._was_smaller, self._steps_left = True, 1
         if self._steps_left == 0:
-            raise StepsTraced
+            self._finished = self._finish()
         self._begin_step()
+        if self._finished is not None:
+            raise StepsTraced
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -307,6 +369,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor, category: str, operation: str = "") -> None:
         """Add a storage, or move it to another category."""
+        if tensor.device.type == "meta":
+            return  # it has no memory
         storage = tensor.untyped_storage()
         entry = self._storages.get(storage)
         if entry is not None:
@@ -356,10 +420,21 @@ def convertible_parameters() -> Iterator[None]:
     """Let Module.to(dtype) convert fake parameters: torch swaps them, which weak references bar."""
     original: Any = nn.Module._apply
     converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # shared ones once
+    outermost: list[nn.Module] = []
 
     def apply(module: Any, function: Callable[..., Any], recurse: bool = True) -> Any:
         if not any(map(is_fake, module.parameters())):
             return original(module, function, recurse)
+        if outermost:
+            return convert(module, function, recurse)
+        outermost.append(module)
+        try:
+            return convert(module, function, recurse)
+        finally:
+            outermost.clear()
+            converted.clear()  # the memory of the old parameters is free
+
+    def convert(module: Any, function: Callable[..., Any], recurse: bool) -> Any:
         for child in module.children() if recurse else ():
             child._apply(function)
         for name, old in module._parameters.items():

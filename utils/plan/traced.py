@@ -27,7 +27,7 @@ def memory(
         peak = trace.peak(without_gradients=bucket_view)
     else:
         peak = trace.peaks[optimizer, bucket_view]
-    return {**peak.bytes, "buckets": float(sum(size for _, size in trace.gradients))}
+    return {**peak.bytes, "buckets": float(trace.bucket_bytes)}
 
 
 def computation(trace: Trace, gpu: Accelerator) -> Computation:
