@@ -120,6 +120,7 @@ def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
     assert problems == {"hook powersgd-8": "the loss is 10.0% higher",
                         "hook fp16, static_graph, fused optimizer": "no fused optimizer"}
     assert tune.code(best.settings) == (
+        "import utils.hooks\n"
         "ddp = DistributedDataParallel(model, device_ids=dist.device_ids, static_graph=True)\n"
         "ddp.register_comm_hook(None, utils.hooks.fp16_hook)")
 
@@ -138,6 +139,18 @@ def test_loss_increase_compares_equally_many_losses() -> None:
     assert tune.loss_increase([2, 1, 1, 1, 0.1], [2, 2, 2, 1.1]) == pytest.approx(0.1)
     assert tune.loss_increase([2, 1], [0.5, 0.25]) == 0  # divided by the number of micro-batches
     assert tune.loss_increase([2, 1], [2, float("nan")]) == float("inf")
+    assert tune.loss_increase([2, float("nan")], [2, 1]) == float("inf")
+    assert tune.loss_increase([-1, -5], [-1, -4]) == pytest.approx(0.2)  # a log-likelihood
+
+
+def test_nothing_is_recommended_where_the_loss_is_unknown() -> None:
+    class WithoutLosses(FakeTrials):
+        def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
+            return [dataclasses.replace(one, losses=[]) for one in super().run(ranks, settings, phases)]
+
+    tuning = tune.Tuner(WithoutLosses(), 2, steps=10, budget=100, tolerance=0.02)  # type: ignore[arg-type]
+    assert tuning.search({"hook": tune.candidates(4, False)["hook"]}) is tuning.default
+    assert any(one.problem == "its loss is unknown. Expected calls of loss.backward()" for one in tuning.tried)
 
 
 def test_terminated_tuner_leaves_no_trial(tmp_path: Path) -> None:

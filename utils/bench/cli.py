@@ -164,7 +164,7 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Ranks) -> int:
         draw_lines(args.png, lines, title=title, x="bytes", y="bus bandwidth, GB/s", log=True)
     expected = args.expect * 1e9 if args.expect else None
     _log.info(collectives.summary(results, missing, expected))
-    return 1 if any(result.wrong for result in results) else 0
+    return 1 if not results or any(result.wrong for result in results) else 0
 
 
 def _pairs(args: argparse.Namespace, job: Distributed) -> int:

@@ -218,6 +218,8 @@ class Tuner:
         one.gain = self.default.seconds / one.seconds
         if math.isinf(one.worse) or (compare_loss and one.worse > self._tolerance):
             one.problem = f"the loss is {one.worse:.1%} higher"
+        if compare_loss and not means:
+            one.problem = "its loss is unknown. Expected calls of loss.backward()"
         return not one.problem
 
 
@@ -225,14 +227,14 @@ def loss_increase(before: Sequence[float], after: Sequence[float]) -> float:
     """Return the relative increase of the mean loss in the last quarter of equally many losses.
 
     Losses count in units of the first one: a script may divide them by the number of micro-batches.
-    Infinite where a loss is not a number.
+    Infinite where one of the losses is not a number.
     """
     count = min(len(before), len(after))
     if count == 0 or not before[0] or not after[0]:
         return 0.0
     last = slice(count - max(1, count // 4), count)
-    old, new = (statistics.fmean(losses[last]) / losses[0] for losses in (before, after))
-    return (new - old) / max(abs(old), 1e-12) if math.isfinite(new) else math.inf
+    old, new = (statistics.fmean(losses[last]) / abs(losses[0]) for losses in (before, after))
+    return (new - old) / max(abs(old), 1e-12) if math.isfinite(new - old) else math.inf
 
 
 def code(settings: Settings) -> str:
@@ -242,17 +244,23 @@ def code(settings: Settings) -> str:
     if settings.first_bucket_mb:
         size = int(settings.first_bucket_mb * (1 << 20))
         lines.insert(0, f"torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = {size}")
+    hooks = f"{__name__.split('.')[0]}.hooks"
     if settings.hook.startswith("powersgd"):
         values = powersgd_arguments(settings.hook)
         arguments = "".join(f", {name}={value}" for name, value in values.items())
         lines = [
             "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd",
+            f"import {hooks}",
             *lines,
             f"state = powersgd.PowerSGDState(None{arguments})",
-            "ddp.register_comm_hook(state, utils.hooks.in_order(powersgd.powerSGD_hook))",
+            f"ddp.register_comm_hook(state, {hooks}.in_order(powersgd.powerSGD_hook))",
         ]
     elif settings.hook:
-        lines.append(f"ddp.register_comm_hook(None, utils.hooks.{settings.hook}_hook)")
+        lines = [
+            f"import {hooks}",
+            *lines,
+            f"ddp.register_comm_hook(None, {hooks}.{settings.hook}_hook)",
+        ]
     if settings.fused:
         lines.append("optimizer = torch.optim.AdamW(..., fused=True)  # or your optimizer")
     if settings.workers is not None:
