@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import sys
+from typing import TextIO
 
 _ROOT = "ddpkit"
 _CLEAR_LINE = "\r\x1b[K"
@@ -36,7 +37,7 @@ def setup_logging(rank: int, world_size: int) -> None:
 def show_progress(text: str) -> None:
     """Show a line until the next output of a logger; only where standard output is a terminal."""
     global _shows_progress
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be cleared
         sys.stdout.write(_CLEAR_LINE + text[:width])
         sys.stdout.flush()
@@ -61,7 +62,12 @@ def print_result(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        _discard(sys.stdout)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let a stream whose reader has ended go nowhere, also with its flush at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _escape_unknown_characters() -> None:
@@ -86,7 +92,8 @@ class _ByLevel(logging.Handler):
             # Looked up each time, so that a redirected sys.stdout is used. One write keeps lines
             # of several ranks whole.
             stream = sys.stderr if is_warning else sys.stdout
-            stream.write(text + "\n")
-            stream.flush()
+            print(text + "\n", end="", file=stream, flush=True)  # nowhere if it was closed: None
+        except BrokenPipeError:
+            _discard(stream)
         except (OSError, ValueError):  # a closed stream or a full disk must not end the training
             self.handleError(record)

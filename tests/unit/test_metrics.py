@@ -4,6 +4,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from tests.faults.programs import run_ranks
-from tests.unit.programs import python
+from tests.unit.programs import ROOT, python
 from utils import plot
 from utils.metrics import Metrics
 from utils.run_log import FILE_NAME, RunLog, read_run
@@ -190,6 +192,15 @@ def test_text_that_the_locale_cannot_encode_is_logged_with_escapes() -> None:
     text = "from utils.log import *; setup_logging(0, 1); get_logger('any').info('loss \u2248 1')"
     done = python("-c", text, env={"PYTHONIOENCODING": "latin-1:strict"})
     assert (done.stdout, done.stderr) == ("loss \\u2248 1\n", "")
+
+
+@pytest.mark.parametrize("shell", ["{} | true; exit ${{PIPESTATUS[0]}}", "{} >&-"])
+def test_output_that_nobody_reads_is_no_error(shell: str) -> None:
+    text = "from utils.log import *; setup_logging(0, 1); log = get_logger('any'); " \
+           "log.info('loss'); log.info('loss'); show_progress('loss')"
+    words = shell.format(f'{shlex.quote(sys.executable)} -c "{text}"')
+    done = subprocess.run(["bash", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_plot_names_what_is_missing(
