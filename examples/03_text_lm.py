@@ -424,7 +424,8 @@ def main() -> int:
             entropy, unit = unigram_entropy(held_out), "token" if args.tokens else "byte"
             loss = state["held_out_loss"]
             log.info(f"held-out loss {loss:.4f} nats per {unit}; unigram entropy {entropy:.4f}")
-            log.info(f"gradient noise scale {noise.value:,.0f} sequences; {global_batch} per step")
+            if math.isfinite(noise.value):  # not after a few steps
+                log.info(f"noise scale {noise.value:,.0f} sequences; {global_batch} per step")
 
     if stop is None:
         return 0
