@@ -29,8 +29,8 @@ from utils.plan.communication import Link, Network
 from utils.plan.step import BUCKET, FIRST_BUCKET, MIB, Computation, Gradient, fill_buckets, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
-RATES, DELAYS, RANKS = (100, 300, 1000), (0.0, 2.0), (2, 4, 8)  # Mbit/s, ms
-FITTED_RATES, FITTED_RANKS = (100, 1000), (2, 8)
+RATES, DELAYS, RANKS = (100, 160, 250), (1.0, 3.0), (2, 4, 8)  # Mbit/s, ms
+FITTED_RATES, FITTED_RANKS = (100, 250), (2, 8)
 # Width and depth of an MLP, batch, bucket_cap_mb, micro-steps.
 MODELS: tuple[tuple[int, int, int, float | None, int], ...] = (
     (512, 6, 256, None, 1), (512, 6, 256, 1, 2), (1024, 2, 128, 4, 1))
@@ -189,7 +189,7 @@ def fit(rows: list[Row]) -> Fit:
         return sum((predict(row, numbers, computed[row.ranks, row.model]) / row.measured - 1) ** 2
                    for row in rows if not row.held_out)
     candidates = itertools.product([0.9, 0.93, 0.96], [0.0, 3e-4, 1e-3, 2e-3],
-                                   [1.4e8, 1.6e8, 1.8e8, 2e8, 2.2e8, 2.5e8, 3e8], [0.0, 0.3, 0.6, 1.0])
+                                   [1.4e8, 1.7e8, 2e8, 2.3e8, 2.6e8, 3e8, 3.5e8, 4e8], [0.0, 0.3, 0.6, 1.0])
     best = min(itertools.starmap(Fit, candidates), key=error)
     for row in rows:
         row.predicted = predict(row, best, computed[row.ranks, row.model])

@@ -13,7 +13,7 @@ WIDE = 2  # of MODELS: the longest communication for its computation
 
 def test_predicted_step_on_links_of_known_rate(need: Callable[[str], object]) -> None:
     need("hosts")
-    rows = [row for row in measure((2,), (50, 100), (WIDE,)) if not row.delay]
+    rows = list(measure((2,), (50, 100), (1.0,), (WIDE,)))
     predicted = [predict(row, FITTED, row.computed) for row in rows]
     assert [row.rate for row in rows] == [50, 100]
     assert predicted == pytest.approx([row.measured for row in rows], rel=0.2)

@@ -33,7 +33,7 @@ class Network:
 
     inside: each GPU's bandwidth to the others of its node. between: the bandwidth of a whole node
     to the others, over all its network ports. tree: the library may also use trees, as NCCL does;
-    gloo uses rings only.
+    gloo uses rings only, and overlaps latency with transfers.
     """
 
     inside: Link
@@ -45,7 +45,11 @@ class Network:
         """Return the time of one all-reduce of `size` bytes."""
         if gpus <= 1:
             return 0.0
-        return self._latency(gpus) + sent_bytes(size, gpus) / self.bandwidth(gpus)
+        latency, transfer = self._latency(gpus), sent_bytes(size, gpus) / self.bandwidth(gpus)
+        if self.tree:
+            return latency + transfer
+        # gloo sends one half of a block while the other half is on its way.
+        return max(transfer, transfer / 2 + latency)
 
     def bandwidth(self, gpus: int) -> float:
         """Return the bandwidth of the slowest link on the ring."""
