@@ -140,7 +140,7 @@ _VNET_BYTES = 10
 
 
 def _open(interface: str) -> socket.socket:
-    """Open an interface for frames, each with a header about what is left to a network card: segments, checksums."""
+    """Open an interface for frames, each with a header about what is left to a network adapter: segments, checksums."""
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL))
     opened.setsockopt(_SOL_PACKET, _VNET_HDR, 1)
     opened.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)

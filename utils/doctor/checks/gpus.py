@@ -203,7 +203,7 @@ def _of_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
 
 
 def _nvlinks(seen: Mapping[tuple[str, str], Gpu]) -> Iterator[Finding]:
-    """Report GPUs with fewer NVLinks than most GPUs of the same kind. PCIe cards use a part."""
+    """Report GPUs with fewer NVLinks than most GPUs of the same kind. Those on PCIe use a part."""
     for kind in {gpu.name for gpu in seen.values()}:
         up = {key: sum(gpu.nvlinks) for key, gpu in seen.items() if gpu.name == kind}
         usual = statistics.mode(up.values())
