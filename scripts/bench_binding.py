@@ -3,11 +3,13 @@
 
 python scripts/bench_binding.py                two ranks on this host
 python scripts/bench_binding.py --ranks 4      more ranks; at most one for each core
+DDPKIT_CPU_BIND=list:0:1 python scripts/bench_binding.py       one core for each rank
 python scripts/bench_binding.py --pairs 500    more pairs
 python scripts/bench_binding.py --hangs --steps 200 --pairs 60    hang_timeout in place of binding
 
 The training is a small network on the CPU over gloo, one thread per rank and core. Its ranks are
-bound and freed in turn while it runs.
+bound and freed in turn while it runs. With fewer than two cores for each rank, the kit binds none
+unless DDPKIT_CPU_BIND is set: the ratio then shows the noise.
 
 Exit status: 0 whatever the figures are; 1 when a rank failed.
 """

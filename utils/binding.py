@@ -14,6 +14,11 @@ from .topology import Core, Topology, parse_ranges
 VARIABLE = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11", "mask_cpu:0xf0,0xf00"
 NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
 
+# A rank needs a core besides that of its main thread: gloo and NCCL communicate in threads of their
+# own. With one core for each rank, a step took 1.02 times as long as with all cores for all ranks
+# (scripts/bench_binding.py).
+_LEAST_CORES = 2
+
 _CPUS = r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*"  # "0-3,8"
 _MASK = "(?:0x)?[0-9a-fA-F]{1,10000}"
 
@@ -26,7 +31,8 @@ def divide(
     """Return the CPUs of each local rank of a host: a subset of its mask, and never empty.
 
     Ranks with the same mask divide its cores among themselves. Each rank gets whole cores, which
-    no other rank has, on the NUMA node of its GPU. Cores that share an L3 cache stay together.
+    no other rank has, on the NUMA node of its GPU. Cores that share an L3 cache stay together. If
+    there are fewer than two cores for each rank, the ranks near a node share its cores.
 
     A mask is kept if the launcher has given each rank its own, if it overlaps with another mask,
     or if it has fewer cores than ranks.
@@ -45,7 +51,9 @@ def divide(
         all_known = mask <= _cpus(cores)
         if overlaps or own_mask or not all_known or len(cores) < len(ranks):
             continue
-        parts = _divide_cores(cores, [gpu_nodes[rank] for rank in ranks])
+        enough = len(cores) >= _LEAST_CORES * len(ranks)
+        choose = _divide_cores if enough else _share_cores
+        parts = choose(cores, [gpu_nodes[rank] for rank in ranks])
         for rank, part in zip(ranks, parts, strict=True):
             result[rank] = _cpus(part) & mask
     return result
@@ -61,14 +69,14 @@ def _cpus(cores: Sequence[Core]) -> Cpus:
 
 
 def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
-    """Divide cores among ranks; there are at least as many cores as ranks.
+    """Divide cores among ranks; there are at least two for each rank.
 
     Ranks share the cores on the NUMA node of their GPU. A rank gets cores on the nodes without
     GPUs of other ranks if the node of its GPU is unknown or has fewer cores than ranks.
 
-    Otherwise these far cores stay idle, unless a rank would have less than half of an equal share.
-    More cores are then faster than near ones. If the far cores are too few for that, each rank gets
-    an equal share of all cores.
+    Otherwise these far cores stay idle, unless a rank would have one core, or less than half of an
+    equal share. More cores are then faster than near ones. If the far cores are too few for that,
+    each rank gets an equal share of all cores.
     """
     cores_on = Counter(core.node for core in cores)
     ranks_on = Counter(gpu_nodes)
@@ -96,9 +104,25 @@ def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> lis
     return parts
 
 
+def _share_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
+    """Return all cores on the NUMA node of each rank's GPU, which ranks of that node share.
+
+    Return all cores for each rank if a node is unknown, has one core, or has fewer cores than
+    ranks.
+    """
+    ranks_on = Counter(gpu_nodes)
+    near = [[core for core in cores if core.node == node] for node in gpu_nodes]
+    enough = all(
+        len(its_cores) >= max(_LEAST_CORES, ranks_on[node])
+        for its_cores, node in zip(near, gpu_nodes, strict=True)
+    )
+    return near if enough else [list(cores)] * len(gpu_nodes)
+
+
 def _is_fair(parts: Sequence[Sequence[Core]], cores: Sequence[Core]) -> bool:
-    """Return whether each rank has at least half of an equal share of these cores."""
-    return 2 * len(parts) * min(map(len, parts)) >= len(cores)
+    """Return whether each rank has two cores, and at least half of an equal share of these."""
+    fewest = min(map(len, parts))
+    return fewest >= _LEAST_CORES and 2 * len(parts) * fewest >= len(cores)
 
 
 def _split(cores: Sequence[Core], count: int) -> list[list[Core]]:
@@ -216,6 +240,6 @@ def bind_process(cpus: Cpus) -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     for thread in process.thread_ids():
-        with suppress(OSError):  # the thread has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             if os.sched_getaffinity(thread) == before:
                 os.sched_setaffinity(thread, cpus)

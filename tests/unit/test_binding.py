@@ -77,7 +77,12 @@ def test_binding_of_a_profile_is_the_published_one(name: str) -> None:
     pytest.param(host((1, 2), (1, 2)), [1, 0], [[2, 3], [0, 1]], id="GPUs in reverse order"),
     pytest.param(host((1, 4), (1, 4)), [1, 1], [[4, 5], [6, 7]], id="both GPUs on one node"),
     pytest.param(host((1, 4), (1, 4)), [0, None], [[0, 1, 2, 3], [4, 5, 6, 7]], id="one GPU unknown"),
-    pytest.param(host((1, 2), (1, 2)), [0, None, None, 1], [[0], [1], [2], [3]], id="no cores left for the unknown"),
+    pytest.param(host((1, 4), (1, 4)), [0, None, None, 1], [[0, 1], [2, 3], [4, 5], [6, 7]],
+                 id="no cores left for the unknown"),
+    pytest.param(host((1, 2), (1, 2)), [1, 0, 0, 1], [[2, 3], [0, 1], [0, 1], [2, 3]], id="shared near the GPUs"),
+    pytest.param(host((1, 2), (1, 1)), [0, 1], [[0, 1, 2]] * 2, id="one core on the node of a GPU"),
+    pytest.param(host((1, 2), (1, 2)), [0, None, None, 1], [[*range(4)]] * 4, id="shared with the unknown"),
+    pytest.param(host((1, 2), (1, 6)), [0, 0, 1, 1], [[0, 1], [2, 3], [4, 5], [6, 7]], id="one near core each"),
     pytest.param(host((1, 1), (1, 7)), [0, 0], [[0, 1, 2, 3], [4, 5, 6, 7]], id="a node with too few cores"),
     pytest.param(host((1, 1), (1, 7)), [0], [[*range(8)]], id="one near core of eight"),
     pytest.param(host((1, 2), (1, 4)), [0, 0], [[0, 2, 3], [1, 4, 5]], id="too few near cores get others"),
@@ -97,16 +102,18 @@ def test_threads_of_a_core_stay_together_and_within_the_mask() -> None:
 
 
 @pytest.mark.parametrize("masks", [
-    ([{0}, {1}]), ([{0, 1}, {2, 3}]), ([{0, 1, 2}, {2, 3}]), ([{0}, {0}]), ([{0, 1, 2, 3}, {0, 1}]), ([{0, 99}] * 2)],
-    ids=["a core each", "two each", "overlapping", "fewer cores than ranks", "one within the other", "unknown CPUs"])
+    [{0}, {1}], [{0, 1}, {2, 3}], [{0, 1, 2}, {2, 3}], [{0}, {0}], [{0, 1, 2}] * 2, [{0, 1, 2, 3}, {0, 1}],
+    [{0, 1, 2, 99}] * 2],
+    ids=["a core each", "two each", "overlapping", "fewer cores than ranks", "fewer than two cores for each rank",
+         "one within the other", "unknown CPUs"])
 def test_masks_that_are_not_shared_stay(masks: list[set[int]]) -> None:
     frozen = [frozenset(mask) for mask in masks]
     assert divide(host((1, 4)), frozen, [None] * len(masks)) == frozen
 
 
 def test_agents_with_disjoint_masks_divide_their_own() -> None:
-    masks = [frozenset({0, 1})] * 2 + [frozenset({2, 3})] * 2
-    assert divide(host((1, 4)), masks, [None] * 4) == [frozenset({cpu}) for cpu in range(4)]
+    masks = [frozenset(range(4))] * 2 + [frozenset(range(4, 8))] * 2
+    assert divide(host((1, 8)), masks, [None] * 4) == [frozenset({cpu, cpu + 1}) for cpu in (0, 2, 4, 6)]
 
 
 def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
@@ -118,7 +125,7 @@ def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
 def test_random_hosts_and_masks_keep_the_promises() -> None:
     chance = random.Random(12)
     for number in range(10_000):
-        nodes = [(chance.randint(0, 3), chance.randint(1, 4)) for _ in range(chance.randint(1, 4))]
+        nodes = [(chance.randint(0, 3), chance.randint(1, 8)) for _ in range(chance.randint(1, 4))]
         topology = host(*nodes, (1, 1), threads=chance.choice((1, 2)))
         cpus = sorted(everything(topology))
         mask = frozenset(chance.sample(cpus, chance.randint(1, len(cpus))))
@@ -138,7 +145,14 @@ def test_random_hosts_and_masks_keep_the_promises() -> None:
         if len(usable) < ranks:
             assert found == masks
             continue
-        assert 2 * ranks * min(map(len, cores)) >= len(usable), "a rank has less than half of its share"
+        if len(usable) < 2 * ranks:
+            for one, its_cores, node in zip(found, cores, gpu_nodes, strict=True):
+                assert len(its_cores) >= min(2, len(usable))
+                near = [core for core in usable if core.node == node]
+                assert one == masks[0] or its_cores == near and gpu_nodes.count(node) <= len(near)
+            continue
+        fewest = min(map(len, cores))
+        assert fewest >= 2 and 2 * ranks * fewest >= len(usable), "a rank has one core, or less than half of its share"
         given = [core for its_cores in cores for core in its_cores]
         assert len(set(given)) == len(given) == sum(map(len, cores)), "a core has two ranks"
         unused = set(usable) - set(given)

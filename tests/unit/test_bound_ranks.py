@@ -1,4 +1,4 @@
-"""Two real ranks share the cores of this machine; their threads and loader workers stay on them."""
+"""Two real ranks on the cores of this machine; their threads and loader workers stay on them."""
 from __future__ import annotations
 
 import json
@@ -52,13 +52,19 @@ def run(folder: Path, bind: str, **env: str) -> tuple[list[dict[str, object]], s
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)], done.stdout
 
 
-def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path) -> None:
-    found, output = run(tmp_path, '"auto"')
+@pytest.mark.parametrize("given", [False, True])
+def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path, given: bool) -> None:
+    half = len(CORES) // 2
+    halves = [sorted(cpu for core in part for cpu in core.cpus) for part in (CORES[:half], CORES[half:])]
+    binding = ":".join(",".join(map(str, cpus)) for cpus in halves)
+    found, output = run(tmp_path, '"auto"', DDPKIT_CPU_BIND=f"list:{binding}" if given else "")
     for one in found:
         assert one["number"] >= 4 and one["threads"] == [one["rank"]]
         assert one["workers"] == [one["rank"]] * 2
     first, second = (set(one["rank"]) for one in found)
-    assert not first & second and first | second == set(found[0]["before"])
+    before = set(found[0]["before"])
+    shared = len(CORES) < 4 and not given  # fewer than two cores for each rank
+    assert first | second == before and first & second == (before if shared else set())
     shown = next(line for line in output.splitlines() if "CPUs of ranks 0-1: " in line)
     assert [parse_ranges(text) for text in shown.split(": ")[1].split(":")] == [first, second]
 

@@ -55,8 +55,8 @@ def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, sha
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "first"), [
-    ([0, 0, 1, 1], 4, [{0}, {1}, {2}, {3}]), ([1, 0], 4, [{2}, {3}, {0}, {1}]), ([1, 1, 1], 2, [{2}, {3}]),
-    ([1], 1, [set()]), ([0, 0, 1, 1], 2, [{0, 1}, {2, 3}])],
+    ([0, 0, 1, 1], 4, [{0, 1}, {0, 1}, {2, 3}, {2, 3}]), ([1, 0], 4, [{2, 3}, {2, 3}, {0, 1}, {0, 1}]),
+    ([1, 1, 1], 2, [{0, 2}, {1, 3}]), ([1], 1, [set()]), ([0, 0, 1, 1], 2, [{0, 1}, {2, 3}])],
     ids=["a GPU each", "two ranks for each GPU", "near all GPUs", "alone, perhaps an agent", "two GPUs each"])
 def test_rank_runs_near_the_gpus_that_it_may_use(
         gpus: list[int | None], ranks: int, first: list[set[int]], tmp_path: Path) -> None:

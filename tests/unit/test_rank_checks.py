@@ -133,7 +133,8 @@ def two_gpus(*masks: str, **changes: Any) -> list[RankReport]:
     pytest.param(two_gpus("3", "c"), ["", ""], [2, 2], id="bound by the launcher"),
     pytest.param(two_gpus("ff", "ff", bind=False), ["", ""], [4, 4], id="not to be bound"),
     pytest.param(two_gpus("ff", "ff", topology=""), ["", ""], [4, 4], id="unknown topology"),
-    pytest.param([gpus("n1", cores="ff", topology=TWO_NODES)] * 4, ["0,4", "1,5", "2,6", "3,7"], [1] * 4, id="no GPU"),
+    pytest.param([gpus("n1", cores="ff", topology=TWO_NODES)] * 4, [""] * 4, [1] * 4, id="a core each"),
+    pytest.param([gpus("n1", cores="ff", topology=TWO_NODES)] * 2, ["0-1,4-5", "2-3,6-7"], [2] * 2, id="no GPU"),
     pytest.param(two_gpus("ff", "ff", binding="list:2:0-1"), ["2", "0-1"], [1, 2], id="as given"),
     pytest.param(two_gpus("f", "f", binding="mask_cpu:0x44,0x33"), ["2", "0-1"], [1, 2], id="as given, in the mask"),
     pytest.param(two_gpus("ff", "ff", binding="list:2:3", topology=""), ["2", "3"], [1, 1], id="as given only")])
@@ -148,8 +149,8 @@ def test_ranks_of_a_host_get_the_same_cores_from_every_launcher(
 @pytest.mark.parametrize(("reports", "note"), [
     pytest.param(two_gpus("3", "c"), "rank 0 on n1 runs on CPUs 0-1 of NUMA node 0, but its GPU is on node 1 (2 ranks "
                  "of this host are far from their GPU). The launcher bound it there. Start with", id="bound"),
-    pytest.param(two_gpus("33", "33"), "rank 0 on n1 runs on CPUs 0,4 of NUMA node 0, but its GPU is on node 1. The "
-                 "job has no core on that node. Request more cores", id="too few cores in the job"),
+    pytest.param(two_gpus("33", "33"), "rank 0 on n1 runs on CPUs 0-1,4-5 of NUMA node 0, but its GPU is on node 1. "
+                 "The job has no core on that node. Request more cores", id="too few cores in the job"),
     pytest.param(two_gpus("ff", "ff", binding="list:0:1"), "rank 0 on n1 runs on CPUs 0 of NUMA node 0, but its GPU is "
                  "on node 1. Correct or unset DDPKIT_CPU_BIND", id="given and far"),
     pytest.param(two_gpus("4", "1", binding="list:2,6:0"), "DDPKIT_CPU_BIND gives CPUs 2,6 to rank 0 on n1, which may "
