@@ -2,14 +2,14 @@
 """Measure the step time with and without binding, or the watch for hangs, and what binding costs.
 
 python scripts/bench_binding.py                two ranks on this host
-python scripts/bench_binding.py --ranks 4      more ranks; at most one for each core
+python scripts/bench_binding.py --ranks 4      more ranks
 DDPKIT_CPU_BIND=list:0:1 python scripts/bench_binding.py       one core for each rank
 python scripts/bench_binding.py --pairs 500    more pairs
 python scripts/bench_binding.py --hangs --steps 200 --pairs 60    hang_timeout in place of binding
 
 The training is a small network on the CPU over gloo, one thread per rank and core. Its ranks are
 bound and freed in turn while it runs. With fewer than two cores for each rank, the kit binds none
-unless DDPKIT_CPU_BIND is set: the ratio then shows the noise.
+unless DDPKIT_CPU_BIND is set; both sides are then the same, and the ratio shows the noise.
 
 Exit status: 0 whatever the figures are; 1 when a rank failed.
 """
@@ -44,8 +44,8 @@ lines of the costs, each a median in milliseconds. The bar for their sum is 2 ms
   choose     rank 0 divides the cores of a host, once for all hosts that are alike
   bind       a rank binds its threads
 columns of the steps:
-  bound, free   milliseconds of a step with each rank on its own cores, and with all ranks on all
-                cores; median over the pairs
+  bound, free   milliseconds of a step with each rank on the cores that the kit gives it, and
+                with all ranks on all cores; median over the pairs
   ratio         bound / free of one pair; the median over the pairs. The bar is 1.01
   IQR           first and third quartile of the pairs' ratios
   watched, unwatched   the same with --hangs, and eight times the usual heartbeats; means. The

@@ -15,8 +15,8 @@ VARIABLE = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11", "mas
 NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
 
 # A rank needs a core besides that of its main thread: gloo and NCCL communicate in threads of their
-# own. With one core for each rank, a step took 1.02 times as long as with all cores for all ranks
-# (scripts/bench_binding.py).
+# own. With one core for each of two ranks, a step over gloo took 1.01 to 1.02 times as long as with
+# both cores for both (medians of 2000 and of 400 pairs; DDPKIT_CPU_BIND=list:0:1 bench_binding.py).
 _LEAST_CORES = 2
 
 _CPUS = r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*"  # "0-3,8"
@@ -32,7 +32,7 @@ def divide(
 
     Ranks with the same mask divide its cores among themselves. Each rank gets whole cores, which
     no other rank has, on the NUMA node of its GPU. Cores that share an L3 cache stay together. If
-    there are fewer than two cores for each rank, the ranks near a node share its cores.
+    a rank would get one core, the ranks near a node share its cores.
 
     A mask is kept if the launcher has given each rank its own, if it overlaps with another mask,
     or if it has fewer cores than ranks.
@@ -51,9 +51,7 @@ def divide(
         all_known = mask <= _cpus(cores)
         if overlaps or own_mask or not all_known or len(cores) < len(ranks):
             continue
-        enough = len(cores) >= _LEAST_CORES * len(ranks)
-        choose = _divide_cores if enough else _share_cores
-        parts = choose(cores, [gpu_nodes[rank] for rank in ranks])
+        parts = _divide_cores(cores, [gpu_nodes[rank] for rank in ranks])
         for rank, part in zip(ranks, parts, strict=True):
             result[rank] = _cpus(part) & mask
     return result
@@ -69,14 +67,17 @@ def _cpus(cores: Sequence[Core]) -> Cpus:
 
 
 def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
-    """Divide cores among ranks; there are at least two for each rank.
+    """Divide cores among ranks; there are at least as many cores as ranks.
 
     Ranks share the cores on the NUMA node of their GPU. A rank gets cores on the nodes without
     GPUs of other ranks if the node of its GPU is unknown or has fewer cores than ranks.
 
-    Otherwise these far cores stay idle, unless a rank would have one core, or less than half of an
-    equal share. More cores are then faster than near ones. If the far cores are too few for that,
-    each rank gets an equal share of all cores.
+    Otherwise these far cores stay idle, unless a rank would have less than half of an equal share.
+    More cores are then faster than near ones. If the far cores are too few for that, each rank gets
+    an equal share of all cores.
+
+    Ranks near a node share its cores if one of them would have a single core. All ranks share all
+    cores if the node has only one, or is unknown.
     """
     cores_on = Counter(core.node for core in cores)
     ranks_on = Counter(gpu_nodes)
@@ -101,28 +102,17 @@ def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> lis
         by_node = sorted(range(len(near)), key=lambda rank: -1 if None in near else near[rank] or 0)
         for rank, part in zip(by_node, _split(cores, len(near)), strict=True):
             parts[rank] = part
-    return parts
 
-
-def _share_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
-    """Return all cores on the NUMA node of each rank's GPU, which ranks of that node share.
-
-    Return all cores for each rank if a node is unknown, has one core, or has fewer cores than
-    ranks.
-    """
-    ranks_on = Counter(gpu_nodes)
-    near = [[core for core in cores if core.node == node] for node in gpu_nodes]
-    enough = all(
-        len(its_cores) >= max(_LEAST_CORES, ranks_on[node])
-        for its_cores, node in zip(near, gpu_nodes, strict=True)
-    )
-    return near if enough else [list(cores)] * len(gpu_nodes)
+    crowded = {node for node, part in zip(near, parts, strict=True) if len(part) < _LEAST_CORES}
+    on_node = {node: [core for core in cores if core.node == node] for node in crowded}
+    if any(len(its_cores) < _LEAST_CORES for its_cores in on_node.values()):
+        return [list(cores)] * len(near)
+    return [on_node.get(node, part) for node, part in zip(near, parts, strict=True)]
 
 
 def _is_fair(parts: Sequence[Sequence[Core]], cores: Sequence[Core]) -> bool:
-    """Return whether each rank has two cores, and at least half of an equal share of these."""
-    fewest = min(map(len, parts))
-    return fewest >= _LEAST_CORES and 2 * len(parts) * fewest >= len(cores)
+    """Return whether each rank has at least half of an equal share of these cores."""
+    return 2 * len(parts) * min(map(len, parts)) >= len(cores)
 
 
 def _split(cores: Sequence[Core], count: int) -> list[list[Core]]:

@@ -174,6 +174,8 @@ def _remedy(reported: HostMasks, far: RankCores) -> str:
         return "The job has no core on that node. Request more cores, or the whole host"
     if reported.binding:
         return f"Correct or unset {VARIABLE}"
+    if far.bind:
+        return "That node has too few cores for its ranks. Request more cores, or the whole host"
     return (
         "The launcher bound it there. Start with --cpu-bind=none (srun, PALS) or --bind-to none "
         "(Open MPI): the kit then binds each rank to cores near its GPU"

@@ -163,8 +163,9 @@ def setup_distributed(
       stay. DDPKIT_RANK_PROCESS marks them, so that a program which this rank starts is no rank.
     - It binds this process, with its threads and child processes (OpenMP, DataLoader workers), to
       cores. Ranks of a host with the same affinity mask divide its cores: each rank gets whole
-      cores, which no other rank has, on the NUMA node of its GPU. A rank that its launcher has
-      bound alone keeps its cores, and a warning follows if they are far from its GPU.
+      cores, which no other rank has, on the NUMA node of its GPU. If there are fewer than two for
+      each rank, they share them. A rank that its launcher has bound alone keeps its cores, and a
+      warning follows if they are far from its GPU.
       DDPKIT_CPU_BIND=list:0-7:8-15 sets the CPUs of each local rank explicitly.
     - Where OMP_NUM_THREADS is not set, it sets that and torch's number of threads to this rank's
       share of the cores that it may run on.

@@ -148,9 +148,10 @@ def test_a_notice_with_another_secret_is_ignored(wrong: str) -> None:
 
 
 def started(report: ReportListener, *program: str,
-            output_dir: str = "") -> tuple[subprocess.Popen[str], socket.socket, JoinReport]:
+            output_dir: str = "", binding: str = "") -> tuple[subprocess.Popen[str], socket.socket, JoinReport]:
     """rank_start.py as an mpiexec starts it, its connection, and its report."""
-    environ = {"PATH": os.environ["PATH"], **report.variables, "PMI_RANK": "0", "PMI_SIZE": "1"}
+    environ = {"PATH": os.environ["PATH"], **report.variables, "PMI_RANK": "0", "PMI_SIZE": "1",
+               "DDPKIT_CPU_BIND": binding}
     words = module_command(sys.executable, "rank_start", [os.getcwd(), "", "", output_dir, *program])
     process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     connection = report.listener.accept()[0]
@@ -164,16 +165,20 @@ def start_message(*cores: RankMask) -> bytes:
     return json.dumps({"variables": variables, "cores": cores}).encode() + b"\n"
 
 
-def test_program_without_the_kit_is_bound_to_its_share_of_the_cores() -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_program_without_the_kit_is_bound_to_its_share_of_the_cores(is_given: bool) -> None:
+    last = max(os.sched_getaffinity(0))
+    binding = f"list:0:{last}" if is_given else ""
     with ReportListener() as report:
-        process, connection, received = started(report, "grep", "^Cpus_allowed_list", "/proc/self/status")
+        process, connection, received = started(
+            report, "grep", "^Cpus_allowed_list", "/proc/self/status", binding=binding)
         with connection:
             cores = received["cores"]
             connection.sendall(start_message(cores, cores))
             output, errors = process.communicate(timeout=30)
     assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
-    expected = cpus_of_ranks([cores, cores], {})[1] or os.sched_getaffinity(0)  # three cores or fewer are not divided
-    assert parse_ranges(output.split()[1]) == expected
+    divided = cpus_of_ranks([cores, cores], {})[1] or os.sched_getaffinity(0)  # three cores or fewer are not
+    assert parse_ranges(output.split()[1]) == ({last} if is_given else divided)
 
 
 def test_early_signal_has_its_default_action_in_another_program() -> None:

@@ -40,8 +40,12 @@ def test_nothing_is_left_of_a_process_and_its_children() -> None:
     assert not find_processes("unit.1", [])
 
 
-@pytest.mark.parametrize(("binding", "shared"), [("", True), ("none", False)])
-def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, shared: bool) -> None:
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("binding", "expected"), [
+    ("", None), ("none", [set(CPUS)] * 2), (f"list:{CPUS[0]}:{CPUS[-1]}", [{CPUS[0]}, {CPUS[-1]}])])
+def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, expected: list[set[int]] | None) -> None:
     variables = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     command = ["grep", "^Cpus_allowed_list", "/proc/self/status"]
     with Processes("unit.cores") as processes:
@@ -49,14 +53,14 @@ def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, sha
         start_on_host([(command, one) for one in variables], environ, processes, None, output_dir=str(tmp_path))
         wait_until(lambda: processes.ended() == [] and not processes.running, "the end of both ranks")
     mask = report_mask({})
-    expected = cpus_of_ranks([mask, mask], {}) if shared else [set(), set()]
-    for path, cpus in zip(sorted(tmp_path.iterdir()), expected, strict=True):
-        assert parse_ranges(path.read_text().split()[1]) == (cpus or os.sched_getaffinity(0))
+    divided = [cpus or set(CPUS) for cpus in cpus_of_ranks([mask, mask], {})]  # not on three cores or fewer
+    for path, cpus in zip(sorted(tmp_path.iterdir()), expected or divided, strict=True):
+        assert parse_ranges(path.read_text().split()[1]) == cpus
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "first"), [
     ([0, 0, 1, 1], 4, [{0, 1}, {0, 1}, {2, 3}, {2, 3}]), ([1, 0], 4, [{2, 3}, {2, 3}, {0, 1}, {0, 1}]),
-    ([1, 1, 1], 2, [{0, 2}, {1, 3}]), ([1], 1, [set()]), ([0, 0, 1, 1], 2, [{0, 1}, {2, 3}])],
+    ([1, 1, 1], 2, [{2, 3}, {2, 3}]), ([1], 1, [set()]), ([0, 0, 1, 1], 2, [{0, 1}, {2, 3}])],
     ids=["a GPU each", "two ranks for each GPU", "near all GPUs", "alone, perhaps an agent", "two GPUs each"])
 def test_rank_runs_near_the_gpus_that_it_may_use(
         gpus: list[int | None], ranks: int, first: list[set[int]], tmp_path: Path) -> None:
