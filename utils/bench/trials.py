@@ -28,6 +28,10 @@ from .worker import VARIABLE, Phase, Report, Settings, Trial
 
 _FOLLOWER = "ended because another rank has failed"
 _ROOT = Path(__file__).resolve().parents[2]  # what `import utils` needs
+# Not -m: the folder that this command runs in would come first, and may have its own `utils`.
+_WORKER = (
+    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {__package__}.worker import main; main()"
+)
 
 
 class TrialFailed(RuntimeError):
@@ -113,11 +117,10 @@ class Trials:
         }
         environ.update(variables)
         environ[VARIABLE] = json.dumps(asdict(trial))
-        environ["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
         if settings.threads is not None:
             environ["OMP_NUM_THREADS"] = str(settings.threads)
         output = Path(f"{trial.output}.out")
-        words = [sys.executable, "-m", f"{__package__}.worker", *command]
+        words = [sys.executable, "-c", _WORKER, *command]
         with output.open("w") as file:
             process = subprocess.Popen(
                 words, env=environ, stdout=file, stderr=file, start_new_session=True

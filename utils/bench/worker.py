@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from .. import hooks
+from ..script_modules import name_conflict, script_modules
 from .operations import AllReduce, Ranks
 from .timing import time_iterations
 
@@ -168,6 +169,7 @@ class Recorder:
         setattr(DataLoader, "__iter__", timed_load)  # noqa: B010
         setattr(torch.Tensor, "backward", recorded_backward)  # noqa: B010
         setattr(torch.amp.GradScaler, "scale", recorded_scale)  # noqa: B010
+        setattr(torch.multiprocessing, "spawn", _refuse_spawn)  # noqa: B010
         register_optimizer_step_post_hook(self._end_step)
 
     def _prepare_ddp(self, ddp: DistributedDataParallel) -> None:
@@ -273,6 +275,13 @@ def _wrap_init(
     kind.__init__ = changed_init  # type: ignore[misc]
 
 
+def _refuse_spawn(*args: object, **options: object) -> None:
+    sys.exit(
+        "the script starts its own ranks with torch.multiprocessing.spawn. Expected one process "
+        "per rank, which this command starts. Read RANK and WORLD_SIZE instead, as for torchrun"
+    )
+
+
 def _time_all_reduce(size: int, device: torch.device) -> float:
     """Return the median seconds of an all-reduce of float32 values."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
@@ -298,11 +307,14 @@ def main() -> None:
     recorder = Recorder(trial)
     recorder.install()
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if end.code:
+    with script_modules(str(Path(script).resolve().parent)):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        except ImportError as error:
+            error.msg += name_conflict(error)
             raise
     sys.exit(recorder.explain_end())
 

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ..script_modules import name_conflict, script_modules
 from .communication import PlanError
 from .trace import StepsTraced, StepTracer, Trace, convertible_parameters, fake_mode, is_fake
 
@@ -53,17 +54,18 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
     # Private, and the only collectives of torch.distributed that take fake tensors.
     importlib.import_module("torch.distributed._tools.fake_collectives")
     output = io.StringIO()
-    with _time_limit(path, timeout):
+    with _time_limit(path, timeout), script_modules(str(Path(path).resolve().parent)):
         tracer, problem = _run(path, arguments, {}, output)
         if isinstance(problem, KeyError) and problem.args[0] in _RANK_VARIABLES:
             # A script for torchrun alone. The variables are not set at first: without them, most
             # scripts and libraries leave torch.distributed out.
             tracer, problem = _run(path, arguments, _RANK_VARIABLES, output)
+        hint = name_conflict(problem)
     if problem is not None and not tracer.is_finished:  # what a script does at its end may fail
         raise PlanError(
             f"{path} could not be traced: {type(problem).__name__}: {problem}"
-            f"{_place(problem, path)}. Expected a script that trains on one CPU process. Run it "
-            f"so, or use --model or --parameters.{_last(output)}"
+            f"{_place(problem, path)}{hint}. Expected a script that trains on one CPU process. "
+            f"Run it so, or use --model or --parameters.{_last(output)}"
         ) from problem
     trace = tracer.result()
     if not trace.ddp_options and not trace.shard_groups:
@@ -79,7 +81,6 @@ def _run(
     tracer = StepTracer()
     problem: BaseException | None = None
     argv, sys.argv = sys.argv, [path, *arguments]
-    sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         with _Patches(tracer).applied(variables), tracer.active(), _OnCPU():
             with contextlib.redirect_stdout(output), convertible_parameters():
@@ -95,7 +96,6 @@ def _run(
         problem = error
     finally:
         sys.argv = argv
-        del sys.path[0]
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ..script_modules import name_conflict, script_modules
 from .communication import PlanError
 from .hardware import Accelerator
 from .step import Computation, Gradient
@@ -87,7 +87,6 @@ def trace_factory(
             f"A model cannot be traced with precision {precision!r}. Expected fp32, amp or "
             "bf16-pure. For mixed precision with a master copy, use --parameters."
         )
-    factory = _load(name)
     made: dict[str, Any] = {}
 
     def build() -> nn.Module:
@@ -117,7 +116,11 @@ def trace_factory(
         "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
     }
     try:
-        return trace_training(build, step, classes[optimizer], accumulate_steps=accumulate_steps)
+        with script_modules(""):
+            factory = _load(name)
+            return trace_training(
+                build, step, classes[optimizer], accumulate_steps=accumulate_steps
+            )
     except PlanError:
         raise
     except Exception as error:
@@ -134,11 +137,11 @@ def _default_loss(output: Any) -> Any:
 
 def _load(name: str) -> Callable[[int], Any]:
     module, _, function = name.partition(":")
-    sys.path.insert(0, "")
     try:
         found: Callable[[int], Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(
-            f"--model {name}: {error}. Expected module:function, importable from here."
+            f"--model {name}: {error}{name_conflict(error)}. Expected module:function, "
+            "importable from here."
         ) from None
     return found
