@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from tests.unit.programs import ROOT, TORCHRUN, python
 from utils import host_pairs
-from utils.bench import links, timing
+from utils.bench import cli, links, timing
 
 EVERY_OPERATION = """
 from utils import setup_distributed
@@ -121,3 +122,16 @@ def test_interrupt_of_one_rank_leaves_what_was_measured(tmp_path: Path) -> None:
 def test_one_rank_is_refused() -> None:
     done = python("scripts/bench.py", "collectives")
     assert done.returncode == 2 and "Expected at least two: start them with a launcher" in done.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_expected_bandwidth_has_to_be_positive(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["collectives", "--expect", value])
+    assert f"--expect is {value}. Expected a bandwidth above 0 GB/s" in capsys.readouterr().err
+
+
+def test_operation_given_twice_is_measured_once() -> None:
+    done = python("scripts/bench.py", "collectives", "-b", "1K", "-e", "1K", "-n", "2", "broadcast", "all_reduce",
+                  "broadcast", ranks=2)
+    assert re.findall(r"^ +([a-z_]+) +1024 ", done.stdout, re.MULTILINE) == ["broadcast", "all_reduce"], done.stderr

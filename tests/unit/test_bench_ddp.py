@@ -1,6 +1,7 @@
 """bench.py ddp names planted causes; tune.py combines what gains and keeps the loss."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -8,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.programs import ROOT, python
-from utils.bench import causes, scaling, tune
+from utils.bench import causes, cli, scaling, tune, worker
 from utils.bench.trials import TrialFailed
 from utils.bench.worker import Phase, Report, Settings
 
@@ -91,6 +94,123 @@ def test_scaling_of_a_training_is_measured_and_explained(tmp_path: Path) -> None
     assert [point["ranks"] for point in points] == [1, 2] and points[1]["step"] > 0
 
 
+SEVERAL_MODELS = """
+import os, torch, torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+def hook(name, bucket):
+    os.write(1, f"{name} {step}\\n".encode())
+    return allreduce_hook(None, bucket)
+step, models = 0, {"G": DDP(torch.nn.Linear(4, 4)), "D": DDP(torch.nn.Linear(4, 1))}
+generator, discriminator = models.values()
+for name, model in models.items():
+    model.register_comm_hook(name, hook)
+optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (discriminator, generator)]
+while True:
+    fake = generator(torch.ones(2, 4))
+    (discriminator(torch.ones(2, 4)) - discriminator(fake.detach())).mean().backward()
+    optimizers[0].step()
+    step += 1
+    discriminator(fake).mean().backward()
+    optimizers[1].step()
+"""
+
+
+def run_worker(script: str, folder: Path, world_size: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run rank 0 of a trial; return what it printed, and its report."""
+    path, output = folder / "script.py", folder / "report"
+    path.write_text(script)
+    phases = [("sync", 2), ("local", 3), ("sync", 2)]  # with 2 settling steps before each
+    trial = worker.Trial(Settings(), phases, 1, str(output))
+    return python("-m", "utils.bench.worker", str(path), env={
+        worker.VARIABLE: json.dumps(dataclasses.asdict(trial)), "RANK": "0", "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}), output
+
+
+def test_all_models_of_a_script_are_measured(tmp_path: Path) -> None:
+    done, output = run_worker(SEVERAL_MODELS, tmp_path, 1)
+    assert output.exists(), done.stderr
+    exchanges = {tuple(line.split()) for line in done.stdout.splitlines()}
+    # A local step begins in the backward pass after the first optimizer of the step before.
+    for name, first in {"G": 6, "D": 5}.items():
+        assert not any((name, str(step)) in exchanges for step in range(first, 10)), exchanges
+        assert all((name, str(step)) in exchanges for step in (1, 2, 3, 4, 11, 12)), exchanges
+    found = json.loads(output.read_text())
+    assert (found["models"], found["passes"], found["exchanges"]) == (2, 2, 2)
+    assert found["gradient_bytes"] == sum(found["bucket_bytes"]) == 4 * (20 + 5)
+
+
+def test_accumulation_is_not_claimed_for_several_models() -> None:
+    several = reports(0.2, exchanges=4, passes=4, models=2)
+    assert first_cause(several) != "accumulation that communicates each time"
+
+
+SLOW_RANK = """
+import time, torch, torch.distributed as dist
+from torch.distributed import all_reduce
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 1))
+optimizer, step = torch.optim.SGD(model.parameters(), 0.01), 0
+while True:
+    loss = model(torch.ones(2, 4)).mean()
+    time.sleep(0.15 if dist.get_rank() else 0.05)
+    loss.backward()
+    optimizer.step()
+    mean, step = loss.detach().clone(), step + 1
+    if step % 3 == 0:
+        all_reduce(mean)
+    elif step % 3 == 1:
+        dist.all_reduce(mean, async_op=True).wait()
+    else:
+        dist.all_gather_object([None] * dist.get_world_size(), step)
+"""
+
+
+def test_slow_rank_is_found_although_the_script_waits_for_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_RANK)
+    done = python("scripts/bench.py", "ddp", "--full-only", "--steps", "3", "--warm-up", "1", str(script), ranks=2)
+    found = re.search(r"^1\. one slow rank.* Rank 1 on .* computes (\S+) ms .* median rank (\S+) ms", done.stdout,
+                      re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    assert float(found[1]) >= 150 and 50 <= float(found[2]) < 80  # one call with its wait: 83
+
+
+WITHOUT_DDP = """
+import os, torch, torch.distributed as dist
+several = int(os.environ["WORLD_SIZE"]) > 1
+model = torch.nn.Linear(4, 1)
+if several:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+while True:
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_one_rank_trains_without_ddp(tmp_path: Path) -> None:
+    done, output = run_worker(WITHOUT_DDP, tmp_path, 1)
+    assert output.exists(), done.stderr
+    found = json.loads(output.read_text())
+    assert (found["models"], found["passes"], found["exchanges"], found["gradient_bytes"]) == (0, 1, 0, 0)
+    assert found["phases"]["local"]["steps"] == 3
+
+
+def test_several_ranks_need_ddp(tmp_path: Path) -> None:
+    done, output = run_worker(WITHOUT_DDP.replace("> 1", "> 2"), tmp_path, 2)
+    assert "the script has created no DistributedDataParallel" in done.stderr and not output.exists()
+
+
+def test_batch_per_rank_keeps_the_global_batch_of_strong_scaling() -> None:
+    assert [scaling.batch_per_rank("weak", 8, 6, ranks) for ranks in (1, 4, 6)] == [8, 8, 8]
+    assert [scaling.batch_per_rank("strong", 8, 6, ranks) for ranks in (1, 2, 4, 6)] == [48, 24, 12, 8]
+    assert scaling.batch_per_rank("strong", 1, 3, 2) is None
+
+
 class FakeTrials:
     """Trials whose times and losses are computed from the settings."""
 
@@ -105,6 +225,28 @@ class FakeTrials:
 
     def agree(self, value: bool) -> bool:
         return value
+
+
+def test_strong_scaling_skips_ranks_that_cannot_share_the_batch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Recorded(FakeTrials):
+        batches: ClassVar[list[tuple[int, int]]] = []
+
+        def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
+            self.batches.append((ranks, settings.placeholders["batch"]))
+            return [HEALTHY] * ranks
+
+        def hosts(self, ranks: int) -> int:
+            return 1
+
+    job = SimpleNamespace(world_size=3, is_main=True)
+    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, Recorded())))
+    caplog.set_level("INFO", "ddpkit")
+    assert cli.main(["ddp", "--batch", "1", "train.py", "{batch}"]) == 0
+    assert Recorded.batches == [(1, 1), (2, 1), (3, 1), (1, 3), (3, 1)]
+    assert ("# strong scaling on 2 ranks is not measured: they cannot share a global batch of 3 equally. "
+            "Use another --batch") in caplog.messages
 
 
 def tuner(budget: float = 100) -> tune.Tuner:

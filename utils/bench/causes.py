@@ -62,7 +62,7 @@ def explain(point: Point, causes: Sequence[Cause]) -> str:
 
 def _accumulation(point: Point) -> Iterator[Cause]:
     report = point.reports[0]
-    if report.exchanges > 1:
+    if report.exchanges > 1 and report.models == 1:  # several: each may need its exchange
         yield Cause(
             "accumulation that communicates each time",
             point.exposed * (1 - 1 / report.exchanges),
@@ -109,7 +109,7 @@ def _slow_link(point: Point, links: Links) -> Iterator[Cause]:
 
 def _overlap(point: Point) -> Iterator[Cause]:
     report = point.reports[0]
-    usual = math.ceil(report.gradient_bytes / (25 * _MIB)) + 1
+    usual = math.ceil(report.gradient_bytes / (25 * _MIB)) + report.models
     more = len(report.bucket_bytes) - usual
     mean = statistics.fmean(report.bucket_bytes or [0]) / _MIB
     if more > 0 and mean < 1:

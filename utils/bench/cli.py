@@ -109,6 +109,9 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         one.error(f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}")
     if not 0 < args.minbytes <= args.maxbytes or args.stepfactor < 2 or args.iters < 1:
         one.error("expected 0 < -b <= -e, -f at least 2, -n at least 1. Correct them")
+    if args.expect is not None and not args.expect > 0:
+        one.error(f"--expect is {args.expect:g}. Expected a bandwidth above 0 GB/s")
+    args.operations = list(dict.fromkeys(args.operations))  # each once
     return args
 
 
@@ -212,7 +215,14 @@ def _ddp(args: argparse.Namespace) -> int:
             for kind in kinds:
                 first = None
                 for ranks in numbers:
-                    batch = args.batch * (job.world_size if kind == "strong" else ranks) // ranks
+                    batch = scaling.batch_per_rank(kind, args.batch, job.world_size, ranks)
+                    if batch is None:
+                        _log.info(
+                            f"# strong scaling on {ranks} ranks is not measured: they cannot share "
+                            f"a global batch of {args.batch * job.world_size} equally. Use another "
+                            "--batch"
+                        )
+                        continue
                     reports = scaling.run(trials, ranks, args.steps, batch)
                     point = scaling.split(kind, trials.hosts(ranks), reports, first)
                     first = first or point

@@ -16,7 +16,8 @@ COLUMNS = """\
 columns, each per optimizer step:
   efficiency  weak: step on 1 rank / step, for equally many backward passes
               strong: step on 1 rank / (ranks * step)
-  compute     mean over the ranks, each training alone, without its wait for data
+  compute     mean over the ranks, each training alone, without its wait for data and in
+              collectives that the script calls
   exposed     communication that computation does not hide: step - slowest rank alone
   data        wait for the DataLoader, mean over the ranks
   uneven      slowest rank alone - mean of the ranks
@@ -75,6 +76,17 @@ def numbers_of_ranks(world_size: int) -> list[int]:
     """Return 1, 2, 4, ... and the number of all ranks."""
     powers = [1 << power for power in range(world_size.bit_length())]
     return sorted({*(ranks for ranks in powers if ranks < world_size), world_size})
+
+
+def batch_per_rank(kind: str, batch: int, world_size: int, ranks: int) -> int | None:
+    """Return the batch of each rank. For strong scaling, all ranks keep their global batch.
+
+    Returns None if the global batch cannot be divided equally.
+    """
+    if kind == "weak":
+        return batch
+    share, rest = divmod(batch * world_size, ranks)
+    return None if rest else share
 
 
 def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[Report]:

@@ -7,6 +7,7 @@ phases in which each rank trains alone. The difference in time is the cost of th
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -33,6 +34,14 @@ from .timing import time_iterations
 VARIABLE = "DDPKIT_TRIAL"
 SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
 POWERSGD_START = 5  # backward passes that exchange whole gradients before PowerSGD starts
+# Work.wait() is timed, too.
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
+    *("all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter"),
+    "scatter_object_list",
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class Report:
     losses: list[float] = field(default_factory=list)  # of each backward pass before "local"
     passes: int = 0  # backward passes per step
     exchanges: int = 0  # passes per step that exchange gradients
+    models: int = 1  # DistributedDataParallel; the bytes and buckets are those of all
     backend: str = ""
     network: str = ""  # a warning that the network is not the expected one
     threads: int = 0
@@ -119,10 +129,12 @@ class Recorder:
         for kind, steps in trial.phases:
             self._plan += [(kind, False)] * SETTLING_STEPS + [(kind, True)] * steps
         self._step = 0
-        self._ddp: DistributedDataParallel | None = None
+        self._alone = self._plan[0][0] == "local"  # in this step, the ranks train alone
+        self._ddps: list[DistributedDataParallel] = []
         self._optimizer: object = None
-        self._step_start = self._data_seconds = 0.0
+        self._step_start = self._data_seconds = self._wait_seconds = 0.0
         self._passes = self._exchanges = 0
+        self._will_exchange = self._waiting = False
 
     def install(self) -> None:
         """Replace what the script will call."""
@@ -154,8 +166,10 @@ class Recorder:
 
         def recorded_backward(loss: torch.Tensor, *args: Any, **options: Any) -> None:
             self._passes += 1
+            self._exchanges += self._will_exchange
+            self._will_exchange = False
             value = unscaled.pop() if unscaled else loss
-            if value.numel() == 1 and self._plan[self._step][0] != "local":
+            if value.numel() == 1 and not self._alone:
                 losses.append(value.detach())  # it is read later: that would wait for a GPU
             backward(loss, *args, **options)  # type: ignore[no-untyped-call]
 
@@ -170,10 +184,36 @@ class Recorder:
         setattr(torch.Tensor, "backward", recorded_backward)  # noqa: B010
         setattr(torch.amp.GradScaler, "scale", recorded_scale)  # noqa: B010
         setattr(torch.multiprocessing, "spawn", _refuse_spawn)  # noqa: B010
+        for owner, name in [*((dist, name) for name in COLLECTIVES), (dist.Work, "wait")]:
+            if hasattr(owner, name):  # the *_single collectives: torch 2.13
+                setattr(owner, name, self._timed(getattr(owner, name)))
         register_optimizer_step_post_hook(self._end_step)
 
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Time a collective of the script while the ranks train alone.
+
+        It waits for the slowest rank: that is not computation of this one.
+        """
+
+        @functools.wraps(call)
+        def timed(*args: Any, **options: Any) -> Any:
+            if not self._alone or self._waiting:
+                return call(*args, **options)
+            self._waiting = True  # all_gather_object() calls all_gather()
+            _synchronize()
+            start = time.perf_counter()
+            try:
+                result = call(*args, **options)
+                _synchronize()
+            finally:
+                self._wait_seconds += time.perf_counter() - start
+                self._waiting = False
+            return result
+
+        return timed
+
     def _prepare_ddp(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
+        self._ddps.append(ddp)
         name = self._trial.settings.hook
         if name.startswith("powersgd"):
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
@@ -184,14 +224,13 @@ class Recorder:
             self._register_hook(ddp, None, getattr(hooks, f"{name}_hook"))
         ddp.register_forward_pre_hook(self._before_forward)
 
-    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
-        ddp = self._ddp
-        if ddp is None or not torch.is_grad_enabled():
+    def _before_forward(self, ddp: DistributedDataParallel, inputs: object) -> None:
+        if not torch.is_grad_enabled():
             return
-        if self._plan[self._step][0] == "local":
+        if self._alone:
             ddp.require_backward_grad_sync = False  # as in no_sync()
         elif ddp.require_backward_grad_sync:
-            self._exchanges += 1
+            self._will_exchange = True  # once, in the next backward pass
 
     def _end_step(self, optimizer: object, args: object, options: object) -> None:
         self._optimizer = self._optimizer or optimizer
@@ -204,21 +243,25 @@ class Recorder:
         now = time.perf_counter()
         if measured:
             phase = self.report.phases[kind]
-            phase.seconds += now - self._step_start
-            phase.step_seconds.append(now - self._step_start)
+            seconds = now - self._step_start - self._wait_seconds
+            phase.seconds += seconds
+            phase.step_seconds.append(seconds)
             phase.data_seconds += self._data_seconds
             phase.steps += 1
         if kind != "local":
             self.report.passes, self.report.exchanges = self._passes, self._exchanges
-        self._step_start, self._data_seconds = now, 0.0
+        self._step_start, self._data_seconds, self._wait_seconds = now, 0.0, 0.0
         self._passes = self._exchanges = 0
         if last:
+            self._alone = False
             self._write()
-            dist.barrier()  # another rank may still receive from this one
+            if dist.is_initialized():
+                dist.barrier()  # another rank may still receive from this one
             os._exit(0)  # what the script would do at its end is not measured
         self._step += 1
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = True
+        self._alone = self._plan[self._step][0] == "local"
+        for ddp in self._ddps:
+            ddp.require_backward_grad_sync = True
 
     def explain_end(self) -> str:
         """Return why the script ended before all phases were measured."""
@@ -228,30 +271,34 @@ class Recorder:
         )
 
     def _write(self) -> None:
-        report, ddp = self.report, self._ddp
-        if ddp is None:
+        report, ddps = self.report, self._ddps
+        # Many scripts wrap the model only if there are several ranks.
+        if not ddps and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RuntimeError(
                 "the script has created no DistributedDataParallel. Expected one. Wrap the model"
             )
         report.losses = [loss.item() for loss in self._losses]
-        report.backend = dist.get_backend()
+        report.backend = dist.get_backend() if dist.is_initialized() else ""
         report.threads, report.cpus = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
-        # Prototype interface of torch: no other one reports the buckets.
-        data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-        report.bucket_bytes = [int(size) for size in sizes.split(", ") if size]
-        report.hook = data.get("comm_hook", "")
-        report.gradient_bytes = sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in ddp.parameters()
-            if parameter.requires_grad
-        )
-        if any(kind == "local" for kind, _ in self._trial.phases):  # what causes.py needs
-            device = next(ddp.parameters()).device
+        report.models = len(ddps)
+        for ddp in ddps:
+            # Prototype interface of torch: no other one reports the buckets.
+            data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+            sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+            report.bucket_bytes += [int(size) for size in sizes.split(", ") if size]
+            report.hook = report.hook or data.get("comm_hook", "")
+            report.gradient_bytes += sum(
+                parameter.numel() * parameter.element_size()
+                for parameter in ddp.parameters()
+                if parameter.requires_grad
+            )
+            report.find_unused_parameters |= bool(ddp.find_unused_parameters)
+            report.unused_bytes += data.get("unused_parameter_size", 0)
+        # What causes.py needs.
+        if ddps and any(kind == "local" for kind, _ in self._trial.phases):
+            device = next(ddps[0].parameters()).device
             report.small_seconds = _time_all_reduce(4, device)
             report.whole_seconds = _time_all_reduce(report.gradient_bytes, device)
-        report.find_unused_parameters = ddp.find_unused_parameters
-        report.unused_bytes = data.get("unused_parameter_size", 0)
         Path(self._trial.output).write_text(json.dumps(asdict(report)))
 
 
