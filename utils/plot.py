@@ -14,6 +14,7 @@ from .log import print_result
 from .run_log import FILE_NAME, Run, read_run
 
 _SMOOTHED_FROM = 50  # steps; a shorter run is drawn as it is
+_NOT_DRAWN = ("time", "step_seconds", "data_seconds")  # speed and data_share show them
 _WITHOUT_NOISE = ("lr", "memory_bytes")
 _COLOURS = ("#1f6fb4", "#d1495b", "#2a9d5c", "#e08e1b", "#7d5ba6", "#4b5563", "#0f9ba8", "#a0522d")
 EPILOG = f"""\
@@ -60,11 +61,21 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def draw(runs: Sequence[Run], output: Path) -> None:
-    """Draw the loss, and below it whatever else the logs have of rate, speed, wait and memory."""
+    """Draw the loss, and below it whatever other numbers the logs have.
+
+    Raises ValueError if there is nothing to draw.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    for run in runs:
+        _add_data_share(run)
     names = {name for run in runs for name in run.columns}
+    losses = sorted((name for name in names if "loss" in name), key=lambda name: name != "loss")
+    known = {*losses, *_NOT_DRAWN, "lr", "data_share", "memory_bytes"}
+    others = sorted(
+        name for name in names if name not in known and not name.endswith("_per_second")
+    )
     panels = [
         (title, chosen, scale)
         for title, chosen, scale in (
@@ -76,27 +87,34 @@ def draw(runs: Sequence[Run], output: Path) -> None:
             ),
             ("wait for data, % of the step", ["data_share"], 100.0),
             ("peak memory of rank 0, GiB", ["memory_bytes"], 2.0**-30),
+            *((name.replace("_", " "), [name], 1.0) for name in others),
         )
-        if chosen
+        if any(name in names for name in chosen)
     ]
-    for run in runs:
-        _add_data_share(run)
+    if not losses and not panels:
+        found = ", ".join(sorted({name for run in runs for name in run.names})) or "none"
+        raise ValueError(
+            f"no column can be drawn; found {found}. Expected finite numbers, such as a loss. "
+            "Correct the log"
+        )
 
-    rows = (len(panels) + 1) // 2
-    figure = Figure(figsize=(11, 4.2 + 2.3 * rows), layout="constrained")
+    rows, top = (len(panels) + 1) // 2, 1 if losses else 0
+    figure = Figure(figsize=(11, 4.2 * top + 2.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(1 + rows, 2, height_ratios=[1.9, *[1.0] * rows])
-    losses = sorted((name for name in names if "loss" in name), key=lambda name: name != "loss")
-    axes = figure.add_subplot(grid[0, :])
-    _draw_panel(axes, runs, losses, 1.0)
-    axes.set_title("loss", loc="left", fontsize=11)
-    if axes.get_legend_handles_labels()[0]:
+    grid = figure.add_gridspec(top + rows, 2, height_ratios=[1.9] * top + [1.0] * rows)
+    if losses:
+        axes = figure.add_subplot(grid[0, :])
+        _draw_panel(axes, runs, losses, 1.0)
+        axes.set_title("loss", loc="left", fontsize=11)
         axes.legend(frameon=False, fontsize=9)
     for number, (title, chosen, scale) in enumerate(panels):
-        axes = figure.add_subplot(grid[1 + number // 2, number % 2])
+        axes = figure.add_subplot(grid[top + number // 2, number % 2])
         _draw_panel(axes, runs, chosen, scale)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        if not losses and number == 0:
+            axes.legend(frameon=False, fontsize=9)
+        if chosen[0] not in others:  # another value may be negative
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     figure.savefig(output, dpi=130)
 
@@ -146,5 +164,7 @@ def _add_data_share(run: Run) -> None:
     """Add the column data_share: the wait for data as a share of the time of the step."""
     steps, waits = run.columns.get("data_seconds", ([], []))
     _, seconds = run.columns.get("step_seconds", ([], []))
+    if not steps or not seconds:
+        return
     shares = [wait / max(step, 1e-9) for wait, step in zip(waits, seconds, strict=False)]
     run.columns["data_share"] = (steps, shares)

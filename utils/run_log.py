@@ -31,6 +31,7 @@ class Run:
     name: str
     seams: list[int] = field(default_factory=list)  # a restart follows each of these steps
     columns: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)  # also of columns without a number
 
 
 class RunLog:
@@ -88,7 +89,8 @@ def read_run(path: Path) -> Run:
                 continue
             has_step = True
             for name, value in line.items():
-                if isinstance(value, int | float):
+                run.names.add(name)
+                if isinstance(value, int | float) and math.isfinite(value):
                     steps, values = run.columns.setdefault(name, ([], []))
                     steps.append(step)
                     values.append(value)

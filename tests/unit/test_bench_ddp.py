@@ -4,10 +4,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -18,7 +19,7 @@ from tests.cluster.hosts import wait_until
 from tests.unit.programs import ROOT, python
 from utils.bench import causes, cli, scaling, tune, worker
 from utils.bench.trials import TrialFailed
-from utils.bench.worker import Phase, Report, Settings
+from utils.bench.worker import VARIABLE, Phase, Report, Settings, Trial
 
 TRAINING = "tests/bench/training.py"
 HEALTHY = Report(host="h1", losses=[], passes=1, exchanges=1, backend="nccl", threads=4, cpus=[0, 1, 2, 3],
@@ -249,8 +250,8 @@ def test_strong_scaling_skips_ranks_that_cannot_share_the_batch(
             "Use another --batch") in caplog.messages
 
 
-def tuner(budget: float = 100) -> tune.Tuner:
-    return tune.Tuner(FakeTrials(), 2, steps=10, budget=budget, tolerance=0.02)  # type: ignore[arg-type]
+def tuner(budget: float = 100, trials: FakeTrials | None = None) -> tune.Tuner:
+    return tune.Tuner(trials or FakeTrials(), 2, steps=10, budget=budget, tolerance=0.02)  # type: ignore[arg-type]
 
 
 def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
@@ -262,8 +263,9 @@ def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
     assert problems == {"hook powersgd-8": "the loss is 10.0% higher",
                         "hook fp16, static_graph, fused optimizer": "no fused optimizer"}
     assert tune.code(best.settings) == (
-        "import utils.hooks\n"
-        "ddp = DistributedDataParallel(model, device_ids=dist.device_ids, static_graph=True)\n"
+        f"import utils.hooks  # utils must be importable: PYTHONPATH={ROOT}\n"
+        "ddp = DistributedDataParallel(..., static_graph=True)  # add to your arguments\n"
+        "# ddp is your DistributedDataParallel:\n"
         "ddp.register_comm_hook(None, utils.hooks.fp16_hook)")
 
 
@@ -275,6 +277,97 @@ def test_tuner_keeps_the_script_where_nothing_gains() -> None:
 def test_tuner_tries_nothing_beyond_its_budget() -> None:
     tuning = tuner(budget=0)
     assert tuning.search(tune.candidates(4, False)) is tuning.default and tuning.tried == []
+
+
+def test_code_has_only_what_changes() -> None:
+    assert tune.code(Settings(threads=2)) == "# before the start: export OMP_NUM_THREADS=2"
+    assert "DistributedDataParallel(" not in tune.code(Settings(hook="bf16"))
+
+
+def run_tune(monkeypatch: pytest.MonkeyPatch, trials: FakeTrials, *words: str) -> int:
+    """Run tune.py with these trials."""
+    @contextlib.contextmanager
+    def start(*_: object) -> Iterator[tuple[object, FakeTrials]]:
+        yield SimpleNamespace(world_size=2, is_main=True), trials
+
+    monkeypatch.setattr(tune, "start_trials", start)
+    return tune.main([*words, "train.py"])
+
+
+def test_nothing_tried_is_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_tune(monkeypatch, FakeTrials(), "--only", "bucket", "--budget", "0") == 1
+    assert re.search(r"Nothing was tried: found --budget 0, .*3 values. Raise --budget to about \d+ s", caplog.text)
+
+
+def test_conclusion_counts_the_values_that_were_not_tried() -> None:
+    class Limited(FakeTrials):
+        answers = [True, False, False]
+
+        def agree(self, value: bool) -> bool:
+            return self.answers.pop(0)
+
+    tuning = tuner(trials=Limited())
+    text = tune.conclusion(tuning, tuning.search({"bucket": tune.candidates(4, False)["bucket"]}), 0.02)
+    assert "Keep the script as it is. 2 of 3 values were not tried: raise --budget to about " in text
+
+
+class OtherLosses(FakeTrials):
+    """Trials that each have the next of these losses; the last one stays."""
+
+    def __init__(self, *losses: list[float]) -> None:
+        self._losses = list(losses)
+
+    def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
+        losses = self._losses.pop(0) if len(self._losses) > 1 else self._losses[0]
+        return [dataclasses.replace(one, losses=losses) for one in super().run(ranks, settings, phases)]
+
+
+def test_loss_of_the_unchanged_script_that_is_not_finite(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_tune(monkeypatch, OtherLosses([1.0, 2.0] + [float("nan")] * 8), "--only", "bucket") == 1
+    assert "the loss of the unchanged script is not finite after 3 micro-batches" in caplog.text
+
+
+def test_script_that_resumes_in_the_next_trial_is_refused() -> None:
+    falling = [2 - 0.05 * i for i in range(20)]
+    for losses in ([falling, [1.0] * 20], [falling, falling, [1.0] * 20]):
+        with pytest.raises(TrialFailed, match="continues where an earlier trial ended: .* 1.9, and 1 in a later trial"):
+            tuner(trials=OtherLosses(*losses)).search({"bucket": tune.candidates(4, False)["bucket"]})
+
+
+def test_script_without_a_seed_is_tuned_with_a_warning(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ddpkit")
+    losses = [[2 + 0.1 * i] + [1.0] * 20 for i in range(3)]
+    assert run_tune(monkeypatch, OtherLosses(*losses), "--only", "bucket") == 0
+    assert caplog.text.count("does not start from the same state each time: its first loss was 2, then 2.1.") == 1
+    caplog.clear()
+    assert run_tune(monkeypatch, FakeTrials(), "--only", "bucket") == 0 and "same state" not in caplog.text
+
+
+def test_module_instead_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(["--budget", "5", "-m", "package.train", "--epochs", "3"])
+    assert "found -m package.train. Expected the path of a script, such as package/train.py" in capsys.readouterr().err
+
+
+def test_only_without_anything_to_try(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(["--only", "accumulation", "train.py"])
+    assert "--only accumulation leaves nothing to try" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_iterable_dataset_gets_at_most_one_worker(tmp_path: Path, workers: int) -> None:
+    script, report = tmp_path / "script.py", tmp_path / "report"
+    script.write_text("from torch.utils.data import DataLoader, IterableDataset\n"
+                      "class Numbers(IterableDataset):\n"
+                      "    def __iter__(self): return iter(range(4))\n"
+                      "print(sorted(DataLoader(Numbers(), None)))\n")
+    trial = Trial(Settings(workers=workers), [("sync", 1)], 0, str(report))
+    done = python("-m", "utils.bench.worker", str(script), env={VARIABLE: json.dumps(dataclasses.asdict(trial))})
+    repeats = "an IterableDataset would repeat its samples in each of 4 workers" in done.stderr
+    assert repeats == (workers == 4) and ("[0, 1, 2, 3]" in done.stdout) == (workers == 1), done.stderr
 
 
 def test_loss_increase_compares_equally_many_losses() -> None:

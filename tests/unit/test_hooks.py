@@ -35,7 +35,7 @@ with setup_distributed("gloo") as dist:
     torch.distributed.broadcast(of_rank_0, 0)
     assert torch.equal(power, of_rank_0) and power.isfinite().all()
     for hook in ("bf16", "powersgd-4"):
-        names = {"DistributedDataParallel": DDP, "model": torch.nn.Linear(64, 64), "dist": dist}
+        names = {"DistributedDataParallel": DDP, "ddp": DDP(torch.nn.Linear(64, 64))}
         exec(tune.code(worker.Settings(hook=hook)), names)
         names["ddp"](torch.ones(2, 64)).sum().backward()
     print("checked", flush=True)

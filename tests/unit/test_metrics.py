@@ -230,3 +230,19 @@ def test_plot_draws_runs_with_their_seams(tmp_path: Path, monkeypatch: pytest.Mo
     train(tmp_path / "b", 1, 20, save_every=10)
     assert plot.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "runs.png")]) == 0
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG") and set(drawn) == {30.5}
+
+
+def test_plot_draws_other_numbers_or_names_what_it_found(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    titles: list[str] = []
+    monkeypatch.setattr(Axes, "set_title", lambda axes, title, **options: titles.append(title))
+    log, picture = tmp_path / "log.jsonl", tmp_path / "log.png"
+    for value in ('null', '"0.5"', 'NaN'):
+        log.write_text(f'{{"step": 1, "time": 5.0, "loss": {value}}}\n')
+        assert plot.main([str(log), "--output", str(picture)]) == 2 and not picture.exists()
+        assert "no column can be drawn; found loss, time. Expected finite numbers" in capsys.readouterr().err
+    log.write_text('{"step": 1, "val_acc": 0.5}\n{"step": 2, "val_acc": 0.7}\n')
+    assert plot.main([str(log), "--output", str(picture)]) == 0 and titles == ["val acc"]

@@ -86,7 +86,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     two = commands.add_parser(
         "ddp",
         help="measure how a training scales, and where its time goes",
-        description="Run a training script on 1, 2, 4, ... ranks of this launch.",
+        description="Run a training script on 1, 2, 4, ... ranks of this launch. The script writes "
+        "its own files: start with an empty checkpoint folder.",
         epilog=scaling.COLUMNS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

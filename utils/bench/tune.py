@@ -41,6 +41,10 @@ Start it with any launcher, like the training:
 With `{accumulation}` in the script's arguments, the number of micro-batches per optimizer step is
 also tuned.
 
+Every trial starts the script anew, and the script writes its own files. Start with an empty
+checkpoint folder, and switch off resuming and saving: a trial that resumes where the one before
+ended has another loss.
+
 columns:
   ms/pass  time of a backward pass, with its share of the optimizer step
   speed    compared with the unchanged script
@@ -128,11 +132,14 @@ class Tuner:
         self._budget, self._end = budget, time.monotonic() + budget
         self.default = Measured("as it is", Settings())
         self.tried: list[Measured] = []
+        self.not_tried: list[str] = []  # the budget is too short
+        self._first: list[float] = []  # losses of the first trial
+        self._same_start = True
 
     def search(self, groups: Mapping[str, Mapping[str, Changes]]) -> Measured:
         """Return the best settings found; the default where nothing gains.
 
-        Raises TrialFailed if the unchanged script fails.
+        Raises TrialFailed if the unchanged script fails, or continues where a trial has ended.
         """
         _log.info(HEADER)
         self._measure_default(self._steps)
@@ -149,9 +156,23 @@ class Tuner:
             best = self._improve(best, group)
         return self._confirm(best)
 
+    def needed_budget(self) -> float:
+        """Return about how many seconds it takes to try all values."""
+        step = self.default.seconds * self.default.passes
+        trials = len(self.tried) + len(self.not_tried) + 2 * _TURNS + 3
+        long_trials = 2 * self._loss_steps * step  # of the unchanged script and one value
+        return 1.2 * (trials * self.default.wall_seconds + long_trials)
+
     def _measure_default(self, steps: int) -> None:
         if not self._measure(self.default, steps):
-            raise TrialFailed(self.default.problem)
+            raise TrialFailed(f"the unchanged script failed: {self.default.problem}")
+        if math.isinf(self.default.worse):
+            losses = self.default.losses
+            count = next(i for i, loss in enumerate(losses, 1) if not math.isfinite(loss))
+            raise TrialFailed(
+                f"the loss of the unchanged script is not finite after {count} micro-batches. "
+                "Expected a finite loss. Correct the script, such as its learning rate"
+            )
         _log.info(self.default.show())
 
     def _improve(self, best: Measured, group: Mapping[str, Changes]) -> Measured:
@@ -161,6 +182,7 @@ class Tuner:
         for name, changes in group.items():
             if not self._has_time(best.wall_seconds, best, turns):
                 _log.info(f"# not tried, --budget is too short: {name}")
+                self.not_tried.append(name)
                 continue
             one = combine(best, name, changes)
             self.tried.append(one)
@@ -212,15 +234,50 @@ class Tuner:
         one.seconds = max(report.typical_step("sync") for report in reports) / one.passes
         losses = zip(*(report.losses for report in reports), strict=False)
         means = [statistics.fmean(loss) for loss in losses]
+        self._check_start(one, means)
         if len(means) >= len(one.losses):
             one.losses = means
             one.worse = loss_increase(self.default.losses, means)
         one.gain = self.default.seconds / one.seconds
-        if math.isinf(one.worse) or (compare_loss and one.worse > self._tolerance):
+        if one is self.default:
+            return True
+        if math.isinf(one.worse):
+            one.problem = "its loss is not finite"
+        elif compare_loss and one.worse > self._tolerance:
             one.problem = f"the loss is {one.worse:.1%} higher"
         if compare_loss and not means:
             one.problem = "its loss is unknown. Expected calls of loss.backward()"
         return not one.problem
+
+    def _check_start(self, one: Measured, losses: Sequence[float]) -> None:
+        """Warn where the unchanged script starts differently from its first trial.
+
+        Raises TrialFailed where a trial's first losses are nearer to the last losses of the
+        unchanged script than to its first ones, and these differ by more than a tenth.
+        """
+        first = self._first = self._first or list(losses)
+        last = self.default.losses
+        quarter = max(1, len(first) // 4)
+        if not losses or not last or one.settings.placeholders:
+            return
+        start, end, now = (
+            statistics.fmean(some) for some in (first[:quarter], last[-quarter:], losses[:quarter])
+        )
+        if start - end > abs(start) / 10 and start - now > (start - end) / 2:
+            raise TrialFailed(
+                f"the script continues where an earlier trial ended: its first losses were "
+                f"{start:.4g}, and {now:.4g} in a later trial. Expected the same start each time. "
+                "Switch off resuming from a checkpoint, or set a seed"
+            )
+        differs = abs(losses[0] - first[0]) > 1e-3 * abs(first[0])
+        if one is self.default and differs and self._same_start:
+            self._same_start = False
+            _log.info(
+                "# Warning: the script does not start from the same state each time: its first "
+                f"loss was {first[0]:.4g}, then {losses[0]:.4g}.\n# Does it resume from a "
+                "checkpoint, or set no seed? Expected the same first loss: otherwise the losses "
+                "of the\n# trials are hard to compare. Switch off resuming, and set a seed."
+            )
 
 
 def loss_increase(before: Sequence[float], after: Sequence[float]) -> float:
@@ -238,27 +295,38 @@ def loss_increase(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 def code(settings: Settings) -> str:
-    """Return the settings as lines for a training script."""
+    """Return the settings as lines for a training script: only what changes."""
     arguments = "".join(f", {name}={value!r}" for name, value in settings.ddp.items())
-    lines = [f"ddp = DistributedDataParallel(model, device_ids=dist.device_ids{arguments})"]
+    lines = []
+    if arguments:
+        lines = [f"ddp = DistributedDataParallel(...{arguments})  # add to your arguments"]
     if settings.first_bucket_mb:
         size = int(settings.first_bucket_mb * (1 << 20))
-        lines.insert(0, f"torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = {size}")
-    hooks = f"{__name__.split('.')[0]}.hooks"
+        lines = [
+            "# before DistributedDataParallel:",
+            f"torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = {size}",
+            *lines,
+        ]
+    package = __name__.split(".")[0]
+    hooks = f"{package}.hooks"
+    folder = Path(__file__).resolve().parents[2]
+    importable = f"import {hooks}  # {package} must be importable: PYTHONPATH={folder}"
     if settings.hook.startswith("powersgd"):
         values = powersgd_arguments(settings.hook)
         arguments = "".join(f", {name}={value}" for name, value in values.items())
         lines = [
             "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd",
-            f"import {hooks}",
+            importable,
             *lines,
+            "# ddp is your DistributedDataParallel:",
             f"state = powersgd.PowerSGDState(None{arguments})",
             f"ddp.register_comm_hook(state, {hooks}.in_order(powersgd.powerSGD_hook))",
         ]
     elif settings.hook:
         lines = [
-            f"import {hooks}",
+            importable,
             *lines,
+            "# ddp is your DistributedDataParallel:",
             f"ddp.register_comm_hook(None, {hooks}.{settings.hook}_hook)",
         ]
     if settings.fused:
@@ -272,6 +340,21 @@ def code(settings: Settings) -> str:
     return "\n".join(lines)
 
 
+def conclusion(tuner: Tuner, best: Measured, tolerance: float) -> str:
+    """Return the result as text."""
+    missing, all_values = len(tuner.not_tried), len(tuner.tried) + len(tuner.not_tried)
+    more = f"--budget to about {math.ceil(tuner.needed_budget() / 10) * 10} s"
+    skipped = f" {missing} of {all_values} values were not tried: raise {more}." if missing else ""
+    if best is tuner.default:
+        found = f"No setting gains more than {LEAST_GAIN - 1:.0%} here. Keep the script as it is."
+        return f"{found}{skipped}"
+    return (
+        f"{best.name}: {best.gain:.2f} times as fast, loss {best.worse:+.2%} after "
+        f"{len(best.losses)} micro-batches (allowed: +{tolerance:.0%}).{skipped}\n"
+        f"{code(best.settings)}"
+    )
+
+
 _SETTINGS = list(candidates(1, True))
 
 
@@ -283,6 +366,20 @@ def _names(text: str) -> list[str]:
                 f"{name!r} is not a setting; expected some of {', '.join(_SETTINGS)}"
             )
     return names
+
+
+class _Module(argparse.Action):
+    """Refuse -m MODULE."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        path = f"{values.replace('.', '/')}.py"
+        parser.error(f"found -m {values}. Expected the path of a script, such as {path}")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -308,15 +405,20 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
     add("--only", type=_names, metavar="SETTING,...", help=f"some of {', '.join(_SETTINGS)}")
     add("--output", type=Path, metavar="FILE", help="write the trials and the result as JSON")
+    add("-m", action=_Module, help=argparse.SUPPRESS)
     add("script", nargs=argparse.REMAINDER, help="the training script and its arguments")
     args = parser.parse_args(words)
     if not args.script:
         parser.error("the training script is missing. Expected: tune.py [options] SCRIPT ...")
+    groups = candidates(len(os.sched_getaffinity(0)), "{accumulation}" in " ".join(args.script))
+    groups = {name: group for name, group in groups.items() if name in (args.only or _SETTINGS)}
+    if not groups:
+        parser.error(
+            f"--only {','.join(args.only)} leaves nothing to try. Expected a newer torch, or "
+            "{accumulation} in the script's arguments"
+        )
 
     with start_trials(args.script, args.warm_up, args.trial_timeout) as (job, trials):
-        cpus = len(os.sched_getaffinity(0))
-        groups = candidates(cpus, "{accumulation}" in " ".join(args.script))
-        groups = {name: group for name, group in groups.items() if name in (args.only or _SETTINGS)}
         tuner = Tuner(
             trials,
             job.world_size,
@@ -329,15 +431,19 @@ def main(words: Sequence[str] | None = None) -> int:
             best = tuner.search(groups)
         except TrialFailed as error:
             if job.is_main:
-                _log.error("the unchanged script failed: %s", error)
+                _log.error("%s", error)
             return 1
-        _log.info(
-            f"\nNo setting gains more than {LEAST_GAIN - 1:.0%} here. Keep the script as it is."
-            if best is tuner.default
-            else f"\n{best.name}: {best.gain:.2f} times as fast, loss {best.worse:+.2%} after "
-            f"{len(best.losses)} micro-batches (allowed: +{args.tolerance:.0%}).\n"
-            f"{code(best.settings)}"
-        )
+        if not tuner.tried:
+            if job.is_main:
+                _log.error(
+                    "Nothing was tried: found --budget %.0f, which the unchanged script takes up. "
+                    "Expected time for %d values. Raise --budget to about %d s",
+                    args.budget,
+                    len(tuner.not_tried),
+                    math.ceil(tuner.needed_budget() / 10) * 10,
+                )
+            return 1
+        _log.info(f"\n{conclusion(tuner, best, args.tolerance)}")
         if args.output and job.is_main:
             content = {
                 "default": asdict(tuner.default),

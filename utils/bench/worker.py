@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .. import hooks
 from ..script_modules import name_conflict, script_modules
@@ -140,9 +140,8 @@ class Recorder:
         """Replace what the script will call."""
         settings = self._trial.settings
         _wrap_init(DistributedDataParallel, settings.ddp, self._prepare_ddp)
-        _wrap_init(
-            DataLoader, {} if settings.workers is None else {"num_workers": settings.workers}
-        )
+        workers = {} if settings.workers is None else {"num_workers": settings.workers}
+        _wrap_init(DataLoader, workers, self._check_loader)
         if settings.fused:
             for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
                 _wrap_init(kind, {"fused": True})
@@ -211,6 +210,13 @@ class Recorder:
             return result
 
         return timed
+
+    def _check_loader(self, loader: DataLoader[Any]) -> None:
+        workers = self._trial.settings.workers or 0
+        if workers > 1 and isinstance(loader.dataset, IterableDataset):
+            raise RuntimeError(
+                f"an IterableDataset would repeat its samples in each of {workers} workers"
+            )
 
     def _prepare_ddp(self, ddp: DistributedDataParallel) -> None:
         self._ddps.append(ddp)
