@@ -104,12 +104,20 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("script", nargs=argparse.REMAINDER, help=help_script)
     args = parser.parse_args(words)
     if args.run is _ddp:
+        if min(args.batch, args.steps) < 1 or args.warm_up < 0 or not args.trial_timeout > 0:
+            two.error(
+                "expected --batch, --steps and --trial-timeout above 0, and --warm-up 0 or more. "
+                "Correct them"
+            )
         return args
     unknown = [name for name in args.operations if name not in OPERATIONS]
     if unknown:
         one.error(f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}")
-    if not 0 < args.minbytes <= args.maxbytes or args.stepfactor < 2 or args.iters < 1:
-        one.error("expected 0 < -b <= -e, -f at least 2, -n at least 1. Correct them")
+    in_order = 0 < args.minbytes <= args.maxbytes and args.stepfactor >= 2
+    if not in_order or args.iters < 1 or min(args.warmup_iters, args.check) < 0:
+        one.error(
+            "expected 0 < -b <= -e, -f at least 2, -n at least 1, -w and -c 0 or more. Correct them"
+        )
     if args.expect is not None and not args.expect > 0:
         one.error(f"--expect is {args.expect:g}. Expected a bandwidth above 0 GB/s")
     args.operations = list(dict.fromkeys(args.operations))  # each once
