@@ -139,8 +139,9 @@ def test_operation_given_twice_is_measured_once() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["collectives", "-c", "-1"], "expected 0 < -b <= -e"), (["collectives", "-n", "0"], "expected 0 < -b <= -e"),
-    (["collectives", "-b", "8", "-e", "4"], "expected 0 < -b <= -e"), (["ddp", "--steps", "0", "x.py"], "expected --batch"),
-    (["ddp", "--warm-up", "-1", "x.py"], "expected --batch"), (["ddp", "--batch", "0", "x.py"], "expected --batch")])
+    (["collectives", "-b", "8", "-e", "4"], "expected 0 < -b <= -e"),
+    (["ddp", "--steps", "0", "x.py"], "expected --batch"), (["ddp", "--warm-up", "-1", "x.py"], "expected --batch"),
+    (["ddp", "--batch", "0", "x.py"], "expected --batch")])
 def test_numbers_out_of_range_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(words)
