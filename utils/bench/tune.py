@@ -436,10 +436,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if not tuner.tried:
             if job.is_main:
                 _log.error(
-                    "Nothing was tried: found --budget %.0f, which the unchanged script takes up. "
-                    "Expected time for %d values. Raise --budget to about %d s",
+                    "Nothing was tried: the unchanged script takes up all of --budget %.0f. "
+                    "Raise it to about %d s",
                     args.budget,
-                    len(tuner.not_tried),
                     math.ceil(tuner.needed_budget() / 10) * 10,
                 )
             return 1
