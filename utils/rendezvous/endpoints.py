@@ -1,8 +1,9 @@
 """Find out where rank 0 of a launch may listen, before the ranks are connected.
 
-In this order: the launcher's name service, which rank 0 publishes its address to; MASTER_ADDR and
-MASTER_PORT; hosts that the launcher lists, with ports derived from the identity of the launch;
-an MPI broadcast.
+Under torchrun and by hand, MASTER_ADDR and MASTER_PORT tell. Otherwise, in this order: a broadcast,
+if MPI is running already; the launcher's name service, which rank 0 publishes its address to; the
+hosts that the launcher lists and MASTER_ADDR, at MASTER_PORT and at ports derived from the identity
+of the launch; a broadcast by mpi4py; MASTER_ADDR and MASTER_PORT alone.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _add_job_options(add: Callable[..., object]) -> None:
     add(
         "--requeue",
         action=argparse.BooleanOptionalAction,
-        help="whether the scheduler may restart the job after a node failure",
+        help="whether the job may be restarted after a node failure or preemption",
     )
     add(
         "--signal",

@@ -50,7 +50,7 @@ def _facts(profile: Profile) -> str:
     if profile.queue:
         parts.append(f"{profile.queue_option if scheduler == 'Slurm' else 'queue'} {profile.queue}")
     if profile.gpus_per_node:
-        parts.append(f"{profile.gpus_per_node} GPUs per node")
+        parts.append(f"{profile.gpus_per_node} GPU{'s' * (profile.gpus_per_node > 1)} per node")
     if profile.cores_per_node:
         parts.append(f"{profile.cores_per_node} cores per node")
     text = ", ".join(parts) + "."
