@@ -21,6 +21,7 @@ from .hardware import Accelerator, Hardware, Node
 from .predict import (
     OPTIMIZER_STATES,
     PRECISIONS,
+    SPREAD,
     Workload,
     curve_sizes,
     even_workload,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 PROGRAM = "plan.py" if (KIT / "scripts" / "plan.py").exists() else "ddpkit plan"
+# Where nothing is given.
+_GPU, _GPUS_PER_NODE, _INSIDE, _BETWEEN = "a100-40", 8, "nvlink3", "4 slingshot-200"
 _LARGE_MEMORY = 72e9  # usable bytes of a GPU with 80 GB
 DESCRIPTION = """\
 Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
@@ -102,6 +105,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="S",
         help="measured seconds of one forward and backward pass; default: from the GPU's peak",
     )
+    how.add_argument(
+        "--spread",
+        type=float,
+        default=SPREAD,
+        metavar="R",
+        help=f"standard deviation of the computation between GPUs, of its mean ({SPREAD:.3f})",
+    )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--site", metavar="NAME|FILE", help="a profile (see sites.py list)")
     where.add_argument("--gpu", metavar="TYPE", help="an accelerator of jobs/hardware.yaml")
@@ -135,6 +145,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
+    if not 0 <= args.spread < 1:
+        parser.error(f"--spread is {args.spread}; expected a number from 0 to below 1")
     return args
 
 
@@ -142,7 +154,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     """Return a prediction as a dict that JSON can hold. Raises PlanError."""
     hardware = Hardware()
     site = _site(args, hardware)
-    network = _network(args, hardware, site)
+    network, assumed = _network(args, hardware, site)
     gpus = args.gpus or (args.nodes or 1) * network.gpus_per_node
     name = args.gpu or (site.gpu if site else None)
     gpu = hardware.accelerator(name) if name else None
@@ -150,6 +162,8 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
 
     bucket_view = args.bucket_view
     trace = None if args.parameters else _trace(args, args.batch)
+    if trace and gpu is None and args.compute_seconds is not None:
+        assumed.append(f"operations take shares of the step as on {_GPU} (--gpu)")
     shards = _shards(args, trace, gpus)
     if trace is None:
         memory = state_memory(
@@ -171,8 +185,19 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         notes += trace.notes
 
     work = None if shards else _workload(args, trace, gpu)
-    texts = [] if gpu is None else advice.memory_advice(memory, gpu.memory, gpus, gpu.name)
-    points = []
+    fit = advice.Fit()
+    if gpu is not None:
+        fit = advice.memory_advice(
+            memory,
+            gpu.memory,
+            gpus,
+            gpu.name,
+            complete=trace is not None,
+            sharded=bool(shards),
+            largest=micro_batches[gpu.name][1] if micro_batches else None,
+            batch=(trace.batch_size if trace else None) or args.batch,
+        )
+    texts, points = list(fit.texts), []
     if shards:
         notes.append(f"FSDP2 on groups of {shards} GPUs. Step times are predicted for DDP only.")
     elif work is None:
@@ -181,7 +206,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     else:
         points = scaling(work, network, curve_sizes(gpus), not args.no_overlap)
         gradient_bytes = PRECISIONS[args.precision].gradient
-        texts += advice.scaling_advice(work, network, gpus, gradient_bytes)
+        texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
         if args.measured_efficiency is not None:
             texts += advice.first_checks(work, network, gpus, args.measured_efficiency)
         if args.compute_seconds is None and gpu is not None:
@@ -194,6 +219,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
 
         texts += recommend(args.noise_scale, _samples(args, trace) * gpus).splitlines()
     return {
+        "assumed": assumed,
         "inputs": _inputs(args, network, gpus, work, trace),
         "gpus": gpus,
         "memory": memory,
@@ -243,7 +269,12 @@ def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
     return None
 
 
-def _network(args: argparse.Namespace, hardware: Hardware, site: Node | None) -> Network:
+def _network(
+    args: argparse.Namespace, hardware: Hardware, site: Node | None
+) -> tuple[Network, list[str]]:
+    """Return the network, and what is assumed about it because nothing was given."""
+    assumed = []
+
     def link(text: str | None, latency: float | None, default: Link) -> Link:
         text = text or args.bandwidth
         if text is not None:
@@ -253,18 +284,26 @@ def _network(args: argparse.Namespace, hardware: Hardware, site: Node | None) ->
                 default = hardware.link(text)
         return Link(default.bandwidth, default.latency if latency is None else latency)
 
-    per_node = args.gpus_per_node or (site.gpus_per_node if site else 8)
-    inside, between = hardware.link("nvlink3"), hardware.link("4 slingshot-200")
+    per_node = args.gpus_per_node or (site.gpus_per_node if site else _GPUS_PER_NODE)
+    if not args.gpus_per_node and not site:
+        assumed.append(f"{per_node} GPUs per node (--gpus-per-node)")
+    inside, between = hardware.link(_INSIDE), hardware.link(_BETWEEN)
     if args.links:
         inside, between = read_links(args.links, per_node)
     elif site:
         inside, between = site.inside, site.between
-    return Network(
+    elif not args.bandwidth:
+        if args.inside is None:
+            assumed.append(f"{_INSIDE} within a node (--inside)")
+        if args.between is None:
+            assumed.append(f"{_BETWEEN} between nodes (--between)")
+    network = Network(
         link(args.inside, args.inside_latency, inside),
         link(args.between, args.between_latency, between),
         per_node,
         tree=not args.ring,
     )
+    return network, assumed
 
 
 def _trace(args: argparse.Namespace, batch: int) -> Trace:
@@ -319,14 +358,20 @@ def _workload(
         if args.compute_seconds is None:
             return None
         return even_workload(
-            args.parameters, args.precision, args.compute_seconds, args.accumulate, bucket_mb
+            args.parameters,
+            args.precision,
+            args.compute_seconds,
+            args.accumulate,
+            bucket_mb,
+            args.spread,
         )
     if gpu is None and args.compute_seconds is None:
         return None
-    shape = traced.computation(trace, gpu or Hardware().accelerator("a100-40"))
+    shape = traced.computation(trace, gpu or Hardware().accelerator(_GPU))
     if args.compute_seconds is not None:
         shape = traced.scaled_to(shape, args.compute_seconds, trace.micro_steps)
-    return workload(shape, bucket_mb or trace.ddp_options.get("bucket_cap_mb"), trace.micro_steps)
+    bucket_mb = bucket_mb or trace.ddp_options.get("bucket_cap_mb")
+    return workload(shape, bucket_mb, trace.micro_steps, args.spread)
 
 
 def _inputs(
@@ -352,6 +397,7 @@ def _inputs(
         "default_buckets": args.bucket_cap_mb is None,
         "accumulate": trace.micro_steps if trace else args.accumulate,
         "overlap": not args.no_overlap,
+        "spread": args.spread,
         "tree": network.tree,
     }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from .communication import Network, PlanError, sent_bytes
 from .step import (
@@ -19,6 +21,14 @@ from .step import (
 )
 
 LARGEST = 1024  # GPUs, in curves
+
+# The expected maximum of 2 ** i standard normal numbers, by Blom's approximation: Statistical
+# Estimates and Transformed Beta-Variables, 1958.
+EXPECTED_MAXIMA = [NormalDist().inv_cdf((2**i - 0.375) / (2**i + 0.25)) for i in range(18)]
+
+# Of 132 streaming multiprocessors, 20 drive the links of a GPU: DeepSeek-V3, arXiv 2412.19437. The
+# computation lacks them while it overlaps with communication.
+COMMUNICATION_SHARE = 20 / 132
 
 
 @dataclass(frozen=True)
@@ -40,13 +50,29 @@ PRECISIONS = {
 OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 
 
+def expected_maximum(count: int) -> float:
+    """Return the expected maximum of so many standard normal numbers; 0 for one."""
+    power = min(math.log2(count), len(EXPECTED_MAXIMA) - 1)
+    low, high = math.floor(power), math.ceil(power)
+    return EXPECTED_MAXIMA[low] + (power - low) * (EXPECTED_MAXIMA[high] - EXPECTED_MAXIMA[low])
+
+
+# The time of GPUs varies by 9 % at 64,000 GPUs: PRISM, arXiv 2510.15596. Taken for the delay of the
+# slowest of them, this is their standard deviation.
+SPREAD = 0.09 / expected_maximum(64_000)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """What one GPU computes in a step, and the buckets of gradients that it communicates."""
+    """What one GPU computes in a step, and the buckets of gradients that it communicates.
+
+    spread: the standard deviation of the computation between GPUs, relative to its mean.
+    """
 
     computation: Computation
     buckets: tuple[Gradient, ...]
     accumulate_steps: int = 1
+    spread: float = SPREAD
 
     @property
     def gradient_bytes(self) -> float:
@@ -68,7 +94,25 @@ class Workload:
             self.computation.backward_end + delay,
             self.computation.optimizer,
         )
-        return Workload(computation, later(self.buckets), self.accumulate_steps * factor)
+        return replace(
+            self,
+            computation=computation,
+            buckets=later(self.buckets),
+            accumulate_steps=self.accumulate_steps * factor,
+        )
+
+    def enlarged(self, factor: float) -> Workload:
+        """Return the workload with so many times the micro-batch."""
+
+        def slower(gradients: Iterable[Gradient]) -> tuple[Gradient, ...]:
+            return tuple(Gradient(entry.ready * factor, entry.size) for entry in gradients)
+
+        computation = Computation(
+            slower(self.computation.gradients),
+            self.computation.backward_end * factor,
+            self.computation.optimizer,
+        )
+        return replace(self, computation=computation, buckets=slower(self.buckets))
 
     def compressed(self, factor: float) -> Workload:
         """Return the workload with gradients that a communication hook makes smaller."""
@@ -78,22 +122,30 @@ class Workload:
         )
 
     def step(self, network: Network, gpus: int, overlap: bool = True) -> Step:
-        return simulate(
+        step = simulate(
             self.computation,
             self.buckets,
             lambda size: network.all_reduce_seconds(size, gpus),
             overlap=overlap,
         )
+        delay = self.spread * expected_maximum(gpus) * step.computation
+        if network.tree and overlap:  # NCCL computes on the GPU, gloo does not
+            delay += COMMUNICATION_SHARE * (step.communication - step.exposed)
+        return replace(step, delay=delay)
 
 
 def workload(
-    computation: Computation, bucket_mb: float | None = None, accumulate_steps: int = 1
+    computation: Computation,
+    bucket_mb: float | None = None,
+    accumulate_steps: int = 1,
+    spread: float = SPREAD,
 ) -> Workload:
     """Return a workload with DDP's buckets. bucket_mb: its bucket_cap_mb, None for the default."""
     first, cap = FIRST_BUCKET, BUCKET
     if bucket_mb is not None:
         first = cap = int(bucket_mb * MIB)
-    return Workload(computation, fill_buckets(computation.gradients, cap, first), accumulate_steps)
+    buckets = fill_buckets(computation.gradients, cap, first)
+    return Workload(computation, buckets, accumulate_steps, spread)
 
 
 def even_workload(
@@ -102,6 +154,7 @@ def even_workload(
     compute_seconds: float,
     accumulate_steps: int = 1,
     bucket_mb: float | None = None,
+    spread: float = SPREAD,
 ) -> Workload:
     """Return the workload of a model of which only numbers are known.
 
@@ -109,7 +162,7 @@ def even_workload(
     """
     size = parameters * PRECISIONS[precision].gradient
     computation = even_computation(size, compute_seconds, accumulate_steps)
-    return workload(computation, bucket_mb, accumulate_steps)
+    return workload(computation, bucket_mb, accumulate_steps, spread)
 
 
 def state_memory(
@@ -160,6 +213,7 @@ class Point:
             "exposed_seconds": self.step.exposed,
             "sent_bytes": self.sent,
             "efficiency": self.step.efficiency,
+            "low_efficiency": self.step.low_efficiency,
         }
 
 
@@ -173,14 +227,20 @@ def scaling(
     ]
 
 
+def percentages(low: float, high: float, digits: int) -> str:
+    """Return "94.9% to 99.8%", or one number where both ends are the same."""
+    ends = dict.fromkeys(f"{end:.{digits}%}" for end in (low, high))
+    return " to ".join(ends)
+
+
 def holds_up_to(curve: Sequence[Point], efficiency: float) -> int | None:
     """Return the number of GPUs up to which a curve is at least at this efficiency.
 
-    None where it is so at all points.
+    The lower end of the prediction counts. None where it is so at all points.
     """
     last = 1
     for point in curve:
-        if point.step.efficiency < efficiency:
+        if point.step.low_efficiency < efficiency:
             return last
         last = point.gpus
     return None

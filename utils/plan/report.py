@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from .communication import PlanError
-from .predict import OPTIMIZER_STATES, PRECISIONS
+from .predict import (
+    COMMUNICATION_SHARE,
+    EXPECTED_MAXIMA,
+    OPTIMIZER_STATES,
+    PRECISIONS,
+    percentages,
+)
 
 _PAGE = Path(__file__).with_name("page.html")
 GB = 1e9
@@ -16,6 +22,8 @@ GB = 1e9
 def as_text(plan: dict[str, Any]) -> str:
     """Return a report to read."""
     lines = []
+    if plan["assumed"]:
+        lines += [f"Assumed: {', '.join(plan['assumed'])}", ""]
     if plan["memory"]:
         total = sum(plan["memory"].values())
         where = f", at its peak in {plan['peak']}" if plan["peak"] else ""
@@ -27,8 +35,8 @@ def as_text(plan: dict[str, Any]) -> str:
             lines.append(f"  {gpu:<10} {capacity / GB:5.0f} GB {batch if batch else 'none':>8}")
     if plan["scaling"]:
         lines += ["", "Scaling, each GPU with its own batch"]
-        head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent", "efficiency")
-        lines.append("  " + " ".join(f"{text:>10}" for text in head))
+        head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent")
+        lines.append("  " + " ".join(f"{text:>10}" for text in head) + "    efficiency")
         for row in plan["scaling"]:
             if row["gpus"] <= max(64, 4 * plan["gpus"]):
                 numbers = (
@@ -36,7 +44,8 @@ def as_text(plan: dict[str, Any]) -> str:
                     row["sent_bytes"] / GB,
                 )
                 cells = " ".join(f"{number:>10.4f}" for number in numbers)
-                lines.append(f"  {row['gpus']:>10} {cells} {row['efficiency']:>10.1%}")
+                efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
+                lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
         for level, size in plan["holds_up_to"].items():
             limit = (
                 f"on up to {size} GPU{'s' * (size > 1)}"
@@ -75,11 +84,14 @@ def write_picture(plan: dict[str, Any], path: Path) -> None:
 
     rows = plan["scaling"]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    axes.plot([row["gpus"] for row in rows], [100 * row["efficiency"] for row in rows], "o-")
+    sizes = [row["gpus"] for row in rows]
+    high, low = ([100 * row[name] for row in rows] for name in ("efficiency", "low_efficiency"))
+    axes.fill_between(sizes, low, high, alpha=0.3)
+    axes.plot(sizes, low, "o-")
     for level in (70, 80):
         axes.axhline(level, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
-    axes.set_xticks([row["gpus"] for row in rows], [str(row["gpus"]) for row in rows])
+    axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set(xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105))
     axes.set_title("Predicted weak scaling of DDP")
     axes.grid(alpha=0.3)
@@ -94,6 +106,8 @@ def write_page(inputs: dict[str, Any], path: Path) -> None:
         "inputs": inputs,
         "precisions": {name: vars(kind) for name, kind in PRECISIONS.items()},
         "optimizer_states": OPTIMIZER_STATES,
+        "expected_maxima": EXPECTED_MAXIMA,
+        "communication_share": COMMUNICATION_SHARE,
     }
     text = _PAGE.read_text(encoding="utf-8")
     path.write_text(text.replace("/*DATA*/ null", json.dumps(data)), encoding="utf-8")

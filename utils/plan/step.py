@@ -40,6 +40,7 @@ class Step:
     communication: float  # of all buckets
     exposed: float  # the part of it during which the GPU waits
     transfers: tuple[tuple[float, float, float], ...]  # begin, end and bytes of each bucket
+    delay: float = 0.0  # that slower GPUs and the communication kernels may add
 
     @property
     def total(self) -> float:
@@ -49,6 +50,11 @@ class Step:
     def efficiency(self) -> float:
         """The share of the step that is computation: the speed-up over one GPU, per GPU."""
         return self.computation / self.total
+
+    @property
+    def low_efficiency(self) -> float:
+        """The efficiency with the delay, the lower end of the prediction."""
+        return self.computation / (self.total + self.delay)
 
 
 def fill_buckets(
