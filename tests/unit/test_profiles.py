@@ -1,6 +1,7 @@
 """Site profiles: the kit's are valid and sourced; a mistake is named with file, line and key."""
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,8 @@ def test_values_are_taken_as_they_are_written() -> None:
     ("title: Ours\nscheduler: lsf\n", 2, ["'scheduler'", "'lsf'", "slurm, pbs"]),
     (TOP + "queues:\n  main: {max_tim: 1:00:00}\n", 4, ["'max_tim'", "'max_time'"]),
     (TOP + "queues:\n  main:\n    max_time: soon\n", 5, ["'max_time'", "'soon'", "12:00:00"]),
+    (TOP + "queues:\n  main:\n    max_time: {9: 1:00:00, 8: 2:00:00}\n", 5, ["'max_time'", "not ascending"]),
+    (TOP + "queues:\n  main:\n    max_time: {few: 1:00:00}\n", 5, ["'max_time'", "'few'", "whole number"]),
     (TOP + "queues: main\n", 3, ["'queues'", "'main'", "key: value"]),
     (TOP + "modules: cuda\n", 3, ["'modules'", "'cuda'", "a list"]),
     (TOP + "setup:\n  - {a: b}\n", 4, ["'setup'", "a set of keys", "one value"]),
@@ -92,3 +95,48 @@ def test_mistake_is_named_with_file_line_and_key(text: str, line: int | None, wo
 def test_missing_profile_is_an_error(name: str, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         profiles.load(name)
+
+
+# What the pages of the centres refuse: queue, nodes, hours, the limit in the message.
+REFUSED = {
+    "frontier": [("batch", 1, 2.1, "02:00:00 of partition batch for 1 nodes"), ("batch", 50, 3, "02:00:00"),
+                 ("batch", 91, 2.5, "02:00:00"), ("batch", 91, 12, "02:00:00"), ("batch", 92, 6.1, "06:00:00"),
+                 ("batch", 183, 7, "06:00:00"), ("batch", 184, 12.1, "12:00:00"), ("batch", 9473, 1, "9472 nodes"),
+                 ("extended", 64, 24.1, "24:00:00"), ("extended", 65, 1, "64 nodes")],
+    "polaris": [("prod", 10, 3.1, "03:00:00 of queue prod for 10 nodes"), ("prod", 24, 4, "03:00:00"),
+                ("prod", 25, 7, "06:00:00"), ("prod", 99, 24, "06:00:00"), ("prod", 100, 25, "24:00:00"),
+                ("prod", 9, 1, "minimum of queue prod, 10"), ("prod", 497, 1, "496 nodes"),
+                ("debug", 1, 1.1, "01:00:00"), ("debug", 3, 1, "2 nodes"), ("debug", 1, 0.05, "minimum.*00:05:00")],
+    "aurora": [("prod", 256, 13, "12:00:00 of queue prod for 256 nodes"), ("prod", 1024, 12.5, "12:00:00"),
+               ("prod", 1025, 19, "18:00:00"), ("prod", 1999, 24, "18:00:00"), ("prod", 2000, 24.1, "24:00:00"),
+               ("prod", 255, 1, "minimum of queue prod, 256"), ("debug", 3, 1, "2 nodes"), ("debug", 2, 2, "01:00:00"),
+               ("capacity", 17, 1, "16 nodes"), ("capacity", 1, 0.01, "minimum.*00:05:00")],
+    "alps": [("debug", 1, 1.6, "1.5 node-hours of partition debug"), ("debug", 2, 0.8, "1.5 node-hours"),
+             ("debug", 2, 1, "1.5 node-hours"), ("debug", 3, 0.6, "1.5 node-hours"),
+             ("debug", 4, 0.4, "1.5 node-hours"), ("debug", 4, 1, "1.5 node-hours"), ("debug", 5, 0.1, "4 nodes"), ("debug", 1, 2, "01:30:00"),
+             ("normal", 1, 13, "12:00:00"), ("low", 1, 25, "24:00:00")]}
+
+
+@pytest.mark.parametrize("site", REFUSED)
+def test_submissions_that_the_page_of_a_centre_refuses(site: str) -> None:
+    profile = profiles.load(site)
+    for queue, nodes, hours, words in REFUSED[site]:
+        job = Job(account="a", queue=queue, nodes=nodes, walltime=round(3600 * hours), command=("true",))
+        found = " ".join(profile_problems(profile, job, queue))
+        assert re.search(f"{words}.*https://.*, read 202", found), (queue, nodes, hours, found)
+
+
+@pytest.mark.parametrize(("site", "queue", "nodes", "hours"), [
+    ("frontier", "batch", 91, 2), ("frontier", "batch", 183, 6), ("frontier", "batch", 9472, 12),
+    ("polaris", "prod", 24, 3), ("polaris", "prod", 99, 6), ("polaris", "prod", 496, 24), ("aurora", "prod", 1024, 12),
+    ("aurora", "prod", 1999, 18), ("alps", "debug", 2, 0.75), ("alps", "debug", 1, 1.5), ("derecho", "develop", 2, 6),
+    ("roihu", "gpumedium", 1, 36)])
+def test_submissions_at_the_limit_pass(site: str, queue: str, nodes: int, hours: float) -> None:
+    job = Job(account="a", queue=queue, nodes=nodes, walltime=round(3600 * hours), command=("true",))
+    assert profile_problems(profiles.load(site), job, queue) == []
+
+
+def test_gpus_of_all_nodes_have_a_limit() -> None:
+    job = Job(account="a", queue="gpumedium", nodes=2, command=("true",))
+    assert "gpus: 8 is more than the 4 GPUs of partition gpumedium" in profile_problems(
+        profiles.load("roihu"), job, "gpumedium")[0]

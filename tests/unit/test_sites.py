@@ -173,7 +173,7 @@ def test_show_explains_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     profile = profiles.load("alps")
     assert "environment: NCCL_NET=AWS Libfabric (from 2 nodes)\n      NCCL uses Slingshot" in shown
-    assert "queues: debug, up to 01:30:00, 4 nodes\n" in shown
+    assert "queues: debug, up to 01:30:00, 4 nodes, 1.5 node-hours\n" in shown
     assert len(re.findall(r"^      https://\S+, read 20\d\d-\d\d-\d\d$", shown, re.M)) == len(profile.origins)
 
 

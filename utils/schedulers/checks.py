@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from .base import Queue
 from .command import SchedulerError
@@ -18,6 +19,7 @@ from .units import format_walltime, parse_size
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # every host has its own
 # Disks that login nodes do not have:
 NODE_ONLY = ("/mnt/bb", "/local", "/lscratch", "/localscratch", "/scratch_local")
+_Number = TypeVar("_Number", int, float)
 MIN_FREE_BYTES = 1 << 30  # in the home: logs and caches of one job
 
 
@@ -49,8 +51,9 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
     problems += _above(
         "walltime",
         job.walltime,
-        [queue.max_walltime_seconds for queue in chosen],
-        f"of {first}",
+        [queue.longest_walltime(job.nodes) for queue in chosen],
+        f"of {first}"
+        + (f" for {job.nodes} nodes" if any(q.max_walltime_by_nodes for q in chosen) else ""),
         f"Request less time and continue from a checkpoint, or take another {kind}",
         format_walltime,
     )
@@ -60,6 +63,27 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
         [queue.max_nodes for queue in chosen],
         f"nodes of {first}",
         "Request fewer nodes",
+    )
+    min_seconds = min(queue.min_walltime_seconds for queue in chosen)
+    if job.walltime is not None and job.walltime < min_seconds:
+        problems.append(
+            f"walltime: {format_walltime(job.walltime)} is less than the minimum of {first}, "
+            f"{format_walltime(min_seconds)}. Request more time."
+        )
+    problems += _above(
+        "node-hours",
+        job.walltime and job.nodes * job.walltime / 3600,
+        [queue.max_node_hours for queue in chosen],
+        f"node-hours of {first}",
+        "Request less time or fewer nodes",
+        lambda hours: f"{hours:g}",
+    )
+    problems += _above(
+        "gpus",
+        job.gpus_per_node and job.nodes * job.gpus_per_node,
+        [queue.max_gpus for queue in chosen],
+        f"GPUs of {first}",
+        "Request fewer nodes or fewer GPUs per node",
     )
     min_nodes = min(queue.min_nodes for queue in chosen)
     if job.nodes < min_nodes:
@@ -94,11 +118,11 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
 
 def _above(
     field: str,
-    requested: int | None,
-    limits: Iterable[int | None],
+    requested: _Number | None,
+    limits: Iterable[_Number | None],
     whose: str,
     remedy: str,
-    show: Callable[[int], str] = str,
+    show: Callable[[_Number], str] = str,
 ) -> list[str]:
     """Compare with the greatest limit; where one of the limits is None, there is none."""
     known = list(limits)

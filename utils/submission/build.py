@@ -244,7 +244,13 @@ def profile_problems(profile: Profile, job: Job, queue: str | None) -> list[str]
     limits = profile.queues.get(queue or profile.queue or "")
     if limits is not None:
         kind = "queue" if profile.scheduler == "pbs" else profile.queue_option
-        problems += check_queue(job, [limits], kind)
+        origin = profile.origins[f"queues.{limits.name}"]
+        source = f" ({origin.source}, read {origin.read})" if origin.source else ""
+        # Where nodes are exclusive, a job has GPUs that it does not request.
+        job = dataclasses.replace(
+            job, gpus_per_node=job.gpus_per_node or profile.gpus_per_node or 0
+        )
+        problems += [problem + source for problem in check_queue(job, [limits], kind)]
     return problems
 
 

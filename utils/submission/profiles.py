@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,22 @@ def _seconds(reader: Reader, node: Node, key: str) -> int:
         raise reader.error(node, key, repr(value), "a time such as 12:00:00") from None
 
 
+def _number(reader: Reader, node: Node, key: str) -> float:
+    return float(reader.matching(node, key, r"[0-9]{1,6}(\.[0-9]+)?", "a number such as 1.5"))
+
+
+def _max_time(reader: Reader, node: Node, key: str) -> tuple[tuple[int, int], ...]:
+    """Read a time, or {up to so many nodes: a time} with ascending numbers."""
+    if node.pairs is None:
+        return ((sys.maxsize, _seconds(reader, node, key)),)
+    tiers = []
+    for _, nodes, value in reader.items(node, key):
+        tiers.append((reader.count(nodes, f"a number of nodes in {key}"), value))
+        if tiers != sorted(tiers, key=lambda tier: tier[0]):
+            raise reader.error(nodes, key, "not ascending", "the smallest number of nodes first")
+    return tuple((most, _seconds(reader, value, key)) for most, value in tiers)
+
+
 def _name(key: str) -> str:
     """Return the name of a key: "'queues'" -> "queues"."""
     return key.strip("'")
@@ -236,11 +253,16 @@ def _queues(reader: _ProfileReader, node: Node, key: str) -> dict[str, Queue]:
     queues = {}
     for queue, _, value in reader.items(node, key):
         limits = reader.with_origin(value, f"queues.{queue}", _QUEUE_KEYS)
+        tiers = limits.get("max_time", ())
         queues[queue] = Queue(
             queue,
-            max_walltime_seconds=limits.get("max_time"),
+            min_walltime_seconds=limits.get("min_time", 0),
+            max_walltime_seconds=max((seconds for _, seconds in tiers), default=None),
+            max_walltime_by_nodes=tiers if len(tiers) > 1 else (),
             min_nodes=limits.get("min_nodes", 1),
             max_nodes=limits.get("max_nodes"),
+            max_node_hours=limits.get("max_node_hours"),
+            max_gpus=limits.get("max_gpus"),
         )
     return queues
 
@@ -282,9 +304,12 @@ def _binding(reader: _ProfileReader, node: Node, key: str) -> str:
 
 _ORIGIN_KEYS: dict[str, Read] = {"reason": Reader.text, "source": _source, "read": _date}
 _QUEUE_KEYS: dict[str, Read] = {
-    "max_time": _seconds,
+    "min_time": _seconds,
+    "max_time": _max_time,
     "min_nodes": Reader.count,
     "max_nodes": Reader.count,
+    "max_node_hours": _number,
+    "max_gpus": Reader.count,
 }
 _VARIABLE_KEYS: dict[str, Read] = {"value": Reader.text, "from_nodes": Reader.count}
 _PROFILE_KEYS: dict[str, Read] = {

@@ -119,8 +119,14 @@ def _shown(profile: Profile, key: str, entry: str) -> str:
     if key == "queues":
         queue = profile.queues[entry]
         seconds, nodes = queue.max_walltime_seconds, queue.max_nodes
-        limits = [format_walltime(seconds)] if seconds else []
+        limits = [
+            f"{format_walltime(limit)} on {most} nodes"
+            for most, limit in queue.max_walltime_by_nodes
+        ]
+        limits = limits or ([format_walltime(seconds)] if seconds else [])
         limits += [f"{nodes} nodes"] if nodes else []
+        limits += [f"{queue.max_node_hours:g} node-hours"] if queue.max_node_hours else []
+        limits += [f"{queue.max_gpus} GPUs"] if queue.max_gpus else []
         return entry + (f", up to {', '.join(limits)}" if limits else "")
     return entry or str(getattr(profile, key))
 
