@@ -113,7 +113,8 @@ REFUSED = {
                ("capacity", 17, 1, "16 nodes"), ("capacity", 1, 0.01, "minimum.*00:05:00")],
     "alps": [("debug", 1, 1.6, "1.5 node-hours of partition debug"), ("debug", 2, 0.8, "1.5 node-hours"),
              ("debug", 2, 1, "1.5 node-hours"), ("debug", 3, 0.6, "1.5 node-hours"),
-             ("debug", 4, 0.4, "1.5 node-hours"), ("debug", 4, 1, "1.5 node-hours"), ("debug", 5, 0.1, "4 nodes"), ("debug", 1, 2, "01:30:00"),
+             ("debug", 4, 0.4, "1.5 node-hours"), ("debug", 4, 1, "1.5 node-hours"),
+             ("debug", 5, 0.1, "4 nodes"), ("debug", 1, 2, "01:30:00"),
              ("normal", 1, 13, "12:00:00"), ("low", 1, 25, "24:00:00")]}
 
 
