@@ -109,7 +109,9 @@ class Slurm(Launcher):
             # Rank 0 is in the first component that takes part in the step.
             hosts = [first for first in first_of_component if first in nodes or not nodes] + nodes
         else:
-            hosts = nodes[:1]
+            # Since Slurm 26.05, which sets SLURM_JOB_SLUID, rank 0 is on the first node in the
+            # topology of the network, and the list is sorted by name.
+            hosts = nodes if is_set(environ, "SLURM_JOB_SLUID") else nodes[:1]
         return list(dict.fromkeys(hosts)), _NODE_LIST
 
     def resolve(self, host: str) -> list[str]:
