@@ -87,16 +87,18 @@ class SlurmCluster(Hosts):
     """`nodes` nodes node1, node2, ... and the login host `head`, where the controller runs. A context manager.
 
     A node has four CPUs, and two GPUs that are devices without a driver. kill_wait: seconds from SIGTERM to SIGKILL.
-    names: see Hosts.
+    names: see Hosts. topology: the lines of topology.conf.
     """
 
-    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 5, subnet: str = "10.79.2") -> None:
+    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 5, subnet: str = "10.79.2",
+                 topology: str = "") -> None:
         self.programs = search_path(CLEAN_ENV["PATH"])
         super().__init__(nodes, prefix="node", subnet=subnet, names=names)
         self.nodes = list(self.hosts)
         self.hosts.insert(0, HEAD)
         self.address[HEAD] = f"{subnet}.{nodes + 1}"
         self.kill_wait = kill_wait
+        self.topology = topology
         self.work = self.folder / "work"  # where commands run and jobs write their output
         self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
                             "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
@@ -143,7 +145,9 @@ class SlurmCluster(Hosts):
                           "Gres=gpu:2" for node in self.nodes)
         etc = self.folder / "etc"
         (etc / "slurm.conf").write_text(CONFIG.format(folder=self.folder, head=HEAD, head_address=self.address[HEAD],
-                                                      nodes=nodes, kill_wait=self.kill_wait))
+                                                      nodes=nodes, kill_wait=self.kill_wait)
+                                        + "TopologyPlugin=topology/tree\n" * bool(self.topology))
+        (etc / "topology.conf").write_text(self.topology)
         (etc / "cgroup.conf").touch()
         for number in range(2):
             # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.

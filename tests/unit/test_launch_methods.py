@@ -38,6 +38,9 @@ def recorded(name: str, gpus: tuple[int, ...] = (), **options: object) -> Callab
     (slurm({"SLURM_NTASKS": "3"}, ranks=(2, 1), cores=(8, 4)),
      "/bin/srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task=4 " + END),
     (slurm({"SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3"}, cores=(8, 8)), "--cpus-per-task=3 "),
+    # A batch script and an interactive step of Slurm 26.05
+    (slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "-5"}, cores=(8, 8)), "--cpu-bind=none --cpus-per-task=4 " + END),
+    (slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "-6"}, cores=(8, 8)), "--overlap --cpus-per-task=4 " + END),
     # Without --nodes, which is refused together with a list of hosts since Slurm 23.11.
     (slurm(ranks=(1, 1), gpus=(2, 1)),
      "=none --ntasks=3 --nodelist=@hosts@ --distribution=arbitrary --gpus=3 " + END),
@@ -99,6 +102,7 @@ def test_command_line(plan: Callable[[], Plan], expected: str) -> None:
     (slurm(gpus=(0, 0), mpiexec=MPICH), {}, "SLURM_(GPUS|OVERLAP|CPU_BIND|EXPORT).*"),
     (slurm({"SLURM_STEP_ID": "0", "SLURM_EXPORT_ENV": "NONE"}, mpiexec=MPICH),
      {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none", "SLURM_EXPORT_ENV": "ALL"}, "SLURM_STEP_ID"),
+    (slurm({"SLURM_STEP_ID": "-5"}, mpiexec=MPICH), {}, "SLURM_(OVERLAP|CPU_BIND|STEP_ID)"),
     # The srun of an Open MPI beside another Slurm is found last.
     (slurm(mpiexec=OPENMPI4._replace(path="/usr/bin/mpiexec", other_srun=True)), {"PATH": "/bin:/usr/bin"}, ""),
     (pbs(mpiexec=PALS), {"WORLD_SIZE": "4"}, ""), (pbs(mpiexec=PALS, torchrun=True), {}, "WORLD_SIZE")])

@@ -16,7 +16,7 @@ from utils.launchers import LAUNCHERS, LaunchError, Placement, detect
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "tests" / "recordings"
-FOLDERS = ("mpi", "pbs", "slurm", "slurm-25.11")
+FOLDERS = ("mpi", "pbs", "slurm", "slurm-25.11", "slurm-26.05")
 FILES = sorted(f"{folder}/{path.name}" for folder in FOLDERS for path in (RECORDINGS / folder).glob("*.json"))
 WRITTEN = {case["name"]: case for case in json.loads((RECORDINGS / "written-cases.json").read_text())}
 # The variables of each launcher alone

@@ -36,6 +36,9 @@ ALLOCATED: dict[str, tuple[list[int], list[int | None], list[int]]] = {  # ranks
     "slurm-25.11/salloc_2x2": ([2, 2], [2, 2], [2, 2]),
     "slurm-25.11/salloc_het": ([1, 2, 2], NONE, [1, 2, 2]),
     "slurm-25.11/sbatch_het_gpus_per_task": ([1, 2, 2], NONE, [1, 2, 2]),
+    "slurm-26.05/sbatch_2x2": ([2, 2], [2, 2], [2, 2]),
+    "slurm-26.05/sbatch_het": ([1, 2], NONE[:2], [1, 2]),
+    "slurm-26.05/salloc_interactive": ([1, 1], NONE[:2], [1, 1]),
 }
 
 

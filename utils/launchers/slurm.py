@@ -1,6 +1,6 @@
 """srun of Slurm.
 
-Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Tested with Slurm 22.05 and 25.11.
+Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Tested with Slurm 22.05, 25.11 and 26.05.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 
+from ..schedulers.slurm.environment import SPECIAL_STEPS, step_name
 from .base import Launcher, LaunchError, Placement, is_set, number, shown
 from .by_hand import unused_allocation
 
 _STEP = "SLURM_STEP_ID"
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h: ...fa is an interactive step, ...fb the batch script
 _NUM_TASKS = "SLURM_NTASKS"  # of the job in a batch script, of the step in its tasks
 _LOCAL_TASKS = "SLURM_GTIDS"  # "2,3": the ranks of this node's tasks
 _TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": three nodes with 2 tasks, one with 1
@@ -40,8 +40,8 @@ class Slurm(Launcher):
     is_noted_when_ignored = False  # every process of a job has Slurm's variables
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
-        step, rank = environ.get(_STEP, "").strip(), number(environ, self.rank_variable)
-        if rank is None or step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP:
+        step, rank = step_name(environ), number(environ, self.rank_variable)
+        if rank is None or step in SPECIAL_STEPS:
             return False
         if rank > 0:  # a batch script is rank 0; read() reports what is missing
             return True
@@ -56,7 +56,7 @@ class Slurm(Launcher):
         return _step_of_daemon(command).partition("+")[0].isdecimal()
 
     def starts_shell(self, command: str, environ: Mapping[str, str]) -> bool:
-        if _step_of_daemon(command) in ("batch", "interactive", "extern"):
+        if _step_of_daemon(command) in SPECIAL_STEPS:
             return True
         # Below srun --pty a person types into a shell, which has the variables of rank 0.
         has_terminal = is_set(environ, "SLURM_PTY_PORT")
@@ -109,7 +109,9 @@ class Slurm(Launcher):
             # Rank 0 is in the first component that takes part in the step.
             hosts = [first for first in first_of_component if first in nodes or not nodes] + nodes
         else:
-            hosts = nodes[:1]
+            # Since Slurm 26.05, which sets SLURM_JOB_SLUID, rank 0 is on the first node in the
+            # topology of the network, and the list is sorted by name.
+            hosts = nodes if is_set(environ, "SLURM_JOB_SLUID") else nodes[:1]
         return list(dict.fromkeys(hosts)), _NODE_LIST
 
     def resolve(self, host: str) -> list[str]:

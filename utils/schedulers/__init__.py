@@ -1,7 +1,6 @@
 """Find the allocation of this process; write, check, submit and monitor jobs.
 
-Each module is imported when one of its names is first used: a rank that starts needs slurm.hostlist
-alone.
+Each module is imported when one of its names is first used: a rank that starts needs few of them.
 """
 
 from __future__ import annotations

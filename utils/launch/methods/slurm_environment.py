@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...schedulers.slurm.environment import components
+from ...schedulers.slurm.environment import components, in_step
 from ..plan import Request
 
 # What the job requested for its tasks, and how an outer step was bound, applies to those alone.
@@ -85,7 +85,7 @@ def daemon_variables(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[st
     found = {}
     if environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
         found["SLURM_EXPORT_ENV"] = "ALL"
-    if environ.get("SLURM_STEP_ID"):  # the surrounding step holds the cores and GPUs
+    if in_step(environ):  # the surrounding step holds the cores and GPUs
         found |= {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none"}
     if any(gpus):
         if len(set(gpus)) == 1:

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from ...gpus import MASKS
 from ...schedulers.command import SchedulerError, run_command
+from ...schedulers.slurm.environment import in_step
 from ..hosts import index_of
 from ..plan import HOST_FILE, Plan, PlanError, Request
 from ..processes import Processes
@@ -43,7 +44,7 @@ class Srun(NativeMethod):
         assert request.allocation is not None
         options = request.options
         self._partial = request.partial
-        self._inside_step = bool(request.environ.get("SLURM_STEP_ID"))
+        self._inside_step = in_step(request.environ)
         self._as_requested = (
             request.ranks == request.allocation.ranks_per_host
             and options.ntasks is None

@@ -8,6 +8,16 @@ from ..units import parse_number
 from .hostlist import expand_counts, expand_hostlist
 
 _MAX_COMPONENTS = 128  # of a heterogeneous job in Slurm
+# slurm.h. Slurm 26.05 writes these numbers signed, and also in a batch script.
+_STEP_NAMES = {
+    "-4": "extern",
+    "4294967292": "extern",
+    "-5": "batch",
+    "4294967291": "batch",
+    "-6": "interactive",
+    "4294967290": "interactive",
+}
+SPECIAL_STEPS = frozenset(_STEP_NAMES.values())
 
 Counts = list[int | None]  # one for each host; None: not known
 
@@ -31,9 +41,15 @@ def unique_job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{index}" if array and index else environ["SLURM_JOB_ID"]
 
 
+def step_name(environ: Mapping[str, str]) -> str:
+    """Return the step around this process, such as "7" or one of SPECIAL_STEPS; "" without one."""
+    step = environ.get("SLURM_STEP_ID", "").strip()
+    return _STEP_NAMES.get(step, step)
+
+
 def in_step(environ: Mapping[str, str]) -> bool:
     """Whether this is a step, whose variables hide some of the job's. salloc's shell may be one."""
-    return number(environ, "SLURM_STEP_ID") is not None
+    return step_name(environ) not in ("", "batch")
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:
