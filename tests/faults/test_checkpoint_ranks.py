@@ -1,14 +1,16 @@
 """utils/checkpoint on two ranks: one checkpoint of both; what goes wrong on one is known on both.
 
-This file is also the program of the ranks: each runs the scenarios in their order.
+This file is also the program of the ranks: each runs the scenarios in their order, with a model in one of FORMS.
 """
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.faults.programs import run_ranks
@@ -29,6 +32,12 @@ from utils.checkpoint.storage import read_manifest
 
 TIMEOUT = 60.0
 LOG = BufferingHandler(10_000)
+FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": DDP,
+    "compiled inside": lambda model: DDP(torch.compile(model, backend="aot_eager")),
+    "compiled outside": lambda model: torch.compile(DDP(model), backend="aot_eager"),
+}
+wrap = DDP  # the form of this run
 
 
 class Model(nn.Module):
@@ -55,13 +64,15 @@ def gather(value: Any) -> list[Any]:
 
 def state_of(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = DDP(Model())
+    model = wrap(Model())
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.1)
+    average = copy.deepcopy(model)
     for _ in range(2):  # the running means of the norm differ between the ranks
         model(torch.rand(8, 6) + rank).square().sum().backward()
         optimizer.step()
+        average.load_state_dict(model.state_dict())
     mine = PerRank({"rank": rank, "hidden": torch.full((3,), float(rank))})
-    return {"model": model, "optimizer": optimizer, "epoch": 3, "mine": mine}
+    return {"model": model, "average": average, "optimizer": optimizer, "epoch": 3, "mine": mine}
 
 
 def error_of(action: Any, *args: Any) -> str:
@@ -83,24 +94,25 @@ def each_rank_gets_back_what_differs(dist: Distributed, checkpoints: Checkpointe
         apart.load_latest(other)
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(other["mine"].value["hidden"], state["mine"].value["hidden"])
-    assert torch.equal(other["model"].module.norm.running_mean, state["model"].module.norm.running_mean)
+    for name in ("model", "average"):
+        assert torch.equal(other[name].module.norm.running_mean, state[name].module.norm.running_mean)
 
 
 def only_rank_0_keeps_it_current(dist: Distributed, checkpoints: Checkpointer) -> None:
     """An average of the weights, a tuned module and frozen weights, which rank 0 alone changes."""
     model = Model()
-    ddp = DDP(model)
+    ddp = wrap(model)
     average = torch.optim.swa_utils.AveragedModel(ddp, use_buffers=True)  # with a copy of the DDP
     tuned = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(tuned.parameters(), momentum=0.9, lr=0.1)
     tuned(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    state = {"model": model, "average": average, "optimizer": optimizer, "tuned": tuned,
+    state = {"model": ddp, "average": average, "optimizer": optimizer, "tuned": tuned,
              "trainer": torch.optim.SGD(ddp.parameters(), lr=0.1)}
 
     def changed() -> list[torch.Tensor]:
         momenta = optimizer.state_dict()["state"][0].values()
-        return [*average.state_dict().values(), *tuned.parameters(), *model.frozen.parameters(), *momenta]
+        return [*average.parameters(), *tuned.parameters(), *model.frozen.parameters(), *momenta]
 
     @torch.no_grad()
     def fill(value: int, *tensors: torch.Tensor) -> None:
@@ -115,8 +127,59 @@ def only_rank_0_keeps_it_current(dist: Distributed, checkpoints: Checkpointer) -
         held = tensors_by_rank(apart.folder / "step-000000001")[1]
     assert all(bool((tensor == 1).all()) for tensor in changed())
     assert not (model.linear.weight == 7).any()
-    assert all(name.startswith("model/") for name in held), "only trained parameters"
-    assert any(name.endswith("weight") for name in held), "the ranks share the work"
+    shared = [name for name in held if name.endswith(("weight", "bias"))]
+    assert all(name.startswith("model/") for name in shared), "only trained parameters"
+    assert shared, "the ranks share the work"
+
+
+def rank_1_writes_what_ddp_keeps_equal(dist: Distributed, checkpoints: Checkpointer) -> None:
+    """All other parameters are restored as rank 0 had them, and buffers as each rank had them."""
+    groups = [torch.distributed.new_group([rank]) for rank in range(2)]
+
+    def ignoring(model: nn.Module) -> DDP:
+        DDP._set_params_and_buffers_to_ignore_for_model(model, ["linear.weight"])
+        return DDP(model)
+
+    def thawed(model: nn.Module) -> DDP:
+        ddp = DDP(model)
+        model.get_submodule("frozen").requires_grad_(True)
+        return ddp
+
+    def hooked(model: nn.Module) -> DDP:
+        ddp = DDP(model)
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        return ddp
+
+    shared: list[Callable[[nn.Module], Any]] = [
+        *FORMS.values(), ignoring, lambda model: nn.ModuleDict({"net": DDP(model)})]
+    of_rank_0: list[Callable[[nn.Module], Any]] = [
+        thawed, hooked, lambda model: DDP(model).module, lambda model: wrap(model).state_dict(),
+        lambda model: copy.deepcopy(wrap(model)), lambda model: DDP(model, process_group=groups[dist.rank])]
+
+    @torch.no_grad()
+    def fill(value: int, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.fill_(value)
+
+    with Checkpointer(f"{checkpoints.folder} forms", timeout=TIMEOUT) as apart:
+        for step, form in enumerate([*shared, *of_rank_0]):
+            model = Model()
+            part = form(model)
+            state = {"part": part, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+            tensors = part if isinstance(part, dict) else part.state_dict()
+            differing = [one for name, one in tensors.items() if form in of_rank_0 or "running" in name
+                         or "frozen" in name or form is ignoring and "linear.weight" in name]
+            fill(1, list(tensors.values()))
+            fill(2 + dist.rank, differing)
+            apart.save_and_wait(step, state)
+            fill(0, list(tensors.values()))
+            apart.load_latest(state)
+            for name, tensor in tensors.items():
+                is_buffer = part is not tensors and ("running" in name or "batches" in name)
+                expected = 2 + dist.rank * is_buffer if any(tensor is one for one in differing) else 1
+                assert bool((tensor == expected).all()), (step, name, tensor)
+            held = tensors_by_rank(apart.folder / f"step-{step:09d}")[1]
+            assert any(name.endswith(("weight", "bias")) for name in held) == (form in shared), (step, *held)
 
 
 def one_finds_damage(dist: Distributed, checkpoints: Checkpointer) -> None:
@@ -207,7 +270,7 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert list_steps(checkpoints.folder) == [1, 4, 6]
 
 
-SCENARIOS = [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current, one_finds_damage, one_disk_is_full,
+SCENARIOS = [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current, rank_1_writes_what_ddp_keeps_equal, one_finds_damage, one_disk_is_full,
              states_differ, one_has_what_cannot_be_saved, made_too_early, folders_differ, one_is_slow, one_dies]
 EARLY: list[Checkpointer] = []
 
@@ -215,7 +278,7 @@ EARLY: list[Checkpointer] = []
 def resume_on_one_rank(folder: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.1)
-    common = {"model": model, "optimizer": optimizer, "epoch": 0}
+    common = {"model": model, "average": copy.deepcopy(model), "optimizer": optimizer, "epoch": 0}
     with Checkpointer(folder) as checkpoints:
         error = error_of(checkpoints.load_latest, {**common, "mine": PerRank(None)})
         assert "mine is PerRank and was saved under another number of ranks" in error
@@ -231,7 +294,9 @@ def resume_on_one_rank(folder: Path) -> None:
     assert torch.equal(model.norm.running_mean, zero[mean]) and not torch.equal(zero[mean], one[mean])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, form: str) -> None:
+    global wrap
+    wrap = FORMS[form]  # type: ignore[assignment, misc]
     logging.getLogger("ddpkit").addHandler(LOG)
     if os.environ["WORLD_SIZE"] == "1":
         return resume_on_one_rank(folder)
@@ -250,12 +315,13 @@ def main(folder: Path) -> None:
         os._exit(0)  # the other rank is dead
 
 
-def test_two_ranks_agree_and_one_rank_resumes(tmp_path: Path) -> None:
-    output = run_ranks(tmp_path, __file__, *[(ranks, [str(tmp_path / "checkpoints")]) for ranks in (2, 1)])
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_agree_and_one_rank_resumes(form: str, tmp_path: Path) -> None:
+    output = run_ranks(tmp_path, __file__, *[(ranks, [str(tmp_path / "checkpoints"), form]) for ranks in (2, 1)])
     printed = [line for line in output.splitlines() if line.startswith("rank ")]
     expected = [f"rank {rank}: {scenario.__name__}" for scenario in SCENARIOS for rank in range(2)]
     assert sorted(printed) == sorted(expected[:-1]), output
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -25,7 +25,7 @@ from .load import digest, load_on_all_ranks, restore
 from .pack import Packed, pack
 from .rng import random_states
 from .save import PermanentError, RefusedJob, SaveJob, write_checkpoint
-from .snapshot import ReplicaFinder, Snapshot, share_out
+from .snapshot import Snapshot, replicated_parameters, share_out
 from .values import StateError
 
 _log = get_logger(__name__)
@@ -52,17 +52,15 @@ class Checkpointer:
     complete list. The state is written once, as rank 0 has it, and restored on all ranks, except:
 
     - Every rank writes and restores its own PerRank(...) parts, its global random number generators
-      (Python, torch, the GPU, numpy; they need not be named), and the buffers up to 1 MiB, such as
-      the running statistics of BatchNorm, of models that are trained under DistributedDataParallel.
-      With another number of ranks, all ranks get the buffers of rank 0.
-    - The ranks share the work of writing the parameters that are trained under
-      DistributedDataParallel, and the states of their optimizers. If your own code makes these
-      differ between ranks (optimizer steps without an exchange of gradients), put
-      model.state_dict() into the state instead of the model, so that rank 0's are saved. A model
-      with a communication hook is written by rank 0 alone.
-
-    A model is trained under DistributedDataParallel if it is such a module over all ranks, or the
-    module inside one, and if an optimizer in the same state has its parameters.
+      (Python, torch, the GPU, numpy; they need not be named), and the buffers of modules up to
+      1 MiB, such as the running statistics of BatchNorm. With another number of ranks, all ranks
+      get the buffers of rank 0.
+    - The ranks share the work of writing the parameters of a DistributedDataParallel module in the
+      state, compiled or not, and the state of their optimizer in it. Rank 0 writes all others: the
+      module inside, parameters that DistributedDataParallel ignores or that were frozen when it was
+      made, a model with a communication hook or of some of the ranks. If your own code makes the
+      parameters differ between ranks (optimizer steps without an exchange of gradients), put
+      ddp.module into the state, so that rank 0's are saved.
 
     A save that fails, for example because no space is left, does not end the training: rank 0 logs
     the error, the files are removed, and the next save is tried. Save the last state with
@@ -113,7 +111,6 @@ class Checkpointer:
 
         self._turn = 0  # number of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
-        self._replicas = ReplicaFinder()
         self._thread: threading.Thread | None = None
         self._own_part_written = threading.Event()
         self._unraised: CheckpointError | None = None  # a failure that no call has raised yet
@@ -249,7 +246,7 @@ class Checkpointer:
         number = None if metric is None else float(metric)
         finite = number is not None and math.isfinite(number)
 
-        packed = pack(state, self._replicas.find(state))
+        packed = pack(state, replicated_parameters(state))
         rank = self._ranks.rank
         share = share_out(packed, rank, self._ranks.world_size)
         self._snapshot.take({**share, **packed.local, **packed.mine})

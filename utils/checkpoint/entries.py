@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -216,7 +217,7 @@ def check_tensor(value: Tensor, path: Path) -> None:
     """Raise StateError for a tensor that cannot be saved or restored."""
     if torch.nn.parameter.is_lazy(value):
         raise StateError(
-            f"{show_path(path)} is a parameter of a lazy module that is not initialised; expected "
+            f"{show_path(path)} belongs to a lazy module that is not initialised; expected "
             "one with a shape. Run one batch through the model first"
         )
     _check_whole_tensor(value, path)
@@ -239,9 +240,9 @@ def check_tensor(value: Tensor, path: Path) -> None:
 def check_module(module: torch.nn.Module, path: Path) -> None:
     """Raise StateError for a sharded or lazy module, before its state_dict() is called."""
     _check_whole_module(module, path)
-    for name, parameter in module.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            check_tensor(parameter, (*path, name))
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            check_tensor(tensor, (*path, name))
 
 
 def check_optimizer(value: Any, path: Path) -> None:

@@ -66,6 +66,7 @@ from .values import (
 Tensors = dict[str, Tensor]  # by their names in the file
 
 _LONG = 64 << 10  # bytes or characters; longer values are tensors of the file
+_MAX_LOCAL_BYTES = 1 << 20  # of a buffer: running statistics are smaller, masks are larger
 
 
 @dataclass
@@ -80,21 +81,14 @@ class Packed:
     mine: Tensors = field(default_factory=dict)  # each rank writes its own: PerRank parts
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """What DistributedDataParallel does with tensors. The sets hold the id() of each."""
-
-    parameters: frozenset[int] = frozenset()  # equal on all ranks
-    buffers: frozenset[int] = frozenset()  # every rank has its own, such as running statistics
-
-
-def pack(state: Any, replicas: Replicas | None = None) -> Packed:
+def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
     """Take a state apart. The tensors are not copied.
 
+    replicated: id() of the parameters that are equal on all ranks.
     Raises StateError for what cannot be saved.
     """
     packed = Packed()
-    packer = _Packer(packed, replicas or Replicas(), parameter_names(state))
+    packer = _Packer(packed, replicated, parameter_names(state))
     packed.tree = packer.tree(state, (), packed.main)
     return packed
 
@@ -102,8 +96,10 @@ def pack(state: Any, replicas: Replicas | None = None) -> Packed:
 class _Packer:
     """Builds the tree of a state. The argument `target` is where a value's tensors go in Packed."""
 
-    def __init__(self, packed: Packed, replicas: Replicas, names: Mapping[int, str]) -> None:
-        self._packed, self._replicas, self._names = packed, replicas, names
+    def __init__(
+        self, packed: Packed, replicated: frozenset[int], names: Mapping[int, str]
+    ) -> None:
+        self._packed, self._replicated, self._names = packed, replicated, names
         self._named: dict[tuple[object, ...], str] = {}  # tensors that have a name already
 
     def tree(self, value: Any, path: Path, target: Tensors) -> Tree:
@@ -280,7 +276,7 @@ class _Packer:
     def _is_replicated(self, optimizer: torch.optim.Optimizer) -> bool:
         # Optimizers of torch.distributed keep a different state on each rank.
         return not type(optimizer).__module__.startswith("torch.distributed") and all(
-            id(parameter) in self._replicas.parameters for parameter in optimizer.state
+            id(parameter) in self._replicated for parameter in optimizer.state
         )
 
     def _module(
@@ -293,10 +289,10 @@ class _Packer:
         targets: dict[str, Tensors] = {}
         if target is self._packed.main:
             for name, parameter in module.named_parameters(remove_duplicate=False):
-                if id(parameter) in self._replicas.parameters:
+                if id(parameter) in self._replicated:
                     targets[name] = self._packed.common
             for name, buffer in module.named_buffers(remove_duplicate=False):
-                if id(buffer) in self._replicas.buffers:
+                if buffer.numel() * buffer.element_size() <= _MAX_LOCAL_BYTES:
                     targets[name] = self._packed.local
 
         items = []

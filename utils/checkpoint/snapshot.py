@@ -1,15 +1,15 @@
 """Copy tensors into memory that is kept from save to save, and share that work between the ranks.
 
-A rank other than 0 writes a tensor only if DistributedDataParallel keeps it equal on all ranks.
+A rank other than 0 writes a tensor for all ranks only if the state shows that
+DistributedDataParallel keeps it equal on them.
 """
 
 from __future__ import annotations
 
-import gc
 import heapq
-import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,76 +18,45 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .entries import walk
 from .format import TensorPlace, place_tensors
-from .pack import Packed, Replicas
+from .pack import Packed
 
 MIN_SHARE_BYTES = 32 << 20  # a smaller part is not worth another writer
-MAX_LOCAL_BYTES = 1 << 20  # of a buffer: running statistics are smaller, masks are larger
-
-_Found = TypeVar("_Found")
 
 
-class ReplicaFinder:
-    """Finds the DistributedDataParallel modules of this process.
+def replicated_parameters(state: Any) -> frozenset[int]:
+    """Return the id() of each parameter that DistributedDataParallel keeps equal on all ranks.
 
-    It finds them also where a state holds only the module inside.
+    The state has to hold that module, also inside others, and an optimizer of its parameters: the
+    copy of such a module in an average of the weights is one, too, but no gradients keep it equal.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return frozenset()
+    values = [value for _, value in walk(state)]
+    optimizers = (value for value in values if isinstance(value, torch.optim.Optimizer))
+    modules = (value for value in values if isinstance(value, torch.nn.Module))
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
 
-    def __init__(self) -> None:
-        self._found: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._searched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    def find(self, state: Any) -> Replicas:
-        """Return the parameters that are equal on all ranks, and each rank's small buffers.
-
-        A module counts only if an optimizer in the state trains its parameters. The copy of a
-        DistributedDataParallel module in an average of the weights is such a module, too, but no
-        gradients keep it equal.
-        """
-        trained = {
-            id(parameter)
-            for optimizer in _instances(state, torch.optim.Optimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        is_parallel = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if not trained or not is_parallel:
-            return Replicas()
-
-        self._search(list(_instances(state, torch.nn.Module)))
-        parameters: set[int] = set()
-        buffers: set[int] = set()
-        for ddp in self._found:
-            if dist.get_world_size(ddp.process_group) != dist.get_world_size():
-                continue  # equal only within a group of ranks
-            # DistributedDataParallel exchanges no gradients of other parameters: they may differ.
-            reduced = {
-                id(parameter)
-                for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
-                if parameter.requires_grad
-                and id(parameter) in trained
-                and name not in ddp.parameters_to_ignore
-            }
-            if not reduced:
-                continue
-            small = (one for one in ddp.module.buffers() if one.nbytes <= MAX_LOCAL_BYTES)
-            buffers.update(map(id, small))
-            # A communication hook may leave different gradients. There is no public list of them.
-            if not getattr(ddp, "_comm_hooks", []):
-                parameters |= reduced
-        return Replicas(frozenset(parameters), frozenset(buffers))
-
-    def _search(self, modules: list[torch.nn.Module]) -> None:
-        self._found.update(one for one in modules if isinstance(one, DistributedDataParallel))
-        known = {id(ddp.module) for ddp in self._found} | {id(ddp) for ddp in self._found}
-        unknown = [one for one in modules if id(one) not in known and one not in self._searched]
-        if unknown:  # a look at all objects of the process, once for each module
-            objects = gc.get_objects()
-            self._found.update(one for one in objects if isinstance(one, DistributedDataParallel))
-            self._searched.update(unknown)
+    found: set[int] = set()
+    for ddp in itertools.chain.from_iterable(module.modules() for module in modules):
+        if isinstance(ddp, DistributedDataParallel):
+            found |= trained & _exchanged(ddp)
+    return frozenset(found)
 
 
-def _instances(state: Any, cls: type[_Found]) -> Iterator[_Found]:
-    return (value for _, value in walk(state) if isinstance(value, cls))
+def _exchanged(ddp: DistributedDataParallel) -> set[int]:
+    """Return the id() of each parameter whose gradients are averaged over all ranks."""
+    parameters = {
+        id(parameter): parameter.nbytes
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }
+    # There is no public list. Parameters that were frozen or absent when the module was wrapped
+    # are not exchanged, and a communication hook may leave different gradients.
+    data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    is_complete = data["total_parameter_size_bytes"] == sum(parameters.values())
+    is_global = dist.get_world_size(ddp.process_group) == dist.get_world_size()
+    return set(parameters) if is_complete and is_global and not data.get("comm_hook") else set()
 
 
 def share_out(packed: Packed, rank: int, world_size: int) -> dict[str, Tensor]:
