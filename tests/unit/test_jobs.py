@@ -147,7 +147,8 @@ def test_args_are_split_as_by_a_shell_and_not_run(text: str, words: list[str], k
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    *((more, "nothing to run.* line of the script, which .qsub -v. replaces") for more in ({}, {"ARGS": "  "}, {"ARGS": "'' --epochs 3"})),
+    *((more, "nothing to run.* line of the script, which .qsub -v. replaces")
+      for more in ({}, {"ARGS": "  "}, {"ARGS": "'' --epochs 3"})),
     ({"ARGS": "train.py it's"}, "Correct the quotes"),
     ({"ARGS": "train.py \\a b\\"}, "qsub changes quotes.* qsub OPTIONS -- /path")])
 def test_args_that_cannot_be_used_are_an_error(more: dict[str, str], message: str, kit: Kit) -> None:
