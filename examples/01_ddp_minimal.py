@@ -15,7 +15,7 @@ two processes   torchrun --standalone --nproc-per-node 2 examples/01_ddp_minimal
 any MPI         mpiexec -n 4 python examples/01_ddp_minimal.py
 Slurm           srun -N 2 --ntasks-per-node 4 --gpus-per-node 4 python examples/01_ddp_minimal.py
 Slurm job       sbatch -A ACCOUNT -N 2 jobs/slurm.sh examples/01_ddp_minimal.py
-PBS job         ARGS=examples/01_ddp_minimal.py qsub -V -A ACCOUNT jobs/pbs.sh
+PBS job         ARGS=examples/01_ddp_minimal.py qsub -A ACCOUNT jobs/pbs.sh
 
 Add `--backend gloo` to train on CPUs, for example where a host has fewer GPUs than ranks.
 """

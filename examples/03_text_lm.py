@@ -4,7 +4,7 @@ one process     python examples/03_text_lm.py
 two processes   torchrun --standalone --nproc-per-node 2 examples/03_text_lm.py --text FILE
 any MPI         mpiexec -n 4 python examples/03_text_lm.py
 Slurm job       sbatch -A ACCOUNT -N 2 jobs/slurm.sh examples/03_text_lm.py
-PBS job         ARGS=examples/03_text_lm.py qsub -V -A ACCOUNT jobs/pbs.sh
+PBS job         ARGS=examples/03_text_lm.py qsub -A ACCOUNT jobs/pbs.sh
 
 The defaults suit two CPU cores. The options of GPT-2 (124M) on GPUs, with 0.5 million tokens in
 each step of 8 ranks (TOKENS holds train.bin and val.bin: tokens as unsigned 16-bit numbers):

@@ -6,7 +6,7 @@ restarts itself   torchrun --standalone --nproc-per-node 2 --max-restarts 3 exam
 any MPI           mpiexec -n 4 python examples/05_survive.py
 Slurm job         sbatch -A ACCOUNT -N 2 --requeue --signal=B:USR1@120 jobs/slurm.sh \\
                       examples/05_survive.py
-PBS job           ARGS=examples/05_survive.py qsub -V -A ACCOUNT jobs/pbs.sh
+PBS job           ARGS=examples/05_survive.py qsub -A ACCOUNT jobs/pbs.sh
 
 This example adds a loader that resumes within an epoch, random augmentation that belongs to the
 sample, a global batch that is the same on any number of ranks, checkpoints in the background, and a

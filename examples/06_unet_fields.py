@@ -4,7 +4,7 @@ one process     python examples/06_unet_fields.py
 two processes   torchrun --standalone --nproc-per-node 2 examples/06_unet_fields.py
 any MPI         mpiexec -n 4 python examples/06_unet_fields.py
 Slurm job       sbatch -A ACCOUNT -N 2 --gpus-per-node=4 jobs/slurm.sh examples/06_unet_fields.py
-PBS job         ARGS=examples/06_unet_fields.py qsub -V -A ACCOUNT jobs/pbs.sh
+PBS job         ARGS=examples/06_unet_fields.py qsub -A ACCOUNT jobs/pbs.sh
 weak scaling    torchrun --standalone --nproc-per-node 2 scripts/bench.py ddp --full-only \\
                     examples/06_unet_fields.py
 

@@ -5,7 +5,7 @@ four processes  torchrun --standalone --nproc-per-node 4 examples/07_fsdp.py
 HSDP            torchrun --standalone --nproc-per-node 4 examples/07_fsdp.py --replicate 2
 any MPI         mpiexec -n 4 python examples/07_fsdp.py
 Slurm job       sbatch -A ACCOUNT -N 2 jobs/slurm.sh examples/07_fsdp.py --replicate 2
-PBS job         ARGS=examples/07_fsdp.py qsub -V -A ACCOUNT jobs/pbs.sh
+PBS job         ARGS=examples/07_fsdp.py qsub -A ACCOUNT jobs/pbs.sh
 memory          ./scripts/plan.py --gpus 4 --gpu a100-40 examples/07_fsdp.py --width 1024
 
 DDP keeps parameters, gradients and the optimizer's state whole on every rank. Use FSDP where they

@@ -43,7 +43,13 @@ find_modules() {
 
 # Set the array `words` to the words of ARGS, which are quoted as for a shell. Nothing in ARGS is expanded or run.
 split_ARGS() {
-    local python
+    local python with_words='qsub OPTIONS -- /path/to/this/script train.py --epochs 3'
+    # "qsub -v ARGS" makes a backslash of each quote, and drops what follows a comma between quotes.
+    if [[ $ARGS == *\\* ]]; then
+        printf 'job script: ARGS is %s. qsub changes quotes and backslashes in ARGS, and the words cannot be ' "$ARGS" >&2
+        printf 'known any more. Expected words without them. Submit with: %s\n' "$with_words" >&2
+        exit 2
+    fi
     python=$(find_python)
     mapfile -d '' -t words < <("$python" -c '
 import os, shlex, sys
@@ -55,14 +61,15 @@ sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))' 
     wait "$!" || exit 2
     if [ -z "${words[0]-}" ]; then
         printf 'job script: there is nothing to run: ARGS is %s, and the script has no arguments. ' "${ARGS:-empty or not set}" >&2
-        printf 'Submit it with: env ARGS="train.py --epochs 3" qsub -V ... (without -V the job does not get ARGS), or: ' >&2
-        printf 'qsub ... -- /path/to/the/script train.py --epochs 3\n' >&2
+        printf 'qsub passes ARGS by the "#PBS -v" line of the script, which "qsub -v" replaces, and "qsub -V" passes ' >&2
+        printf 'nothing in OpenPBS v23.06.06. Submit with: env ARGS="train.py --epochs 3" qsub OPTIONS /path/to/this/script, ' >&2
+        printf 'or with: %s\n' "$with_words" >&2
         exit 2
     fi
 }
 
 # PBS signals every process of a job's first session. A login shell that ends at USR1 or TERM ends the job at once, before
-# ranks can save. The line "#PBS -v BASH_ENV=..." prevents that, unless "qsub -v", a profile, or "qsub -V" with BASH_ENV in
+# ranks can save. "#PBS -v ...,BASH_ENV=..." prevents that, unless "qsub -v", a profile, or "qsub -V" with BASH_ENV in
 # the environment (set by Lmod) replaces its value. This reports it; a script cannot change the shell around it.
 check_login_shell() {
     local session name mask arguments handled=0
@@ -80,9 +87,8 @@ check_login_shell() {
         "${arguments% }" >&2
     printf 'the job with it: ranks cannot save then. Expected a shell that ignores them; BASH_ENV is %s. ' \
         "${BASH_ENV:-not set}" >&2
-    printf 'Add "trap : USR1 TERM" to ~/.bash_profile, or submit with: qsub OPTIONS -- /path/to/this/script ARGUMENTS' >&2
-    if [ -n "${BASH_ENV-}" ]; then printf ', or with: env -u BASH_ENV qsub -V ...' >&2; fi
-    printf '\n' >&2
+    printf 'Add "trap : USR1 TERM" to ~/.bash_profile, or submit without -v and -V, or with: ' >&2
+    printf 'qsub OPTIONS -- /path/to/this/script ARGUMENTS\n' >&2
 }
 
 check_login_shell

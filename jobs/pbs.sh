@@ -1,7 +1,7 @@
 #!/bin/bash -l
 # Starts one rank on each GPU of every host of a PBS job:
-#   ARGS="train.py --epochs 3" qsub -V -A ACCOUNT jobs/pbs.sh
-#   ARGS="--torchrun train.py" qsub -V -A ACCOUNT jobs/pbs.sh    one torchrun agent on each host instead
+#   ARGS="train.py --epochs 3" qsub -A ACCOUNT jobs/pbs.sh
+#   ARGS="--torchrun train.py" qsub -A ACCOUNT jobs/pbs.sh    one torchrun agent on each host instead
 # Edit these options, or give them to qsub, whose command line takes precedence. A line with ## is off.
 ##PBS -A ACCOUNT
 ##PBS -q QUEUE
@@ -10,10 +10,11 @@
 #PBS -l walltime=01:00:00
 #PBS -j oe
 #PBS -k doe
-# The next two keep the login shell around the job alive at USR1 and TERM (jobs/README.md). "qsub -v" replaces them.
+# The next two pass ARGS, and keep the login shell around the job alive at USR1 and TERM (jobs/README.md). "qsub -v"
+# replaces the second.
 #PBS -S /bin/bash
-#PBS -v BASH_ENV='$(f=$(mktemp -t .survive.XXXXXX); echo trap : USR1 TERM >$f; echo $f)'
-ARGS=${ARGS-} # a default command would be: ARGS=${ARGS-train.py --epochs 3}
+#PBS -v ARGS,BASH_ENV='$(f=$(mktemp -t .survive.XXXXXX); echo trap : USR1 TERM >$f; echo $f)'
+ARGS=${ARGS-} # for a copy that always runs one command: ARGS="train.py --epochs 3", and no ARGS in the line above
 
 set -euo pipefail
 if [ "${PBS_ENVIRONMENT-}" = PBS_BATCH ]; then cd "$PBS_O_WORKDIR"; fi # PBS starts in the home directory
@@ -26,7 +27,7 @@ for KIT in "${DDPKIT_HOME-}" "$(dirname -- "${BASH_SOURCE[0]}")/.." "$(dirname -
 done
 if [ ! -f "$KIT/jobs/in_job.sh" ]; then
     echo "job script: the kit was not found in $PWD, above it, or in '$file'. Expected its folder, which holds" \
-        "jobs/in_job.sh. Submit with: env DDPKIT_HOME=/path/to/the/kit qsub -V ..." >&2
+        "jobs/in_job.sh. Set it in a copy of the script, above this line: DDPKIT_HOME=/path/to/the/kit" >&2
     exit 1
 fi
 # shellcheck source=jobs/in_job.sh

@@ -27,7 +27,7 @@ that the nodes see:
   Slurm
     sbatch -A ACCOUNT -N 2 --gpus-per-node=4 jobs/slurm.sh examples/03_text_lm.py
   PBS
-    ARGS=examples/03_text_lm.py qsub -V -A ACCOUNT jobs/pbs.sh
+    ARGS=examples/03_text_lm.py qsub -A ACCOUNT jobs/pbs.sh
   Inside a job
     scripts/launch.py examples/03_text_lm.py
     mpiexec -n 8 .venv/bin/python examples/03_text_lm.py

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.hosts import wait_until
-from tests.cluster.pbs import HEAD, WORK, Pbs
+from tests.cluster.pbs import HEAD, LOGIN_PATH, WORK, Pbs
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import ROOT, Result
 
@@ -85,8 +85,11 @@ class PbsJobs(Jobs):
         return self.cluster.run(HEAD, words, cwd=self.path, seconds=seconds, env={"PYTHON": sys.executable})
 
     def start(self, options: Sequence[str], *arguments: str) -> str:
-        return self.cluster.submit("-V", *options, str(ROOT / "jobs" / "pbs.sh"), cwd=self.path,
-                                   env={"PYTHON": sys.executable, "ARGS": shlex.join(arguments)})
+        script, env = str(ROOT / "jobs" / "pbs.sh"), {"PATH": f"{Path(sys.executable).parent}:{LOGIN_PATH}"}
+        if shlex.join(arguments) == " ".join(arguments):
+            return self.cluster.submit(*options, script, cwd=self.path, env={**env, "ARGS": " ".join(arguments)})
+        own = ["-l", "place=scatter", "-l", "walltime=600", "-j", "oe", "-k", "doe"]  # qsub does not read the script
+        return self.cluster.submit(*own, *options, "--", script, *arguments, cwd=self.path, env=env)
 
     def ended(self, job_id: str) -> Result:
         job = self.cluster.wait(job_id, 120)

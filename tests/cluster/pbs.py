@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "tests" / "cluster" / "pbs_standin" / "client.py"
 HEAD = SERVER
 WORK = f"{HOME}/jobs"
+LOGIN_PATH = "/opt/pbs/bin:/usr/local/bin:/usr/bin:/bin"
 PROFILE = ("export PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games:/opt/pbs/bin\n"
            "export MANPATH=:/opt/pbs/share/man\n")
 # They change only what the host sees in whose mount namespace they run.
@@ -109,7 +110,7 @@ class Pbs:
 def login(user: str, env: Mapping[str, str], cwd: str, command: Sequence[str]) -> list[str]:
     """Return the words that run a command with a fresh login's environment, and nothing of the caller's."""
     home = HOME if user == USER else f"/{user}"
-    own = {"PATH": "/opt/pbs/bin:/usr/local/bin:/usr/bin:/bin", "HOME": home, "USER": user, "LOGNAME": user,
+    own = {"PATH": LOGIN_PATH, "HOME": home, "USER": user, "LOGNAME": user,
            "SHELL": "/bin/bash", "LANG": "C.UTF-8", "PWD": cwd, **env}
     return ["env", "-i", "-C", cwd, *(f"{name}={value}" for name, value in own.items()), *command]
 

@@ -69,12 +69,16 @@ def shown(job: Mapping[str, Any], job_id: str) -> dict[str, Any]:
 
 
 def probed(output: str) -> Any:
-    """What a job wrote; of the probe's environment without the values that differ, but with their names."""
+    """What a job wrote; of the probe's environment the names of variables whose values differ.
+
+    Not those that OpenPBS sets only after v23.06.06.
+    """
     if not output.startswith("{"):
         return output
     seen = json.loads(output)
-    differ = {"PBS_JOBCOOKIE", "PBS_JOBID", "PBS_NODEFILE", "TMPDIR"} & set(seen["env"])
-    environment = seen["env"] | {"_": "", "LC_CTYPE": ""} | dict.fromkeys(differ, "")
+    env = {name: value for name, value in seen["env"].items() if not name.startswith("PBS_O_INTERACTIVE_")}
+    differ = {"PBS_JOBCOOKIE", "PBS_JOBID", "PBS_NODEFILE", "TMPDIR"} & set(env)
+    environment = env | {"_": "", "LC_CTYPE": ""} | dict.fromkeys(differ, "")
     return environment, seen["hostname"], seen["cwd"], seen["umask"], seen["nodefile"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import killed_at_end
-from tests.cluster.pbs import HEAD, WORK, Pbs, PbsCluster
+from tests.cluster.pbs import HEAD, LOGIN_PATH, WORK, Pbs, PbsCluster
 from tests.cluster.pbs_standin.jobs import USER
 from tests.docs import pages
 from tests.docs.pages import GUIDE, Shell
@@ -22,7 +22,7 @@ def test_commands_write_what_the_page_shows(pbs: Pbs, name: str, tmp_path: Path)
     owner = local.stat().st_uid
     for path in [kit, *kit.rglob("*")]:
         os.chown(path, owner, -1)
-    environ = {"PATH": pages.path_with_python("/opt/pbs/bin:/usr/local/bin:/usr/bin:/bin")}
+    environ = {"PATH": pages.path_with_python(LOGIN_PATH)}
     if isinstance(pbs, PbsCluster):  # which has no /etc/pbs.conf, and may run where sbatch is installed
         environ["PBS_CONF_FILE"] = pbs.write(f"{folder}/pbs.conf", "PBS_EXEC=/opt/pbs\n")
     command = pbs.command(HEAD, ["bash"], USER, f"{folder}/ddp-kit", environ)

@@ -69,6 +69,19 @@ def test_script_holds_what_site_and_options_say(words: str, lines: list[str], ab
     assert absent not in script
 
 
+def test_variables_that_pbs_does_not_pass_are_named(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ["run", "--dry-run", "--env", "NCCL_NET=Socket", "--site"]
+    for name in {*os.environ} - {"HOME", "PATH"}:
+        monkeypatch.delenv(name)
+    assert "note: PBS" not in login.submit(*run, "generic-pbs", "train.py").err
+    for name in ("NCCL_DEBUG", "NCCL_NET", "WANDB_API_KEY", "TORCH_NCCL_BLOCKING_WAIT", "NCCLX"):
+        monkeypatch.setenv(name, "secret")
+    done = login.submit(*run, "generic-pbs", "train.py")
+    assert "does not get NCCL_DEBUG, TORCH_NCCL_BLOCKING_WAIT, WANDB_API_KEY. For" in done.err
+    assert "secret" not in done.err
+    assert "note: PBS" not in login.submit(*run, "generic-slurm", "train.py").err
+
+
 def test_submission_keeps_script_settings_commit_and_id(login: Login) -> None:
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m first"):
         subprocess.run(["git", *command.split()], check=True, env={**os.environ, "HOME": str(login.folder)})

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -31,6 +32,10 @@ SCRIPT = "job.sh"
 MAX_CHAIN = 100
 # StopSignal stops 90 s before the time limit by default, and the start takes time, too.
 MIN_CHAIN_SECONDS = 300
+# What trainings and the kit read. sbatch passes all variables of the shell to a job, qsub none.
+_READ_BY_JOBS = re.compile(
+    r"(?:DDPKIT|FI|GLOO|HF|MKL|MLFLOW|NCCL|OMP|PYTORCH|RCCL|TORCH\w*|UCX|WANDB)_|PYTHONPATH$"
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +56,13 @@ def run(args: argparse.Namespace) -> int:
             f"note: a time limit of {format_walltime(job.walltime)} leaves the jobs of a chain "
             "little time to train. By default StopSignal stops 90 s before the limit "
             "(save_seconds + margin), and each job starts anew. Give a longer --time"
+        )
+
+    unset = sorted({name for name in os.environ if _READ_BY_JOBS.match(name)} - {*job.environment})
+    if profile.scheduler == "pbs" and unset:
+        note(
+            "note: PBS does not pass on variables of this shell. The job does not get "
+            f"{', '.join(unset)}. For each that it needs, give --env NAME=VALUE"
         )
 
     if args.dry_run:

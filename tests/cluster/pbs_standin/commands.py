@@ -4,6 +4,7 @@ from __future__ import annotations
 import getopt
 import json
 import os
+import re
 import shlex
 import signal
 from collections.abc import Callable, Mapping
@@ -80,14 +81,19 @@ def directives(script: str) -> list[str]:
 def variables(found: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return what of the submitter's environment the job gets."""
     result = {f"PBS_O_{name}": environment[name] for name in ("HOME", "LANG", "LOGNAME", "PATH", "SHELL")}
-    result |= {"PBS_O_INTERACTIVE_AUTH_METHOD": "resvport", "PBS_O_INTERACTIVE_ENCRYPT_METHOD": "",
-               "PBS_O_WORKDIR": environment["PWD"], "PBS_O_SYSTEM": "Linux"}
-    for part in found["-v"].split(",") if "-v" in found else []:
+    result |= {"PBS_O_WORKDIR": environment["PWD"], "PBS_O_SYSTEM": "Linux"}
+    for part in found["-v"].split(",") if "-v" in found else []:  # v23.06.06 ignores -V
         name, equals, value = part.partition("=")
-        result[name] = value if equals else environment[name]
-    if "-V" in found:  # it comes after -v, whose values it replaces
-        result |= environment
+        result[name] = value if equals else from_environment(name, environment)
     return result
+
+
+def from_environment(name: str, environment: Mapping[str, str]) -> str:
+    """Return what -v NAME passes on: a backslash for each quote, if they are in pairs."""
+    value = environment.get(name)
+    if value is None or len(re.findall("['\"]", value)) % 2:
+        raise Refused(1, "cannot send environment with the job")
+    return re.sub("['\"]", r"\\", value)
 
 
 def qstat(server: Server, call: Call) -> int:
@@ -142,9 +148,10 @@ def qrerun(server: Server, call: Call) -> int:
 
 
 def pbsdsh(server: Server, call: Call) -> int:
-    """pbsdsh -h HOST -- PROGRAM...: 0 however the program ends."""
-    [(_, host)], program = getopt.getopt(call.words, "h:")
-    server.run_task(call.environment["PBS_JOBID"], host, program)
+    """pbsdsh -n LINE -- PROGRAM..., of the node file: 0 however the program ends. It has no -h in v23.06.06."""
+    [(_, line)], program = getopt.getopt(call.words, "n:")
+    hosts = server.local(call.environment["PBS_NODEFILE"]).read_text().split()
+    server.run_task(call.environment["PBS_JOBID"], hosts[int(line) % len(hosts)], program)
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..plan import Method, Plan
 
@@ -56,7 +57,9 @@ class Pbsdsh(PbsTmrsh):
     name = title = "pbsdsh"
 
     def host_options(self, host: str) -> list[str]:
-        return ["-h", host, "--"]
+        # By its line in the node file: OpenPBS v23.06.06 has no -h yet.
+        lines = Path(os.environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+        return ["-n", str(lines.index(host)), "--"]
 
 
 class Local(Method):
