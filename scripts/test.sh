@@ -120,6 +120,7 @@ fi
 
 log "Python environment .venv"
 bash scripts/setup_env.sh --tests
+unset PYTHON # for .venv; in the tests it would be the Python of the ranks
 
 # --- MPI launchers from wheels. Each has an environment of its own, without torch: only the launcher comes from it.
 python_version=$("$python" -c 'import platform; print(platform.python_version())')
@@ -186,10 +187,18 @@ check ruff "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --quiet --check utils scripts examples
 check import-linter "$root/.venv/bin/lint-imports" --no-logo --no-cache
 check mypy "$python" -m mypy
+# Hosts are network namespaces, which need root's rights, or a user namespace where the user has them; the quick tests
+# need none.
+rights=
+if [ "$(id -u)" -ne 0 ] && [ -z "$quick" ] &&
+    unshare --user --map-current-user --keep-caps --net --uts --mount true 2>/dev/null; then
+    rights=true
+fi
 # Four files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
 # starts the long ones first. Each worker has hosts and clusters of its own. For a debugger:
 # scripts/test.sh -n 0 --pdb -k NAME
-check pytest "$python" -m pytest -ra -n 4 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
+check pytest ${rights:+unshare --user --map-current-user --keep-caps --mount} \
+    "$python" -m pytest -ra -n 4 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
 
 # --- what was left out
 missing=()

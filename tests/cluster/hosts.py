@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import TypeVar
 
 # What a login by ssh gives: nothing of the caller's environment.
-CLEAN_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", "LANG": "C.UTF-8"}
+CLEAN_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(Path.home()), "LANG": "C.UTF-8"}
 Self = TypeVar("Self", bound="Hosts")
 MARK = "DDPKIT_HOSTS"  # in the environment of every holder: the folder of its hosts
 
 
 def why_impossible() -> str | None:
     """Return the reason why hosts cannot be started here, or None where they can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
     for tool in ("ip", "unshare", "nsenter", "mount"):
         if shutil.which(tool) is None:
             return f"the command {tool!r} is missing (Debian package iproute2 or util-linux)"
     probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
-    return None if probe.returncode == 0 else f"unshare: {probe.stderr.strip()}"
+    return None if probe.returncode == 0 else (
+        f"network namespaces need root, or the user namespace that scripts/test.sh makes. {probe.stderr.strip()}")
 
 
 class Hosts:
@@ -133,7 +132,8 @@ class Hosts:
         ssh.write_text("#!/bin/sh\nexec /usr/bin/ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o LogLevel=ERROR "
                        f"-o UserKnownHostsFile=/dev/null -i {keys}/user \"$@\"\n")
         ssh.chmod(0o755)
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd's privilege separation folder, made by its service elsewhere
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)  # sshd's privilege separation folder, made by its service elsewhere
         for host in self.hosts:
             self._daemons.append(subprocess.Popen(
                 [*self.enter(host), sshd, "-D", "-f", str(keys / "sshd_config")], start_new_session=True,

@@ -143,8 +143,9 @@ class PbsCluster(Hosts, Pbs):
         return self.folder / path.lstrip("/") if Path(path).is_relative_to(HOME) else Path(path)
 
     def command(self, host: str, command: Sequence[str], user: str, cwd: str, env: Mapping[str, str]) -> list[str]:
-        as_user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"] if user == USER else []
-        return [*self.enter(host), *as_user, *login(user, env, cwd, command)]
+        as_user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
+        return [*self.enter(host), *(as_user if user == USER and os.geteuid() == 0 else []),
+                *login(user, env, cwd, command)]
 
     def state(self, job_id: str) -> str:
         return str(self._server.find(job_id).shown()["job_state"])  # without the processes of a qstat
@@ -168,7 +169,7 @@ class PbsCluster(Hosts, Pbs):
         work = self.folder / WORK.lstrip("/")
         work.mkdir(parents=True)
         for folder in (work, work.parent):
-            os.chown(folder, UID, UID)
+            os.chown(folder, UID, -1)
         commands = self.folder / "pbs" / "bin"
         commands.mkdir(parents=True)
         for name in COMMANDS:
@@ -177,7 +178,7 @@ class PbsCluster(Hosts, Pbs):
             (commands / name).write_text(f'#!/bin/sh\nexec {client} "$@"\n')
             (commands / name).chmod(0o755)
         machine = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith(f"{USER}:")]
-        (self.folder / "passwd").write_text("\n".join([*machine, f"{USER}:x:{UID}:{UID}::{HOME}:/bin/bash", ""]))
+        (self.folder / "passwd").write_text("\n".join([f"{USER}:x:{UID}:{UID}::{HOME}:/bin/bash", *machine, ""]))
         (self.folder / "profile").write_text(PROFILE)
 
     def _mounts(self, host: str) -> str:

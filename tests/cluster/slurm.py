@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -36,8 +35,8 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 CONFIG = """\
 ClusterName=ddpkit
 SlurmctldHost={head}({head_address})
-SlurmUser=root
-SlurmdUser=root
+SlurmUser={user}
+SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/own/socket,cred_expire=5
 StateSaveLocation={folder}/state
@@ -145,13 +144,16 @@ class SlurmCluster(Hosts):
                           "Gres=gpu:2" for node in self.nodes)
         etc = self.folder / "etc"
         (etc / "slurm.conf").write_text(CONFIG.format(folder=self.folder, head=HEAD, head_address=self.address[HEAD],
-                                                      nodes=nodes, kill_wait=self.kill_wait)
+                                                      nodes=nodes, kill_wait=self.kill_wait, user=os.geteuid())
                                         + "TopologyPlugin=topology/tree\n" * bool(self.topology))
         (etc / "topology.conf").write_text(self.topology)
         (etc / "cgroup.conf").touch()
         for number in range(2):
-            # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.
-            os.mknod(self.folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+            device = self.folder / "dev" / f"nvidia{number}"
+            device.touch()
+            for host in self.hosts:
+                # A character device, as real GPUs are: for a plain file slurmd sets no CUDA_VISIBLE_DEVICES.
+                self._in(host, ["mount", "--bind", "/dev/null", str(device)])
         (etc / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-1]\n")
         # submitit needs sacct. Without a data base it knows only jobs that ended, and only when a file is configured.
         sacct = self.folder / "bin" / "sacct"

@@ -142,7 +142,7 @@ def hang_folder(hosts: Hosts, host: str, folder: Path) -> None:
 def serve_nothing(folder: str) -> None:
     """Mount FUSE, answer its first request, and read the others without an answer."""
     device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"
+    options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},allow_other"
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"stopped", folder.encode(), b"fuse", 0, options.encode()):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), folder)

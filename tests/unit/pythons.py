@@ -21,5 +21,6 @@ def make_environment(folder: Path, *, torch: bool, version: tuple[int, int] | No
         (packages / "torch").mkdir()
         (packages / "torch" / "__init__.py").write_text(TORCH)
     if version is not None:
-        (packages / "sitecustomize.py").write_text(f"import sys\nsys.version_info = ({version[0]}, {version[1]}, 0)\n")
+        # Not sitecustomize: the Python of Debian has one of its own, which is found first.
+        (packages / "version.pth").write_text(f"import sys; sys.version_info = ({version[0]}, {version[1]}, 0)\n")
     return folder / "bin" / "python"

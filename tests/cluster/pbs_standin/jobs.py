@@ -1,6 +1,7 @@
 """A job of the stand-in: what it requested, where it is placed, and what qstat -f and its processes show of it."""
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER, DOMAIN = "pbs-head", "pbs.lab"
-USER, UID, HOME = "alice", 1999, "/home/alice"
+USER, UID, HOME = "alice", os.geteuid() or 1999, "/home/alice"  # a user namespace has one user, who becomes alice
 CAPACITY = {"ncpus": 4, "ngpus": 4}  # of each host
 FINISHED = "F"
 

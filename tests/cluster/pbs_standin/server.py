@@ -40,9 +40,10 @@ KILL_DELAY = 10.0  # seconds from SIGTERM to SIGKILL
 START = """\
 import os, sys
 uid, program, *words = sys.argv[1:]
-os.setgroups([])
-os.setgid(int(uid))
-os.setuid(int(uid))
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(int(uid))
+    os.setuid(int(uid))
 os.umask(0o077)
 os.chdir(os.environ["HOME"])
 try:
@@ -187,8 +188,8 @@ class Server:
         script.write_text(job.request["script"])
         scratch.mkdir(exist_ok=True)
         script.chmod(0o700)
-        os.chown(script, UID, UID)
-        os.chown(scratch, UID, UID)
+        os.chown(script, UID, -1)
+        os.chown(scratch, UID, -1)
         if job.request["command"]:
             shell = self._spawn(job, job.hosts[0], job.request["command"])
         else:
@@ -203,7 +204,7 @@ class Server:
         with output.open("ab") as out, errors.open("ab") as err:
             for file in (out, err):
                 os.fchmod(file.fileno(), 0o600)
-                os.fchown(file.fileno(), UID, UID)
+                os.fchown(file.fileno(), UID, -1)
             process = subprocess.Popen(start, env=job.environment(host, number, self.cookie, self.spool), stdout=out,
                                        stderr=err, stdin=subprocess.PIPE if line else subprocess.DEVNULL,
                                        start_new_session=True)
