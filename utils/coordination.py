@@ -122,6 +122,11 @@ class StoreCommunicator:
         """This rank in messages: "rank 3 on node7"."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
+    @property
+    def _reporter(self) -> str:
+        """This rank where a message is about another one."""
+        return f"rank {self.rank} of {self.world_size} on {socket.gethostname()}"
+
     def cancel(self) -> None:
         """End all waiting, now and later, with RankTimeout. Any thread may call it."""
         self._cancelled.set()
@@ -250,7 +255,7 @@ class StoreCommunicator:
         for rank, key in zip(ranks, keys, strict=True):
             if rank in departed and not self._store.check([key]):
                 raise RankLost(
-                    f"{self.name} lost the connection to rank {rank}, which has ended: "
+                    f"{self._reporter} lost the connection to rank {rank}, which has ended: "
                     f"{departed[rank] or 'it left'}"
                 )
 
@@ -258,10 +263,10 @@ class StoreCommunicator:
         when = "before this rank ended" if self._cancelled.is_set() else f"within {seconds:.0f} s"
         if self.rank != 0:
             return (
-                f"rank 0 did not send {self.name} a decision {when}. Look for rank 0's own message"
+                f"rank 0 did not send {self._reporter} a decision {when}. Look for rank 0's own message"
             )
         return (
-            f"{len(missing)} of {self.world_size} ranks did not report to {self.name} {when}: "
+            f"{len(missing)} of {self.world_size} ranks did not report to {self._reporter} {when}: "
             f"{_show_ranks(missing)}. Look for their own messages"
         )
 
@@ -274,7 +279,7 @@ class StoreCommunicator:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise StoreLost(
-                f"{self.name} lost the connection to rank 0's store: {reason}. "
+                f"{self._reporter} lost the connection to rank 0's store: {reason}. "
                 "Look for rank 0's own message"
             ) from error
 

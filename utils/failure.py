@@ -318,8 +318,8 @@ def print_without_traceback(failure: LaunchError) -> None:
     message = f"LaunchError: {failure}"
     if failure.reported_by_rank_0:
         message = (
-            f"{socket.gethostname()} (pid {os.getpid()}): this rank does not start. Rank 0 "
-            "reports the cause"
+            f"LaunchError: this rank ({socket.gethostname()}, pid {os.getpid()}) does not start. "
+            "Look for the message of rank 0"
         )
     previous = sys.excepthook
 
@@ -348,7 +348,7 @@ def start_up_time_out(rank: int, world_size: int, timeout: float) -> Iterator[No
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
         sys.stderr.write(
-            f"[rank {rank}/{world_size} {socket.gethostname()}] the start did not end within "
+            f"[rank {rank}/{world_size} {socket.gethostname()}] ERROR: the start did not end within "
             f"{timeout:.0f} s. Stack of the main thread:\n{stack}"
             "Another rank died or hangs (look for its message), or the hosts cannot reach each "
             "other on the chosen network interface\n"

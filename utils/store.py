@@ -62,9 +62,9 @@ def _open_store_of_rank_0(placement: Placement, found: Rendezvous, deadline: flo
         )
     except RuntimeError as error:
         raise LaunchError(
-            f"rank {placement.rank} on {socket.gethostname()} lost the key-value store of rank 0 "
-            f"at {found.rank_0_addr}:{found.master_port}: {str(error).splitlines()[0]}. Look for "
-            "rank 0's own message"
+            f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()} lost the "
+            f"key-value store of rank 0 at {found.rank_0_addr}:{found.master_port}: "
+            f"{str(error).splitlines()[0]}. Look for rank 0's own message"
         ) from error
 
 

@@ -150,9 +150,9 @@ def test_a_full_disk_costs_a_save_and_a_stop_waits_for_space(small_disk: Path, t
         def has_failed() -> bool:
             with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
                 file.write(bytes(shutil.disk_usage(small_disk).free))
-            return output.read_text().count("no space is left") > before or process.poll() is not None
+            return output.read_text().count("No space left") > before or process.poll() is not None
 
-        before = output.read_text().count("no space is left")
+        before = output.read_text().count("No space left")
         wait_until(has_failed, "a failed save", seconds=200)
 
     with started(output, *LAUNCH, *training) as process:

@@ -192,11 +192,11 @@ def refusing_disk(number: int, calls: list[str], writes: int) -> ChangedDisk:
 
 
 @pytest.mark.parametrize("number, calls, writes, words", [
-    (errno.ENOSPC, ["write"], 1, "no space is left"),
-    (errno.ENOSPC, ["write"], 2, "no space is left"),  # for the manifest
-    (errno.EDQUOT, ["fsync"], 0, "quota is used up"), (errno.EROFS, ["mkdir"], 0, "read-only"),
+    (errno.ENOSPC, ["write"], 1, "No space left"),
+    (errno.ENOSPC, ["write"], 2, "No space left"),  # for the manifest
+    (errno.EDQUOT, ["fsync"], 0, "Disk quota"), (errno.EROFS, ["mkdir"], 0, "Read-only"),
     (errno.EIO, ["fsync", "unlink", "rmdir"], 0, "Input/output error"),
-    (errno.EACCES, ["rename"], 0, "may not write there"), (errno.ENOENT, ["open"], 0, "another job"),
+    (errno.EACCES, ["rename"], 0, "Permission denied"), (errno.ENOENT, ["open"], 0, "another job"),
 ])
 def test_a_refusing_disk_is_explained_and_costs_one_save(
         number: int, calls: list[str], writes: int, words: str, tmp_path: Path,

@@ -21,7 +21,7 @@ def test_decide_names_the_rank_that_does_not_report() -> None:
         with pytest.raises(RankTimeout, match="1 of 3 ranks did not report .*: 2. ") as raised:
             zero.decide("save", 0, len)
         assert raised.value.ranks == [2]
-        with pytest.raises(RankTimeout, match="rank 0 did not send rank 1 on .* a decision within"):
+        with pytest.raises(RankTimeout, match="rank 0 did not send rank 1 of .* a decision within"):
             other.result()
 
 
@@ -38,5 +38,5 @@ def test_a_lost_store_is_an_error_of_its_own() -> None:
     one = StoreCommunicator("test", 1, 2, client)
     assert one.count("left") == 1 and one.count("left", 0) == 1
     del server
-    with pytest.raises(StoreLost, match="rank 1 on .* lost the connection to rank 0's store"):
+    with pytest.raises(StoreLost, match="rank 1 of .* lost the connection to rank 0's store"):
         one.broadcast("folder", dict)

@@ -74,7 +74,7 @@ def test_cause_rank_host_and_restart(text: str, expected: Found | None) -> None:
 def test_each_pattern_finds_its_cause(cause: Cause) -> None:
     """No other row of the table, and of docs/troubleshooting.md, comes first."""
     for pattern in cause.patterns:
-        line = pattern.replace("{host}", "n1").replace("{name}", "Other").replace("...", " x ")
+        line = pattern.replace("{host}", "n1").replace("{name}", "Other").replace("...", " x ").replace("{status}", " 7")
         found = find(("job.out", line.lstrip("^")))
         assert found and (found[0], found[3]) == (cause.name, cause.restart), line
 

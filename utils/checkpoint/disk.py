@@ -16,22 +16,22 @@ system: Any = os
 
 _BYTES_PER_WRITE = 16 << 20
 
-_MAY_NOT_WRITE = "this user may not write there. Change the permissions, or choose another folder"
-_EXPLANATIONS = {
-    errno.ENOSPC: "no space is left on its file system. Free some",
-    errno.EDQUOT: "the disk quota is used up. Free some space, or request a larger quota",
-    errno.EROFS: "its file system is read-only. Choose another folder",
+_MAY_NOT_WRITE = "Change the permissions, or choose another folder"
+_REMEDIES = {
+    errno.ENOSPC: "Free some space on its file system",
+    errno.EDQUOT: "Free some space, or request a larger quota",
+    errno.EROFS: "Choose another folder",
     errno.EACCES: _MAY_NOT_WRITE,
     errno.EPERM: _MAY_NOT_WRITE,
-    errno.ENOENT: "it, or the save's temporary folder in it, is missing. Was it removed, does "
-    "another job clean it up, or do not all hosts share it?",
+    errno.ENOENT: "The folder, or the save's temporary folder in it, is missing. Was it removed, "
+    "does another job clean it up, or do not all hosts share it?",
 }
 
 
 def explain(error: OSError) -> str:
-    """Return what the system refused, and what to do."""
-    default = f"{error.strerror or error}. Look for the cause on that host"
-    return _EXPLANATIONS.get(error.errno or 0, default)
+    """Return the system's reason, and what to do."""
+    remedy = _REMEDIES.get(error.errno or 0, "Look for the cause on that host")
+    return f"{error.strerror or error}. {remedy}"
 
 
 def write_file(path: Path, *pieces: memoryview, written: Callable[[], None] | None = None) -> None:

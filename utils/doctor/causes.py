@@ -1,8 +1,10 @@
 """The table of causes: symptoms in the output, meaning, remedy, and whether a restart helps.
 
-A pattern is literal text. `...` stands for any text and `{host}` for the host that failed; `^` is
-the start of a line, after labels such as "[rank3]: ". The first pattern that matches decides the
-cause of a line, so specific rows precede general ones.
+A pattern is literal text. `...` stands for any text, `{host}` for the host that failed, `{status}`
+for a number other than 0; `^` is the start of a line, after labels such as "[rank3]: ". The first
+pattern that matches decides the cause of a line, so specific rows precede general ones.
+
+The kit's own messages are recognised by how they begin: see lines.KitMessage.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ class Level(IntEnum):
     CONSEQUENCE = 2  # another process has ended
     HINT = 3  # a warning, which jobs that continue also print
     EXIT = 4  # only that a process has failed
+    WORD = 5  # a word of failure, which jobs that continue also print
 
 
-# Who prints the line: the rank that failed, a rank that waited for it, or the scheduler, which
-# ends the job on all hosts.
-Reporter = Literal["failed", "survivor", "scheduler"]
+# Who prints the line: the rank that failed, a rank that waited for it, the scheduler, which ends the
+# job on all hosts, or the kit, whose sentence names the rank and host, or none.
+Reporter = Literal["failed", "survivor", "scheduler", "kit"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Cause:
     explained_by: tuple[str, ...] = ()
 
 
-_CAUSE, _FAILURE, _CONSEQUENCE, _HINT, _EXIT = Level
+_CAUSE, _FAILURE, _CONSEQUENCE, _HINT, _EXIT, _WORD = Level
 
 # fmt: off
 CAUSES = (
@@ -260,7 +263,7 @@ CAUSES = (
           "took another branch.",
           "The source line that the message names, on that rank.",
           "Let every rank call the same collectives. Raise the time-out for long pauses.",
-          ("did not enter collective", "does not respond: it is stopped", "pass monitoredBarrier")),
+          ("pass monitoredBarrier",)),
     Cause("uneven_work", False, _CAUSE,
           "A rank left the training while others needed it: it had fewer steps.",
           "The number of batches of each rank.",
@@ -270,8 +273,7 @@ CAUSES = (
           "Some ranks did not start or could not reach rank 0.",
           "The first message of those ranks; a firewall between hosts; the name of rank 0's host.",
           "Follow the message of the missing rank; exclude its host if there is none.",
-          ("ranks did not join", "no agent has connected from {host} ", "clients joined",
-           "before all ranks had joined"), "survivor"),
+          ("clients joined",), "survivor"),
     Cause("ipv6_addresses", False, _HINT,
           "The name of rank 0's host could not be resolved.",
           "getent ahosts NAME on every host.",
@@ -307,7 +309,7 @@ CAUSES = (
           "Let every rank call the same collectives; raise the time-out for long pauses.",
           ("collective operation timeout", "Timeout at NCCL work", "watchdog got stuck",
            "Heartbeat monitor timed out", "Timed out waiting ...operation",
-           "a collective timed out although", "^RuntimeError: Operation timed out!"), "survivor"),
+           "^RuntimeError: Operation timed out!"), "survivor"),
     Cause("peer_died", None, _FAILURE,
           "Another process ended or its host became unreachable; this one only noticed.",
           "The output of the other ranks, dmesg and the scheduler's view of their hosts.",
@@ -315,7 +317,7 @@ CAUSES = (
           ("Connection closed by remote peer {host}<", "closed by remote peer",
            "remote process exit", "ncclRemoteError", "recv from {host}<",
            "Got completion from peer {host}<", "lost communication with a remote daemon"),
-          "survivor", ("crash", "killed", "python_exception")),
+          "survivor", ("crash", "killed", "python_exception", "kit_message")),
     # General failures ----------------------------------------------------------------------------
     Cause("unhandled_system_error", None, _FAILURE,
           "A system call or a library failed inside NCCL.",
@@ -351,10 +353,26 @@ CAUSES = (
            "on signal 11", "Bus error", "SIGBUS", "Illegal instruction", "SIGILL",
            "Floating point exception", "Fatal Python error: ", "forrtl: ", "Assertion `",
            "exit status 139", "exit code 139", "core dumped")),
+    # The kit's own messages: their sentence replaces the meaning of the row.
     Cause("launch_error", None, _FAILURE,
           "The kit did not start the training; the message gives cause and remedy.",
           "The message; python -m utils.launchers.", "Follow the message.",
-          ("LaunchError: ",)),
+          ("LaunchError: ", "launch.py: error: ", "PlanError: ", "AllocationError: ",
+           "InterpreterError: "), "kit"),
+    Cause("kit_message", None, _CAUSE,
+          "The ranks report what failed first, or which rank the others wait for.",
+          "The message; the folder hang-... if it names one.", "Follow the message.",
+          ("^rank ... stops, because ", "^rank ... have stopped: ",
+           "launch.py: the ranks report what failed first: ", "^  rank ... on ... (pid "), "kit"),
+    Cause("kit_message", None, _FAILURE,
+          "A checkpoint could not be saved or loaded, or the ranks lost each other at it.",
+          "The message.", "Follow the message.",
+          ("CheckpointError: ", "PermanentError: ", "StateError: ", "CoordinationError: ",
+           "RankTimeout: ", "RankLost: ", "StoreLost: "), "kit"),
+    Cause("kit_message", None, _HINT,
+          "The kit logged an error, after which a job may continue.",
+          "The message.", "Follow the message.",
+          ("^[rank .../... ...] ERROR: ",), "kit"),
     # Consequences of the end of another process
     Cause("peer_died", None, _CONSEQUENCE,
           "Another process ended or its host became unreachable; this one only noticed.",
@@ -363,22 +381,28 @@ CAUSES = (
           ("Connection closed by peer [{host}]", "remote=[{host}]:", "Broken pipe",
            "Connection reset by peer", "Connection closed by peer",
            "TCPStore server has shut down", "communicator was aborted",
-           "lost the connection to rank", "the connection to {host} was", "no longer reachable",
-           "No rank reported a cause", "died while torch was connecting"),
-          "survivor", ("killed",)),
+           "^rank ... stops: "),
+          "survivor", ("killed", "kit_message")),
     Cause("killed", None, _CONSEQUENCE,
           "A process was killed: the host had no memory left, or somebody ended it.",
           "dmesg on that host; sacct -j JOB --format=State,MaxRSS.",
           "Request more memory per node if it was close to the limit; otherwise restart.",
           (": Killed", " Killed ", "killed by signal: Killed", "ended by SIGKILL", "signal 9",
-           "Signal 9", "died without a message", "exitcode: -9", "exit code 137", "EXIT CODE: 9",
+           "Signal 9", "exitcode: -9", "exit code 137", "EXIT CODE: 9",
            "KILLED BY SIGNAL: 9", "exit status 137")),
     Cause("terminated", None, _EXIT,
           "A process was terminated (SIGTERM, Ctrl-C), mostly because another had failed.",
           "The output of the other ranks, and of the scheduler.",
           "Find the first message of another rank, or ask who ended it.",
           ("SignalException", "received SIGTERM", "ended by SIGTERM", "signal 15", "Signal 15",
-           ": Terminated", "^KeyboardInterrupt", "STEP ... CANCELLED AT", "RendezvousClosedError")),
+           ": Terminated", "launch.py: error: SIG", "^KeyboardInterrupt", "STEP ... CANCELLED AT", "RendezvousClosedError")),
+    Cause("std_terminate", None, _EXIT,
+          "A C++ thread was still running when std::terminate ended the process. gloo does so when "
+          "the interpreter ends (pytorch issue 190489), but the output does not show whether the "
+          "training had ended.",
+          "The last results and checkpoints: are they complete?",
+          "If they are, nothing is lost. Close the process group before the program ends.",
+          ("terminate called without an active exception",)),
     Cause("unknown", None, _EXIT,
           "A process failed, and the output has no message that this table knows.",
           "The lines before the first failure; the output of each rank (launch.py --output-dir).",
@@ -386,7 +410,9 @@ CAUSES = (
           ("Exited with exit code", "ChildFailedError", "ProcessRaisedException",
            "ProcessExitedException", "CalledProcessError", "exited on signal",
            "died from signal", "BAD TERMINATION OF", "noticed that process rank",
-           "noticed that the job", "Aborted", "launch.py: rank ... ended",
+           "noticed that the job", "Aborted", "launch.py: ...rank ... ended", "xit status{status}",
+           "xit_status{status}", "xit code{status}", "xitcode{status}", "xitCode{status}",
+           "on-zero status", "on-zero exit", "on-zero code", "MPI_Abort", "MPI_ABORT",
            "terminate called after throwing", ".py: job ...: failed", "command not found",
            ": rank ... exited with code", "srun: error: Unable to", "srun: error: Task launch",
            "failed (exitcode", "Fatal error", "fatal error", "FATAL ERROR",
@@ -395,6 +421,13 @@ CAUSES = (
           "The program raised an exception.",
           "The traceback before the message.",
           "Correct the program or its input. If only one host fails, exclude it.",
-          ("^{name}Error:", "^{name}Exception:", "^AssertionError")),
+          ("^{name}Error:", "^{name}Exception:", "^AssertionError", "rank ... on ... failed: ",
+           "^{name}.py: error: ")),
+    Cause("unknown", None, _WORD,
+          "A line speaks of an error that this table does not know. It may not have ended the job.",
+          "That line and the lines before it; the exit status of the job.",
+          "Run the command on one host, with NCCL_DEBUG=INFO and TORCH_SHOW_CPP_STACKTRACES=1.",
+          ("^ERROR", " ERROR ", "[ERROR]", "FAILED", "^Error: ", "^error: ", "^FATAL", "^fatal: ",
+           "CRITICAL", "^panic: ")),
 )
 # fmt: on

@@ -90,7 +90,7 @@ def exit_status(found: Diagnosis | None) -> int:
         return 0
     if found.cause.restart is False:
         return EXIT_NO_RESTART
-    return EXIT_UNKNOWN if found.cause.level is Level.EXIT else EXIT_RESTART
+    return EXIT_UNKNOWN if found.cause.level >= Level.EXIT else EXIT_RESTART
 
 
 def summary(found: Diagnosis) -> str:

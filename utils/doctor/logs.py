@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from .causes import CAUSES, Cause, Level
-from .lines import keywords, match, rank_and_host, reports_exit
+from .causes import Cause, Level
+from .lines import keywords, match, named_by_kit, rank_and_host, reports_abort, reports_exit
 
 _BLOCK_BYTES = 1 << 20
 _MAXIMUM_LINE_BYTES = 1 << 16
@@ -27,6 +27,14 @@ _TIME = re.compile(
     rb"(?:\d{4}-(\d\d)-(\d\d)[T _]|\b[IWEF](\d{1,2})(\d\d) |\b)(\d\d):(\d\d):(\d\d(?:[.,]\d+)?)"
 )
 _LINES_AFTER_HINT = 200  # a job that prints more after a warning has survived it
+_STD_TERMINATE = "std_terminate"
+# An abort in a training makes the other ranks report a loss, or the launcher end them.
+_TRAINING_ENDED = (
+    "The training had ended: no other rank failed or was ended. The abort came while the "
+    "interpreter ended, where a C++ thread was still running. gloo has such (pytorch issue 190489)."
+)
+_NUM_RANKS = re.compile(r"\b(\d+) ranks on \d+ host")
+_ENDED_BY_LAUNCHER = re.compile("others will be ended|closing signal SIGTERM|: Terminated|CANCELLED AT")
 _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
 _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
 
@@ -45,6 +53,10 @@ class Finding:
     seconds: float | None  # since midnight
     named: list[tuple[int | None, str | None]] = field(default_factory=list)
 
+    @property
+    def key(self) -> tuple[str, Level, str]:
+        return _key(self.cause)
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -58,6 +70,11 @@ class Diagnosis:
     @property
     def cause(self) -> Cause:
         return self.finding.cause
+
+
+def _key(cause: Cause) -> tuple[str, Level, str]:
+    """Identify a cause. The kit's messages are cut at different lengths."""
+    return cause.name, cause.level, cause.meaning[:150]
 
 
 def diagnose(files: Sequence[tuple[BinaryIO, str]]) -> Diagnosis | None:
@@ -79,19 +96,22 @@ class _Exit:
 
 class _Reader:
     def __init__(self) -> None:
-        self._findings: dict[tuple[int, int], Finding] = {}  # by cause and file
+        self._findings: dict[tuple[object, int], Finding] = {}  # by cause and file
         self._hosts: set[str] = set()  # that any line names
         self._host_of_rank: dict[int, str] = {}
         self._first_exit: _Exit | None = None
         self._root_causes: list[_Exit] = []  # of torchrun's agents
         self._num_lines: list[int] = []  # of each file
+        self._num_ranks = self._num_aborts = 0  # as the kit prints at the start; of std::terminate
+        self._other_failure = self._ranks_were_ended = False  # besides aborts; by a launcher
 
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
         file_rank = int(label[1]) if label else None
         line_number = 0
         for line_number, line, context in _lines_of_interest(stream):
-            rank, host = rank_and_host(line)
+            kit = named_by_kit(line)
+            rank, host = kit or rank_and_host(line)
             if line_number == 1 and _HOST_NAME.fullmatch(line):
                 host = line
             if host:
@@ -99,12 +119,19 @@ class _Reader:
                 if rank is not None:
                     self._host_of_rank.setdefault(rank, host)
             self._note_exit(line, rank, host)
+            if ranks := _NUM_RANKS.search(line):
+                self._num_ranks = int(ranks[1])
+            self._ranks_were_ended |= _ENDED_BY_LAUNCHER.search(line) is not None
 
             found = match(line)
             if found is None:
                 continue
             cause, named_host = found
-            key = CAUSES.index(cause), number
+            if cause.name == _STD_TERMINATE:
+                self._num_aborts += 1
+            elif not reports_abort(line):
+                self._other_failure |= cause.level < Level.HINT
+            key = _key(cause), number
             if key not in self._findings:
                 date, seconds = _last_time(context)
                 position = number, line_number
@@ -114,7 +141,7 @@ class _Reader:
             self._findings[key].last_line_number = line_number
             if cause.reporter == "survivor":
                 rank, host = None, named_host
-            else:
+            elif kit is None:
                 rank, host = file_rank if rank is None else rank, host or named_host
             if (rank, host) not in self._findings[key].named:
                 self._findings[key].named.append((rank, host))
@@ -138,18 +165,23 @@ class _Reader:
         findings = [one for one in self._findings.values() if not self._went_on_after(one)]
         if not findings:
             return None
+        abort = next((one for one in findings if one.cause.name == _STD_TERMINATE), None)
         finding = _first(findings)
-        reasons = [one for one in findings if _explains(one, finding)]
-        if reasons:
+        if abort is not None and not self._other_failure:
+            finding = abort
+            if not self._ranks_were_ended and self._num_aborts < self._num_ranks:
+                finding.cause = replace(abort.cause, level=Level.FAILURE, meaning=_TRAINING_ENDED)
+        while reasons := [one for one in findings if _explains(one, finding)]:
             finding = _first(reasons)
-        same = [one for one in findings if one.cause is finding.cause]
+        same = [one for one in findings if one.key == finding.key]
         rank, host = self._rank_and_host(finding, same)
         return Diagnosis(finding, rank, host, tuple(one for one in findings if one not in same))
 
     def _went_on_after(self, finding: Finding) -> bool:
         """Whether a job went on after a warning."""
         num_lines = self._num_lines[finding.position[0]] - finding.last_line_number
-        return finding.cause.level == Level.HINT and num_lines > _LINES_AFTER_HINT
+        is_hint = finding.cause.level in (Level.HINT, Level.WORD)
+        return is_hint and num_lines > _LINES_AFTER_HINT
 
     def _rank_and_host(
         self, finding: Finding, same: Sequence[Finding]
@@ -164,6 +196,9 @@ class _Reader:
         hosts = [host for _, host in named if host]
         if finding.cause.reporter == "survivor":
             return None, next(iter(hosts), None)
+        if finding.cause.reporter == "kit":
+            rank, host = next((pair for pair in named if pair != (None, None)), (None, None))
+            return rank, host or self._host_of_rank.get(-1 if rank is None else rank)
         if finding.cause.reporter == "scheduler":
             return None, _only(set(hosts) or self._hosts)
 

@@ -166,8 +166,8 @@ def main(arguments: Sequence[str]) -> int:
         reached = connect(addresses.split(","), int(port))
         if reached is None:
             print(
-                f"launch.py: {socket.gethostname()} cannot reach launch.py at {addresses} port "
-                f"{port}. Expected a network between the hosts of a job. Have the site open it",
+                f"launch.py: error: on {socket.gethostname()} launch.py cannot be reached at "
+                f"{addresses} port {port}. Expected a network between the hosts of a job. Have the site open it",
                 file=sys.stderr,
             )
             return 1

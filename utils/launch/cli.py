@@ -22,7 +22,7 @@ from .plan import HostInfo, Options, Plan, PlanError
 from .planner import describe, make_plan
 from .processes import LAUNCH_VARIABLE
 from .programs import Programs
-from .result import print_status
+from .result import print_error, print_status
 from .run import run
 
 _DESCRIPTION = """\
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = _make_plan(args)
         lines = list(shell_lines(plan, os.environ))
     except (AllocationError, LaunchError, PlanError, interpreter.InterpreterError) as error:
-        print_status(str(error))
+        print_error(str(error))
         return 2
 
     for line in describe(plan):

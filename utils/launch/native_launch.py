@@ -18,7 +18,7 @@ from .join import JoinServer
 from .native_command import NativeCommand
 from .plan import Plan
 from .processes import Processes
-from .result import LaunchResult, describe_status, print_status
+from .result import LaunchResult, describe_status, print_error, print_status
 from .srun_errors import SrunErrors
 
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
@@ -145,15 +145,15 @@ class _NativeLaunch:
         first = self._errors.first if self._errors is not None else None
         if not status:  # for example a site's wrapper around the command, which loses the status
             status = 1
-            print_status(f"{self._program} ended with exit status 0 before all ranks had joined")
+            print_error(f"{self._program} ended with exit status 0 before all ranks had joined")
         elif first is not None:
             status = first.status
             where = f" on {first.host}" if first.host else ""
-            print_status(f"rank {first.ranks}{where} {describe_status(status)}")
+            print_error(f"rank {first.ranks}{where} {describe_status(status)}")
         elif by_signal or status < 128:
-            print_status(f"{self._program} {describe_status(status)}")
+            print_error(f"{self._program} {describe_status(status)}")
         else:
-            print_status(f"{self._program} reports that a rank {describe_status(status)}")
+            print_error(f"{self._program} reports that a rank {describe_status(status)}")
 
         if not self._ranks.complete:
             self._print_missing()
@@ -162,7 +162,7 @@ class _NativeLaunch:
     def _print_missing(self) -> None:
         without = self._ranks.hosts_without_ranks()
         where = f", and none on {', '.join(without)}" if without else ""
-        print_status(
+        print_error(
             f"{self._ranks.missing()}{where}. See the messages of {self._program} above, and check "
             f"that the folder {os.getcwd()} exists on every host"
         )

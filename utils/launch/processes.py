@@ -16,7 +16,7 @@ from typing import IO
 from .. import process
 from .. import signals as early_signals
 from .event_loop import STOP_SIGNALS
-from .result import print_status
+from .result import print_error
 from .script_imports import imports_this_package
 
 # In the environment of every process of a launch: "OUTER/INNER", the ids of the launches around it.
@@ -106,7 +106,7 @@ class Processes:
                 preexec_fn=None if new_session and not hold_signals and not cpus else prepare,
             )
         except OSError as error:
-            print_status(
+            print_error(
                 f"{words[0]} could not be started: {error.strerror}. Expected a program, or a "
                 "script whose name ends in .py"
             )

@@ -130,5 +130,5 @@ def _restore_signals(program: Sequence[str]) -> None:
 
 
 def _fail(text: str, status: int = 1) -> int:
-    print(f"launch.py: on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+    print(f"launch.py: error: on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
     return status

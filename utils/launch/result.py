@@ -18,6 +18,11 @@ def print_status(text: str) -> None:
     print(f"launch.py: {text}", file=sys.stderr, flush=True)
 
 
+def print_error(text: str) -> None:
+    """Print why the launch fails: doctor.py logs finds such lines by their first words."""
+    print_status(f"error: {text}")
+
+
 def describe_status(status: int) -> str:
     """Convert 139 to "was ended by SIGSEGV (exit status 139)"."""
     if status > 128:
@@ -50,7 +55,7 @@ class LaunchResult:
     def fail(self, message: str, now: float, status: int = 1) -> None:
         """Note and print a failure; only the first one counts."""
         if self.failed_at is None:
-            print_status(message)
+            print_error(message)
             self.status, self.failed_at = status, now
 
     def end_now(self, number: int, now: float) -> None:

@@ -184,8 +184,8 @@ class RendezvousServer:
         """Raise LaunchError unless this rank can join. earlier: a report of the same rank."""
         if world_size != self._world_size:
             raise LaunchError(
-                f"the ranks disagree on the world size: rank 0 on {_host(self._reports[0])} has "
-                f"{self._world_size}, rank {rank} on {_host(report)} has {world_size}. Start all "
+                f"the ranks disagree on the world size (rank 0 on {_host(self._reports[0])} has "
+                f"{self._world_size}, rank {rank} on {_host(report)} has {world_size}). Start all "
                 "ranks by one launch with one size"
             )
         if earlier is not None:
@@ -292,7 +292,7 @@ def join(
         if response is None:
             raise LaunchError(
                 f"rank 0 at {address} port {port} ended while the ranks were starting (seen by "
-                f"rank {placement.rank} on {socket.gethostname()}). Look for its own message"
+                f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}). Look for its own message"
             )
         if "error" in response:
             failure = LaunchError(response["error"])
