@@ -28,6 +28,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from . import gloo
 from .collectives import show_collectives
+from .launch_report import report_first_cause
 from .launchers.base import LaunchError, Placement
 from .log import get_logger
 from .rendezvous.hangs import user_frame
@@ -143,6 +144,8 @@ class Shutdown:
         failure = f"{self._this_rank} failed: {description}"
         kind = peer_failure(error) if self._world_size > 1 else ""
         first = self._first_cause(kind, failure)
+        if first and self._monitor is not None:
+            self._monitor.report_to_launcher(first)
         self._release_closing_ranks()
 
         is_root_cause = first == failure
@@ -325,6 +328,8 @@ def print_without_traceback(failure: LaunchError) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is failure:
+            if not failure.reported_by_rank_0:
+                report_first_cause(str(failure))
             _write_error_file(str(failure), is_root_cause=not failure.reported_by_rank_0)
             sys.stderr.write(f"{message}\n")
         else:

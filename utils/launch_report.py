@@ -1,7 +1,8 @@
-"""The notice from rank 0 to launch.py that all ranks have saved after a stop, and its listener.
+"""Notices of the ranks to launch.py, and their listener: all have saved; what failed first.
 
-An exit status cannot report this. torchrun turns every failure into status 1. Launchers also end
-the other ranks, which may still be saving, as soon as one rank leaves with a status other than 0.
+Exit statuses cannot report this. torchrun turns every failure into status 1. Launchers end the
+other ranks, which may still be saving, as soon as one leaves with a status other than 0. And the
+rank that fails first need not be the first that ends.
 """
 
 from __future__ import annotations
@@ -14,28 +15,40 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 from .connection import Connection
 
 VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
 _SEND_TIMEOUT = 5  # seconds
 _RECEIVE_TIMEOUT = 1.0  # seconds
-_MAXIMUM_MESSAGE_BYTES = 1 << 10
+_MAXIMUM_MESSAGE_BYTES = 1 << 14
+_LONGEST_CAUSE = 2000
+
+
+class FirstCause(NamedTuple):
+    """What failed first, as the ranks report it."""
+
+    text: str
+    rank: int | None  # None where it is not one rank
 
 
 class ReportListener:
-    """Listen for rank 0's "saved" notice; poll with saved(). A context manager.
+    """Listen for the notices of the ranks; poll with receive(). A context manager.
 
     The ranks that a native launcher starts join their launch through the same socket and secret.
 
     variables: the environment variables that the ranks need. listener: the listening socket.
+    saved: all ranks have saved. first_cause: the last one that was reported, as torchrun may have
+    restarted the ranks after an earlier one.
     """
 
     def __init__(self, backlog: int = 16, ports: Sequence[int] = ()) -> None:
         """backlog: ranks that may connect at once. ports: those the ranks can reach; () for any."""
         self._backlog = backlog
         self._ports = ports
-        self._saved = False
+        self.saved = False
+        self.first_cause: FirstCause | None = None
 
     def __enter__(self) -> ReportListener:
         from . import network  # ranks need only the rest of this file, and load it quickly
@@ -73,16 +86,18 @@ class ReportListener:
         if not hmac.compare_digest(token, self._secret.encode()):
             return False
 
-        self._saved = self._saved or message.get("saved") is True
+        self.saved = self.saved or message.get("saved") is True
+        if cause := message.get("first_cause"):
+            rank = message.get("rank")
+            self.first_cause = FirstCause(str(cause), rank if isinstance(rank, int) else None)
         return True
 
-    def saved(self) -> bool:
-        """Return whether all ranks have saved. Rank 0 ends only after its notice has arrived."""
+    def receive(self) -> None:
+        """Note what has arrived. A rank ends only after its notice has."""
         while select.select([self.listener], [], [], 0)[0]:
             with contextlib.suppress(OSError), self.listener.accept()[0] as client:
                 connection = Connection(client, longest_bytes=_MAXIMUM_MESSAGE_BYTES)
                 self.note(connection.receive_one(_RECEIVE_TIMEOUT))
-        return self._saved
 
 
 def parse_address(value: str) -> tuple[list[str], int, str]:
@@ -96,8 +111,20 @@ def parse_address(value: str) -> tuple[list[str], int, str]:
 
 def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
     """Report to launch.py that all ranks have saved; return whether launch.py received it."""
+    return _send({"saved": True}, environ)
+
+
+def report_first_cause(
+    text: str, rank: int | None = None, environ: Mapping[str, str] = os.environ
+) -> bool:
+    """Report to launch.py what failed first; rank: which one, where it is one rank."""
+    line = " ".join(text.split())[:_LONGEST_CAUSE]
+    return _send({"first_cause": line, "rank": rank}, environ)
+
+
+def _send(values: Mapping[str, object], environ: Mapping[str, str]) -> bool:
     addresses, port, secret = parse_address(environ.get(VARIABLE, ""))
-    notice = json.dumps({"token": secret, "saved": True}).encode() + b"\n"
+    notice = json.dumps({"token": secret, **values}).encode() + b"\n"
     linger = struct.pack("ii", 1, _SEND_TIMEOUT)
 
     for address in addresses:

@@ -30,18 +30,19 @@ _STARTER_SECONDS = 3.0
 _SHOWN = 8  # hosts in a message
 
 
-def run_agents(plan: Plan, launch_id: str, signals: CaughtSignals) -> int:
-    """Run the plan with an agent on each host; return the exit status of the launch."""
+def run_agents(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
+    """Run the plan with an agent on each host, and note the result."""
     with (
         Processes(launch_id) as processes,
         NativeCommand(plan, processes) as native_command,
         socket.create_server(("", 0), backlog=len(plan.hosts) + 16) as listener,
         EventLoop(signals) as loop,
     ):
-        coordinator = Coordinator(plan, launch_id, processes, native_command, listener, loop)
-        status = coordinator.run()
+        coordinator = Coordinator(
+            plan, launch_id, processes, native_command, listener, loop, result
+        )
+        coordinator.run()
         coordinator.wait_for_starters()
-    return status
 
 
 class Coordinator(ConnectionServer):
@@ -58,9 +59,11 @@ class Coordinator(ConnectionServer):
         native_command: NativeCommand,
         listener: socket.socket,
         loop: EventLoop,
+        result: LaunchResult,
     ) -> None:
         super().__init__(listener, loop)
         self._plan, self._id, self._processes = plan, launch_id, processes
+        self._result = result
         self._native_command = native_command
         self._loop = loop
         # Everybody on a host can read a command line. PBS gives each task of a job a secret;
@@ -76,11 +79,10 @@ class Coordinator(ConnectionServer):
         self._ranks_started = False
         self._running = plan.world_size
         self._done: set[int] = set()  # hosts whose agent is done or lost
-        self._result = LaunchResult()
         self._end_sent_at: float | None = None
 
-    def run(self) -> int:
-        """Run until every agent is done or lost; return the exit status."""
+    def run(self) -> None:
+        """Run until every agent is done or lost."""
         self._start_agents()
         limit = time.monotonic() + START_SECONDS
         while len(self._done) < len(self._plan.hosts):
@@ -100,7 +102,6 @@ class Coordinator(ConnectionServer):
                 )
             self._end_if_failed(now)
         self.close()
-        return self._result.status
 
     def wait_for_starters(self) -> None:
         """Let the commands that started agents end by themselves: they may have output left."""
@@ -255,14 +256,16 @@ class Coordinator(ConnectionServer):
             self._done.add(index)
 
     def _note_exit(self, index: int, local_rank: int, status: int) -> None:
-        host = self._plan.hosts[index]
+        host, rank = self._plan.hosts[index], None
         if self._plan.options.torchrun:
             self._running -= self._plan.ranks[index]
             who = f"torchrun on {host}"
         else:
             self._running -= 1
-            who = f"rank {self._plan.first_rank(index) + local_rank} on {host}"
-        self._result.process_ended(who, status, time.monotonic(), others=self._running > 0)
+            rank = self._plan.first_rank(index) + local_rank
+            who = f"rank {rank} on {host}"
+        others = self._running > 0
+        self._result.process_ended(who, status, time.monotonic(), others=others, rank=rank)
 
     def client_lost(self, index: int) -> None:
         if index not in self._done:

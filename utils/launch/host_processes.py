@@ -9,9 +9,10 @@ from .environment import rank_variables
 from .plan import Plan
 
 # Run by each worker of a torchrun that may restart: only there the number of its host is known.
+# One word with its option: torchrun's summary names the first word without a hyphen.
 _SET_NODE_RANK = (
-    "import os, sys; os.environ['NODE_RANK'] = os.environ['GROUP_RANK']; "
-    "os.execvp(sys.argv[1], sys.argv[1:])"
+    "-cimport os, sys; os.environ['NODE_RANK'] = os.environ['GROUP_RANK']; "
+    "words = {} + sys.argv[1:]; os.execvp(words[0], words)"
 )
 
 
@@ -87,7 +88,9 @@ def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: 
         ]
 
     if plan.options.max_restarts:
-        command = ["--no-python", plan.python, "-c", _SET_NODE_RANK, *plan.program]
+        before = [plan.python, "-u"] if plan.is_script else []
+        words = plan.command if plan.is_script else plan.program
+        command = ["--no-python", plan.python, _SET_NODE_RANK.format(before), *words]
     elif plan.is_script:
         command = list(plan.command)
     else:

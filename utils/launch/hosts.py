@@ -167,10 +167,11 @@ def notes_on_sharing(
 
     for host, ranks, cores in zip(hosts.names, hosts.ranks, hosts.cores, strict=True):
         if cores is not None and cores < ranks:
+            pbs = allocation is not None and allocation.scheduler == "pbs"
             yield (
                 f"the {ranks} ranks on {host} share {cores} core{'s' * (cores > 1)}, all that the "
-                "job has there (--overcommit). For more, request --cpus-per-task or "
-                "--ntasks-per-node"
+                f"job has there. For more, request {'ncpus' if pbs else '--cpus-per-task'}; for "
+                f"fewer ranks, {'mpiprocs' if pbs else '--ntasks-per-node'}"
             )
             return
 

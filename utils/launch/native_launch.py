@@ -21,19 +21,24 @@ from .processes import Processes
 from .result import LaunchResult, describe_status, print_error, print_status
 from .srun_errors import SrunErrors
 
+_END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
 
 
 def run_native_launcher(
-    plan: Plan, launch_id: str, signals: CaughtSignals, report: ReportListener
-) -> int:
-    """Run the plan with the plan's native launcher; return the exit status of the launch."""
+    plan: Plan,
+    launch_id: str,
+    signals: CaughtSignals,
+    report: ReportListener,
+    result: LaunchResult,
+) -> None:
+    """Run the plan with the plan's native launcher, and note the result."""
     with (
         Processes(launch_id) as processes,
         NativeCommand(plan, processes) as command,
         EventLoop(signals) as loop,
     ):
-        return _NativeLaunch(plan, processes, command, report, loop).run()
+        _NativeLaunch(plan, processes, command, report, loop, result).run()
 
 
 class _NativeLaunch:
@@ -46,17 +51,19 @@ class _NativeLaunch:
         command: NativeCommand,
         report: ReportListener,
         loop: EventLoop,
+        result: LaunchResult,
     ) -> None:
         self._plan, self._processes, self._command = plan, processes, command
         self._report, self._loop = report, loop
         self._program = os.path.basename(plan.method.path)
         self._ranks = JoinServer(plan, report, loop)
-        self._result = LaunchResult()
+        self._result = result
         self._errors: SrunErrors | None = None
+        self._rank_failed_at: float | None = None
         self._pass_term_at: float | None = None
         self._reported_waiting = self._ending = False
 
-    def run(self) -> int:
+    def run(self) -> None:
         method = self._plan.method
         words = module_command(self._plan.python, "rank_start", rank_arguments(self._plan))
         child = self._command.start(
@@ -78,9 +85,9 @@ class _NativeLaunch:
         if self._result.status:  # the reason was printed when it happened
             if self._ranks.lost_rank:  # perhaps because others could not start
                 self._print_missing()
-            return self._result.status
+            return
         by_signal = child is not None and (child.returncode or 0) < 0
-        return self._status_of_ranks(status, by_signal)
+        self._result.status = self._status_of_ranks(status, by_signal)
 
     def _wait_for_end(self) -> int:
         """Serve until the command has ended; return its exit status."""
@@ -91,15 +98,33 @@ class _NativeLaunch:
                 self._processes.kill_late(now),
                 self._ranks.seconds_left(now),
                 None if self._pass_term_at is None else max(0.0, self._pass_term_at - now),
+                None if self._rank_failed_at is None else 1.0,
             )
             self._handle_signals()
             now = time.monotonic()
+            self._end_if_failed(now)
             self._ranks.check_time(now)
             if self._ranks.problem and not self._ending:
                 self._result.fail(self._ranks.problem, now)
                 self._end(now)
             status = max([status, *(ended for _, ended in self._processes.ended())])
         return status
+
+    def _end_if_failed(self, now: float) -> None:
+        """End the command if it still runs long after a rank failed: it waits for a dead host."""
+        first = self._errors.first if self._errors is not None else None
+        if self._rank_failed_at is None and (first or self._report.first_cause):
+            self._rank_failed_at = now
+        if self._rank_failed_at is None or self._ending:
+            return
+        if now >= self._result.end_after(self._rank_failed_at, _END_SECONDS):
+            self._result.fail(
+                f"{self._program} has not ended within {now - self._rank_failed_at:.0f} s of the "
+                "first failure: a host may be down, or a rank does not end. It will be ended",
+                now,
+                first.status if first else 1,
+            )
+            self._end(now)
 
     def _read_errors(self, events: int) -> None:
         assert self._errors is not None
@@ -139,7 +164,8 @@ class _NativeLaunch:
 
         by_signal: whether a signal has ended the command itself.
         """
-        if self._report.saved() or not status and self._ranks.complete:
+        self._report.receive()
+        if self._report.saved or not status and self._ranks.complete:
             return status
 
         first = self._errors.first if self._errors is not None else None
@@ -148,8 +174,9 @@ class _NativeLaunch:
             print_error(f"{self._program} ended with exit status 0 before all ranks had joined")
         elif first is not None:
             status = first.status
-            where = f" on {first.host}" if first.host else ""
-            print_error(f"rank {first.ranks}{where} {describe_status(status)}")
+            who = f"rank {first.ranks}" + (f" on {first.host}" if first.host else "")
+            rank = int(first.ranks) if first.ranks.isdecimal() else None
+            self._result.process_ended(who, status, time.monotonic(), others=False, rank=rank)
         elif by_signal or status < 128:
             print_error(f"{self._program} {describe_status(status)}")
         else:

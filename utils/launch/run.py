@@ -27,34 +27,35 @@ def run(plan: Plan) -> int:
     stop, whatever the launcher in between makes of that.
     """
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
-    joining = plan.world_size if plan.native_launcher_starts_ranks else 0  # at the same time
+    result = LaunchResult()
     ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
-    with ReportListener(_BACKLOG + joining, ports) as report, CaughtSignals() as signals:
+    with ReportListener(_BACKLOG + plan.world_size, ports) as report, CaughtSignals() as signals:
         plan = plan._replace(environ={**plan.environ, **report.variables})
         # Modules are loaded only where they are needed: a short launch would notice.
         if plan.native_launcher_starts_ranks:
             from .native_launch import run_native_launcher
 
-            status = run_native_launcher(plan, launch_id, signals, report)
+            run_native_launcher(plan, launch_id, signals, report, result)
         elif plan.uses_agents:
             from .coordinator import run_agents
 
-            status = run_agents(plan, launch_id, signals)
+            run_agents(plan, launch_id, signals, result)
         else:
-            status = _run_local(plan, launch_id, signals)
-        if report.saved():
+            _run_local(plan, launch_id, signals, result)
+        report.receive()
+        if report.saved:
             print_status(
                 "all ranks have saved, and the run can be continued from there (exit status "
                 f"{EXIT_REQUEUE})"
             )
             return EXIT_REQUEUE
-        return status
+        result.conclude(report.first_cause)
+        return result.status
 
 
-def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals) -> int:
+def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
     """Run the ranks of this host as children of this process."""
     torchrun = plan.options.torchrun
-    result = LaunchResult()
     port = ReservedPort()  # for as long as this process lives
 
     def write(stream: int, text: bytes, rank: int) -> None:
@@ -76,8 +77,8 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals) -> int:
             # First: whatever ends from now on wakes the loop.
             stops = signals.take()
             for index, status in processes.ended():
-                who = "torchrun" if torchrun else f"rank {index}"
-                result.process_ended(who, status, now, others=processes.running)
+                who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)
+                result.process_ended(who, status, now, others=processes.running, rank=rank)
             for number in stops:
                 if result.is_last_stop(number, now):
                     result.end_now(number, now)
@@ -91,4 +92,3 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals) -> int:
                 loop.run_once(due, outputs.flush_partial_lines() if outputs else None)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)
-    return result.status

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from .. import process
 from ..connection import Connection, Message
+from ..launch_report import report_first_cause
 from ..schedulers import exclude_file
 from .hangs import (
     Collective,
@@ -88,6 +89,7 @@ class Monitor:
 
         self._first_cause = ""  # the cause that every rank reports
         self._departed: dict[int, str] = {}  # rank -> cause for the ranks that still need it
+        self._failed: dict[int, str] = {}  # rank -> its own failure
         self._queries: dict[Connection | None, _Query] = {}  # None: from this process
         self._response = threading.Event()
         self._positions: dict[int, Position] = {}
@@ -187,6 +189,7 @@ class Monitor:
     def report_failure(self, cause: str) -> str:
         """Report a failure of this rank, before it leaves; return the cause that came first."""
         with self._lock:
+            self._failed[self._rank] = cause
             if self._rank == 0:
                 self._first_cause = self._first_cause or cause
                 return self._first_cause
@@ -196,6 +199,17 @@ class Monitor:
             self._send_all({"failed": cause})
         self._response.wait(_ACKNOWLEDGE_SECONDS)
         return self._first_cause or cause
+
+    def report_to_launcher(self, cause: str) -> None:
+        """Report the first cause to launch.py: rank 0 does, the rank at fault, and any without 0.
+
+        In a thread, for which the end of the program waits: launch.py may be cut off.
+        """
+        with self._lock:
+            known = {**self._departed, **self._failed}
+            rank = next((rank for rank, reason in known.items() if reason == cause), None)
+            if self._rank in (0, rank) or 0 in self._departed or self._hang_announced:
+                threading.Thread(target=report_first_cause, args=(cause, rank)).start()
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -264,6 +278,7 @@ class Monitor:
         if "acknowledged" in message:
             self._acknowledged.add(peer.rank)
         if "failed" in message:
+            self._failed[peer.rank] = str(message["failed"])
             self._first_cause = self._first_cause or str(message["failed"])
             connection.send({"cause": self._first_cause})
         if "query" in message:
@@ -300,8 +315,8 @@ class Monitor:
             )
             return
         self._departed[peer.rank] = (
-            f"rank {peer.rank} on {peer.host} died without a message. It was probably killed (out "
-            "of memory, or a signal). Check the launcher's output"
+            f"rank {peer.rank} on {peer.host} ended without a report (killed, crashed or "
+            "os._exit()). Check the launcher's output for its exit status"
         )
         self._killed.add(peer.rank)
         if self._rank != 0:
@@ -464,6 +479,8 @@ class Monitor:
         )
         sys.stderr.flush()
         self._send_all({"hang": cause, "folder": folder})
+        self._hang_announced = True
+        self.report_to_launcher(cause)
         # In a thread: the file system may be what hangs.
         threading.Thread(target=self._list_unreachable_hosts, daemon=True).start()
         self._end_hang(folder, cause)
