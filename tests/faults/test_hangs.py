@@ -1,6 +1,7 @@
 """Hangs of 8 ranks on 4 hosts, and pauses that are none. `python -m tests.faults.hangs` runs all kinds."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str, limit:
     assert not problem(kind, result), result.output
     # A host counts as bad if its kernel does not respond, and not because its processes do not.
     assert result.excluded == (["h3"] if kind == "cut-host" else [])
+
+
+def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
+    """Also on the lost host itself. A cut network or a switched-off host closes no connection."""
+    result = hang_lab.run("cut-host", limit=0, seconds=40, lost_seconds=6)
+    assert not problem("cut-host", result, limit=0), result.output
+    assert result.statuses == [1] * 8 and result.excluded == ["h3"], result.output
+    assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* does not respond to h3", result.output), result.output
+    stopped = hang_lab.run("stopped", limit=0, seconds=15, lost_seconds=6)
+    assert stopped.statuses == [None] * 8 and "does not respond" not in stopped.output, stopped.output
 
 
 def test_each_rank_writes_its_stacks_and_collectives(hang_lab: HangLab) -> None:

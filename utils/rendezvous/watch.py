@@ -15,7 +15,9 @@ from .hangs import Position, behind, describe, unreported, waiting
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
 _IDLE_MEGABYTES = 1.0  # read and written between two inspections
-_LONGEST_INTERVAL = 1.0
+# Within the limit: what a stopped process does not read must not fill its kernel's buffer, which
+# holds a thousand and more.
+_MOST_HEARTBEATS = 300
 _RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
 
 
@@ -49,9 +51,8 @@ class HangWatch:
         """
         self._recorded = recorded
         self.limit = limit_seconds
-        self.interval = max(
-            min(_LONGEST_INTERVAL, limit_seconds / 8), world_size / _RANKS_PER_SECOND
-        )
+        interval = min(max(1.0, limit_seconds / _MOST_HEARTBEATS), limit_seconds / 8)
+        self.interval = max(interval, world_size / _RANKS_PER_SECOND)
         self._clock = clock
         self._last_progress = clock()
         self._heartbeats: dict[int, Heartbeat] = {}
