@@ -301,6 +301,7 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
     monitor.last_collectives = lambda ends: collectives.last_collectives(locations=ends)
     monitor.progress = lambda: collectives.total_collectives() + job._reported_progress
     monitor.write_report = functools.partial(failure.write_hang_report, job.rank)
+    monitor.gpu_use = functools.partial(device.utilization, job.device)
     if hang_timeout is not None:
         recorded = collectives.are_recorded(job.backend)
         monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))

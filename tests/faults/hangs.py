@@ -5,7 +5,8 @@ python -m tests.faults.hangs cut-host --limit 0         without hang_timeout
 python -m tests.faults.hangs --healthy 20 --limit 20 --at-once 5
 
 Prints for each kind: the seconds after the fault until all processes have ended, those after the limit, and whether
-rank, host, source line and collective are right. --healthy runs trainings that pause three times as long as the limit.
+rank, host, source line and collective are right. --healthy runs trainings that pause two to three times as
+long as the limit.
 The hosts are network namespaces (root). Each has one process that imports torch once and forks the ranks.
 """
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.cluster.hosts import Hosts, wait_until
 from utils.schedulers import exclude_file
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
-HEALTHY = ("compute", "write", "evaluate", "compile")
+HEALTHY = ("compute", "write", "evaluate", "compile", "busy")
 
 
 class Kind(NamedTuple):
@@ -47,7 +48,8 @@ KINDS = {
     "other-order": Kind(OTHER.format(r"all_reduce of \[\[3000\]\]", r"all_reduce of \[\[16\]\]")),
     "stopped": Kind(r"rank 5 on h3 .* does not respond: its process is stopped by a signal .* at LINE.*all_reduce"),
     "cut-host": Kind(r"rank 4 on h3 .* network is cut.* rank 5 on h3 .* network is cut.* at LINE.*all_reduce", (4, 5)),
-    "endless-loop": Kind(BEHIND), "blocked-loader": Kind(BEHIND),
+    "endless-loop": Kind(r"rank 5 on h3 .* is busy \(\d+ % of a core.* at LINE.*\n[^$]*?" + BEHIND),
+    "blocked-loader": Kind(BEHIND),
     "blocked-teardown": Kind(r"rank 5 on h3 .* is idle after the other ranks have left. It is at LINE"),
     "swallowed-exception": Kind(OTHER.format(r"barrier of \[\]", r"all_reduce of \[\[16\]\]")),
     "deadlock": Kind(BEHIND),
@@ -76,7 +78,7 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
             if now and job.rank == 0:
                 (folder / "fault").touch()
             if now and kind in HEALTHY:
-                pause(kind, job, 3 * limit, folder)
+                pause(kind, job, (2 if kind == "busy" else 3) * limit, folder)
             if now and bad:
                 go_wrong(kind, folder)
             if now and kind == "skipped-collective" and not bad:
@@ -132,16 +134,20 @@ class Blocked:
 
 
 def pause(kind: str, job: object, seconds: float, folder: Path) -> None:
-    """Compute or write on all ranks, compile in a child process, or work on rank 0 while the others wait."""
+    """Compute or write on all ranks, compile in a child process, or work on rank 0 while the others wait.
+
+    "evaluate" reports its progress, "busy" does not.
+    """
     end = time.monotonic() + seconds
     if kind == "compile":  # the rank itself waits
         compiler = ("import time; end = time.monotonic() + {}\n"
                     "while time.monotonic() < end: sum(range(10_000)); time.sleep(0.01)")
         subprocess.run([sys.executable, "-c", compiler.format(seconds)], check=True)
-    while time.monotonic() < end and (kind in ("compute", "write") or kind == "evaluate" and job.rank == 0):  # type: ignore[attr-defined]
-        if kind == "compute":
+    on_all = kind in ("compute", "write")
+    while time.monotonic() < end and (on_all or kind in ("evaluate", "busy") and job.rank == 0):  # type: ignore[attr-defined]
+        if kind in ("compute", "busy"):
             sum(range(10_000))
-            time.sleep(0.002)
+            time.sleep(0.002 if on_all else 0)
         elif kind == "write":
             with open(folder / f"data{job.rank}", "wb") as file:  # type: ignore[attr-defined]
                 file.write(b"x" * 2_000_000)

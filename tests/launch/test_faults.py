@@ -77,7 +77,7 @@ HUNG = (r"stops, because rank 1 on \w+2 \(pid \d+\) did not enter collective \d+
 
 @pytest.mark.parametrize(("launcher", "fault", "cause"), [
     ("srun", "kill-after-exchange:1", "rank 1 on node2 .*died while torch was connecting the ranks"),
-    ("srun", "kill-training:1", r"rank 1 on node2 \(pid \d+\) died without a message"),
+    ("srun", "kill-training:1", r"rank 1 on node2 \(pid \d+\) ended without a report"),
     ("mpich5", "close:0", UNEVEN.format(0, 1)), ("openmpi5", "exit:1", UNEVEN.format(1, 2)),
     ("srun", "return:1", UNEVEN.format(1, 2)), ("openmpi5", "hang:1", HUNG), ("srun", "hang:1", HUNG)])
 def test_a_rank_that_is_lost_later_is_named_with_its_host(launch: Launch, launcher: str, fault: str,
@@ -85,5 +85,5 @@ def test_a_rank_that_is_lost_later_is_named_with_its_host(launch: Launch, launch
     output = launch(launcher, SHOW, fault)
     assert re.search(cause, output), output
     if "kill" not in fault:
-        assert "without a message" not in output and "Traceback" not in output, output
+        assert "without a report" not in output and "Traceback" not in output, output
         assert not re.search(r"rank \d on \w+\d failed", output), output

@@ -26,6 +26,7 @@ from ..schedulers import exclude_file
 from .hangs import (
     Collective,
     Position,
+    Work,
     behind,
     describe,
     describe_mismatch,
@@ -78,6 +79,7 @@ class Monitor:
         self.entered_collectives: Callable[[], int | None] = lambda: None
         # The last of them, oldest first, with or without locations; empty if not recorded.
         self.last_collectives: Callable[[bool], list[Collective]] = lambda locations: []
+        self.gpu_use: Callable[[], float] = lambda: 0.0  # of the last second, 0 to 1
         # A number that grows with this rank's progress.
         self.progress: Callable[[], int] = lambda: 0
         # Writes this rank's file; its arguments are a folder, "" for none, and the cause.
@@ -279,7 +281,7 @@ class Monitor:
             connection.send({"position": position, "states": states} if position else {})
         if message.get("position"):
             entered, location, last, work = message["position"]
-            self._positions[peer.rank] = Position(entered, location, tuple(last), tuple(work))
+            self._positions[peer.rank] = Position(entered, location, tuple(last), Work(*work))
             self._states.update({int(rank): state for rank, state in message["states"].items()})
         if "hang" in message:
             self._end_hang(str(message["folder"]), str(message["hang"]))
@@ -393,7 +395,8 @@ class Monitor:
         if entered is None:
             return None
         last = tuple(self.last_collectives(ends))
-        return Position(entered, main_thread_location(), last, process.work_done())
+        work = Work(*process.work_done(), self.gpu_use())
+        return Position(entered, main_thread_location(), last, work)
 
     def _states_of(self, silent: Mapping[int, str]) -> dict[int, str]:
         """Return what this host knows of processes that do not respond: {3: "stopped by ..."}."""
@@ -471,6 +474,9 @@ class Monitor:
 
         self._inspecting_since = None
         cause = watch.find_cause(self._positions, self._hosts, self._departed, self._states)
+        sys.stderr.write(watch.notice)
+        sys.stderr.flush()
+        watch.notice = ""
         if cause:
             self._announce_hang(cause)
         self._positions_requested = False
