@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import select
 import selectors
@@ -13,18 +15,20 @@ from typing import Any
 Message = dict[str, Any]  # what json can write
 _CHUNK_BYTES = 1 << 18
 _RETRANSMITS = 3  # in a row, which takes a second or more
+_HOST_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 class Connection:
     """One end of a connection. It blocks only where a timeout is given.
 
     closed: the peer closed the connection or sent invalid data; `problem` has the reason.
+    host_lost: it was closed because the other host does not respond; see keep_alive().
     """
 
     def __init__(self, connected: socket.socket, *, longest_bytes: int = 1 << 26) -> None:
         """Take over a connected socket. longest_bytes: maximum size of one message."""
         self.socket = connected
-        self.closed = False
+        self.closed = self.host_lost = False
         self.problem = ""
         self._longest_bytes = longest_bytes
         self._can_send = True
@@ -32,6 +36,24 @@ class Connection:
         self._unread = bytearray()
         self._messages: deque[Message] = deque()
         connected.setblocking(False)
+
+    def keep_alive(self, lost_seconds: int) -> None:
+        """Let the kernel close the connection when the other host does not respond for so long.
+
+        A host that was switched off or cut off sends nothing. The kernel there responds for a
+        process that is stopped or busy.
+        """
+        options = (
+            ("TCP_KEEPIDLE", lost_seconds // 3),
+            ("TCP_KEEPINTVL", max(1, lost_seconds // 6)),
+            ("TCP_KEEPCNT", 4),
+            ("TCP_USER_TIMEOUT", lost_seconds * 1000),
+        )
+        with contextlib.suppress(OSError):  # another kind of socket
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in options:
+                if hasattr(socket, option):
+                    self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for selectors."""
@@ -65,8 +87,9 @@ class Connection:
                 del self._unsent[:sent]
         except BlockingIOError:
             pass
-        except OSError:  # what the other end sent before it closed can still be received
+        except OSError as error:  # what the other end sent before can still be received
             self._can_send = False
+            self._note_lost_host(error)
             self._unsent.clear()
 
     def receive(self) -> list[Message]:
@@ -94,7 +117,7 @@ class Connection:
         A process that is stopped does not matter: its host acknowledges what arrives.
         """
         if self.closed or not hasattr(socket, "TCP_INFO"):
-            return False
+            return self.host_lost
         # struct tcp_info of tcp(7): state, ca_state, retransmits of the same data, ...
         try:
             return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2] >= _RETRANSMITS
@@ -121,6 +144,7 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError as error:
+            self._note_lost_host(error)
             self._lose(error.strerror or str(error))
         self._parse()
 
@@ -149,6 +173,9 @@ class Connection:
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(self.socket, event)
         return bool(poll.poll(seconds * 1000))
+
+    def _note_lost_host(self, error: OSError) -> None:
+        self.host_lost = self.host_lost or error.errno in _HOST_LOST
 
     def _lose(self, problem: str) -> None:
         self.closed = True

@@ -299,13 +299,12 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
         if not faulthandler.is_enabled():
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
     monitor.last_collectives = lambda ends: collectives.last_collectives(locations=ends)
-    if hang_timeout is None:
-        return
-    monitor.watch(
-        HangWatch(hang_timeout, job.world_size, recorded=collectives.are_recorded(job.backend)),
-        progress=lambda: collectives.total_collectives() + job._reported_progress,
-        write_report=functools.partial(failure.write_hang_report, job.rank),
-    )
+    monitor.progress = lambda: collectives.total_collectives() + job._reported_progress
+    monitor.write_report = functools.partial(failure.write_hang_report, job.rank)
+    monitor.gpu_use = functools.partial(device.utilization, job.device)
+    if hang_timeout is not None:
+        recorded = collectives.are_recorded(job.backend)
+        monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
 
 
 def _bind(cpus: str) -> None:

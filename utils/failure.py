@@ -259,9 +259,11 @@ def write_hang_report(rank: int, folder: str, cause: str) -> None:
     """Write the Python stacks of all threads and the last collectives of this rank to a file.
 
     The file goes to `folder`, or to the folder for temporary files where that is not writable.
+    folder: "" for no file. torchrun's agent gets the cause in any case.
     """
     name = f"rank{rank}-{socket.gethostname()}.txt"
-    for place in (folder, os.path.join(tempfile.gettempdir(), os.path.basename(folder))):
+    temporary = os.path.join(tempfile.gettempdir(), os.path.basename(folder))
+    for place in (folder, temporary) if folder else ():
         try:
             os.makedirs(place, exist_ok=True)
             with open(os.path.join(place, name), "w", encoding="utf-8") as file:

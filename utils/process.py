@@ -117,10 +117,11 @@ def stopped_state(pid: int) -> str:
     return "stopped by a signal (SIGSTOP or SIGTSTP)" if values.get("State", "")[:1] == "T" else ""
 
 
-def work_done() -> tuple[float, float]:
+def work_done() -> tuple[float, float, bool]:
     """Return what this process and its descendants have used: seconds of CPU, megabytes of I/O.
 
-    The second number also grows while a thread waits for a disk. Zeros without /proc.
+    The seconds include those in which the main thread was ready while others had the cores. The
+    last value is whether a thread of this process waits for a disk. Zeros without /proc.
     """
     parents = parents_by_pid()
     family = [os.getpid()]
@@ -134,9 +135,10 @@ def work_done() -> tuple[float, float]:
         content = _read(f"/proc/{pid}/io") or b""
         amounts = (line.partition(b": ") for line in content.splitlines())
         megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6
-    if any(_stat(f"/proc/self/task/{thread}/stat")[1][:1] == ["D"] for thread in thread_ids()):
-        megabytes += time.monotonic()
-    return ticks / os.sysconf("SC_CLK_TCK"), megabytes
+    states = (_stat(f"/proc/self/task/{thread}/stat")[1][:1] for thread in thread_ids())
+    waited = (_read("/proc/self/schedstat") or b"").split()[1:2]  # nanoseconds
+    seconds = ticks / os.sysconf("SC_CLK_TCK") + sum(map(int, waited)) / 1e9
+    return seconds, megabytes, ["D"] in states
 
 
 def thread_seconds() -> tuple[float, float]:

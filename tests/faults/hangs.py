@@ -1,10 +1,12 @@
 """Hang a training of 8 ranks on 4 hosts in 12 ways, and check what the kit reports.
 
 python -m tests.faults.hangs [KIND ...] [--limit SECONDS]
+python -m tests.faults.hangs cut-host --limit 0         without hang_timeout
 python -m tests.faults.hangs --healthy 20 --limit 20 --at-once 5
 
 Prints for each kind: the seconds after the fault until all processes have ended, those after the limit, and whether
-rank, host, source line and collective are right. --healthy runs trainings that pause three times as long as the limit.
+rank, host, source line and collective are right. --healthy runs trainings that pause two to three times as
+long as the limit.
 The hosts are network namespaces (root). Each has one process that imports torch once and forks the ranks.
 """
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tests.cluster.hosts import Hosts, wait_until
 from utils.schedulers import exclude_file
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
-HEALTHY = ("compute", "write", "evaluate", "compile")
+HEALTHY = ("compute", "write", "evaluate", "compile", "busy")
 
 
 class Kind(NamedTuple):
@@ -46,24 +48,29 @@ KINDS = {
     "other-order": Kind(OTHER.format(r"all_reduce of \[\[3000\]\]", r"all_reduce of \[\[16\]\]")),
     "stopped": Kind(r"rank 5 on h3 .* does not respond: its process is stopped by a signal .* at LINE.*all_reduce"),
     "cut-host": Kind(r"rank 4 on h3 .* network is cut.* rank 5 on h3 .* network is cut.* at LINE.*all_reduce", (4, 5)),
-    "endless-loop": Kind(BEHIND), "blocked-loader": Kind(BEHIND),
+    "endless-loop": Kind(r"rank 5 on h3 .* is busy \(\d+ % of a core.* at LINE.*\n[^$]*?" + BEHIND),
+    "blocked-loader": Kind(BEHIND),
     "blocked-teardown": Kind(r"rank 5 on h3 .* is idle after the other ranks have left. It is at LINE"),
     "swallowed-exception": Kind(OTHER.format(r"barrier of \[\]", r"all_reduce of \[\[16\]\]")),
     "deadlock": Kind(BEHIND),
     "exited": Kind(r"rank 5 on h3 left .*at LINE.* after \d+ collectives, and other ranks need it"),
     "debugger": Kind(BEHIND),
 }
+LOST = Kind(r"A host is lost: no response for \d+ s.*\n  rank 4 on h3 .* does not respond to h1: its host is down, .*"
+            r"rank 5 on h3 .* does not respond to h1: its host is down", (4, 5))  # cut-host without hang_timeout
 
 
 # A rank --------------------------------------------------------------------------------------------------------------
 
-def train(kind: str, limit: float, folder: Path) -> None:
+def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> None:
     import torch
     import torch.distributed as dist
 
     from utils import setup_distributed
+    from utils.rendezvous import monitor
 
-    with setup_distributed("gloo", timeout=60, hang_timeout=limit) as job:
+    monitor.HOST_LOST_SECONDS = lost_seconds or monitor.HOST_LOST_SECONDS
+    with setup_distributed("gloo", timeout=60, hang_timeout=limit or None) as job:
         bad = job.rank == BAD
         values = torch.ones(16)
         for step in range(STEPS):
@@ -71,7 +78,7 @@ def train(kind: str, limit: float, folder: Path) -> None:
             if now and job.rank == 0:
                 (folder / "fault").touch()
             if now and kind in HEALTHY:
-                pause(kind, job, 3 * limit, folder)
+                pause(kind, job, (2 if kind == "busy" else 3) * limit, folder)
             if now and bad:
                 go_wrong(kind, folder)
             if now and kind == "skipped-collective" and not bad:
@@ -127,16 +134,20 @@ class Blocked:
 
 
 def pause(kind: str, job: object, seconds: float, folder: Path) -> None:
-    """Compute or write on all ranks, compile in a child process, or work on rank 0 while the others wait."""
+    """Compute or write on all ranks, compile in a child process, or work on rank 0 while the others wait.
+
+    "evaluate" reports its progress, "busy" does not.
+    """
     end = time.monotonic() + seconds
     if kind == "compile":  # the rank itself waits
         compiler = ("import time; end = time.monotonic() + {}\n"
                     "while time.monotonic() < end: sum(range(10_000)); time.sleep(0.01)")
         subprocess.run([sys.executable, "-c", compiler.format(seconds)], check=True)
-    while time.monotonic() < end and (kind in ("compute", "write") or kind == "evaluate" and job.rank == 0):  # type: ignore[attr-defined]
-        if kind == "compute":
+    on_all = kind in ("compute", "write")
+    while time.monotonic() < end and (on_all or kind in ("evaluate", "busy") and job.rank == 0):  # type: ignore[attr-defined]
+        if kind in ("compute", "busy"):
             sum(range(10_000))
-            time.sleep(0.002)
+            time.sleep(0.002 if on_all else 0)
         elif kind == "write":
             with open(folder / f"data{job.rank}", "wb") as file:  # type: ignore[attr-defined]
                 file.write(b"x" * 2_000_000)
@@ -179,7 +190,7 @@ def run_rank(task: dict[str, Any]) -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     status = 1
     try:
-        train(task["kind"], task["limit"], folder)
+        train(task["kind"], task["limit"], folder, task["lost_seconds"])
         status = 0
     except SystemExit as leaving:
         status = int(leaving.code or 0)
@@ -209,12 +220,15 @@ class HangLab:
         for server in self._servers.values():
             assert server.stdout and server.stdout.readline() == "ready\n"
 
-    def run(self, kind: str, limit: float, seconds: float = 60) -> Result:
-        """Start all ranks; return when they have ended, or after so many seconds."""
+    def run(self, kind: str, limit: float, seconds: float = 60, lost_seconds: int | None = None) -> Result:
+        """Start all ranks; return when they have ended, or after so many seconds.
+
+        limit: 0 for none. lost_seconds: until a host counts as lost; None for the kit's own value.
+        """
         with self._starting:
             self._runs += 1
             folder = self.hosts.folder / f"{self._runs}-{kind}"
-            self._start(kind, limit, folder, 29600 + self._runs)
+            self._start(kind, limit, folder, 29600 + self._runs, lost_seconds)
         left = [rank for rank in range(RANKS) if kind not in ("stopped", "cut-host") or rank != BAD]
         with contextlib.suppress(RuntimeError):
             wait_until((folder / "fault").exists, "the fault", seconds=60)
@@ -244,7 +258,7 @@ class HangLab:
         """Run a training with a pause that is no hang."""
         return self.run(kind, limit, 90 + 3 * limit)
 
-    def _start(self, kind: str, limit: float, folder: Path, port: int) -> None:
+    def _start(self, kind: str, limit: float, folder: Path, port: int, lost_seconds: int | None) -> None:
         folder.mkdir()
         for rank in range(RANKS):
             host = self.hosts.hosts[rank // 2]
@@ -253,7 +267,8 @@ class HangLab:
                    exclude_file.VARIABLE: str(folder / "bad-hosts")}
             pipe = self._servers[host].stdin
             assert pipe
-            pipe.write(json.dumps({"kind": kind, "limit": limit, "folder": str(folder), "env": env}) + "\n")
+            task = {"kind": kind, "limit": limit, "folder": str(folder), "env": env, "lost_seconds": lost_seconds}
+            pipe.write(json.dumps(task) + "\n")
             pipe.flush()
 
     def link(self, host: str, state: str) -> None:
@@ -264,9 +279,9 @@ def status(path: Path) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
-def problem(kind: str, result: Result) -> str:
+def problem(kind: str, result: Result, limit: float = 1) -> str:
     """Return what is wrong with a report; "" where rank, host, line and collective are right."""
-    expected = KINDS[kind]
+    expected = KINDS[kind] if limit else LOST
     lines = Path(__file__).read_text().splitlines()
     marked = [number for number, line in enumerate(lines, 1) if re.search(rf"# hang: {kind}\b", line)]
     marked += [number for number, line in enumerate(lines, 1) if "skipped-collective" in kind and "values)  #" in line]
@@ -300,8 +315,8 @@ def main() -> int:
     with Hosts(4) as hosts:
         lab = HangLab(hosts)
         for kind in args.kinds or ([] if args.healthy else KINDS):
-            result = lab.run(kind, args.limit)
-            found = problem(kind, result)
+            result = lab.run(kind, args.limit, 60 if args.limit else 150)
+            found = problem(kind, result, args.limit)
             wrong += bool(found)
             print(f"{kind:20} {result.seconds:5.1f} s, {result.seconds - args.limit:5.1f} s after the limit: "
                   f"{found or 'right'}", flush=True)

@@ -1,6 +1,7 @@
 """Hangs of 8 ranks on 4 hosts, and pauses that are none. `python -m tests.faults.hangs` runs all kinds."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.faults.hangs import HangLab, problem
-from utils.rendezvous.hangs import Collective, Position
+from utils.rendezvous.hangs import Collective, Position, Work
 from utils.rendezvous.watch import HangWatch, Heartbeat
 
 
@@ -29,6 +30,16 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str, limit:
     assert result.excluded == (["h3"] if kind == "cut-host" else [])
 
 
+def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
+    """Also on the lost host itself. A cut network or a switched-off host closes no connection."""
+    result = hang_lab.run("cut-host", limit=0, seconds=40, lost_seconds=6)
+    assert not problem("cut-host", result, limit=0), result.output
+    assert result.statuses == [1] * 8 and result.excluded == ["h3"], result.output
+    assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* does not respond to h3", result.output)
+    stopped = hang_lab.run("stopped", limit=0, seconds=15, lost_seconds=6)
+    assert stopped.statuses == [None] * 8 and "does not respond" not in stopped.output, stopped.output
+
+
 def test_each_rank_writes_its_stacks_and_collectives(hang_lab: HangLab) -> None:
     hang_lab.run("debugger", limit=1.5)
     files = sorted(hang_lab.hosts.folder.glob("*-debugger/hang-*/rank*.txt"))
@@ -38,9 +49,13 @@ def test_each_rank_writes_its_stacks_and_collectives(hang_lab: HangLab) -> None:
     assert "NOT ENDED, at " in waiting and "NOT ENDED" not in hung
 
 
-def test_evaluation_on_one_rank_is_no_hang(hang_lab: HangLab) -> None:
-    result = hang_lab.run("evaluate", limit=1.5)
+@pytest.mark.parametrize(("kind", "notices"), [("evaluate", 0), ("busy", 1)])
+def test_work_on_one_rank_is_no_hang(hang_lab: HangLab, kind: str, notices: int) -> None:
+    result = hang_lab.run(kind, limit=3.0)
     assert result.statuses == [0] * 8 and "The ranks hang" not in result.output, result.output
+    found = re.findall(r"rank 0 on h1 .* is busy \(.*core.*\) at \S*hangs.py, line \d+, in pause. .*report_progress\(\)"
+                       r" there, or set a larger hang_timeout. Otherwise the job ends after 9 s", result.output)
+    assert len(found) == notices, result.output
 
 
 # What the watch decides, without processes ---------------------------------------------------------------------------
@@ -51,20 +66,22 @@ HOSTS = {rank: f"h{rank} (pid {rank + 100})" for rank in range(4)}
 def position(entered: int, work: float = 0.0, pending: bool = False) -> Position:
     call = Collective(group="0", number=entered, operation="all_reduce", sizes="[[4]]", between_two=False,
                       location="train.py, line 3, in step", pending=pending)
-    return Position(entered, "train.py, line 7, in main", (call,), (work, 0.0))
+    return Position(entered, "train.py, line 7, in main", (call,), Work(cpu_seconds=work))
 
 
-def cause_found(first: list[Position], second: list[Position], *, recorded: bool = False) -> str:
-    """Return the cause that a watch with a limit of 100 s finds after 100 s without progress."""
-    now = [0.0]
+def cause_found(*inspections: list[Position], recorded: bool = False) -> str:
+    """Return the notices and the cause that a watch with a limit of 100 s finds in inspections every 50 s."""
+    now, found = [0.0], []
     watch = HangWatch(100.0, 4, recorded=recorded, clock=lambda: now[0])
     for rank in range(4):
-        watch.receive(rank, Heartbeat(first[0].collectives, first[0].collectives, ""))
+        watch.receive(rank, Heartbeat(inspections[0][0].collectives, inspections[0][0].collectives, ""))
     assert not watch.is_due()
-    for now[0], positions in ((50.0, first), (100.0, second)):
+    for number, positions in enumerate(inspections, 1):
+        now[0] = 50.0 * number
         assert watch.is_due()
-        cause = watch.find_cause(dict(enumerate(positions)), HOSTS, {}, {})
-    return cause
+        found += [watch.find_cause(dict(enumerate(positions)), HOSTS, {}, {}), watch.notice]
+        watch.notice = ""
+    return "".join(found)
 
 
 def test_ranks_that_compute_do_not_hang() -> None:
@@ -87,6 +104,40 @@ def test_ranks_that_compute_after_unequal_numbers_of_transfers_do_not_hang() -> 
     first, second = ([position(n, work)._replace(last=()) for n in counts] for work in (0.0, 30.0))
     assert "rank 0 on h0" in cause_found(first, second)
     assert cause_found(first, second, recorded=True) == ""
+
+
+WAITING = [position(7, pending=True)] * 3
+
+
+@pytest.mark.parametrize(("work", "use"), [
+    (Work(cpu_seconds=12.0), "24 % of a core"), (Work(megabytes=200.0), "4 MB/s"), (Work(gpu=0.5), "GPU 50 %"),
+    (Work(cpu_seconds=8.0), ""), (Work(waits_for_disk=True), "")])
+def test_busy_rank_is_no_hang(work: Work, use: str) -> None:
+    late = position(6)
+    positions = [[*WAITING, late._replace(work=start)] for start in (Work(gpu=work.gpu), work)]
+    cause = cause_found(*positions, recorded=True)
+    if use:
+        assert cause.startswith(f"rank 3 on h3 (pid 103) is busy ({use}) at train.py, line 7, in main. "), cause
+        assert "report_progress()" in cause and "after 300 s" in cause and "did not enter" not in cause
+    else:
+        assert cause.startswith("rank 3 on h3 (pid 103) did not enter collective 7"), cause
+        assert "busy" not in cause
+
+
+def test_busy_rank_ends_the_job_at_its_own_limit_or_when_it_becomes_idle() -> None:
+    looping = [[*WAITING, position(6, 50.0 * number)] for number in range(6)]
+    assert "did not enter" not in cause_found(*looping[:5])
+    cause = cause_found(*looping)
+    assert cause.count("is busy (") == 1 and cause.endswith(". Rank 3 is busy: 100 % of a core"), cause
+    assert "rank 3 on h3 (pid 103) did not enter" in cause_found(*looping[:3], looping[2])
+
+
+def test_busy_rank_does_not_hide_another_collective() -> None:
+    other = position(7, 50.0, pending=True)
+    other = other._replace(last=({**other.last[0], "operation": "barrier"},))
+    loop = position(6, 50.0)
+    cause = cause_found([*WAITING[:2], other, loop._replace(work=Work())], [*WAITING[:2], other, loop])
+    assert "rank 2 on h2 (pid 102) entered another collective 7" in cause
 
 
 def test_transfers_between_two_ranks_are_progress() -> None:

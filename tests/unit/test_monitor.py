@@ -55,7 +55,7 @@ def test_killed_rank_is_named_with_its_host(ranks: list[Monitor], sockets: Socke
     for end in sockets[dead]:
         end.shutdown(socket.SHUT_RDWR)
     for rank in {0, 1, 2} - {dead}:
-        assert f"rank {dead} on h{dead} ended without a report" in ranks[rank].find_cause("lost")
+        assert f"rank {dead} on h{dead} ended without a report. It was killed" in ranks[rank].find_cause("lost")
 
 
 @pytest.mark.parametrize(("stopped", "expected"), [

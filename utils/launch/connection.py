@@ -100,17 +100,8 @@ class LaunchConnection:
         """Take over a connected socket."""
         self._connection = Connection(connected)
         self._loop: EventLoop | None = None
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._connection.keep_alive(LOST_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that was switched off sends nothing: our kernel has to find out.
-        for option, value in (
-            ("TCP_KEEPIDLE", 10),
-            ("TCP_KEEPINTVL", 5),
-            ("TCP_KEEPCNT", 4),
-            ("TCP_USER_TIMEOUT", LOST_SECONDS * 1000),
-        ):
-            if hasattr(socket, option):
-                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def fileno(self) -> int:
         return self._connection.fileno()

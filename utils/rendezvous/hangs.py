@@ -29,13 +29,22 @@ class Collective(TypedDict):
     pending: bool  # it has not ended
 
 
+class Work(NamedTuple):
+    """What a rank and its child processes have used since they were started."""
+
+    cpu_seconds: float = 0.0
+    megabytes: float = 0.0  # read and written
+    waits_for_disk: bool = False  # now
+    gpu: float = 0.0  # how much of the last second its GPU was in use, 0 to 1
+
+
 class Position(NamedTuple):
     """How far a rank has progressed."""
 
     collectives: int  # that it has entered
     location: str  # of its main thread: "/home/me/train.py, line 40, in main"
     last: tuple[Collective, ...] = ()  # the last collectives, oldest first; empty if unknown
-    work: tuple[float, float] = (0.0, 0.0)  # seconds of CPU, megabytes read and written
+    work: Work = Work()
 
 
 def main_thread_location() -> str:

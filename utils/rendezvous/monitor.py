@@ -2,8 +2,8 @@
 
 Every rank keeps the connection of the start-up exchange until it leaves, and a thread listens to
 it. A rank reports on it before it leaves or when it fails. A connection that ends without a report
-belongs to a rank that was killed. A rank whose collective fails or times out queries rank 0 for
-the cause. No torch.
+belongs to a rank that was killed or crashed, or whose host is down. A rank whose collective fails
+or times out queries rank 0 for the cause. No torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..schedulers import exclude_file
 from .hangs import (
     Collective,
     Position,
+    Work,
     behind,
     describe,
     describe_mismatch,
@@ -37,6 +38,7 @@ from .hangs import (
 from .watch import HangWatch, Heartbeat
 
 HUNG_RANK_TIMEOUT = 10.0
+HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
 _ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
 _REPORT_SECONDS = 10.0  # that a hung rank has for its files
 _DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
@@ -78,8 +80,11 @@ class Monitor:
         self.entered_collectives: Callable[[], int | None] = lambda: None
         # The last of them, oldest first, with or without locations; empty if not recorded.
         self.last_collectives: Callable[[bool], list[Collective]] = lambda locations: []
-        self._progress: Callable[[], int] = lambda: 0
-        self._write_report: Callable[[str, str], None] = lambda folder, cause: None
+        self.gpu_use: Callable[[], float] = lambda: 0.0  # of the last second, 0 to 1
+        # A number that grows with this rank's progress.
+        self.progress: Callable[[], int] = lambda: 0
+        # Writes this rank's file; its arguments are a folder, "" for none, and the cause.
+        self.write_report: Callable[[str, str], None] = lambda folder, cause: None
 
         self._lock = threading.RLock()
         self._started = dict.fromkeys(self._hosts, False)
@@ -95,10 +100,12 @@ class Monitor:
         self._positions: dict[int, Position] = {}
         self._positions_requested = False
         self._hung: set[int] = set()  # ranks, as far as rank 0 knows
-        self._killed: set[int] = set()  # ranks that ended without a message
+        self._killed: set[int] = set()  # ranks that ended without a report
+        self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
 
         self._watch: HangWatch | None = None
         self._next_heartbeat = 0.0
+        self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
         self._inspecting_since: float | None = None
         self._states: dict[int, str] = {}  # of processes that do not respond
         self._hang_announced = False
@@ -111,6 +118,8 @@ class Monitor:
         # rank open.
         close_in_child = functools.partial(_close_in_child, weakref.ref(self))
         os.register_at_fork(after_in_child=close_in_child)
+        for connection in self._peers:
+            connection.keep_alive(HOST_LOST_SECONDS)
         threading.Thread(target=self._run, daemon=True, name="rank monitor").start()
 
     # Called by the main thread -------------------------------------------------------------------
@@ -128,19 +137,9 @@ class Monitor:
             self._started[self._rank] = True
             self._send_all({"started": True})
 
-    def watch(
-        self,
-        watch: HangWatch,
-        progress: Callable[[], int],
-        write_report: Callable[[str, str], None],
-    ) -> None:
-        """Look for hangs from now on, and end this process when the ranks hang.
-
-        progress: a number that grows with this rank's progress. write_report: writes this rank's
-        file; its arguments are a folder and the cause. Both are called by the thread.
-        """
+    def watch(self, watch: HangWatch) -> None:
+        """Look for hangs from now on, and end this process when the ranks hang."""
         with self._lock:
-            self._progress, self._write_report = progress, write_report
             self._watch = watch
         self._wake()
 
@@ -243,6 +242,7 @@ class Monitor:
             self._respond_to_queries()
             if self._hung:
                 self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
+            self._watch_lost_hosts()
             self._watch_ranks()
             others = {peer.rank for peer in self._peers.values()}
             if self._leaving and self._acknowledged >= others:
@@ -253,7 +253,7 @@ class Monitor:
         if self._queries or self._inspecting_since is not None:
             return 0.05
         if self._watch is None:
-            return None
+            return 1.0 if self._lost else None
         return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
 
     def _read(self, connection: Connection) -> None:
@@ -296,7 +296,7 @@ class Monitor:
             connection.send({"position": position, "states": states} if position else {})
         if message.get("position"):
             entered, location, last, work = message["position"]
-            self._positions[peer.rank] = Position(entered, location, tuple(last), tuple(work))
+            self._positions[peer.rank] = Position(entered, location, tuple(last), Work(*work))
             self._states.update({int(rank): state for rank, state in message["states"].items()})
         if "hang" in message:
             self._end_hang(str(message["folder"]), str(message["hang"]))
@@ -307,18 +307,25 @@ class Monitor:
         if self._leaving or peer.rank in self._departed:
             return
 
+        rank = f"rank {peer.rank} on {peer.host}"
+        lost = (
+            f"{rank} does not respond to {self._this_host()}: its host is down, or the network "
+            "between them is cut"
+        )
         this_rank_started = self._rank != 0 and self._started[self._rank]
         if not self._started[peer.rank] and not this_rank_started:
-            self._fail_start(
-                f"rank {peer.rank} on {peer.host} died while torch was connecting the ranks. "
-                "Look for its own message"
-            )
+            died = f"{rank} died while torch was connecting the ranks. Look for its own message"
+            self._fail_start(lost if connection.host_lost else died)
             return
-        self._departed[peer.rank] = (
-            f"rank {peer.rank} on {peer.host} ended without a report (killed, crashed or "
-            "os._exit()). Check the launcher's output for its exit status"
-        )
-        self._killed.add(peer.rank)
+        if connection.host_lost:
+            self._departed[peer.rank] = self._lost[peer.rank] = lost
+            self._last_progress, self._progressed_at = self.progress(), time.monotonic()
+        else:
+            self._killed.add(peer.rank)
+            self._departed[peer.rank] = (
+                f"{rank} ended without a report. It was killed (out of memory, or a signal), "
+                "crashed, or called os._exit(). The launcher's output has its exit status"
+            )
         if self._rank != 0:
             self._response.set()
 
@@ -403,18 +410,39 @@ class Monitor:
         if entered is None:
             return None
         last = tuple(self.last_collectives(ends))
-        return Position(entered, main_thread_location(), last, process.work_done())
+        work = Work(*process.work_done(), self.gpu_use())
+        return Position(entered, main_thread_location(), last, work)
 
     def _states_of(self, silent: Mapping[int, str]) -> dict[int, str]:
         """Return what this host knows of processes that do not respond: {3: "stopped by ..."}."""
         states = {}
         for rank, place in silent.items():
             host, _, pid = place.partition(" (pid ")  # "node17 (pid 4711)"
-            if host == self._hosts[self._rank].partition(" ")[0] and pid.rstrip(")").isdecimal():
+            if host == self._this_host() and pid.rstrip(")").isdecimal():
                 states[rank] = process.stopped_state(int(pid.rstrip(")")))
         return {rank: state for rank, state in states.items() if state}
 
-    # Hangs ---------------------------------------------------------------------------------------
+    def _this_host(self) -> str:
+        return self._hosts[self._rank].partition(" ")[0]
+
+    # Hangs and lost hosts ------------------------------------------------------------------------
+
+    def _watch_lost_hosts(self) -> None:
+        """End the job when hosts are lost and this rank makes no progress without them.
+
+        The collectives may use another network than the connections of the monitor.
+        """
+        if not self._lost or self._leaving or self._hang_announced:
+            return
+        now, progress = time.monotonic(), self.progress()
+        if progress != self._last_progress:
+            self._last_progress, self._progressed_at = progress, now
+        seconds = now - self._progressed_at
+        if seconds < HOST_LOST_SECONDS / 3:
+            return
+        cause = "; ".join(list(self._lost.values())[:8])
+        found = f"no response for {HOST_LOST_SECONDS} s, then no collective for {seconds:.0f} s"
+        self._end_all(f"A host is lost: {found}.\n  {cause}\n", cause)
 
     def _watch_ranks(self) -> None:
         """Send a heartbeat when it is time, and look for a hang: rank 0, or this rank alone."""
@@ -424,7 +452,7 @@ class Monitor:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + watch.interval
             entered = self.entered_collectives() or 0
-            heartbeat = Heartbeat(self._progress(), entered, main_thread_location())
+            heartbeat = Heartbeat(self.progress(), entered, main_thread_location())
             watch.receive(self._rank, heartbeat)
             self._send_all({"heartbeat": heartbeat})
 
@@ -435,10 +463,9 @@ class Monitor:
             and watch.silent(0)
             and self._waits()
         ):
-            this_host = self._hosts[self._rank].partition(" ")[0]
             self._announce_hang(
-                f"rank 0 on {self._hosts[0]} does not respond to {this_host}: it is stopped, its "
-                "host is down, or the network between them is cut"
+                f"rank 0 on {self._hosts[0]} does not respond to {self._this_host()}: it is "
+                "stopped, busy in native code, its host is down, or the network between them is cut"
             )
 
     def _waits(self) -> bool:
@@ -462,21 +489,29 @@ class Monitor:
 
         self._inspecting_since = None
         cause = watch.find_cause(self._positions, self._hosts, self._departed, self._states)
+        sys.stderr.write(watch.notice)
+        sys.stderr.flush()
+        watch.notice = ""
         if cause:
             self._announce_hang(cause)
         self._positions_requested = False
 
     def _announce_hang(self, cause: str) -> None:
-        """Print what is known, and end all ranks that can still be reached."""
-        self._first_cause = self._first_cause or cause
+        """Print what is known of a hang, and end all ranks."""
         seconds = self._watch.seconds_without_progress() if self._watch else 0
         folder = os.path.abspath(time.strftime("hang-%Y%m%d-%H%M%S"))
-        sys.stderr.write(
+        self._end_all(
             f"The ranks hang: no progress for {seconds:.0f} s.\n  {cause}\n"
             f"{summary(self._positions, self._hosts)}"
             f"Each rank writes its stacks and last collectives to {folder}, then ends with "
-            "status 1\n"
+            "status 1\n",
+            cause,
+            folder,
         )
+
+    def _end_all(self, message: str, cause: str, folder: str = "") -> None:
+        """Print a message, and end all ranks that can still be reached. folder: for their files."""
+        sys.stderr.write(message)
         sys.stderr.flush()
         self._send_all({"hang": cause, "folder": folder})
         self._hang_announced = True
@@ -511,7 +546,7 @@ class Monitor:
         self._first_cause = self._first_cause or cause
 
         def end() -> None:
-            writer = threading.Thread(target=self._write_report, args=(folder, cause), daemon=True)
+            writer = threading.Thread(target=self.write_report, args=(folder, cause), daemon=True)
             writer.start()
             writer.join(_REPORT_SECONDS)  # the file system may be what hangs
             time.sleep(1 + (self._rank == 0))  # until the other ranks have written theirs

@@ -1,7 +1,8 @@
 """Decide whether the ranks hang, from their heartbeats and positions. No torch, no input or output.
 
 A hang is a time without progress in which ranks wait in a collective, or in which all ranks are
-idle. A pause in which all ranks compute, read or write is none.
+idle. A pause in which all ranks compute, read or write is none. If the rank that the others wait
+for does so, it is busy, and the job has BUSY_FACTOR times the limit.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .hangs import Position, behind, describe, unreported, waiting
+from .hangs import Position, behind, describe, describe_mismatch, unreported, waiting
 
+BUSY_FACTOR = 3
+_BUSY_CPU, _BUSY_MEGABYTES, _BUSY_GPU = 0.2, 1.0, 0.2  # per second
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
 _IDLE_MEGABYTES = 1.0  # read and written between two inspections
-_LONGEST_INTERVAL = 1.0
+# Within the limit: what a stopped process does not read must not fill its kernel's buffer, which
+# holds a thousand and more.
+_MOST_HEARTBEATS = 300
 _RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
 
 
@@ -49,15 +54,16 @@ class HangWatch:
         """
         self._recorded = recorded
         self.limit = limit_seconds
-        self.interval = max(
-            min(_LONGEST_INTERVAL, limit_seconds / 8), world_size / _RANKS_PER_SECOND
-        )
+        interval = min(max(1.0, limit_seconds / _MOST_HEARTBEATS), limit_seconds / 8)
+        self.interval = max(interval, world_size / _RANKS_PER_SECOND)
         self._clock = clock
         self._last_progress = clock()
         self._heartbeats: dict[int, Heartbeat] = {}
         self._received: dict[int, float] = {}
         self._first: dict[int, Position] = {}  # positions at the first inspection
         self._first_time = 0.0
+        self._noticed = False
+        self.notice = ""  # that a rank is busy: to be printed once
 
     def receive(self, rank: int, heartbeat: Heartbeat) -> None:
         """Take a rank's heartbeat."""
@@ -113,14 +119,50 @@ class HangWatch:
                 for rank, position in positions.items()
             )
             return self._describe_idle(positions, hosts, departed) if idle else ""
+        busy = {
+            rank: use
+            for rank in self._awaited(positions, recorded)
+            if rank in first and (use := _use(first[rank], positions[rank], elapsed))
+        }
+        if busy and not missing and not describe_mismatch(positions, hosts):
+            if self.seconds_without_progress() < BUSY_FACTOR * self.limit:
+                self._notice(busy, positions, hosts)
+                return ""
         left = next((cause for cause in departed.values() if cause), "")
         if left and not missing and not behind(positions, running):
             return left
-        return describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
+        cause = describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
+        return cause + "".join(f". Rank {rank} is busy: {use}" for rank, use in busy.items())
+
+    def _awaited(self, positions: Mapping[int, Position], recorded: bool) -> list[int]:
+        """Return the ranks that wait in no collective, while others do."""
+        return [
+            rank
+            for rank in (positions if recorded else behind(positions, positions))
+            if not any(call["pending"] for call in positions[rank].last)
+        ]
+
+    def _notice(
+        self, busy: Mapping[int, str], positions: Mapping[int, Position], hosts: Mapping[int, str]
+    ) -> None:
+        if self._noticed:
+            return
+        self._noticed = True
+        ranks = "; ".join(
+            f"rank {rank} on {hosts[rank]} is busy ({use}) at {positions[rank].location}"
+            for rank, use in list(busy.items())[:8]
+        )
+        self.notice = (
+            f"{ranks}. The other ranks have waited in a collective for "
+            f"{self.seconds_without_progress():.0f} s. If that is intended, call "
+            "report_progress() there, or set a larger hang_timeout. Otherwise the job ends after "
+            f"{BUSY_FACTOR * self.limit:.0f} s\n"
+        )
 
     def _restart(self) -> None:
         self._last_progress = self._clock()
         self._first = {}
+        self._noticed = False
 
     def _behind(self, positions: Mapping[int, Position], missing: list[int]) -> list[int]:
         known = dict(positions)
@@ -168,8 +210,25 @@ def _entered(position: Position) -> tuple[object, ...]:
 
 
 def _is_idle(before: Position, now: Position, seconds: float) -> bool:
-    cpu, megabytes = (after - early for after, early in zip(now.work, before.work, strict=True))
-    return cpu < _INSPECTION_CPU + _IDLE_CPU * seconds and megabytes < _IDLE_MEGABYTES
+    cpu, megabytes = _difference(before, now)
+    quiet = cpu < _INSPECTION_CPU + _IDLE_CPU * seconds and megabytes < _IDLE_MEGABYTES
+    return quiet and not now.work.waits_for_disk
+
+
+def _use(before: Position, now: Position, seconds: float) -> str:
+    """Return what a rank has worked with between two inspections; "" where it was not busy."""
+    cpu, megabytes = _difference(before, now)
+    uses = (
+        (cpu > _BUSY_CPU * seconds, f"{100 * cpu / seconds:.0f} % of a core"),
+        (megabytes > _BUSY_MEGABYTES * seconds, f"{megabytes / seconds:.0f} MB/s"),
+        (min(before.work.gpu, now.work.gpu) > _BUSY_GPU, f"GPU {100 * now.work.gpu:.0f} %"),
+    )
+    return ", ".join(use for is_busy, use in uses if is_busy)
+
+
+def _difference(before: Position, now: Position) -> tuple[float, float]:
+    early, late = before.work, now.work
+    return late.cpu_seconds - early.cpu_seconds, late.megabytes - early.megabytes
 
 
 def _name(host: str) -> str:
