@@ -5,9 +5,12 @@ This is the only reader of /proc. Without /proc (macOS) nothing is found and not
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
+
+_IPV4_IN_IPV6 = "0000000000000000FFFF0000"  # ::ffff:0:0/96
 
 
 def process_ids() -> list[int]:
@@ -99,6 +102,42 @@ def thread_ids() -> list[int]:
         return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
         return []
+
+
+def thread_names(pid: int) -> list[str]:
+    """Return the names (comm) of a process's threads; empty where there is none."""
+    folder = f"/proc/{pid}/task"
+    try:
+        found = [_read(f"{folder}/{thread}/comm") for thread in os.listdir(folder)]
+    except OSError:
+        return []
+    return [(content or b"").decode(errors="replace").rstrip("\n") for content in found]
+
+
+def sockets(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets; empty where they may not be read."""
+    folder, inodes = f"/proc/{pid}/fd", set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                kind, _, inode = os.readlink(f"{folder}/{descriptor}").partition(":")
+                if kind == "socket":
+                    inodes.add(inode.strip("[]"))
+    return inodes
+
+
+def tcp_connections(pid: int) -> dict[str, tuple[str, str]]:
+    """Return the ends, local and remote, of the TCP sockets of a process's host, by inode.
+
+    An end is an address and a port in hexadecimal digits, as /proc/net/tcp has them; IPv6 addresses
+    that stand for IPv4 ones are written as these.
+    """
+    found = {}
+    for name in ("tcp", "tcp6"):
+        for line in (_read(f"/proc/{pid}/net/{name}") or b"").decode().splitlines()[1:]:
+            fields = line.replace(_IPV4_IN_IPV6, "").split()
+            found[fields[9]] = (fields[1], fields[2])
+    return found
 
 
 def thread_states(thread_name: str) -> list[str]:

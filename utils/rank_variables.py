@@ -28,6 +28,11 @@ RANK_VARIABLES = (  # of each rank, as torchrun names them
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+# "2/4": which of the processes that launch.py has started this is, or is below. It stays where a
+# launcher below that process sets RANK and WORLD_SIZE anew.
+LAUNCH_RANK = "DDPKIT_LAUNCH_RANK"
+# Set by launch.py --independent, or by the user: processes need not form one group.
+INDEPENDENT = "DDPKIT_INDEPENDENT"
 _RECORDED = (*RANK_VARIABLES, _ERROR_FILE)
 
 
@@ -95,6 +100,17 @@ def inherited_variables(environ: Mapping[str, str]) -> InheritedVariables | None
     """Return the variables that a rank has set in this environment; None where it has set none."""
     is_marked = len(environ.get(MARKER, "").split(" ")) > 2
     return InheritedVariables(environ) if is_marked else None
+
+
+def launch_rank(environ: Mapping[str, str]) -> str:
+    """Return LAUNCH_RANK if this process must form a group with all processes of that launch.
+
+    "" where it need not: without launch.py, with INDEPENDENT, and below a rank that has its group.
+    """
+    inherited = inherited_variables(environ)
+    if environ.get(INDEPENDENT) or inherited is not None and not inherited.is_rank:
+        return ""
+    return environ.get(LAUNCH_RANK, "")
 
 
 def without_inherited(environ: Mapping[str, str]) -> Mapping[str, str]:

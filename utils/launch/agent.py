@@ -17,6 +17,7 @@ from .environment import rank_environment
 from .event_loop import CaughtSignals, EventLoop
 from .files import problem_with
 from .host_ranks import start_on_host
+from .nested import GroupWatch
 from .output import Outputs
 from .processes import Processes
 from .reserved_port import ReservedPort
@@ -57,8 +58,9 @@ class Agent:
 
             with Processes(self._order["launch_id"]) as processes:
                 self._start(processes, self._order)
+                watch = GroupWatch(self._order["launch_id"], self._order["watched_ranks"])
                 while processes.running:
-                    self._step(processes, shielded=self._order["new_session"])
+                    self._step(processes, watch, shielded=self._order["new_session"])
                 lost = self._connection.closed
                 self._outputs.drain(_DRAIN_SECONDS, self._wait)
             self._outputs.drain(0.0, self._wait)
@@ -95,13 +97,20 @@ class Agent:
             new_session=order["new_session"],
         )
 
-    def _step(self, processes: Processes, *, shielded: bool) -> None:
+    def _step(self, processes: Processes, watch: GroupWatch, *, shielded: bool) -> None:
         """Wait for something to happen and handle it.
 
         shielded: whether signals to all processes of this host do not reach the ranks.
         """
-        now = time.monotonic()
-        self._wait(processes.kill_late(now), *(max(0.0, at - now) for at, _, _ in self._to_pass_on))
+        now, reported = time.monotonic(), watch.groups
+        next_look = watch.look(now)
+        if watch.groups != reported:
+            self._connection.send({"groups": list(watch.groups.items())})
+        self._wait(
+            next_look,
+            processes.kill_late(now),
+            *(max(0.0, at - now) for at, _, _ in self._to_pass_on),
+        )
         now = time.monotonic()
         for number in self._loop.signals.take():
             self._caught_at[number] = now

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import socket
 from collections.abc import Sequence
 
@@ -12,12 +11,14 @@ from ..argument_parser import ArgumentParser
 from ..gpus import VENDORS, count_gpus, gpu_vendor
 from ..launchers.base import LaunchError
 from ..launchers.detect import find_launcher
+from ..rank_variables import INDEPENDENT
 from ..schedulers import AllocationError, current_allocation
 from . import interpreter
 from .container import in_container
 from .dry_run import shell_lines
 from .environment import RANK_VARIABLES
 from .methods import MPIEXECS, NAMES
+from .nested import refusal
 from .plan import HostInfo, Options, Plan, PlanError
 from .planner import describe, make_plan
 from .processes import LAUNCH_VARIABLE
@@ -62,6 +63,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
     module = "MODULE [ARGUMENT ...]: run a module instead of a script, as python -m does"
     add("-m", nargs=argparse.REMAINDER, dest="module", help=module)
+    independent = "each rank is a program of its own, which may start ranks itself"
+    add("--independent", action="store_true", help=independent)
     add("--dry-run", action="store_true", help="print the exact commands and start nothing")
 
     add = parser.add_argument_group("where and how many").add_argument
@@ -96,6 +99,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run launch.py; return its exit status."""
     args = parse(arguments)
+    if args.independent:
+        os.environ[INDEPENDENT] = "1"  # for the ranks
+    args.independent = bool(os.environ.get(INDEPENDENT))
     try:
         _check_started_once()
         _check_command(args)
@@ -163,6 +169,7 @@ def _make_plan(args: argparse.Namespace) -> Plan:
         ntasks=args.ntasks,
         label=args.label,
         output_dir=os.path.abspath(args.output_dir) if args.output_dir else "",
+        independent=args.independent,
     )
     allocation = current_allocation()
     is_root = os.geteuid() == 0
@@ -193,26 +200,8 @@ def _check_started_once() -> None:
 def _check_command(args: argparse.Namespace) -> None:
     """Raise PlanError where the command is no script or program of one rank."""
     command = args.command
-    name = os.path.basename(command[0])
-    options = {
-        "srun": "--launcher srun",
-        "torchrun": "--torchrun",
-        "pbs_tmrsh": "--launcher pbs_tmrsh",
-        "pbsdsh": "--launcher pbsdsh",
-        "launch.py": "",
-    }
-    instead = options.get(name)
-    if re.match(r"mpi(exec|run)(\W|$)", name):
-        instead = "--launcher mpiexec"
-    module = command[1] if command[0] == "-m" and len(command) > 1 else ""
-    if module in ("torch.distributed.run", "torch.distributed.launch"):
-        name, instead = f"-m {module}", "--torchrun"
-    if instead is not None:
-        example = " ".join(filter(None, ["launch.py", instead, "train.py"]))
-        raise PlanError(
-            f"the command is {name}, which starts ranks itself, as launch.py does. Expected the "
-            f"script or program of one rank. Leave {name} and its options out, as in {example}"
-        )
+    if not args.independent and (problem := refusal(command, "launch.py", "--independent")):
+        raise PlanError(problem)
     if command[0].startswith("-") and command[0] != "-m":
         raise PlanError(
             f"the command starts with the option {command[0]}. Expected a script or a program. "

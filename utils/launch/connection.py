@@ -65,6 +65,7 @@ class StartOrder(TypedDict):
     environ: dict[str, str]
     new_session: bool  # keep the processes away from signals to a whole session
     output_dir: str
+    watched_ranks: int  # for nested.GroupWatch
     processes: list[tuple[list[str], dict[str, str]]]  # words and variables of each
 
 
@@ -76,6 +77,7 @@ class Message(TypedDict, total=False):
     ready: Ready
     output: tuple[int, str, int]  # stream (1 or 2), text, index of the process
     exit: tuple[int, int]  # index of the process, exit status
+    groups: list[tuple[int, int]]  # see nested.GroupWatch; also from a host with native ranks
     done: bool  # all processes have ended and all output was sent
     # coordinator -> agent
     check: Check
@@ -87,6 +89,7 @@ class Message(TypedDict, total=False):
     variables: dict[str, str]
     num_hosts: int  # of the launch; beside `variables`
     cores: list[RankMask]  # of the host, by local rank; beside `variables`
+    watched_ranks: int  # for nested.GroupWatch; 0 for all ranks of a host but one
     failed: bool
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from .. import network
-from . import agent
+from . import agent, nested
 from .bootstrap import module_command
 from .connection import Check, Hello, LaunchConnection, Message, Ready, StartOrder
 from .event_loop import CaughtSignals, EventLoop
@@ -79,6 +79,7 @@ class Coordinator(ConnectionServer):
         self._ranks_started = False
         self._running = plan.world_size
         self._done: set[int] = set()  # hosts whose agent is done or lost
+        self._groups: dict[int, dict[int, int]] = {}  # of each host, from nested.GroupWatch
         self._end_sent_at: float | None = None
 
     def run(self) -> None:
@@ -230,6 +231,7 @@ class Coordinator(ConnectionServer):
                 environ=dict(plan.method.agent_environment(plan.environ)),
                 new_session=torchrun,
                 output_dir="" if torchrun else plan.options.output_dir,
+                watched_ranks=plan.ranks[index] if plan.is_watched else 0,
                 processes=[
                     (process.words, process.variables)
                     for process in host_processes(
@@ -250,6 +252,10 @@ class Coordinator(ConnectionServer):
             if self._plan.options.label and not self._plan.options.torchrun:
                 written = labelled(written, self._plan.first_rank(index) + local_rank)
             write_output(stream, written)
+        if "groups" in message:
+            self._groups[index] = dict(message["groups"])
+            if text := nested.problem(self._groups.values(), self._plan.world_size):
+                self._result.fail(text, time.monotonic())
         if "exit" in message:
             self._note_exit(index, *message["exit"])
         if "done" in message:

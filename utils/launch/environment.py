@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 
 from ..gpus import MASKS
 from ..launchers.detect import LAUNCHERS
+from ..rank_variables import LAUNCH_RANK
 from ..rank_variables import RANK_VARIABLES as RANK_VARIABLES
 from ..schedulers.allocation import Allocation
 
@@ -38,7 +39,7 @@ _SENT_IF_MISSING = {"TMPDIR", "CUDA_DEVICE_ORDER", "PBS_MOMPORT"}
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that make a process a rank of another launch."""
-    dropped = {name for launcher in LAUNCHERS for name in launcher.rank_variables}
+    dropped = {name for launcher in LAUNCHERS for name in launcher.rank_variables} | {LAUNCH_RANK}
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         dropped |= set(RANK_VARIABLES)  # an address without a rank may be the user's choice
     return {name: value for name, value in environ.items() if name not in dropped}
@@ -54,9 +55,10 @@ def rank_variables(
     address: str,
     port: int | str,
 ) -> dict[str, str]:
-    """Return RANK_VARIABLES of one rank."""
+    """Return RANK_VARIABLES and LAUNCH_RANK of one rank."""
     values = (rank, world_size, local_rank, local_world_size, node_rank, node_rank, address, port)
-    return dict(zip(RANK_VARIABLES, map(str, values), strict=True))
+    variables = dict(zip(RANK_VARIABLES, map(str, values), strict=True))
+    return {**variables, LAUNCH_RANK: f"{rank}/{world_size}"}
 
 
 def correct_slurm_variables(environ: MutableMapping[str, str], num_hosts: int) -> None:

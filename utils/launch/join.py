@@ -19,6 +19,7 @@ from . import environment
 from .connection import JoinReport, LaunchConnection, Message
 from .cores import RankMask
 from .event_loop import EventLoop
+from .nested import problem
 from .plan import Plan
 from .server import ConnectionServer
 
@@ -50,6 +51,7 @@ class JoinServer(ConnectionServer):
         self._plan, self._report = plan, report
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
+        self._groups: dict[int, dict[int, int]] = {}  # from nested.GroupWatch, by local rank 0
         self._limit = time.monotonic() + START_SECONDS
         self.complete = self.lost_rank = False
         self.problem = ""
@@ -117,9 +119,20 @@ class JoinServer(ConnectionServer):
             cores.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank].cores)
         for rank, variables in variables_of.items():
             host_cores = cores[variables["NODE_RANK"]]
+            first = variables["LOCAL_RANK"] == "0"
             self.clients[rank].send(
-                {"variables": variables, "num_hosts": num_hosts, "cores": host_cores}
+                {
+                    "variables": variables,
+                    "num_hosts": num_hosts,
+                    "cores": host_cores,
+                    "watched_ranks": len(host_cores) if first and self._plan.is_watched else 0,
+                }
             )
+
+    def handle(self, index: int, message: Message) -> None:
+        if "groups" in message:
+            self._groups[index] = dict(message["groups"])
+            self.problem = self.problem or problem(self._groups.values(), self._plan.world_size)
 
     def client_lost(self, index: int) -> None:
         if not self.complete:

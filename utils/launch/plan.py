@@ -29,6 +29,7 @@ class Options(NamedTuple):
     ntasks: int | None = None  # in all, the same number on each host
     label: bool = False  # put the rank before each line of output
     output_dir: str = ""  # absolute; one file per rank instead of our streams
+    independent: bool = False  # ranks need not form one process group
 
 
 class Mpiexec(NamedTuple):
@@ -116,6 +117,11 @@ class Plan(NamedTuple):
     def processes(self) -> tuple[int, ...]:
         """Processes that a native launcher starts on each host: ranks or one torchrun agent."""
         return (1,) * len(self.hosts) if self.options.torchrun else self.ranks
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the ranks must not form process groups without each other."""
+        return self.world_size > 1 and not self.options.torchrun and not self.options.independent
 
     @property
     def native_launcher_starts_ranks(self) -> bool:

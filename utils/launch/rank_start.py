@@ -21,7 +21,9 @@ from .connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, 
 from .cores import bind, cpus_of_ranks, report_mask
 from .environment import correct_slurm_variables
 from .files import problem_with
+from .nested import report_groups
 from .output import open_file
+from .processes import LAUNCH_VARIABLE
 from .reserved_port import ReservedPort
 from .script_imports import imports_this_package
 
@@ -112,6 +114,9 @@ def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
     connection.send({"join": report}, timeout=CONNECT_SECONDS)
     response = connection.receive_one()
+    if response and response.get("watched_ranks"):
+        launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
+        report_groups(connection, launch_id, response["watched_ranks"])
     connection.close()
     return response if response and "variables" in response else None
 

@@ -7,6 +7,7 @@ import time
 
 from ..launch_report import ReportListener
 from ..schedulers.exit_status import EXIT_REQUEUE
+from . import nested
 from .event_loop import CaughtSignals, EventLoop
 from .host_processes import host_processes, signals_workers
 from .host_ranks import start_on_host
@@ -72,6 +73,7 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
             output_dir="" if torchrun else plan.options.output_dir,
             new_session=torchrun,  # PBS signals whole sessions; torchrun would be terminated by it
         )
+        watch = nested.GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
@@ -84,11 +86,14 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
                     result.end_now(number, now)
                 else:
                     processes.signal(number, to_workers=signals_workers(plan, number))
+            next_look = watch.look(now)
+            if text := nested.problem([watch.groups], plan.world_size):
+                result.fail(text, now)
             due = None if result.end_at is None else max(0.0, result.end_at - now)
             if due == 0.0:
                 processes.end(now)
                 due = processes.kill_late(now)
             if processes.running:
-                loop.run_once(due, outputs.flush_partial_lines() if outputs else None)
+                loop.run_once(due, next_look, outputs.flush_partial_lines() if outputs else None)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)

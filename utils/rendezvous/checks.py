@@ -16,6 +16,7 @@ from typing import TypedDict
 from .. import binding, process
 from ..cores import HostMasks, RankCores, choose_cores, notes_on_cores
 from ..launchers.base import LaunchError, Placement
+from ..rank_variables import INDEPENDENT, launch_rank
 from ..topology import read_topology
 
 _SHOWN_HOSTS = 16
@@ -48,6 +49,7 @@ class RankReport(TypedDict):
     binding: str  # DDPKIT_CPU_BIND; "" if it is unset
     omp_num_threads: str  # "" where it is not set
     openmp_binding: str  # the variable that makes OpenMP bind threads, with its value; or ""
+    launch_rank: str  # "2/4": of the process that launch.py has started; "" where none counts
     notes: list[str]
     backend: str
     devices: list[str]  # visible ones, by identity; empty for the CPU
@@ -110,6 +112,7 @@ def make_report(
         "binding": os.environ.get(binding.VARIABLE, ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         "openmp_binding": binding.openmp_binding(os.environ),
+        "launch_rank": launch_rank(os.environ),
         "notes": list(placement.notes),
         "backend": backend,
         "devices": list(devices),
@@ -129,6 +132,7 @@ def check_reports(reports: Sequence[RankReport]) -> CheckResult:
     launcher or the backend, the GPUs do not match the ranks, or gloo is bound to loopback.
     """
     _check_same_everywhere(reports)
+    _check_whole_launch(reports)
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, report in enumerate(reports):
         hosts.setdefault((report["host"], report["boot_id"]), []).append(rank)
@@ -197,6 +201,21 @@ def _check_same_everywhere(reports: Sequence[RankReport]) -> None:
             f"the ranks differ in {name}; expected the same everywhere:\n{rows}\n"
             "Use one environment on all hosts, and start all ranks by one launch"
         )
+
+
+def _check_whole_launch(reports: Sequence[RankReport]) -> None:
+    """Raise LaunchError if processes that launch.py has started are missing in this group."""
+    started = {report["launch_rank"] for report in reports if report["launch_rank"]}
+    for text in sorted(started):
+        index, _, count = text.partition("/")
+        if len(started) < int(count):
+            world = f"{len(reports)} rank{'s' * (len(reports) > 1)}"
+            raise LaunchError(
+                f"{reports[0]['launcher']} has started a group of {world} below rank {index} of "
+                f"launch.py, which has started {count} ranks. Expected one group of all {count}. "
+                f"Leave {reports[0]['launcher']} out of the command of launch.py, or give "
+                f"--independent ({INDEPENDENT}=1) if each rank is a program of its own"
+            )
 
 
 def _check_gloo_interfaces(reports: Sequence[RankReport], num_hosts: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..launch import interpreter
+from ..launch.nested import refusal
+from ..rank_variables import INDEPENDENT
 from ..schedulers import Job, SchedulerError, get_scheduler, parse_walltime
 from ..schedulers.checks import check_queue
 from . import preflight, profiles
@@ -252,6 +254,14 @@ def profile_problems(profile: Profile, job: Job, queue: str | None) -> list[str]
         )
         problems += [problem + source for problem in check_queue(job, [limits], kind)]
     return problems
+
+
+def nested_launcher(job: Job) -> list[str]:
+    """Return why launch.py would refuse the command of a job when it starts; [] where it may."""
+    if job.environment.get(INDEPENDENT, os.environ.get(INDEPENDENT)):
+        return []
+    problem = refusal(job.command, f"{PROGRAM} run", f"--env {INDEPENDENT}=1")
+    return [f"{problem}."] if problem else []
 
 
 def note_misplaced_options(args: argparse.Namespace) -> None:

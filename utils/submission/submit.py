@@ -18,6 +18,7 @@ from .build import (
     UsageError,
     build_job,
     choose_profile,
+    nested_launcher,
     note_misplaced_options,
     profile_problems,
     with_python,
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     profile = choose_profile(args.site)
     job, problems = with_python(build_job(args, profile), args, profile)
     script = job_script(profile.scheduler, job)
-    problems += profile_problems(profile, job, args.queue)
+    problems += [*nested_launcher(job), *profile_problems(profile, job, args.queue)]
     if args.chain > 1 and job.walltime and job.walltime < MIN_CHAIN_SECONDS:
         note(
             f"note: a time limit of {format_walltime(job.walltime)} leaves the jobs of a chain "
