@@ -43,17 +43,31 @@ if stop.stopped and dist.is_main:
     requeue()
 sys.exit(stop.exit_status)
 """
-# A job of a chain. The third one runs until its time limit, which Slurm counts in minutes: there it moves its end.
-STEPS = """\
+# A job of a chain. The second one runs until its time limit, which Slurm counts in minutes: there it moves its end.
+STEPS = f"""\
 import os, subprocess, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from utils.preemption import requeue
 open("runs", "a").write("<")
 run = open("runs").read().count("<")
-if run == 3:
+if run == 2:
     if "SLURM_JOB_ID" in os.environ:
         subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "EndTime=now+1"], check=True)
     time.sleep(100)
 open("runs", "a").write(">")
-sys.exit(75 if run == 2 else 0)
+if run == 1:
+    requeue()
+    sys.exit(75)
+"""
+# The time limit is nearer than what is kept for the save.
+SHORT = f"""\
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from utils.preemption import StopSignal
+with StopSignal(margin=1000, poll_seconds=0.01) as stop:
+    while not stop.should_stop():
+        time.sleep(0.5)
+sys.exit(stop.exit_status)
 """
 
 
@@ -186,29 +200,45 @@ def test_nothing_of_a_chain_runs_after_a_failure(jobs: Jobs) -> None:
 
 
 @BOTH
-def test_chain_continues_after_success_a_stop_and_the_time_limit(jobs: Jobs) -> None:
+def test_chain_continues_after_a_stop_and_the_time_limit_until_a_job_completes(jobs: Jobs) -> None:
     (jobs.folder / "steps.py").write_text(STEPS)
     limit = {"slurm": "1:00", "pbs": "20s"}[jobs.scheduler]
     done = jobs.submit(*ONE_RANK, "--time", limit, "--chain", "4", "--follow", "steps.py", seconds=240)
-    assert done.status == 0, done.output
+    ids = ids_of(done)
     assert "stopped after saving, to be continued" in done.output and "timeout" in done.output, done.output
-    assert (jobs.folder / "runs").read_text() == "<><><<>"  # one after the other; the third was killed
-    if jobs.scheduler == "pbs":
+    assert "the training is complete; the rest of the chain is not needed" in done.output
+    jobs.cluster.wait(ids[3])
+    done = jobs.submit_py("status", ids[3])
+    assert done.status == 0 and f"not needed: job {ids[2]} of its chain has completed" in done.output, done.output
+    assert (jobs.folder / "runs").read_text() == "<><<>"  # one after the other; the second was killed
+    if jobs.scheduler == "slurm":
+        assert jobs.cluster.job(ids[0])["Restarts"] == "0"  # although it has called requeue()
+    else:
         assert "time limit" in {file.read_text().strip() for file in jobs.folder.glob("jobs-out/*/*.status")}
 
 
 @BOTH
 def test_running_job_is_queried_and_cancelled_with_its_chain(jobs: Jobs) -> None:
-    (jobs.folder / "long.py").write_text("import time\nprint('it runs', flush=True)\ntime.sleep(100)\n")
-    ids = ids_of(jobs.submit(*ONE_RANK, "--chain", "3", "long.py"))
-    wait_until(lambda: "it runs" in jobs.submit_py("logs", ids[0]).output, "the output", seconds=60)
-    done = jobs.submit_py("status", ids[0])
+    (jobs.folder / "long.py").write_text(
+        "import os, sys, time\nif not os.path.exists('saved'):\n    open('saved', 'w').close()\n    sys.exit(75)\n"
+        "print('it runs', flush=True)\ntime.sleep(100)\n")
+    ids = ids_of(jobs.submit(*ONE_RANK, "--chain", "4", "long.py"))
+    wait_until(lambda: "it runs" in jobs.submit_py("logs", ids[1]).output, "the output", seconds=60)
+    done = jobs.submit_py("status", ids[1])
     assert done.status == 0 and "running, on " in done.output
-    assert jobs.submit_py("cancel", ids[0]).status == 0
-    for job_id in ids:
+    done = jobs.submit_py("cancel", ids[0])
+    assert done.status == 0 and "it had already ended" in done.output, done.output
+    for job_id in ids[1:]:
         jobs.cluster.wait(job_id)
         done = jobs.submit_py("status", job_id)
         assert done.status == 1 and "cancelled" in done.output, done.output
+
+
+@BOTH
+def test_time_limit_that_leaves_time_for_one_step_is_reported(jobs: Jobs) -> None:
+    (jobs.folder / "short.py").write_text(SHORT)
+    done = jobs.submit(*ONE_RANK, "--time", "5:00", "--follow", "short.py")
+    assert done.status == 75 and re.search(r"this job makes \d steps?: the start and the .*Request more", done.output)
 
 
 @pytest.mark.parametrize(("jobs", "words", "messages"), [

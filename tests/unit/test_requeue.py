@@ -33,14 +33,16 @@ def shows(ending: str) -> str:
     (SLURM, shows("None Restarts=0 PreemptTime=2026-11-21T14:16:05"), True, REQUEUE, ""),
     (SLURM, "echo 'disabled for job 21' >&2; exit 1", False, SHOW, "disabled for job 21.*submit it again"),
     (RESTARTED, "exit 0", False, SHOW, "restarted 5 times, and the limit is 5"),
+    ({**SLURM, "DDPKIT_CHAIN": "1"}, "exit 0", False, "", "job 21 is not put back .* it belongs to a chain"),
     ({}, "exit 0", False, "", ""),
     ({"PBS_JOBID": "12.server"}, "exit 0", False, "", "")],
     ids=["works", "works with SIGTERM", "array element", "scancel", "scontrol requeue", "time limit", "preempted",
-         "refused", "limit of restarts", "no job", "PBS"])
+         "refused", "limit of restarts", "chain", "no job", "PBS"])
 def test_requeue(environ: dict[str, str], scontrol: str, requeued: bool, arguments: str, message: str, tmp_path: Path,
                  monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     program, called = tmp_path / "scontrol", tmp_path / "arguments"
     called.touch()
+    caplog.set_level("INFO")
     program.write_text(f'#!/bin/sh\necho "$@" >> {called}\n{scontrol}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -82,7 +83,8 @@ def test_exit_status_of_follow(status: Status, alone: int, in_chain: int, chain:
     """A job of a chain succeeds if the next one can continue it, the last one if it completed."""
     assert follow(chain, status) == alone
     assert follow(chain, status, DONE) == in_chain
-    assert follow(chain, DONE, status) == alone
+    assert follow(chain, Status("1", "stopped", 75), status) == alone
+    assert follow(chain, DONE, status) == 0  # which is cancelled
 
 
 def test_follow_queries_again_while_the_scheduler_is_down(chain: Submission,
@@ -100,14 +102,15 @@ def test_follow_queries_again_while_the_scheduler_is_down(chain: Submission,
     ("status 1", "stopped", 75, "job 1: stopped after saving, to be continued"),
     ("status 2 1", "stopped failed", 1, ""),
     # As after scancel of one job, which the later ones do not know until they start:
-    *((f"status {number}", f"{state} completed queued", 1, message)
+    *((f"status {number}", f"{state} queued queued", 1, message)
       for state in ("failed", "unknown")
       for number, message in ((2, "  earlier in its chain, job 1: "), (3, "This job will refuse to start"))),
+    ("status 2", "completed cancelled", 0, "  not needed: job 1 of its chain has completed the training"),
     ("list", "failed completed queued", 0, "3    queued, will refuse to start"),
     ("list", "failed completed queued", 0, "2    completed  "),
     ("list --folder nowhere", "", 0, "no submissions in nowhere"),
     ("logs 1", "queued", 1, "No output was found of job 1: queued"),
-    ("cancel 1", "unknown", 1, "no job 1")])
+    ("cancel 1", "unknown unknown unknown", 1, "no job 1")])
 def test_exit_status_and_message_of_queries(words: str, states: str, exit_status: int, message: str,
                                             chain: Submission, query: Query) -> None:
     codes = {"completed": 0, "failed": 3, "stopped": 75}
@@ -116,7 +119,7 @@ def test_exit_status_and_message_of_queries(words: str, states: str, exit_status
     done = query(words, jobs)
     assert done.status == exit_status
     assert message.format(folder=chain.folder.relative_to(Path.cwd())) in done.out + done.err
-    assert ("refuse" in done.out) == ("refuse" in message or words == "list")
+    assert ("refuse" in done.out) == (words == "list" or "failed queued" in states or "unknown queued" in states)
 
 
 def test_list_shows_the_latest_submissions_first(login: Login, query: Query) -> None:
@@ -132,11 +135,18 @@ def test_list_shows_the_latest_submissions_first(login: Login, query: Query) -> 
     assert lines[1][1] == "unknown" and lines[2][1:3] == ["stopped", "(75)"] and "other" in lines[1]
 
 
-def test_cancel_ends_the_later_jobs_of_the_chain_too(chain: Submission, query: Query) -> None:
-    scheduler = Scripted({"2": Status("2", "running")})
-    done = query("cancel 2", scheduler)
-    assert done.status == 0 and "later jobs of its chain" in done.out
-    assert scheduler.cancelled == ["3", "2"]  # the last first, so that none starts
+@pytest.mark.parametrize(("states", "cancelled"), [
+    ("stopped running queued", ["3", "2"]), ("unknown running queued", ["3", "2"]),
+    ("running queued queued", ["3", "2", "1"]), ("completed cancelled cancelled", [])])
+@pytest.mark.parametrize("job_id", ["1", "2", "3"])
+def test_cancel_ends_what_is_left_of_a_chain(job_id: str, states: str, cancelled: list[str], chain: Submission,
+                                             query: Query) -> None:
+    scheduler = Scripted({str(number): Status(str(number), state)  # type: ignore[arg-type]
+                          for number, state in enumerate(states.split(), 1)})
+    done = query(f"cancel {job_id}", scheduler)
+    assert scheduler.cancelled == cancelled  # the last first, so that none starts
+    assert done.status == 0 and re.findall(r"^job (\d): cancelled$", done.out, re.MULTILINE) == cancelled
+    assert ("already ended" in done.out) == (states.split()[int(job_id) - 1] in ("stopped", "completed", "cancelled"))
 
 
 @pytest.mark.parametrize(("requested", "known", "same"), [
@@ -231,9 +241,9 @@ def job(chain: Submission, monkeypatch: pytest.MonkeyPatch) -> InJob:
 
 
 @pytest.mark.parametrize(("recorded", "status", "starts"), [
-    (0, DOWN, True), (75, DOWN, True), (TIME_LIMIT, DOWN, True), (3, DOWN, False), (NOT_STARTED, DONE, False),
+    (75, DOWN, True), (TIME_LIMIT, DOWN, True), (3, DOWN, False), (NOT_STARTED, DONE, False),
     (None, DOWN, False), (None, Status("1", "unknown"), False), (3, Status("1", "unknown"), False),
-    (None, DONE, True), (None, Status("1", "timeout"), True), (143, Status("1", "timeout"), True),
+    (None, Status("1", "timeout"), True), (143, Status("1", "timeout"), True),
     (143, PREEMPTED, True), (143, Status("1", "cancelled"), False), (None, Status("1", "failed", 1), False),
     (None, Status("1", "node_fail"), False), (None, Status("1", "stopped", 75), True)])
 def test_job_of_a_chain_starts_if_it_can_continue_the_one_before(
@@ -248,17 +258,27 @@ def test_job_of_a_chain_starts_if_it_can_continue_the_one_before(
     assert ("not started" in capfd.readouterr().err) is not starts
 
 
+@pytest.mark.parametrize(("recorded", "status"), [(0, DOWN), (None, DONE)])
+def test_job_after_a_complete_training_ends_at_once(recorded: int | None, status: Status | Exception, job: InJob,
+                                                    capfd: pytest.CaptureFixture[str]) -> None:
+    if recorded is not None:
+        records.write_status(job.folder, "1", recorded)
+    assert job.run(lambda: 0, status) == job.started == job.recorded == 0
+    assert "not started, since job 1 has completed the training" in capfd.readouterr().err
+
+
 def test_job_of_a_chain_waits_for_a_scheduler_that_is_down(
         job: InJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(in_job, "QUERY_PAUSE_SECONDS", 0.0)
-    assert job.run(lambda: 0, [DOWN, DOWN, DONE]) == 0
+    assert job.run(lambda: 0, [DOWN, DOWN, PREEMPTED]) == 0
     assert job.started == 1
     assert capfd.readouterr().err.count("the state of job 1 is not known: scontrol does not respond") == 2
 
 
 @pytest.mark.parametrize(("status", "state", "cancelled"), [
-    (0, "running", []), (75, "running", []), (3, "running", ["3"]), (143, "ending", [])])
-def test_failure_cancels_the_rest_of_the_chain(status: int, state: str, cancelled: list[str], job: InJob) -> None:
+    (0, "running", ["3"]), (75, "running", []), (3, "running", ["3"]), (143, "ending", [])])
+def test_failure_or_success_cancels_the_rest_of_the_chain(status: int, state: str, cancelled: list[str],
+                                                          job: InJob) -> None:
     assert job.run(lambda: status, state=state) == status
     assert job.scheduler.cancelled == cancelled
     assert job.recorded == status

@@ -203,6 +203,7 @@ class TimeLimit:
         self._queried = -math.inf  # when the last query began
         self._retry_seconds = 0.0
         self._warned = False
+        self.is_near = False  # whether check() has wanted a stop
 
     def check(self) -> str | None:
         now, reserve = self._clock(), self._reserve()
@@ -212,6 +213,7 @@ class TimeLimit:
 
         if self._deadline is None or self._clock() < self._deadline - reserve:
             return None
+        self.is_near = True
         left = max(0.0, self._deadline - self._clock())
         return f"time limit in {left:.0f} s, of which {reserve:.0f} s are kept for the save"
 

@@ -126,7 +126,9 @@ class StopSignal:
         self.stopped = False
         self._rank = dist.rank if dist else 0
         self._world_size = dist.world_size if dist else 1
-        self._last_call: float | None = None
+        self._first_call: float | None = None
+        self._last_call = 0.0
+        self._steps = 0
         self._longest_step = 0.0
         self._saved_within_step = 0.0  # seconds
         self._measured_a_save = False
@@ -142,10 +144,12 @@ class StopSignal:
         atexit.register(self._close_at_exit)
 
         sources: list[Source] = []
+        self._time_limit: TimeLimit | None = None  # on rank 0
         if self._rank == 0:
             time_left = time_left or scheduler_time_left()
             if time_left is not None:
-                sources.append(TimeLimit(time_left, lambda: self.reserve_seconds, poll_seconds))
+                self._time_limit = TimeLimit(time_left, lambda: self.reserve_seconds, poll_seconds)
+                sources.append(self._time_limit)
             if file is not None:
                 sources.append(StopFile(Path(file), poll_seconds))
             if command:
@@ -163,13 +167,33 @@ class StopSignal:
         Raises RuntimeError if they cannot agree: a rank hangs or has ended.
         """
         now = time.monotonic()
-        if self._last_call is not None:
+        if self._first_call is None:
+            self._first_call = now
+        else:
             step_seconds = now - self._last_call - self._saved_within_step
             self._longest_step = max(self._longest_step, step_seconds)
         self._last_call, self._saved_within_step = now, 0.0
+        self._steps += 1
 
-        self.stopped = self._agreement.pass_boundary()
+        if self._agreement.pass_boundary() and not self.stopped:
+            self.stopped = True
+            self._warn_of_short_run(now - self._first_call)
         return self.stopped
+
+    def _warn_of_short_run(self, seconds: float) -> None:
+        """Log where the time limit leaves less time for steps than is kept for the save."""
+        reserve = self.reserve_seconds
+        if self._time_limit is not None and self._time_limit.is_near and seconds < reserve:
+            _log.warning(
+                "this job makes %d step%s: the start and the %.0f s that are kept for the save "
+                "take up most of its time limit. Request more time, or lower save_seconds=%.0f and "
+                "margin=%.0f of StopSignal",
+                self._steps,
+                "s" * (self._steps > 1),
+                reserve,
+                self.save_seconds,
+                self.margin,
+            )
 
     @property
     def requested(self) -> bool:

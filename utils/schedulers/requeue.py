@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .slurm.jobs import Slurm
     from .status import Status
 
+CHAIN_VARIABLE = "DDPKIT_CHAIN"  # set in the jobs of a chain
+
 _log = get_logger(__name__)
 
 
@@ -38,8 +40,8 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
     """Put this job back into the queue with `scontrol requeue`; return whether it is there.
 
     Only rank 0 calls it, after all ranks have saved. After True, Slurm ends this run in a moment.
-    False outside of Slurm (PBS lets only operators requeue; there the next job of a chain
-    continues), and with the reason logged if refusal() or Slurm refuses.
+    False outside of Slurm (PBS lets only operators requeue), in a chain, whose next job continues,
+    and with the reason logged if refusal() or Slurm refuses.
 
     The requeued job avoids the hosts that the file DDPKIT_EXCLUDE_FILE lists.
 
@@ -57,6 +59,9 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
             return False
 
         job_id = unique_job_id(environ)
+        if environ.get(CHAIN_VARIABLE):
+            _log.info("job %s is not put back into the queue: it belongs to a chain", job_id)
+            return False
         restarts = allocation.restart_count or 0
         slurm = Slurm()
         status = slurm.status(job_id)

@@ -105,7 +105,8 @@ def follow(
     """Print states and output of jobs, one after the other, until they end; return an exit status.
 
     query: returns the status of a job. logs: returns its existing output files. Each job of a chain
-    has to end in a way that the next one can continue, the last one successfully.
+    has to end in a way that the next one can continue, the last one successfully. One that ends
+    with status 0 has completed the training and is the last one.
     Raises SchedulerError when the scheduler does not respond for some time.
     """
     result = 0
@@ -113,6 +114,9 @@ def follow(
         status = _follow_one(query, logs, job_id)
         exit_status = status.exit_status
         if job_id != job_ids[-1]:
+            if status.state == "completed":
+                note("the training is complete; the rest of the chain is not needed")
+                break
             exit_status = exit_status if breaks_chain(status) else 0
             if exit_status:
                 how = "is not known to have ended well" if status.state == "unknown" else "failed"

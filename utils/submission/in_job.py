@@ -1,7 +1,7 @@
 """Start the ranks of a submitted job and record its exit status; job.sh calls this.
 
-In a chain, a job starts no ranks when the one before has failed, and cancels the later jobs when it
-fails itself.
+In a chain, a job starts no ranks when the one before has failed or completed the training, and
+cancels the later jobs when it fails or completes the training itself.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ def main(words: Sequence[str]) -> int:
         doctor_options, launch_words = shlex.split(launch_words[1]), launch_words[2:]
     os.environ[exclude_file.VARIABLE] = str(exclusion.path(folder.parent))
     scheduler, job_id = _this_job(os.environ)
-    reason = refusal(scheduler, folder, previous) if previous else None
-    if reason is not None:
+    refused = refusal(scheduler, folder, previous) if previous else None
+    if refused is not None:
+        status, reason = refused
         note(
-            f"not started, since {reason}. The jobs of a chain continue one that completed, "
-            f"stopped after saving (exit status {EXIT_REQUEUE}) or reached its time limit. To go "
-            f"on all the same: {PROGRAM} resubmit {job_id}"
+            f"not started, since {reason}. The jobs of a chain continue one that stopped after "
+            f"saving (exit status {EXIT_REQUEUE}) or reached its time limit. To go on all the "
+            f"same: {PROGRAM} resubmit {job_id}"
         )
-        _write_status(folder, job_id, records.NOT_STARTED)
-        return 1
+        _write_status(folder, job_id, records.NOT_STARTED if status else 0)
+        return status
 
     _remove_status(folder, job_id)
     limit = TimeLimit(folder, job_id)
@@ -70,11 +71,11 @@ def main(words: Sequence[str]) -> int:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
         limit.close()
-        continues = status in (0, EXIT_REQUEUE)
-        if continues or not limit.reached:
+        if status in (0, EXIT_REQUEUE) or not limit.reached:
             _write_status(folder, job_id, status)
-            if not continues:
-                cancel_later_jobs(scheduler, folder, job_id)
+            if status != EXIT_REQUEUE:
+                why = "this job has failed" if status else "the training is complete"
+                cancel_later_jobs(scheduler, folder, job_id, why)
     return status
 
 
@@ -84,28 +85,33 @@ def _this_job(environ: Mapping[str, str]) -> tuple[Scheduler, str]:
     return get_scheduler("pbs"), environ["PBS_JOBID"]
 
 
-def refusal(scheduler: Scheduler, folder: Path, previous: str) -> str | None:
-    """Return why this job must not continue the previous one; None where it may.
+def refusal(scheduler: Scheduler, folder: Path, previous: str) -> tuple[int, str] | None:
+    """Return why this job must not continue the previous one, and its exit status; None: it may.
 
     What that job has recorded counts where the scheduler knows it no longer.
     """
+    complete = 0, f"job {previous} has completed the training"
     recorded = records.read_status(folder, previous)
-    if recorded in (0, EXIT_REQUEUE, records.TIME_LIMIT):
+    if recorded == 0:
+        return complete
+    if recorded in (EXIT_REQUEUE, records.TIME_LIMIT):
         return None
     if recorded == records.NOT_STARTED:
-        return f"job {previous} did not start either"
+        return 1, f"job {previous} did not start either"
     try:
         timeout = QUERY_TIMEOUT_SECONDS if recorded is None else 0.0
         status = _query(scheduler, previous, timeout)
     except SchedulerError as error:
         found = str(error)
     else:
+        if status.state == "completed":
+            return complete
         if not breaks_chain(status):
             return None
         found = describe(status)
     if recorded is not None:
-        return f"job {previous} ended with exit status {recorded}"
-    return f"the job before cannot be continued: {found}"
+        return 1, f"job {previous} ended with exit status {recorded}"
+    return 1, f"the job before cannot be continued: {found}"
 
 
 def _query(scheduler: Scheduler, job_id: str, timeout: float) -> Status:
@@ -183,7 +189,7 @@ def _remove_status(folder: Path, job_id: str) -> None:
         )
 
 
-def cancel_later_jobs(scheduler: Scheduler, folder: Path, job_id: str) -> None:
+def cancel_later_jobs(scheduler: Scheduler, folder: Path, job_id: str, why: str) -> None:
     """Cancel the later jobs of the chain. Those that are missed refuse to start."""
     try:
         later = records.read(folder).after(job_id)
@@ -194,4 +200,4 @@ def cancel_later_jobs(scheduler: Scheduler, folder: Path, job_id: str) -> None:
             scheduler.cancel(later_id)
     except (OSError, ValueError, KeyError, TypeError, SchedulerError):
         return
-    note(f"this job has failed, so the rest of its chain was cancelled: {' '.join(later)}")
+    note(f"{why}, so the rest of its chain was cancelled: {' '.join(later)}")

@@ -15,7 +15,7 @@ from ..schedulers import (
     exclude_file,
 )
 from ..schedulers.exit_status import EXIT_REQUEUE
-from ..schedulers.requeue import requeue
+from ..schedulers.requeue import CHAIN_VARIABLE, requeue
 from . import exclusion, records
 from .files import PROGRAM, doctor_words
 from .following import note
@@ -78,7 +78,7 @@ def check(
     if scheduler.can_requeue:
         if not _exclude(scheduler, job_id, bad, good, dry_run=True):
             return _BAD
-        if requeue(limit=MAX_RESTARTS):
+        if requeue({**os.environ, CHAIN_VARIABLE: ""}, limit=MAX_RESTARTS):
             note(f"preflight: job {job_id} is back in the queue, and avoids {', '.join(bad)}")
             return EXIT_REQUEUE
     if not later:

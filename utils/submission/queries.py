@@ -75,6 +75,9 @@ def print_status(scheduler: Scheduler, submission: Submission | None, job_id: st
     if submission is not None:
         for earlier_id in submission.before(job_id):
             earlier = query_or_recorded(scheduler, submission, earlier_id)
+            if earlier.state == "completed":
+                print(f"  not needed: job {earlier_id} of its chain has completed the training")
+                return 0
             if breaks_chain(earlier):
                 print(f"  earlier in its chain, {describe(earlier)}")
                 failed_before = True
@@ -137,26 +140,23 @@ def _rows(
 
 
 def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> int:
-    """Cancel a job and the later jobs of its chain, the last first; return an exit status."""
-    status = scheduler.status(job_id)
-    if status.state == "unknown":
+    """Cancel a job and all that is left of its chain, the last first; return an exit status."""
+    chain = [job_id]
+    if submission is not None:
+        chain = [*submission.before(job_id), job_id, *submission.after(job_id)]
+    statuses = {one: scheduler.status(one) for one in chain}
+    left = [one for one in reversed(chain) if not is_over(statuses[one])]
+    for one in left:
+        scheduler.cancel(one)
+        print(f"job {one}: cancelled")
+    if statuses[job_id].ended:
+        print(f"{describe(statuses[job_id])}; it had already ended")
+    elif not left:
         note(
             f"error: There is no job {job_id}, or no longer. Nothing was cancelled. "
             f"`{PROGRAM} list` shows the jobs submitted from here."
         )
         return 1
-    if status.ended:
-        print(f"{describe(status)}; it had already ended")
-        return 0
-    later = submission.after(job_id) if submission is not None else ()
-    for one in (*reversed(later), job_id):
-        scheduler.cancel(one)
-    print(f"job {job_id}: cancelled")
-    if later:
-        print(
-            "also the later jobs of its chain, which do not run after a cancelled one: "
-            + " ".join(later)
-        )
     return 0
 
 

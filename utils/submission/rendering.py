@@ -6,17 +6,23 @@ import shlex
 from pathlib import Path
 
 from ..schedulers import Job, get_scheduler
+from ..schedulers.requeue import CHAIN_VARIABLE
 from ..schedulers.script import quote
 from .files import JOBS, KIT
 
 
 def job_script(
-    scheduler: str, job: Job, folder: Path | None = None, previous_job_id: str = ""
+    scheduler: str,
+    job: Job,
+    folder: Path | None = None,
+    previous_job_id: str = "",
+    *,
+    in_chain: bool = False,
 ) -> str:
     """Return the script to submit for a job.
 
     folder: of the submission, where the job records its exit status; None for a dry run.
-    previous_job_id: the job of the chain that this one continues.
+    previous_job_id: the job of the chain that this one continues. in_chain: whether it is in one.
     Raises JobError, which names the field, for a value that cannot be written into a script.
     """
     template = (JOBS / "templates" / f"{scheduler}.sh").read_text(encoding="utf-8")
@@ -24,6 +30,8 @@ def job_script(
     if folder is not None:
         lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
         lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
+        if in_chain:
+            lines.append(f"export {CHAIN_VARIABLE}=1 # requeue() leaves it to the next job")
         run = 'run job "$SUBMISSION" "$PREVIOUS"'
         if job.preflight:
             run += f" --preflight {quote(shlex.join(job.preflight))}"

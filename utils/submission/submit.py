@@ -175,7 +175,7 @@ def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count:
     """Submit a job `count` times, each to continue the one before: all of them, or none.
 
     Each waits with "afterany", since no scheduler knows exit status 75. Its script refuses to start
-    ranks when the job before has failed (in_job.py).
+    ranks when the job before has failed or completed the training (in_job.py).
     Raises UsageError and SchedulerError.
     """
     try:
@@ -206,7 +206,7 @@ def _submit_each(
         one = dataclasses.replace(submitted, dependency=dependency, output=output)
         script = folder / (SCRIPT if count == 1 else f"job-{number + 1}.sh")
         script.write_text(
-            job_script(scheduler.name, one, folder, previous),
+            job_script(scheduler.name, one, folder, previous, in_chain=count > 1),
             encoding="utf-8",
             errors="surrogateescape",
         )
