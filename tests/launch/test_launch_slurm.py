@@ -63,6 +63,14 @@ def test_other_launchers_start_the_ranks_of_a_job(launches: Launches) -> None:
         assert part.count("notes ()") == 3, part
 
 
+@pytest.mark.parametrize("by", ["srun", "torchrun"])
+def test_rank_0_reads_standard_input(launches: Launches, by: str) -> None:
+    script = launches.folder / "reads.py"
+    script.write_text("import os, sys\nif os.environ['LOCAL_RANK'] == '0': print('read', len(sys.stdin.read()))\n")
+    done = launches.slurm.batch("-N2 -n2 --ntasks-per-node=1", f"seq 50000 | {launches.line(by, str(script))}")
+    assert sorted(re.findall("^read .*", done.output, re.MULTILINE)) == ["read 0", "read 288894"], done.output
+
+
 @pytest.mark.parametrize("by", ["mpich5", "openmpi4"])
 def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, by: str) -> None:
     """Not those of the mpiexec's daemons, of which there are two."""

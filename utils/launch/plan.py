@@ -29,6 +29,7 @@ class Options(NamedTuple):
     ntasks: int | None = None  # in all, the same number on each host
     label: bool = False  # put the rank before each line of output
     output_dir: str = ""  # absolute; one file per rank instead of our streams
+    input: bool = False  # rank 0 reads our standard input
 
 
 class Mpiexec(NamedTuple):
@@ -121,6 +122,11 @@ class Plan(NamedTuple):
     def native_launcher_starts_ranks(self) -> bool:
         """Whether one command, srun or an mpiexec, starts all ranks."""
         return self.method.is_native_launcher and not self.options.torchrun
+
+    @property
+    def rank_0_reads_input(self) -> bool:
+        """Whether the command of a native launcher passes our standard input to rank 0."""
+        return self.options.input and self.native_launcher_starts_ranks
 
     @property
     def uses_agents(self) -> bool:
