@@ -115,6 +115,10 @@ class Hosts:
         return subprocess.Popen(self.enter(host) + list(command), env={**CLEAN_ENV, **(env or {})},  # type: ignore[call-overload,no-any-return]
                                 text=True, start_new_session=True, **options)
 
+    def set_link(self, host: str, state: str) -> None:
+        """Cut the network of a host ("down") or mend it ("up")."""
+        self._in(host, ["ip", "link", "set", "eth0", state])
+
     def start_sshd(self) -> Path:
         """Start an sshd on every host; return the path of an `ssh` command that logs in anywhere without a prompt."""
         sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")

@@ -56,7 +56,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,bf_resolution=1
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 KillWait={kill_wait}
-SlurmdTimeout=30
+SlurmdTimeout={slurmd_timeout}
 MinJobAge=300
 ReturnToService=2
 GresTypes=gpu
@@ -86,17 +86,18 @@ class SlurmCluster(Hosts):
     """`nodes` nodes node1, node2, ... and the login host `head`, where the controller runs. A context manager.
 
     A node has four CPUs, and two GPUs that are devices without a driver. kill_wait: seconds from SIGTERM to SIGKILL.
-    names: see Hosts. topology: the lines of topology.conf.
+    slurmd_timeout: seconds until a node that does not respond is down (Slurm's default is 300). names: see Hosts.
+    topology: the lines of topology.conf.
     """
 
-    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 5, subnet: str = "10.79.2",
-                 topology: str = "") -> None:
+    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 5, slurmd_timeout: int = 30,
+                 subnet: str = "10.79.2", topology: str = "") -> None:
         self.programs = search_path(CLEAN_ENV["PATH"])
         super().__init__(nodes, prefix="node", subnet=subnet, names=names)
         self.nodes = list(self.hosts)
         self.hosts.insert(0, HEAD)
         self.address[HEAD] = f"{subnet}.{nodes + 1}"
-        self.kill_wait = kill_wait
+        self.kill_wait, self.slurmd_timeout = kill_wait, slurmd_timeout
         self.topology = topology
         self.work = self.folder / "work"  # where commands run and jobs write their output
         self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
@@ -144,7 +145,8 @@ class SlurmCluster(Hosts):
                           "Gres=gpu:2" for node in self.nodes)
         etc = self.folder / "etc"
         (etc / "slurm.conf").write_text(CONFIG.format(folder=self.folder, head=HEAD, head_address=self.address[HEAD],
-                                                      nodes=nodes, kill_wait=self.kill_wait, user=os.geteuid())
+                                                      nodes=nodes, kill_wait=self.kill_wait, user=os.geteuid(),
+                                                      slurmd_timeout=self.slurmd_timeout)
                                         + "TopologyPlugin=topology/tree\n" * bool(self.topology))
         (etc / "topology.conf").write_text(self.topology)
         (etc / "cgroup.conf").touch()

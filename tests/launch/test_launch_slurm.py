@@ -15,7 +15,8 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, Result, assert_met, launch_py
+from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, Result, assert_met, launch_py
+from utils import process
 
 PUBLIC = str(ROOT / "tests/launch/public_code.py")
 
@@ -61,6 +62,14 @@ def test_other_launchers_start_the_ranks_of_a_job(launches: Launches) -> None:
     for part, launcher in zip(done.output.split("<end>\n"), launchers.values(), strict=False):
         assert_met(Result(0, part), "node1 node1 node2", launcher)
         assert part.count("notes ()") == 3, part
+
+
+@pytest.mark.parametrize("by", ["srun", "torchrun"])
+def test_rank_0_reads_standard_input(launches: Launches, by: str) -> None:
+    script = launches.folder / "reads.py"
+    script.write_text("import os, sys\nif os.environ['LOCAL_RANK'] == '0': print('read', len(sys.stdin.read()))\n")
+    done = launches.slurm.batch("-N2 -n2 --ntasks-per-node=1", f"seq 50000 | {launches.line(by, str(script))}")
+    assert sorted(re.findall("^read .*", done.output, re.MULTILINE)) == ["read 0", "read 288894"], done.output
 
 
 @pytest.mark.parametrize("by", ["mpich5", "openmpi4"])
@@ -127,6 +136,26 @@ def test_stops_reach_every_rank_once(launches: Launches, by: str, cancel: list[s
     # When one worker has left, torchrun asks the other one of the host to end, once more.
     assert [each[:2] if by else each for each in got] == [expected] * 3, launches.slurm.output(job)
     assert code in (None, ended["ExitCode"])
+
+
+def test_a_host_that_is_cut_off_is_left_before_slurm_notices(need: Callable[[str], Path]) -> None:
+    """srun waits for it until Slurm takes it for down, by default after 300 s."""
+    need("hosts")
+    need("slurm")
+    with SlurmCluster(2, slurmd_timeout=300, subnet="10.79.8") as slurm:
+        launches = Launches(slurm, slurm.work, need)
+        script = slurm.work / "trains.py"
+        script.write_text(TRAINS_FOR_EVER)
+        job = launches.submit("-N2 -n2 --ntasks-per-node=1", launches.line("srun", str(script), str(slurm.work)))
+        notes = [slurm.work / str(rank) for rank in range(2)]
+        wait_until(lambda: all(note.exists() for note in notes), "all ranks", seconds=60)
+        pids = [int(note.read_text()) for note in notes]
+        slurm.set_link("node2", "down")
+        wait_until(lambda: not any(map(process.start_time, pids)), "the end of the ranks on both hosts", seconds=60)
+        slurm.wait_for(job, {"COMPLETING"}, 60)  # Slurm waits for the other host
+        last = slurm.output(job).splitlines()[-1]
+        assert re.match(r"launch.py: the ranks report .* rank 1 on node2 .*its network is cut", last), slurm.output(job)
+        assert slurm.run(["srun", "-w", "node1", "hostname"]).output.splitlines()[-1] == "node1"
 
 
 # One rank asks for a stop; after it rank 1 leaves in order, or with an error.

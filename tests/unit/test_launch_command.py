@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -45,6 +46,28 @@ def test_ranks_have_all_variables_and_the_chosen_python(folder: Path) -> None:
         f"{rank} 2 {rank} 2 0 0 127.0.0.1 {port} ['--lr', '3'] {sys.executable}" for rank in range(2)]
 
 
+@pytest.mark.parametrize(("script", "expected"), [
+    ("echo data | {}\necho later", ["rank 0: data", "rank 1: ", "later"]),
+    ("echo data >file; {} <file\necho later", ["rank 0: data", "rank 1: ", "later"]),
+    ("{}\necho later", ["rank 0: ", "rank 1: ", "later"]), ("{i}\necho later", ["rank 0: echo later", "rank 1: "]),
+    ("while read line; do {} 2>/dev/null; done\n1\n2", ["rank 0: ", "rank 1: "] * 2)])
+@pytest.mark.parametrize("is_file", [False, True])
+def test_rank_0_reads_what_launch_py_is_given_and_no_script_around_it(
+        tmp_path: Path, script: str, expected: list[str], is_file: bool) -> None:
+    """The shell reads its script from its standard input, as in `ssh host bash <<EOF`."""
+    program = ["-n", "2", "sh", "-c", "echo rank $RANK: $(cat)"]
+    text = script.format(shlex.join([*LAUNCH, *program]), i=shlex.join([*LAUNCH, "-i", *program])) + "\n"
+    with open(tmp_path / "script", "w+") as file:
+        file.write(text)
+        file.seek(0)
+        source = {"stdin": file} if is_file else {"input": text}
+        done = subprocess.run(["bash"], **source, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ranks = [line.strip() for line in done.stdout.splitlines() if line.startswith("rank") or line == "later"]
+    assert sorted(ranks) == sorted(line.strip() for line in expected), done.stdout + done.stderr
+    left = "no rank reads the standard input" in done.stderr
+    assert left == ("{}\necho" in script and not script.startswith("echo")), done.stderr
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["/opt/bin/mpiexec.hydra", "-n", "2", "x"], "is mpiexec.hydra.* launch.py --launcher mpiexec train.py"),
     (["torchrun", "x.py"], "the command is torchrun.* as in launch.py --torchrun train.py"),
@@ -61,6 +84,12 @@ def test_ranks_have_all_variables_and_the_chosen_python(folder: Path) -> None:
 def test_what_cannot_be_started_is_refused(folder: Path, words: list[str], message: str) -> None:
     done = launch(*words, folder=folder)
     assert done.returncode == 2 and not done.stdout and re.search(message, done.stderr), done.stderr
+
+
+def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
+    (folder / "fails.py").write_text("raise SystemExit(3)")
+    done = launch("--max-restarts", "1", "fails.py", folder=folder)
+    assert done.returncode == 1 and "\nfails.py FAILED\n" in done.stderr, done.stderr
 
 
 def test_launch_py_under_pbsdsh_is_refused(folder: Path) -> None:

@@ -6,6 +6,7 @@ It ends them when the coordinator requests that or is gone.
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import sys
 import time
@@ -40,6 +41,8 @@ class Agent:
         self._outputs = Outputs(self._loop, self._send_output)
         self._port: ReservedPort | None = None
         self._order: StartOrder | None = None
+        self._input: int | None = None  # the pipe that the first process reads
+        self._unwritten = b""
         self._end_requested = False
         self._caught_at: dict[int, float] = {}  # when this process itself caught a signal
         self._to_pass_on: list[tuple[float, int, bool]] = []  # when, signal, whether to workers
@@ -79,6 +82,13 @@ class Agent:
             self._to_pass_on.append((due, number, to_workers))
         if "end" in message:
             self._end_requested = True
+        if "input" in message and self._input is not None:
+            self._unwritten = message["input"].encode(errors="surrogateescape")
+            if self._unwritten:
+                self._loop.add(self._input, self._write_input)
+                self._loop.set_events(self._input, selectors.EVENT_WRITE)
+            else:
+                self._close_input()
 
     def _check(self, check: Check) -> None:
         """Report whether the ranks can start here, and a port that rank 0 or torchrun may use."""
@@ -88,6 +98,11 @@ class Agent:
 
     def _start(self, processes: Processes, order: StartOrder) -> None:
         same_host = order["host"] == socket.gethostname()
+        stdin: bytes | int = b""
+        if order["input"]:
+            stdin, self._input = os.pipe()
+            os.set_blocking(self._input, False)
+            self._connection.send({"wants_input": True})
         start_on_host(
             order["processes"],
             rank_environment(order["environ"], os.environ, same_host=same_host),
@@ -95,7 +110,31 @@ class Agent:
             self._outputs,
             output_dir=order["output_dir"],
             new_session=order["new_session"],
+            stdin=stdin,
         )
+        if isinstance(stdin, int):
+            os.close(stdin)
+
+    def _write_input(self, events: int) -> None:
+        """Write what the pipe takes; request more when it has taken everything."""
+        assert self._input is not None
+        try:
+            self._unwritten = self._unwritten[os.write(self._input, self._unwritten) :]
+        except BlockingIOError:
+            return
+        except OSError:  # nobody reads it any more
+            self._unwritten = b""
+            self._loop.remove(self._input)
+            self._close_input()
+            return
+        if not self._unwritten:
+            self._loop.remove(self._input)
+            self._connection.send({"wants_input": True})
+
+    def _close_input(self) -> None:
+        assert self._input is not None
+        os.close(self._input)
+        self._input = None
 
     def _step(self, processes: Processes, watch: GroupWatch, *, shielded: bool) -> None:
         """Wait for something to happen and handle it.

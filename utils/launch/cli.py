@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import socket
+import stat
+import termios
 from collections.abc import Sequence
 
 from ..argument_parser import ArgumentParser
@@ -40,8 +43,9 @@ launch.py --dry-run train.py           print the exact commands and start nothin
 Without -n or --ntasks-per-node, one rank starts per slot of the job, or per GPU where no host has
 more than one slot. Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
 GROUP_RANK, MASTER_ADDR and MASTER_PORT in its environment, as torchrun sets them. A command whose
-first word does not end in .py is run as it is; "python" is the Python chosen for the ranks. The
-exit status is that of the rank that failed first, and 75 when all ranks have saved after a stop.
+first word does not end in .py is run as it is; "python" is the Python chosen for the ranks. Rank 0
+reads a file or pipe that is the standard input of launch.py alone; see also --input. The exit
+status is that of the rank that failed first, and 75 when all ranks have saved after a stop.
 """
 
 
@@ -79,7 +83,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     vendor = "GPUs to make available in the container (default: those of this host)"
     add("--gpu-vendor", choices=VENDORS, help=vendor)
 
-    add = parser.add_argument_group("output").add_argument
+    add = parser.add_argument_group("input and output").add_argument
+    shared = "rank 0 reads the standard input, also where it is that of the shell around launch.py"
+    add("-i", "--input", action="store_true", help=shared)
     add("-l", "--label", action="store_true", help="put the rank before each line of output")
     folder = "write the output of each rank to FOLDER/rank-N.log"
     add("--output-dir", metavar="FOLDER", help=folder)
@@ -170,12 +176,39 @@ def _make_plan(args: argparse.Namespace) -> Plan:
         label=args.label,
         output_dir=os.path.abspath(args.output_dir) if args.output_dir else "",
         independent=args.independent,
+        input=_rank_0_reads_input(shared_too=args.input),
     )
     allocation = current_allocation()
     is_root = os.geteuid() == 0
     python = _python_for_ranks(args)
     host_info = HostInfo(socket.gethostname(), count_gpus(), python, programs, is_root)
     return make_plan(command, options, allocation, host_info, os.environ)
+
+
+def _rank_0_reads_input(shared_too: bool) -> bool:
+    """Return whether our standard input is a file or pipe, and given to us alone or shared_too.
+
+    That of the process that started us is not ours to read: a shell may read its script from there,
+    or a loop its list.
+    """
+    try:
+        own = os.fstat(0)
+    except OSError:  # it is closed
+        return False
+    if not (stat.S_ISREG(own.st_mode) or stat.S_ISFIFO(own.st_mode) or stat.S_ISSOCK(own.st_mode)):
+        return False
+    try:
+        shared = os.path.samestat(own, os.stat(f"/proc/{os.getppid()}/fd/0"))
+    except OSError:  # of another user
+        shared = False
+    waiting = bytearray(4)  # an int of C: the bytes that can be read
+    fcntl.ioctl(0, termios.FIONREAD, waiting)
+    if shared and any(waiting) and not shared_too:
+        print_status(
+            "no rank reads the standard input, which launch.py shares with the program that "
+            "started it. Give --input to pass it to rank 0, or redirect it from /dev/null"
+        )
+    return shared_too or not shared
 
 
 def _check_started_once() -> None:

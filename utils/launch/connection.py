@@ -66,6 +66,7 @@ class StartOrder(TypedDict):
     new_session: bool  # keep the processes away from signals to a whole session
     output_dir: str
     watched_ranks: int  # for nested.GroupWatch
+    input: bool  # the first process reads the standard input of launch.py
     processes: list[tuple[list[str], dict[str, str]]]  # words and variables of each
 
 
@@ -79,11 +80,13 @@ class Message(TypedDict, total=False):
     exit: tuple[int, int]  # index of the process, exit status
     groups: list[tuple[int, int]]  # see nested.GroupWatch; also from a host with native ranks
     done: bool  # all processes have ended and all output was sent
+    wants_input: bool  # more of the standard input of launch.py
     # coordinator -> agent
     check: Check
     start: StartOrder
     signal: tuple[int, bool]  # number; whether it is for torchrun's workers only
     end: bool  # end all processes
+    input: str  # a part of the standard input of launch.py; empty at its end
     # rank -> launch.py, and the response
     join: JoinReport
     variables: dict[str, str]

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 
 from .. import network
 from . import agent, nested
@@ -28,6 +29,7 @@ START_SECONDS = 120.0  # until every agent has connected
 END_SECONDS = 20.0  # an agent needs less to end everything
 _STARTER_SECONDS = 3.0
 _SHOWN = 8  # hosts in a message
+_INPUT_BYTES = 1 << 16
 
 
 def run_agents(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
@@ -232,6 +234,7 @@ class Coordinator(ConnectionServer):
                 new_session=torchrun,
                 output_dir="" if torchrun else plan.options.output_dir,
                 watched_ranks=plan.ranks[index] if plan.is_watched else 0,
+                input=plan.options.input and index == 0,
                 processes=[
                     (process.words, process.variables)
                     for process in host_processes(
@@ -260,6 +263,20 @@ class Coordinator(ConnectionServer):
             self._note_exit(index, *message["exit"])
         if "done" in message:
             self._done.add(index)
+        if "wants_input" in message:
+            try:
+                self._loop.add(0, self._send_input)
+            except PermissionError:  # a regular file, which can always be read
+                self._send_input(0)
+
+    def _send_input(self, events: int) -> None:
+        """Send what can be read of our standard input, once, to the agent of rank 0."""
+        if events:
+            self._loop.remove(0)
+        text = b""
+        with suppress(OSError):  # a connection that was reset
+            text = os.read(0, _INPUT_BYTES)
+        self.clients[0].send({"input": text.decode(errors="surrogateescape")})
 
     def _note_exit(self, index: int, local_rank: int, status: int) -> None:
         host, rank = self._plan.hosts[index], None

@@ -88,17 +88,17 @@ class EventLoop:
     ) -> None:
         self._selector.close()
 
-    def add(self, source: HasFileno, handler: Callable[[int], None]) -> None:
+    def add(self, source: HasFileno | int, handler: Callable[[int], None]) -> None:
         """Call handler(events) whenever the source can be read, until remove()."""
         self._selector.register(source, selectors.EVENT_READ, handler)
 
-    def set_events(self, source: HasFileno, events: int) -> None:
+    def set_events(self, source: HasFileno | int, events: int) -> None:
         """Wait for these events of a source, such as selectors.EVENT_WRITE."""
         key = self._selector.get_key(source)
         if key.events != events:
             self._selector.modify(source, events, key.data)
 
-    def remove(self, source: HasFileno) -> None:
+    def remove(self, source: HasFileno | int) -> None:
         self._selector.unregister(source)
 
     def run_once(self, *timeouts: float | None) -> None:

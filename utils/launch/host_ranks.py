@@ -22,11 +22,13 @@ def start_on_host(
     *,
     output_dir: str = "",
     new_session: bool = False,
+    stdin: bytes | int = b"",
 ) -> None:
     """Start ranks or a torchrun agent on this host.
 
     commands: words and variables of each. outputs: gets what they write; None where they share our
     streams. output_dir: where each rank writes a file instead. new_session: see Processes.start().
+    stdin: of the first one.
     """
     cpus = _cpus(commands, environ)
     for index, (words, variables) in enumerate(commands):
@@ -39,6 +41,7 @@ def start_on_host(
             stdout=target,
             stderr=target,
             new_session=new_session,
+            stdin=b"" if index else stdin,
             hold_signals=True,
             cpus=cpus[index],
         )

@@ -54,6 +54,7 @@ class NativeCommand:
                 words,
                 {**environ, **method.variables(self._plan)},
                 stderr=stderr,
+                stdin=0 if self._plan.rank_0_reads_input else b"",
                 new_session=True,
                 pass_fds=[file.fileno()],
             )

@@ -30,6 +30,7 @@ class Options(NamedTuple):
     label: bool = False  # put the rank before each line of output
     output_dir: str = ""  # absolute; one file per rank instead of our streams
     independent: bool = False  # ranks need not form one process group
+    input: bool = False  # rank 0 reads our standard input
 
 
 class Mpiexec(NamedTuple):
@@ -127,6 +128,11 @@ class Plan(NamedTuple):
     def native_launcher_starts_ranks(self) -> bool:
         """Whether one command, srun or an mpiexec, starts all ranks."""
         return self.method.is_native_launcher and not self.options.torchrun
+
+    @property
+    def rank_0_reads_input(self) -> bool:
+        """Whether the command of a native launcher passes our standard input to rank 0."""
+        return self.options.input and self.native_launcher_starts_ranks
 
     @property
     def uses_agents(self) -> bool:

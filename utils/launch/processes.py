@@ -63,7 +63,7 @@ class Processes:
         stderr: int | IO[bytes] | None = None,
         new_session: bool = False,
         pass_fds: Sequence[int] = (),
-        stdin: bytes = b"",
+        stdin: bytes | int = b"",
         hold_signals: bool = False,
         cpus: Collection[int] = (),
     ) -> subprocess.Popen[bytes] | None:
@@ -72,7 +72,7 @@ class Processes:
         Processes are numbered from 0 in the order of these calls.
 
         new_session: also in its own session, away from the signals that PBS and terminals send to a
-        whole session. stdin: a short text for the child; our standard input is not inherited.
+        whole session. stdin: a short text for the child, or a descriptor that it reads.
         hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a
         StopSignal receives them. cpus: to bind the process to; empty: those of this process.
         """
@@ -93,7 +93,7 @@ class Processes:
                 with suppress(OSError):  # without the binding, the process is slower, not wrong
                     os.sched_setaffinity(0, cpus)
 
-        source = _readable(stdin)
+        source = os.dup(stdin) if isinstance(stdin, int) else _readable(stdin)
         try:
             child = subprocess.Popen(
                 words,

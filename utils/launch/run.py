@@ -72,6 +72,7 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
             outputs,
             output_dir="" if torchrun else plan.options.output_dir,
             new_session=torchrun,  # PBS signals whole sessions; torchrun would be terminated by it
+            stdin=0 if plan.options.input else b"",
         )
         watch = nested.GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
         while processes.running:

@@ -92,6 +92,8 @@ class Srun(NativeMethod):
     def _common_options(self, plan: Plan) -> Iterator[str]:
         if labels_output(plan):
             yield "--label"
+        if plan.rank_0_reads_input:
+            yield "--input=0"  # otherwise every rank reads it
         yield "--kill-on-bad-exit=1"  # otherwise the other ranks wait for the one that failed
         if not plan.environ.get("SLURM_CPU_BIND"):
             yield "--cpu-bind=none"  # the kit binds the ranks, within the cores of the job
