@@ -114,6 +114,17 @@ def test_one_torchrun_agent_on_each_host_starts_the_ranks(pbs_jobs: PbsJobs) -> 
     assert "by torchrun" in done.output
 
 
+@pytest.mark.parametrize("args", [None, "it's", f"'{TRAIN}'", '"a, b"', "a\\ b"])
+def test_words_that_qsub_loses_or_changes_are_refused(pbs_jobs: PbsJobs, args: str | None) -> None:
+    env = {} if args is None else {"ARGS": args}
+    submitted = pbs_jobs.cluster.run(HEAD, ["qsub", str(ROOT / "jobs" / "pbs.sh")], cwd=pbs_jobs.path, env=env)
+    if args in (None, "it's"):
+        assert submitted.status == 1 and "cannot send environment with the job" in submitted.output
+    else:
+        done = pbs_jobs.ended(submitted.output.strip())
+        assert done.status == 2 and "qsub changes quotes and backslashes" in done.output, done.output
+
+
 def test_elements_of_a_pbs_array_are_separate_launches(pbs_jobs: PbsJobs) -> None:
     array = pbs_jobs.start(["-J", "0-2", "-l", "select=1:ncpus=1:mpiprocs=2"], TRAIN)
     for index in range(3):

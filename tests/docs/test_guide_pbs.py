@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
+import time
 
 import pytest
 
@@ -15,8 +15,8 @@ from tests.docs.pages import GUIDE, Shell
 
 
 @pytest.mark.parametrize("name", pages.with_commands("pbs"))
-def test_commands_write_what_the_page_shows(pbs: Pbs, name: str, tmp_path: Path) -> None:
-    folder = f"{WORK}/{tmp_path.name}"
+def test_commands_write_what_the_page_shows(pbs: Pbs, name: str) -> None:
+    folder = f"{WORK}/guide-{time.monotonic_ns()}"  # a real PBS keeps those of earlier runs
     local = pbs.local(pbs.write(f"{folder}/.keep", "")).parent
     kit = pages.copy_kit(local)
     owner = local.stat().st_uid

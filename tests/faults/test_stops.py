@@ -32,7 +32,7 @@ class Training:
         """output: what a job has written. runs: whether it runs, until its last process has ended."""
         self.jobs, self.options = jobs, options
         self.output, self.runs = output, runs
-        self.path = f"{jobs.path}/checkpoints"
+        self.path = f"checkpoints-{time.monotonic_ns()}"  # in the folder of the jobs
         self.step = 0  # of the newest checkpoint that was there before the last run
 
     def start(self, *options: str, step_seconds: float = 0.1) -> str:
@@ -40,7 +40,7 @@ class Training:
         return self.jobs.start([*self.options, *options], *SURVIVE, *words, "--folder", self.path)
 
     def names(self) -> list[str]:
-        folder = self.jobs.folder / "checkpoints"
+        folder = self.jobs.folder / self.path
         return sorted(os.listdir(folder)) if folder.is_dir() else []
 
     def newest_step(self) -> int:
