@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
 from tests.unit.programs import python
+from utils.checkpoint import CheckpointError, contents
 from utils.failure import Shutdown, peer_failure
 
 HOST = socket.gethostname()
@@ -46,6 +47,19 @@ def test_failure_is_reported_once_and_an_orderly_exit_is_none(
     assert text.endswith(f"rank 1 on {HOST} failed: {description}\n" if description else "")
     assert text.count("failed") == bool(description)
     assert ("a\nb" in text) == isinstance(error, ValueError)  # a traceback, where it explains something
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_error_that_the_kit_raises_on_all_ranks_is_that_of_the_rank_that_it_names(
+        capsys: pytest.CaptureFixture[str], failed: int) -> None:
+    text = f"cannot load /run/step-1 on rank {failed} on {HOST}: the state does not match"
+    with pytest.raises(CheckpointError) as raised:
+        exec(compile("raise CheckpointError(text)", contents.__file__, "exec"), vars(contents) | {"text": text})
+    two_ranks("gloo")[1].report(raised.value)
+    output = capsys.readouterr().err
+    expected = f"rank {failed} on {HOST} failed: CheckpointError: {text}\n"
+    assert output.endswith(expected if failed == 1 else f"rank 1 on {HOST} stops, because {expected}")
+    assert ("Traceback" in output) == (failed == 1)
 
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] "
