@@ -87,7 +87,8 @@ class Distributed:
     def report_progress(self) -> None:
         """Show that this rank works while others wait for it, as in an evaluation on rank 0 only.
 
-        Call it at least once every hang_timeout. It costs nothing.
+        Call it at least once every hang_timeout. It costs nothing. Without it, a rank that is busy
+        is reported, and has three times as long.
         """
         self._reported_progress += 1
 
@@ -151,9 +152,10 @@ def setup_distributed(
     hang_timeout: seconds without progress until a job that hangs ends: every rank writes its
         stacks and last collectives to a file, and rank 0 names the ranks that the others wait
         for. Progress is a collective that any rank enters, or Distributed.report_progress(). A
-        time in which no rank waits and all are idle is a hang, too. None: only torch's time
-        limits end such a job, since the script's own groups may have longer ones. The same value on
-        all ranks.
+        time in which no rank waits and all are idle is a hang, too. A rank that works while the
+        others wait is reported as busy, and the job ends after three times as long. None: only
+        torch's time limits end such a job, since the script's own groups may have longer ones. The
+        same value on all ranks.
     bind: "auto" binds this process to its share of the cores, as described below. False keeps the
         cores that the launcher has set. The value must be the same on all ranks.
 
@@ -178,7 +180,8 @@ def setup_distributed(
     - It replaces sys.excepthook, to name the rank that failed first, and registers an atexit
       function that closes the process group.
     - A thread holds a connection to rank 0. It ends the process with status 1 when another rank
-      dies during the start, or when this rank hangs and all others have stopped.
+      dies during the start, when this rank hangs and all others have stopped, or when a host does
+      not respond for 60 s and this rank then enters no collective for 20 s.
     - It enables faulthandler, which prints the Python stacks when a signal such as SIGABRT kills
       the process.
     - It ends the process with status 1 when the ranks hang, if hang_timeout is given, and when the

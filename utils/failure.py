@@ -52,6 +52,9 @@ _RUNTIME_ERROR_OF_TORCH = (
     r"|lost the connection to rank (0's store|\d+, which has ended)"
     r"|the store that rank 0 or torchrun serves is no longer reachable"
 )
+# Errors that the kit raises on all ranks name the one that failed: "cannot load /scratch/run/step-
+# 000000001 on rank 1 on n2: the state does not match".
+_FAILED_RANK = r" on (rank \d+ on [\w.-]+): "
 _PEER_FAILURES = {
     "lost": r"(closed|reset) by (remote )?peer|Broken pipe|Connection (was likely )?closed"
     r"|remote process exited|ncclRemoteError|lost the connection"
@@ -141,14 +144,16 @@ class Shutdown:
             setattr(error, _REPORTED, True)
 
         description = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-        failure = f"{self._this_rank} failed: {description}"
+        named = re.search(_FAILED_RANK, description) if _raised_by_torch(error) else None
+        failed_rank = named[1] if named else self._this_rank
+        failure = f"{failed_rank} failed: {description}"
         kind = peer_failure(error) if self._world_size > 1 else ""
         first = self._first_cause(kind, failure)
         if first and self._monitor is not None:
             self._monitor.report_to_launcher(first)
         self._release_closing_ranks()
 
-        is_root_cause = first == failure
+        is_root_cause = first == failure and failed_rank == self._this_rank
         another_rank_shows_it = not is_root_cause and (
             bool(first) and _raised_by_torch(error) if kind else description in first
         )

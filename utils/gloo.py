@@ -8,7 +8,8 @@ import time
 
 from . import network, process
 
-_RELEASE_SECONDS = 0.5
+_RELEASE_SECONDS = 10.0
+_ASLEEP_SECONDS = 0.02  # a thread that waits for Python's lock wakes every 5 ms
 
 
 def interface_problem() -> str:
@@ -46,14 +47,17 @@ def choose_interface(local_addr: str, master_addr: str) -> str:
 
 
 def wait_for_threads() -> None:
-    """Wait until gloo's threads sleep: some milliseconds, half a second at most. Linux only.
+    """Wait until gloo's threads sleep: 20 ms, ten seconds at most. Linux only.
 
     When a collective has ended, a thread of gloo releases the tensor. If it is the last to hold
     it, it needs Python's lock, and aborts the process when the interpreter is ending by then
     ("terminate called without an active exception"). The thread lives as long as a
     DistributedDataParallel holds the process group.
     """
-    limit, asleep = time.monotonic() + _RELEASE_SECONDS, 0
-    while asleep < 3 and time.monotonic() < limit:
-        time.sleep(0.002)  # without Python's lock
-        asleep = 0 if "R" in process.thread_states("pt_gloo_runloop") else asleep + 1
+    limit = time.monotonic() + _RELEASE_SECONDS
+    turns = process.thread_turns("pt_gloo_runloop")
+    while turns and time.monotonic() < limit:
+        time.sleep(_ASLEEP_SECONDS)  # without Python's lock
+        earlier, turns = turns, process.thread_turns("pt_gloo_runloop")
+        if turns == earlier and all(state != "R" for state, _ in turns.values()):
+            break

@@ -140,10 +140,18 @@ def tcp_connections(pid: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def thread_states(thread_name: str) -> list[str]:
-    """Return the states of this process's threads of that name: "R" runs, "S" sleeps."""
-    stats = (_stat(f"/proc/self/task/{thread}/stat") for thread in thread_ids())
-    return [fields[0] for found, fields in stats if fields and found == thread_name]
+def thread_turns(thread_name: str) -> dict[int, tuple[str, str]]:
+    """Return the state of each thread of that name, and how often it has run on a core.
+
+    The state: "R" runs or is ready, "S" sleeps.
+    """
+    turns = {}
+    for thread in thread_ids():
+        found, fields = _stat(f"/proc/self/task/{thread}/stat")
+        if fields and found == thread_name:
+            schedule = (_read(f"/proc/self/task/{thread}/schedstat") or b"").decode()
+            turns[thread] = (fields[0], schedule)
+    return turns
 
 
 def stopped_state(pid: int) -> str:
