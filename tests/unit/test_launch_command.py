@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from utils.launch.cli import main
 from utils.launch.environment import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+GROUPS = ROOT / "tests" / "launch" / "groups.py"
 MODULE = f"""
 import os, sys
 shown = " ".join(os.environ[name] for name in {RANK_VARIABLES})
@@ -27,7 +29,7 @@ def launch(*words: str, folder: Path, **variables: str) -> subprocess.CompletedP
     kept = {name: value for name, value in os.environ.items()
             if name not in RANK_VARIABLES and not name.startswith(of_launches)}
     return subprocess.run([*LAUNCH, *words], env={**kept, "PYTHON": sys.executable, **variables},
-                          cwd=folder, capture_output=True, text=True, timeout=60)
+                          cwd=folder, capture_output=True, text=True, timeout=180)
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_rank_0_reads_what_launch_py_is_given_and_no_script_around_it(
 @pytest.mark.parametrize(("words", "message"), [
     (["/opt/bin/mpiexec.hydra", "-n", "2", "x"], "is mpiexec.hydra.* launch.py --launcher mpiexec train.py"),
     (["torchrun", "x.py"], "the command is torchrun.* as in launch.py --torchrun train.py"),
-    (["-m", "torch.distributed.run", "x.py"], "the command is -m torch.distributed.run.* launch.py --torchrun"),
+    (["-m", "torch.distributed.run", "x.py"], "the command runs torch.distributed.run.* launch.py --torchrun"),
     (["--launcher", "/no/mpiexec", "x"],
      "--launcher is /no/mpiexec, which does not exist. Expected the path of an mpiexec"),
     (["--launcher", "/bin/true", "x"],
@@ -80,7 +82,7 @@ def test_rank_0_reads_what_launch_py_is_given_and_no_script_around_it(
     (["--lable", "x.py"], "unrecognized arguments: --lable. Did you mean --label?"),
     ([], "no script is given"), (["-m"], "-m needs the name of a module"),
     (["--", "-N", "2", "train.py"], "Options of sbatch and qsub go before the job script"),
-    (["-n", "2", *LAUNCH, "package/module.py"], "launch.py itself was started as rank 0 of 2 by launch.py")])
+    (["-n", "2", "sh", "-c", 'exec "$@"', "sh", *LAUNCH, "package/module.py"], "launch.py itself was started as rank 0 of 2 by launch.py")])
 def test_what_cannot_be_started_is_refused(folder: Path, words: list[str], message: str) -> None:
     done = launch(*words, folder=folder)
     assert done.returncode == 2 and not done.stdout and re.search(message, done.stderr), done.stderr
@@ -90,6 +92,75 @@ def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
     (folder / "fails.py").write_text("raise SystemExit(3)")
     done = launch("--max-restarts", "1", "fails.py", folder=folder)
     assert done.returncode == 1 and "\nfails.py FAILED\n" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("command", "name"), [
+    ("python -m torch.distributed.run x.py", "torch.distributed.run"),
+    ("/usr/bin/python3.11 -u -m torch.distributed.launch x.py", "torch.distributed.launch"),
+    ("env FOO=1 torchrun x.py", "torchrun"), ("env -u FOO -C / A=1 /opt/bin/torchrun x.py", "torchrun"),
+    ("nice -n 5 torchrun x.py", "torchrun"), ("numactl -N 0 -m 0 torchrun x.py", "torchrun"),
+    ("taskset -c 0-3 torchrun x.py", "torchrun"), ("stdbuf -oL torchrun x.py", "torchrun"),
+    ("time -p torchrun x.py", "torchrun"), ("timeout 1h torchrun x.py", "torchrun"),
+    ("uv run torchrun x.py", "torchrun"), ("uv run --with wandb python -m torch.distributed.run x.py",
+                                           "torch.distributed.run"),
+    ("conda run -n torchrun torchrun x.py", "torchrun"), ("micromamba run -p /envs/ml torchrun x.py", "torchrun"),
+    ("apptainer exec --nv image.sif torchrun x.py", "torchrun"),
+    ("singularity exec image.sif bash -c 'torchrun x.py'", "torchrun"),
+    ("bash -c 'torchrun x.py'", "torchrun"), ("bash -lc 'cd /data; FOO=1 torchrun x.py'", "torchrun"),
+    ("sh -c 'if true; then exec torchrun x.py; fi'", "torchrun"),
+    ("sh -c 'python prepare.py&&torchrun x.py'", "torchrun"),
+    ("env A=1 nice bash -c 'uv run torchrun x.py'", "torchrun"),
+    ("accelerate launch x.py", "accelerate"),
+    ("python -m accelerate.commands.launch x.py", "accelerate.commands.launch"),
+    ("deepspeed x.py", "deepspeed"), ("nohup deepspeed --num_gpus 2 x.py", "deepspeed"),
+    ("env srun -n 2 python x.py", "srun"), ("env A=1 mpirun -n 2 python x.py", "mpirun"),
+    ("nsys profile mpiexec.hydra -n 2 python x.py", "mpiexec.hydra"),
+    ("python scripts/launch.py x.py", "launch.py")])
+def test_launcher_in_a_wrapper_is_refused(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)
+    assert main(["-n", "2", "--dry-run", "--", *words]) == 2
+    verb = "is" if command.startswith(name) else "runs"
+    assert f"the command {verb} {name}, which starts ranks itself" in capsys.readouterr().err
+    assert main(["-n", "2", "--dry-run", "--independent", "--", *words]) == 0
+
+
+@pytest.mark.parametrize("command", [
+    "python -m package.module torchrun", "env A=torchrun python package/module.py --launcher torchrun",
+    "conda run -n deepspeed python package/module.py", "conda run --prefix /envs/accelerate python package/module.py",
+    "bash -c 'which torchrun || echo srun'", "bash -c 'python package/module.py; echo torchrun'", "echo srun",
+    "apptainer exec deepspeed.sif python package/module.py", "bash -c \"echo 'torchrun\"", "hostname"])
+def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str) -> None:
+    assert main(["-n", "2", "--dry-run", "--", *shlex.split(command)]) == 0
+
+
+@pytest.mark.parametrize(("words", "size"), [
+    (["alone"], 1), (["torchrun", "1"], 1), (["torchrun", "2"], 2), (["spawn-own"], 2), (["sh"], 1)])
+def test_ranks_that_form_groups_without_each_other_end_the_launch(words: list[str], size: int, folder: Path) -> None:
+    """With torch alone, and nothing in the command that shows it."""
+    command = [str(GROUPS), *words, "--hold"]
+    if words == ["sh"]:
+        command = [str(folder / "start")]
+        (folder / "start").write_text(f"#!/bin/sh\n{sys.executable} {GROUPS} torchrun 1 --hold\n")
+        (folder / "start").chmod(0o755)
+    done = launch("-n", "2", *command, folder=folder)
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"rank 1 of 2 has formed a process group of {size} process(es)? without the other ranks. "
+                     "Expected one group of all 2 ranks.* --independent", done.stderr), done.stderr
+
+
+def test_a_rank_that_takes_itself_for_rank_0_fails(folder: Path) -> None:
+    done = launch("-n", "2", str(GROUPS), "rank-0", "--hold", folder=folder)
+    assert done.returncode == 1 and "EADDRINUSE" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("words", "sizes"), [
+    (["env"], [2, 2]), (["spawn-all"], [4] * 4), (["none"], [0, 0]), (["--independent", "torchrun", "1"], [1, 1])])
+def test_groups_of_all_ranks_or_of_independent_ones_are_left_alone(words: list[str], sizes: list[int],
+                                                                   folder: Path) -> None:
+    options = [word for word in words if word == "--independent"]
+    done = launch("-n", "2", *options, str(GROUPS), *words[len(options):], folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"group of (\d)", done.stdout) == list(map(str, sizes))
 
 
 def test_launch_py_under_pbsdsh_is_refused(folder: Path) -> None:

@@ -141,5 +141,5 @@ def test_dry_run_of_agents_is_the_command_of_each_rank() -> None:
     lines = list(shell_lines(pbs(ranks=(1, 1))(), PBS))
     assert len(lines) == 2 and lines[1] == (
         "/bin/pbs_tmrsh n2 env RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=1 "
-        "GROUP_RANK=1 'MASTER_ADDR=<n1>' 'MASTER_PORT=<free port>' "
+        "GROUP_RANK=1 'MASTER_ADDR=<n1>' 'MASTER_PORT=<free port>' DDPKIT_LAUNCH_RANK=1/2 "
         "/env/bin/python -u train.py --name 'a b'")

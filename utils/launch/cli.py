@@ -105,9 +105,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run launch.py; return its exit status."""
     args = parse(arguments)
-    if args.independent:
-        os.environ[INDEPENDENT] = "1"  # for the ranks
-    args.independent = bool(os.environ.get(INDEPENDENT))
+    args.independent = args.independent or bool(os.environ.get(INDEPENDENT))
     try:
         _check_started_once()
         _check_command(args)
@@ -182,7 +180,8 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     is_root = os.geteuid() == 0
     python = _python_for_ranks(args)
     host_info = HostInfo(socket.gethostname(), count_gpus(), python, programs, is_root)
-    return make_plan(command, options, allocation, host_info, os.environ)
+    environ = {**os.environ, INDEPENDENT: "1"} if args.independent else os.environ
+    return make_plan(command, options, allocation, host_info, environ)
 
 
 def _rank_0_reads_input(shared_too: bool) -> bool:

@@ -160,6 +160,10 @@ class Launcher:
         """
         return True
 
+    def agents(self, environ: Mapping[str, str]) -> int | None:
+        """Return how many agents of this launcher belong to the launch; None where it has none."""
+        return None
+
     def read(self, environ: Mapping[str, str]) -> Placement:
         """Return the placement that the variables describe.
 

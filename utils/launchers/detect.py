@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..process import parent_command_lines
-from ..rank_variables import InheritedVariables, inherited_variables
+from ..rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
 from .base import Launcher, LaunchError, Placement, is_set, shown
 from .by_hand import RANK_VARIABLES, ByHand, Single, is_stale
 from .flux import Flux
@@ -88,7 +88,10 @@ def find_launcher(
         return _below_rank(environ, inherited, ancestors)
 
     candidates = [one for one in LAUNCHERS if one.is_present(environ)]
-    chosen, reason = _innermost(environ, candidates, ancestors)
+    parents = iter(ancestors)
+    chosen, reason = _innermost(environ, candidates, parents)
+    if chosen.agents(environ) == 1 and not environ.get(INDEPENDENT):
+        _check_outer(environ, chosen, candidates, parents)
     return _detection(environ, chosen, candidates, reason)
 
 
@@ -132,6 +135,34 @@ def _innermost(
     if candidates == [_SINGLE]:
         return _SINGLE, "no launcher's variables are set"
     return candidates[0], "its variables are set, and no parent process is another launcher's"
+
+
+def _check_outer(
+    environ: Mapping[str, str],
+    chosen: Launcher,
+    candidates: Iterable[Launcher],
+    ancestors: Iterable[str],
+) -> None:
+    """Raise LaunchError where an outer launcher has started several agents that are each alone.
+
+    ancestors: of the agent.
+    """
+    for command in ancestors:
+        if any(one.starts_shell(command, environ) for one in LAUNCHERS):
+            return
+        outer = next((one for one in candidates if one.is_parent(command)), chosen)
+        if outer is chosen:
+            continue
+        tasks = outer.read(environ).world_size
+        if tasks > 1:
+            raise LaunchError(
+                f"{outer.name} has started {tasks} tasks, and the {chosen.name} in each of them a "
+                f"launch of its own: {chosen.read(environ).world_size} ranks by one agent. "
+                f"Expected one launch. Give each {chosen.name} --nnodes={tasks} and the same "
+                f"--rdzv-endpoint, or start the script without {chosen.name}; set {INDEPENDENT}=1 "
+                "if each task is a program of its own"
+            )
+        return
 
 
 def _below_rank(

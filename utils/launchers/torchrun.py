@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..rank_variables import InheritedVariables
-from .base import Launcher, is_set
+from .base import Launcher, is_set, number
 from .by_hand import RANK_VARIABLES
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -41,6 +41,9 @@ class Torchrun(Launcher):
     def may_start_below(self, inherited: InheritedVariables) -> bool:
         # A program that a worker has started inherits the variables, and may be run by Python too.
         return inherited.new_worker
+
+    def agents(self, environ: Mapping[str, str]) -> int | None:
+        return number(environ, "GROUP_WORLD_SIZE")
 
     def has_store(self, environ: Mapping[str, str]) -> bool:
         return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,75 @@
+"""A rank with torch alone, which forms the process group that its first argument names, and holds it for a while.
+
+With --hold it holds the group until launch.py ends it.
+"""
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+SELF = os.path.abspath(__file__)
+
+
+def hold() -> None:
+    """Print the size of the group and use it."""
+    sys.stdout.write(f"group of {dist.get_world_size()}\n")
+    sys.stdout.flush()
+    limit = torch.tensor(float(time.monotonic()) + (120 if "--hold" in sys.argv else 2))
+    dist.broadcast(limit, 0)  # the same number of rounds everywhere: rank 0's clock counts
+    going = torch.ones(1)
+    while going:
+        going[0] = time.monotonic() < limit
+        dist.broadcast(going, 0)
+        time.sleep(0.02)
+    dist.destroy_process_group()
+
+
+def spawned(index: int, address: str, rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank + index, world_size=world_size)
+    hold()
+
+
+def spawn(kind: str) -> None:
+    """Start two processes: a group by themselves, or one with those of the other ranks."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if kind == "spawn-own":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place = f"127.0.0.1:{probe.getsockname()[1]}", 0, 2
+    else:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", 2 * rank, 2 * world_size
+    torch.multiprocessing.spawn(spawned, place, nprocs=2)
+
+
+def work_without_group() -> None:
+    """Run what looks like ranks and is none: worker processes, and programs with variables of their own."""
+    loader = torch.utils.data.DataLoader(list(range(64)), num_workers=2)
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}
+    with torch.multiprocessing.get_context("spawn").Pool(2) as pool, \
+            subprocess.Popen(["sleep", "2"], env=environ) as program:
+        while program.poll() is None:
+            assert pool.map(abs, [-1]) == [1] and len(list(loader)) == 64
+    sys.stdout.write("group of 0\n")
+
+
+if __name__ == "__main__":
+    kind = sys.argv[1]
+    if kind == "torchrun":  # as a program that hides it from launch.py
+        words = ["--standalone", f"--nproc-per-node={sys.argv[2]}", SELF, "env", *sys.argv[3:]]
+        sys.exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *words]).returncode)
+    if kind.startswith("spawn"):
+        spawn(kind)
+    elif kind == "none":
+        work_without_group()
+    else:
+        if kind == "rank-0":  # takes itself for rank 0 of 1
+            os.environ.update(RANK="0", WORLD_SIZE="1")
+        if kind == "alone":
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                              MASTER_PORT=str(20_000 + os.getpid() % 10_000))
+        dist.init_process_group("gloo")
+        hold()
