@@ -1,17 +1,18 @@
 """Run a training script, kill its ranks at random moments, and start it again until it is done.
 
-python tests/faults/kills.py [--kills 50] [--ranks 2] script.py [...]
+python tests/faults/kills.py [--kills 50] [--ranks 2] [--preload MODULE] script.py [...]
 
-The script is given `--folder FOLDER` for its checkpoints, and ends with a line that starts with "done". This process
-imports torch once and forks the ranks, so a start takes a tenth of a second. All processes of a run, DataLoader
+The script is given `--folder FOLDER` for its checkpoints, and its ranks end with lines that start with "done". This
+process imports torch once and forks the ranks, so a start takes a tenth of a second. All processes of a run, DataLoader
 workers among them, get SIGKILL at the same moment: two seconds at most after the start, or half a second at most after
-another checkpoint. Prints the last line of every run that was done, and the number of kills. Exit status 0 if every
-such line is that of the run that was never killed.
+another checkpoint. Prints these lines of every run that was done, and the number of kills. Exit status 0 if they are
+those of the run that was never killed.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import random
 import runpy
@@ -102,32 +103,37 @@ def killer(folder: Path) -> Callable[[], bool]:
     return strikes
 
 
-def last_line(output: Path) -> str:
+def done_lines(output: Path) -> str:
+    """What the ranks printed at the end. A kill after it makes them print it again."""
     lines = output.read_text(errors="replace").splitlines()
-    return [line for line in lines if line.startswith("done")][-1]
+    return " | ".join(sorted({line for line in lines if line.startswith("done")}))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--preload", help="module that is imported once for all runs, such as torch._dynamo")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
+    if args.preload:
+        importlib.import_module(args.preload)
     kills, same = 0, True
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         output, folder = Path(name) / "output", Path(name) / "killed"
         run(args.ranks, args.script, [*args.arguments, "--folder", f"{name}/whole"], output)
-        expected = last_line(output)
+        expected = done_lines(output)
         print(f"never killed: {expected}", flush=True)
         while kills < args.kills:
             shutil.rmtree(folder, ignore_errors=True)
             output.unlink()
             starts, arguments = 0, [*args.arguments, "--folder", str(folder)]
-            while not run(args.ranks, args.script, arguments, output, killer(folder)):
+            while not run(args.ranks, args.script, arguments, output,
+                          killer(folder) if kills < args.kills else lambda: False):
                 starts += 1
-            kills += starts
-            found = last_line(output)
+                kills += 1
+            found = done_lines(output)
             same = same and found == expected
             print(f"killed {starts} times: {found}", flush=True)
     print(f"{kills} kills, {'all the same' if same else 'NOT THE SAME'}")

@@ -270,8 +270,9 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert list_steps(checkpoints.folder) == [1, 4, 6]
 
 
-SCENARIOS = [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current, rank_1_writes_what_ddp_keeps_equal, one_finds_damage, one_disk_is_full,
-             states_differ, one_has_what_cannot_be_saved, made_too_early, folders_differ, one_is_slow, one_dies]
+SCENARIOS = [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current, rank_1_writes_what_ddp_keeps_equal,
+             one_finds_damage, one_disk_is_full, states_differ, one_has_what_cannot_be_saved, made_too_early,
+             folders_differ, one_is_slow, one_dies]
 EARLY: list[Checkpointer] = []
 
 

@@ -36,11 +36,16 @@ def wait_for_progress(folder: Path) -> None:
     wait_until(lambda: bool(set(folder.glob("step-*")) - before), "a checkpoint", seconds=100)
 
 
-def test_ranks_killed_at_random_moments() -> None:
-    """Three ranks: the sum of two is the same in either order. kills.py does it as often as it is asked to."""
-    words = ["--kills", "2", "--ranks", "3", *SURVIVE, "--epochs", "1"]
-    done = subprocess.run([sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words], env=ENVIRONMENT,
-                          capture_output=True, text=True, timeout=400)
+@pytest.mark.parametrize("words", [
+    ["--kills", "2", "--ranks", "3", *SURVIVE],  # the sum of two is the same in either order
+    *(["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--compile", where, "--compiler", compiler]
+      for where, compiler in (("inside", "inductor"), ("inside", "eager"), ("outside", "aot_eager"))),
+], ids=lambda words: " ".join(words[words.index("--compile"):]) if "--compile" in words else "plain")
+def test_ranks_killed_at_random_moments(words: list[str]) -> None:
+    """kills.py does it as often as it is asked to."""
+    kills = [sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words, "--epochs", "1"]
+    environment = {**ENVIRONMENT, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # compiles in the ranks, which are killed
+    done = subprocess.run(kills, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0 and "all the same" in done.stdout, done.stdout + done.stderr
 
 
