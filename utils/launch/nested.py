@@ -46,6 +46,7 @@ _WRAPPERS = frozenset(
     "podman docker nsys ncu gdb strace perf".split()
 )
 _NAME_OPTIONS = ("-n", "--name", "-p", "--prefix")  # as in: conda run -n deepspeed python x.py
+_MODULE = re.compile(r"[A-Za-z_][\w.]*")
 _BEFORE_COMMAND = re.compile(r"\w+=.*|if|then|elif|else|while|until|do|!|\{", re.DOTALL)
 
 _FIRST_SECONDS = 0.5  # between two looks, longer with time
@@ -69,10 +70,11 @@ def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
         return None
 
     for index, word in enumerate(words[1:], start=1):
-        known = os.path.basename(word) in {*_LAUNCHERS, *_SHELLS} or _MPIEXEC.match(word)
-        if known and words[index - 1] not in _NAME_OPTIONS:
+        before, base = words[index - 1], os.path.basename(word)
+        is_name = name.endswith(("conda", "mamba")) and before in _NAME_OPTIONS
+        if not is_name and (base in _LAUNCHERS or base in _SHELLS or _MPIEXEC.match(base)):
             return launcher_in(words[index:])
-        if word.endswith(".py"):
+        if word.endswith(".py") or before == "-m" and _MODULE.fullmatch(word):
             return None
     return None
 
