@@ -9,7 +9,7 @@
 #               of nanoGPT, to compare example 03 with
 #   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
 #               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
-#               repository is touched.
+#               repository is touched. With it, --quick also runs as the user nobody, with /usr/bin/python3.
 #
 # Made in the repository: .venv (see setup_env.sh) and .mpi, MPI launchers from wheels, one virtual environment each.
 set -euo pipefail
@@ -83,7 +83,7 @@ missing_packages() {
     while read -r file package purpose; do
         if ! is_there "$file"; then printf '%s\n' "$package"; fi
     done < <(system_programs)
-    if ! python3 -c 'import ensurepip, venv' 2>/dev/null && is_debian; then printf 'python3-venv\n'; fi
+    if is_debian && ! /usr/bin/python3 -c 'import ensurepip, venv' 2>/dev/null; then printf 'python3-venv\n'; fi
 }
 
 is_debian() { command -v apt-get >/dev/null; }
@@ -116,6 +116,25 @@ while read -r line; do packages+=("$line"); done < <(missing_packages)
 if [ ${#packages[@]} -gt 0 ] && [ "$install" = true ] && [ "$(id -u)" -eq 0 ] && is_debian; then
     log "apt-get install ${packages[*]}"
     if ! apt_install "${packages[@]}"; then failed+=("apt-get install ${packages[*]}"); fi
+fi
+
+# As root, with --install: at the same time --quick as an ordinary user with the distribution's Python in a fresh clone.
+test_as_user() (
+    home=$(mktemp -d)
+    trap 'rm -rf "$home"' EXIT
+    git clone --quiet . "$home/kit"
+    if [ -d ~/.config/pip ]; then install -D -t "$home/.config/pip" ~/.config/pip/*; fi
+    chown -R nobody "$home"
+    cd "$home/kit"
+    HOME=$home PYTHON=/usr/bin/python3 nice -n 19 setpriv --reuid=nobody --regid=nogroup --clear-groups \
+        bash scripts/test.sh --quick
+)
+as_user=
+if [ "$install" = true ] && [ "$(id -u)" -eq 0 ] && is_debian; then
+    log "in the background: --quick as nobody, with /usr/bin/python3"
+    user_output=$(mktemp)
+    test_as_user >"$user_output" 2>&1 &
+    as_user=$!
 fi
 
 log "Python environment .venv"
@@ -199,6 +218,14 @@ fi
 # scripts/test.sh -n 0 --pdb -k NAME
 check pytest ${rights:+unshare --user --map-current-user --keep-caps --mount} \
     "$python" -m pytest -ra -n 4 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
+
+print_as_user() {
+    wait "$as_user" || local status=$?
+    cat "$user_output"
+    rm "$user_output"
+    return "${status-0}"
+}
+if [ -n "$as_user" ]; then check "--quick as nobody, with /usr/bin/python3" print_as_user; fi
 
 # --- what was left out
 missing=()

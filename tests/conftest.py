@@ -170,7 +170,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--quick"):
         return
     quick = [item for item in items
-             if item.path.parent.name == "unit" and "torch" not in vars(item.getparent(pytest.Module).obj)]
+             if item.path.parent.name == "unit" and not {"torch", "python"} & vars(item.getparent(pytest.Module).obj).keys()]
     config.hook.pytest_deselected(items=[item for item in items if item not in quick])
     items[:] = quick
 
