@@ -8,16 +8,9 @@ from ..units import parse_number
 from .hostlist import expand_counts, expand_hostlist
 
 _MAX_COMPONENTS = 128  # of a heterogeneous job in Slurm
-# slurm.h. Slurm 26.05 writes these numbers signed, and also in a batch script.
-_STEP_NAMES = {
-    "-4": "extern",
-    "4294967292": "extern",
-    "-5": "batch",
-    "4294967291": "batch",
-    "-6": "interactive",
-    "4294967290": "interactive",
-}
-SPECIAL_STEPS = frozenset(_STEP_NAMES.values())
+# As numbered in slurm.h. Slurm 26.05 writes SLURM_STEP_ID=-5, earlier ones 4294967291 or nothing.
+SPECIAL_STEPS = {"extern": -4, "batch": -5, "interactive": -6}
+_STEP_NAMES = {str(id + base): name for name, id in SPECIAL_STEPS.items() for base in (0, 1 << 32)}
 
 Counts = list[int | None]  # one for each host; None: not known
 
