@@ -18,6 +18,7 @@ from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, Result, assert_met, launch_py
 from utils import process
 
+GROUPS = str(ROOT / "tests/launch/groups.py")
 PUBLIC = str(ROOT / "tests/launch/public_code.py")
 
 
@@ -95,6 +96,17 @@ def test_code_written_for_torchrun_is_one_training(launches: Launches, request_:
             output = launches.slurm.batch(request_, f"{ready} {options} {shlex.quote(PUBLIC)} {means}").output
             found = sorted(re.findall(r"public rank (\d+) of \d+, (\d) of (\d) on (\w+), node (\d)", output))
             assert [f"{local}/{size} {host} {node}" for _, local, size, host, node in found] == places, output
+
+
+@pytest.mark.parametrize(("words", "cause"), [
+    ("rank-0 --hold", "rank 1 of 2 has formed a process group of 1 process without the other ranks"),
+    ("torchrun 1 --hold", "rank 1 of 2 has formed a process group of 1 process without the other ranks"),
+    ("spawn-all", None)])
+def test_process_groups_below_srun_have_all_ranks_or_end_the_launch(launches: Launches, words: str,
+                                                                    cause: str | None) -> None:
+    done = launches.slurm.run(["salloc", "-N2", "-n2", "sh", "-c", launches.line("", GROUPS, *words.split())])
+    assert (done.status, cause in done.output if cause else re.findall(r"group of (\d)", done.output)) == (
+        (1, True) if cause else (0, ["4"] * 4)), done.output
 
 
 @pytest.mark.parametrize(("command", "expected"), [

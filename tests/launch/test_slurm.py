@@ -92,6 +92,14 @@ def test_launchers_below_srun(slurm: SlurmCluster, need: Callable[[str], Path]) 
     assert_met(done, "node1 node1", "mpich")
 
 
+def test_torchrun_of_its_own_in_each_task_is_an_error(slurm: SlurmCluster) -> None:
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node=1", *SHOW[1:]]
+    done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", *agent])
+    assert done.status != 0 and "slurm has started 2 tasks, and the torchrun in each of them a launch" in done.output
+    done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", "--export=ALL,DDPKIT_INDEPENDENT=1", *agent])
+    assert done.status == 0 and done.output.count("rank 0 of 1") == 2, done.output
+
+
 def test_launchers_in_a_batch_script(slurm: SlurmCluster, need: Callable[[str], Path]) -> None:
     mpiexec = shlex.join([str(need("mpich")), "-n", "4", "-ppn", "2", *MEET])
     done = slurm.batch("-N2 --ntasks-per-node=2", mpiexec, EXPLAIN, f"srun -N1 -n1 {EXPLAIN}")

@@ -119,6 +119,21 @@ def test_numbers_that_are_missing_malformed_or_too_large(name: str) -> None:
             detect({**environ, **changes})
 
 
+@pytest.mark.parametrize("outer", ["openmpi", "slurm"])
+def test_torchrun_of_its_own_in_each_task_is_an_error(outer: str) -> None:
+    parent = {"openmpi": "prted --debug", "slurm": STEPD}[outer]
+    one = {**EVERY[outer], **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+           "GROUP_WORLD_SIZE": "1"}
+    tasks = {"openmpi": 2, "slurm": 8}[outer]
+    with pytest.raises(LaunchError, match=f"{outer} has started {tasks} tasks.* by one agent.*--nnodes={tasks}"):
+        detect(one, ancestors=[AGENT, "/bin/sh run.sh", parent])
+    for healthy, ancestors in (
+            ({**one, "GROUP_WORLD_SIZE": str(tasks)}, [AGENT, parent]),
+            ({**one, "DDPKIT_INDEPENDENT": "1"}, [AGENT, parent]),
+            (one, [AGENT, "/bin/bash job.sh", "slurmstepd: [44.batch]"]), (one, [AGENT, "tmux"])):
+        assert place(healthy, ancestors) == Placement("torchrun", 0, 1, 0, 1)
+
+
 def explain(environ: Environ, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "utils.launchers", *arguments]
     return subprocess.run(command, env={"PATH": os.environ["PATH"], **environ}, cwd=ROOT,

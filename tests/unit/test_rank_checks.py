@@ -36,6 +36,8 @@ ASSIGNED: dict[str, tuple[Sequence[RankReport], dict[str, list[int | None]]]] = 
     "uneven hosts in any order": ([report(host) for host in "abbcbb"], {
         "node_rank": [0, 1, 1, 2, 1, 1], "local_rank": [0, 0, 1, 0, 2, 3],
         "local_world_size": [1, 4, 4, 1, 4, 4], "num_nodes": [3] * 6}),
+    "two processes below each rank of launch.py": (
+        [report(launch_rank=text) for text in ("0/2", "0/2", "1/2", "1/2")], {"local_rank": [0, 1, 2, 3]}),
     "two hosts with one name": (
         [report("localhost", boot_id="x"), report("localhost", boot_id="y")], {"node_rank": [0, 1]}),
     "local ranks of the launcher": (
@@ -63,6 +65,9 @@ def test_assignments(reports: Sequence[RankReport], expected: dict[str, list[int
 
 
 REFUSED: dict[str, tuple[Sequence[RankReport], list[str]]] = {
+    "a part of the ranks of launch.py": ([report(launch_rank="1/4", launcher="torchrun")] * 2, [
+        "torchrun has started a group of 2 ranks below rank 1 of launch.py, which has started 4 ranks",
+        "Expected one group of all 4", "--independent"]),
     **{name: ([report("n1"), report("n1"), report("n2", **{field: other})], [
         f"differ in {name}", f"{other}: 1 ranks, the first is rank 2 on n2", ": 2 ranks, the first is rank 0 on n1"])
        for field, name, other in [

@@ -166,6 +166,10 @@ def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: 
     ("--nodes 2 train.py", 2, f"Did you mean: {PROGRAM} run --nodes 2 train.py"),
     ("'my train.py'", 2, f"Did you mean: {PROGRAM} run 'my train.py'"),
     ("", 2, "a subcommand is missing"),
+    ("run env A=1 torchrun train.py", 1, "the command runs torchrun, which starts ranks itself"),
+    ("run env A=1 torchrun train.py", 1, f"as in {PROGRAM} run --launcher torchrun train.py; or give --env DDPKIT_IND"),
+    ("run bash -c 'srun python train.py'", 1, "the command runs srun"),
+    ("run --dry-run --env DDPKIT_INDEPENDENT=1 env torchrun train.py", 0, ""),
     ("run --node 2 train.py", 2, "Did you mean --nodes?")])
 def test_mistake_is_named(words: str, status: int, message: str, login: Login) -> None:
     (login.folder / "tool").touch(0o755)

@@ -149,22 +149,30 @@ class GroupWatch:
             if environ.get(LAUNCH_VARIABLE.encode(), b"").split(b"/")[-1] != self._id:
                 continue
             text, _, count = environ.get(LAUNCH_RANK.encode(), b"").partition(b"/")
-            if not count or int(text) in self._joined:
+            if not count:
                 continue
             processes.setdefault(int(text), []).append(pid)
             agents = environ.get(b"GROUP_WORLD_SIZE", count)  # of torchrun, below a rank
-            if b"TORCHELASTIC_RUN_ID" in environ and int(agents) < int(count):
+            nested = b"TORCHELASTIC_RUN_ID" in environ and int(agents) < int(count)
+            if nested and int(text) not in self._joined:
                 self.groups[int(text)] = int(environ.get(b"WORLD_SIZE", b"1"))
 
-        members = {rank: list(filter(_is_member, pids)) for rank, pids in processes.items()}
+        members = {
+            rank: list(filter(_is_member, pids))
+            for rank, pids in processes.items()
+            if rank not in self._joined
+        }
         if not any(members.values()):
             return
-        rank_of = {
-            inode: rank
-            for rank, pids in processes.items()
-            for pid in pids
-            for inode in process.sockets(pid)
-        }
+        own = {pid for pids in processes.values() for pid in pids}
+        rank_of: dict[str, int] = {}
+        for rank, pids in processes.items():
+            for pid in pids:
+                rank_of |= dict.fromkeys(process.sockets(pid), rank)
+        # A rank may inherit the connections of the launcher that has started it.
+        for parent in {process.parent(pid) for pid in own} - own - {None}:
+            for inode in process.sockets(parent or 0):
+                rank_of.pop(inode, None)
         for rank, pids in members.items():
             peers = {peer for pid in pids for peer in _peers(pid, rank_of)}
             if rank > 0 and any(map(_serves_rank_0, pids)) or peers == {rank}:
@@ -198,7 +206,7 @@ def _peers(pid: int, rank_of: Mapping[str, int]) -> Iterator[int | None]:
     """
     ends = process.tcp_connections(pid)
     inodes = {pair: inode for inode, pair in ends.items()}
-    for inode in process.sockets(pid) & ends.keys():
+    for inode in process.sockets(pid) & ends.keys() & rank_of.keys():
         local, remote = ends[inode]
         peer = inodes.get((remote, local), "")
         if peer in rank_of:
