@@ -8,7 +8,7 @@ torch; --torch is setup_distributed() and a sum over all ranks. --notes writes t
 signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and then for SIGTERM, and exits with status 5.
 
 Faults of one rank: late, kill-during (with --join); exit=STATUS, kill (with --wait); interface,
-nccl, kill-after-exchange, raise, kill-training, return, exit, close, hang (with --torch).
+nccl, kill-after-exchange, raise, kill-training, leave=STATUS, return, exit, close, hang (with --torch).
 """
 from __future__ import annotations
 
@@ -174,6 +174,8 @@ def go_wrong(dist: object, fault: str) -> None:
         raise ValueError("the loss is not a number")
     if fault == "kill-training":
         kill()
+    if fault.startswith("leave="):
+        os._exit(int(fault.partition("=")[2]))
     if fault == "hang":
         time.sleep(600)
     if fault == "close":

@@ -244,6 +244,21 @@ def test_groups_of_all_ranks_or_of_independent_ones_are_left_alone(job: Job, by:
     assert re.findall(r"group of (\d)", done.output) == list(map(str, sizes)), done.output
 
 
+@pytest.mark.parametrize(("by", "fault", "status", "first"), [
+    ("ssh", "raise:1", 1, "rank 1 on h1 failed: ValueError: the loss is not a number"),
+    ("ssh", "leave=0:2", 1,
+     r"rank 2 on h2 \(pid \d+\) ended without a report.*Rank 2 on h2 ended with exit status 0$"),
+    ("ssh", "interface:1", 1, "rank 1 on h1.*GLOO_SOCKET_IFNAME=ib7"),
+    ("torchrun", "kill-training:0", 1, r"rank 0 on h1 \(pid \d+\) ended without a report"),
+    ("openmpi4", "leave=7:2", 7, r"rank 2 on h2 \(pid \d+\) ended without a report")])
+def test_the_last_line_names_what_failed_first(job: Job, by: str, fault: str, status: int, first: str) -> None:
+    """It is not always the rank that ended first with a status other than 0."""
+    done = job.run(by, str(RANK_PROGRAM), "--torch", "--fault", fault)
+    assert done.status == status and "probably" not in done.output, done.output
+    last = done.output.splitlines()[-1]
+    assert re.match(f"launch.py: the ranks report what failed first: {first}", last), done.output
+
+
 def test_a_killed_agent_takes_its_ranks_and_the_launch_with_it(job: Job) -> None:
     with killed_at_end(job.start("ssh", *job.rank, "--wait")) as process:
         pids = job.wait_for_ranks()

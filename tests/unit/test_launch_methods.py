@@ -50,7 +50,7 @@ def recorded(name: str, gpus: tuple[int, ...] = (), **options: object) -> Callab
     (slurm(ranks=(1, 1), cores=(1, 1), ntasks_per_node=2), "--overcommit"),
     (slurm({"SLURM_EXPORT_ENV": "NONE"}), "--export=ALL"),
     (slurm({"SLURM_NTASKS": "4", "SLURM_CPU_BIND": "cores"}), "/bin/srun --kill-on-bad-exit=1 " + END),  # the user's
-    (slurm(label=True), "/bin/srun --label "),
+    (slurm(label=True, input=True), "/bin/srun --label --input=0 "),
     # A torchrun agent gets all cores of its host.
     (slurm({"SLURM_NTASKS": "4", "SLURM_GPUS_PER_TASK": "1"}, cores=(8, 8), torchrun=True),
      "--nodes=2 --ntasks=2 --ntasks-per-node=1 --distribution=block --cpus-per-task=8"),

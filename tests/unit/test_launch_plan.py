@@ -67,7 +67,8 @@ def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -
 @pytest.mark.parametrize(("plan", "note"), [
     (pbs(ranks=(8, 8), gpus=(4, 4)), "for one rank on each gpu give --ntasks-per-node 4"),
     (pbs(ranks=(1, 1), gpus_here=4), "pbs job 7 does not report how many gpus"),
-    (slurm(cores=(2, 1)), "the 2 ranks on n2 share 1 core, all that the job"),
+    (slurm(cores=(2, 1)), "the 2 ranks on n2 share 1 core, all that the job has there. for more, request --cpus-per-"),
+    (pbs(cores=(2, 1)), "all that the job has there. for more, request ncpus; for fewer ranks, mpiprocs"),
     (pbs(gpus=(2, 2), gpus_here=4), "holds 2 of the 4 gpus of n1, and pbs does not report which"),
     (pbs(gpus=(2, 2), gpus_here=2), ""), (slurm(gpus=(2, 2), gpus_here=4), ""),
     (pbs({"CUDA_VISIBLE_DEVICES": "0,1"}, gpus=(2, 2), gpus_here=4), ""),

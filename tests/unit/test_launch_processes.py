@@ -23,6 +23,7 @@ from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.launch.reserved_port import ReservedPort
 from utils.launch.result import END_DELAY_AFTER_STOP, LaunchResult
 from utils.launch.run import run
+from utils.launch_report import FirstCause
 from utils.topology import parse_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +127,25 @@ def test_after_a_stop_the_others_have_time_to_save() -> None:
     assert not result.is_last_stop(signal.SIGTERM, 1.0)
     result.process_ended("rank 0", 5, 3.0, others=True)
     assert (result.status, result.end_at) == (5, 3.0 + END_DELAY_AFTER_STOP)
+
+
+@pytest.mark.parametrize(("reported", "exit_statuses", "status", "last"), [
+    (FirstCause("rank 2 on h2 ended without a report", 2), {2: 0, 0: 1}, 1,
+     "failed first: rank 2 on h2 ended without a report. Rank 2 ended with exit status 0"),
+    (FirstCause("rank 2 on h2 failed: KeyError", 2), {0: 1, 2: 7}, 7, "KeyError. Rank 2 ended with exit status 7"),
+    (FirstCause("a host is down", None), {0: 1}, 1, "failed first: a host is down"),
+    (None, {2: 0, 0: 1}, 1, "before that, rank 2 had ended with exit status 0"),
+    (None, {0: 1, 2: 7}, 1, "rank 2 failed, too, before the others were ended"),
+    (None, {0: 1}, 1, "rank 0 ended with exit status 1, the others will be ended")])
+def test_last_line_is_about_the_first_failure(
+        reported: FirstCause | None, exit_statuses: dict[int, int], status: int, last: str,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    result = LaunchResult()
+    for rank, ended in exit_statuses.items():
+        result.process_ended(f"rank {rank}", ended, 1.0, others=True, rank=rank)
+    result.process_ended("rank 1", 143, 9.0, others=False, rank=1)  # launch.py itself has ended it
+    result.conclude(reported)
+    assert result.status == status and last in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("first", "expected"), [(TimeoutError, 60.0), (ConnectionRefusedError, 5.0)])

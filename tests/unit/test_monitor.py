@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster.hosts import wait_until
 from utils.connection import Connection
+from utils.launch_report import VARIABLE, ReportListener
 from utils.rendezvous.monitor import Monitor, Peer
 
 Sockets = list[list[socket.socket]]  # of each rank
@@ -56,6 +58,19 @@ def test_killed_rank_is_named_with_its_host(ranks: list[Monitor], sockets: Socke
         end.shutdown(socket.SHUT_RDWR)
     for rank in {0, 1, 2} - {dead}:
         assert f"rank {dead} on h{dead} ended without a report. It was killed" in ranks[rank].find_cause("lost")
+
+
+@pytest.mark.parametrize(("dead", "reporter"), [(2, 0), (0, 1)])
+def test_first_cause_reaches_launch_py(
+        ranks: list[Monitor], sockets: Sockets, dead: int, reporter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for end in sockets[dead]:
+        end.shutdown(socket.SHUT_RDWR)
+    cause = ranks[reporter].find_cause("lost")
+    with ReportListener() as launch_py:
+        monkeypatch.setenv(VARIABLE, launch_py.variables[VARIABLE])
+        ranks[reporter].report_to_launcher(cause)
+        wait_until(lambda: launch_py.receive() or launch_py.first_cause is not None, "the notice")
+        assert launch_py.first_cause == (cause, dead)
 
 
 @pytest.mark.parametrize(("stopped", "expected"), [

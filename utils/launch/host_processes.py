@@ -88,9 +88,9 @@ def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: 
         ]
 
     if plan.options.max_restarts:
-        before = [plan.python, "-u"] if plan.is_script else []
-        words = plan.command if plan.is_script else plan.program
-        command = ["--no-python", plan.python, _SET_NODE_RANK.format(before), *words]
+        python = [word for word in plan.program[:1] if word == plan.python]
+        words = plan.program[len(python) :]
+        command = ["--no-python", plan.python, _SET_NODE_RANK.format(python), *words]
     elif plan.is_script:
         command = list(plan.command)
     else:

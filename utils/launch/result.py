@@ -60,7 +60,8 @@ class LaunchResult:
         self, who: str, status: int, now: float, *, others: bool, rank: int | None = None
     ) -> None:
         """Note the end of a process. others: whether more are running. rank: None for torchrun."""
-        if rank is not None and (self.end_at is None or now < self.end_at):
+        by_itself = not status or self.end_at is None or now < self.end_at
+        if rank is not None and by_itself:
             self._ended[rank] = who, status
         if status and self.failed_at is None:
             rest = ", the others will be ended" if others else ""
