@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 def process_ids() -> list[int]:
@@ -123,6 +123,20 @@ def stopped_state(pid: int) -> str:
     if tracer:
         return f"held by a debugger ({name(tracer)}, pid {tracer})"
     return "stopped by a signal (SIGSTOP or SIGTSTP)" if values.get("State", "")[:1] == "T" else ""
+
+
+def cpu_use(pids: Collection[int]) -> dict[int, float]:
+    """Return how much of the next quarter of a second main threads run, or are ready to run."""
+
+    def busy_seconds() -> dict[int, float]:
+        fields = {pid: (_read(f"/proc/{pid}/schedstat") or b"").split()[:2] for pid in pids}
+        return {pid: sum(map(int, times)) / 1e9 for pid, times in fields.items()}
+
+    start, before = time.monotonic(), busy_seconds()
+    if pids:
+        time.sleep(0.25)
+    after, seconds = busy_seconds(), time.monotonic() - start
+    return {pid: (after[pid] - before[pid]) / seconds for pid in pids}
 
 
 def work_done() -> tuple[float, float, bool]:
