@@ -141,7 +141,7 @@ def test_rank_that_is_busy_in_native_code_is_no_hang() -> None:
     busy = {1: ProcessState("busy in native code (100 % of a core)", True)}
     for now[0] in (51.0, 102.0, 153.0, 204.0, 255.0):
         assert watch.find_cause(waiting, hosts, {}, busy) == ""
-    assert watch.notice.startswith("rank 1 on h0 (pid 2) is busy in native code (100 % of a core) last seen at train.py")
+    assert watch.notice.startswith("rank 1 on h0 (pid 2) is busy in native code (100 % of a core) last seen at train")
     now[0] = 306.0
     assert "does not respond: its process is busy in native code" in watch.find_cause(waiting, hosts, {}, busy)
     stopped = {1: ProcessState("stopped by a signal", False)}
