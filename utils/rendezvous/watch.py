@@ -216,7 +216,8 @@ def _entered(position: Position) -> tuple[object, ...]:
 
 def _is_idle(before: Position, now: Position, seconds: float) -> bool:
     cpu, megabytes = _difference(before, now)
-    quiet = cpu < _INSPECTION_CPU + _IDLE_CPU * seconds and megabytes < _IDLE_MEGABYTES
+    # The numbers shrink when a child process ends, which is work, too.
+    quiet = abs(cpu) < _INSPECTION_CPU + _IDLE_CPU * seconds and abs(megabytes) < _IDLE_MEGABYTES
     return quiet and not now.work.waits_for_disk
 
 
