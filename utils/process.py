@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 _IPV4_IN_IPV6 = "0000000000000000FFFF0000"  # ::ffff:0:0/96
 
@@ -164,28 +164,42 @@ def stopped_state(pid: int) -> str:
     return "stopped by a signal (SIGSTOP or SIGTSTP)" if values.get("State", "")[:1] == "T" else ""
 
 
+def cpu_use(pids: Collection[int]) -> dict[int, float]:
+    """Return how much of the next quarter of a second main threads run, or are ready to run."""
+
+    def busy_seconds() -> dict[int, float]:
+        fields = {pid: (_read(f"/proc/{pid}/schedstat") or b"").split()[:2] for pid in pids}
+        return {pid: sum(map(int, times)) / 1e9 for pid, times in fields.items()}
+
+    start, before = time.monotonic(), busy_seconds()
+    if pids:
+        time.sleep(0.25)
+    after, seconds = busy_seconds(), time.monotonic() - start
+    return {pid: (after[pid] - before[pid]) / seconds for pid in pids}
+
+
 def work_done() -> tuple[float, float, bool]:
     """Return what this process and its descendants have used: seconds of CPU, megabytes of I/O.
 
-    The seconds include those in which the main thread was ready while others had the cores. The
-    last value is whether a thread of this process waits for a disk. Zeros without /proc.
+    The seconds include those in which a main thread was ready while others had the cores; they
+    shrink when a child ends. The last value is whether a thread of this process waits for a disk.
+    Zeros without /proc.
     """
     parents = parents_by_pid()
     family = [os.getpid()]
     for parent in family:  # grows: a shell that waits, and the programs that it has started
         family += [pid for pid, parent_pid in parents.items() if parent_pid == parent]
-    ticks = 0
+    ticks = waited = 0
     megabytes = 0.0
     for pid in family:
         fields = _stat(f"/proc/{pid}/stat")[1]
         ticks += sum(map(int, fields[11:15]))  # with the children that have ended
+        waited += sum(map(int, (_read(f"/proc/{pid}/schedstat") or b"").split()[1:2]))
         content = _read(f"/proc/{pid}/io") or b""
         amounts = (line.partition(b": ") for line in content.splitlines())
         megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6
     states = (_stat(f"/proc/self/task/{thread}/stat")[1][:1] for thread in thread_ids())
-    waited = (_read("/proc/self/schedstat") or b"").split()[1:2]  # nanoseconds
-    seconds = ticks / os.sysconf("SC_CLK_TCK") + sum(map(int, waited)) / 1e9
-    return seconds, megabytes, ["D"] in states
+    return ticks / os.sysconf("SC_CLK_TCK") + waited / 1e9, megabytes, ["D"] in states
 
 
 def thread_seconds() -> tuple[float, float]:

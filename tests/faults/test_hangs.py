@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.faults.hangs import HangLab, problem
-from utils.rendezvous.hangs import Collective, Position, Work
+from utils.rendezvous.hangs import Collective, Position, ProcessState, Work
 from utils.rendezvous.watch import HangWatch, Heartbeat
 
 
@@ -128,8 +128,24 @@ def test_busy_rank_ends_the_job_at_its_own_limit_or_when_it_becomes_idle() -> No
     looping = [[*WAITING, position(6, 50.0 * number)] for number in range(6)]
     assert "did not enter" not in cause_found(*looping[:5])
     cause = cause_found(*looping)
-    assert cause.count("is busy (") == 1 and cause.endswith(". Rank 3 is busy: 100 % of a core"), cause
+    assert cause.count("report_progress()") == 1 and cause.endswith(". Rank 3 is busy (100 % of a core)"), cause
     assert "rank 3 on h3 (pid 103) did not enter" in cause_found(*looping[:3], looping[2])
+
+
+def test_rank_that_is_busy_in_native_code_is_no_hang() -> None:
+    """It keeps Python's lock, so it cannot respond. Another rank of its host sees what its process does."""
+    now, hosts, waiting = [0.0], {0: "h0 (pid 1)", 1: "h0 (pid 2)"}, {0: position(7, pending=True)}
+    watch = HangWatch(100.0, 2, recorded=True, clock=lambda: now[0])
+    for rank in hosts:
+        watch.receive(rank, Heartbeat(7 - rank, 7 - rank, "train.py, line 3, in tokenize"))
+    busy = {1: ProcessState("busy in native code (100 % of a core)", True)}
+    for now[0] in (51.0, 102.0, 153.0, 204.0, 255.0):
+        assert watch.find_cause(waiting, hosts, {}, busy) == ""
+    assert watch.notice.startswith("rank 1 on h0 (pid 2) is busy in native code (100 % of a core) last seen at train")
+    now[0] = 306.0
+    assert "does not respond: its process is busy in native code" in watch.find_cause(waiting, hosts, {}, busy)
+    stopped = {1: ProcessState("stopped by a signal", False)}
+    assert "does not respond: its process is stopped" in watch.find_cause(waiting, hosts, {}, stopped)
 
 
 def test_busy_rank_does_not_hide_another_collective() -> None:

@@ -43,3 +43,16 @@ def test_work_of_descendants_and_of_children_that_have_ended_counts() -> None:
         assert process.work_done()[0] - before >= 0.25  # the shell waits
         shell.communicate("\n")
     assert process.work_done()[0] - before >= 0.25
+
+
+def test_process_that_runs_uses_a_core_and_one_that_waits_none() -> None:
+    program = "import sys\nprint(flush=True)\nwhile sys.argv[1] == 'run': pass\ninput()"
+    words = [sys.executable, "-S", "-c", program]
+    with (subprocess.Popen([*words, "run"], stdout=subprocess.PIPE) as runs,
+          subprocess.Popen([*words, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waits):
+        assert runs.stdout and runs.stdout.readline() and waits.stdout and waits.stdout.readline()
+        use = process.cpu_use([runs.pid, waits.pid])
+        runs.kill()
+        waits.kill()
+    assert use[runs.pid] > 0.5 and use[waits.pid] < 0.2, use
+    assert process.cpu_use([]) == {}

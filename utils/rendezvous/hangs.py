@@ -38,6 +38,13 @@ class Work(NamedTuple):
     gpu: float = 0.0  # how much of the last second its GPU was in use, 0 to 1
 
 
+class ProcessState(NamedTuple):
+    """What another rank of its host sees of a rank that does not respond."""
+
+    text: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"
+    is_busy: bool
+
+
 class Position(NamedTuple):
     """How far a rank has progressed."""
 

@@ -27,6 +27,7 @@ from ..schedulers import exclude_file
 from .hangs import (
     Collective,
     Position,
+    ProcessState,
     Work,
     behind,
     describe,
@@ -35,7 +36,7 @@ from .hangs import (
     summary,
     unreported,
 )
-from .watch import HangWatch, Heartbeat
+from .watch import BUSY_CPU, HangWatch, Heartbeat
 
 HUNG_RANK_TIMEOUT = 10.0
 HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
@@ -107,7 +108,7 @@ class Monitor:
         self._next_heartbeat = 0.0
         self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
         self._inspecting_since: float | None = None
-        self._states: dict[int, str] = {}  # of processes that do not respond
+        self._states: dict[int, ProcessState] = {}  # of processes that do not respond
         self._hang_announced = False
 
         self._acknowledged: set[int] = set()
@@ -297,7 +298,8 @@ class Monitor:
         if message.get("position"):
             entered, location, last, work = message["position"]
             self._positions[peer.rank] = Position(entered, location, tuple(last), Work(*work))
-            self._states.update({int(rank): state for rank, state in message["states"].items()})
+            states = message["states"]
+            self._states.update({int(rank): ProcessState(*state) for rank, state in states.items()})
         if "hang" in message:
             self._end_hang(str(message["folder"]), str(message["hang"]))
 
@@ -399,7 +401,7 @@ class Monitor:
             silent = [rank for rank in running if self._watch and self._watch.silent(rank)]
             hosts = {rank: self._hosts[rank] for rank in silent}
             self._send_all({"send_position": True, "silent": hosts, "ends": ends})
-            self._states.update({int(r): s for r, s in self._states_of(hosts).items()})
+            self._states.update(self._states_of(hosts))
             position = self._position(ends)
             if position:
                 self._positions[self._rank] = position
@@ -413,14 +415,21 @@ class Monitor:
         work = Work(*process.work_done(), self.gpu_use())
         return Position(entered, main_thread_location(), last, work)
 
-    def _states_of(self, silent: Mapping[int, str]) -> dict[int, str]:
-        """Return what this host knows of processes that do not respond: {3: "stopped by ..."}."""
-        states = {}
+    def _states_of(self, silent: Mapping[int, str]) -> dict[int, ProcessState]:
+        """Return what this host knows of processes that do not respond."""
+        pids = {}
         for rank, place in silent.items():
             host, _, pid = place.partition(" (pid ")  # "node17 (pid 4711)"
             if host == self._this_host() and pid.rstrip(")").isdecimal():
-                states[rank] = process.stopped_state(int(pid.rstrip(")")))
-        return {rank: state for rank, state in states.items() if state}
+                pids[rank] = int(pid.rstrip(")"))
+        states, uses = {}, process.cpu_use(pids.values())
+        for rank, number in pids.items():
+            if stopped := process.stopped_state(number):
+                states[rank] = ProcessState(stopped, False)
+            elif uses[number] > BUSY_CPU:
+                text = f"busy in native code ({100 * uses[number]:.0f} % of a core)"
+                states[rank] = ProcessState(text, True)
+        return states
 
     def _this_host(self) -> str:
         return self._hosts[self._rank].partition(" ")[0]

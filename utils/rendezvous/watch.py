@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .hangs import Position, behind, describe, describe_mismatch, unreported, waiting
+from .hangs import Position, ProcessState, behind, describe, describe_mismatch, unreported, waiting
 
 BUSY_FACTOR = 3
-_BUSY_CPU, _BUSY_MEGABYTES, _BUSY_GPU = 0.2, 1.0, 0.2  # per second
+BUSY_CPU, _BUSY_MEGABYTES, _BUSY_GPU = 0.2, 1.0, 0.2  # per second
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
 _IDLE_MEGABYTES = 1.0  # read and written between two inspections
@@ -22,6 +22,7 @@ _IDLE_MEGABYTES = 1.0  # read and written between two inspections
 # holds a thousand and more.
 _MOST_HEARTBEATS = 300
 _RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
+_UNKNOWN = ProcessState("", False)
 
 
 class Heartbeat(NamedTuple):
@@ -95,7 +96,7 @@ class HangWatch:
         positions: Mapping[int, Position],
         hosts: Mapping[int, str],
         departed: Mapping[int, str],
-        states: Mapping[int, str],
+        states: Mapping[int, ProcessState],
     ) -> str:
         """Return the cause of a hang; "" where there is none, or none yet.
 
@@ -124,15 +125,17 @@ class HangWatch:
             for rank in self._awaited(positions, recorded)
             if rank in first and (use := _use(first[rank], positions[rank], elapsed))
         }
-        if busy and not missing and not describe_mismatch(positions, hosts):
+        native = {rank: states[rank].text for rank in missing if states.get(rank, _UNKNOWN).is_busy}
+        is_waited_for = native.keys() == set(missing) and not describe_mismatch(positions, hosts)
+        if (busy or native) and is_waited_for:
             if self.seconds_without_progress() < BUSY_FACTOR * self.limit:
-                self._notice(busy, positions, hosts)
+                self._notice({**busy, **native}, positions, hosts)
                 return ""
         left = next((cause for cause in departed.values() if cause), "")
         if left and not missing and not behind(positions, running):
             return left
         cause = describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
-        return cause + "".join(f". Rank {rank} is busy: {use}" for rank, use in busy.items())
+        return cause + "".join(f". Rank {rank} is {use}" for rank, use in busy.items())
 
     def _awaited(self, positions: Mapping[int, Position], recorded: bool) -> list[int]:
         """Return the ranks that wait in no collective, while others do."""
@@ -148,8 +151,10 @@ class HangWatch:
         if self._noticed:
             return
         self._noticed = True
+        places = {rank: f"last seen at {beat.location}" for rank, beat in self._heartbeats.items()}
+        places |= {rank: f"at {position.location}" for rank, position in positions.items()}
         ranks = "; ".join(
-            f"rank {rank} on {hosts[rank]} is busy ({use}) at {positions[rank].location}"
+            f"rank {rank} on {hosts[rank]} is {use} {places.get(rank, '')}"
             for rank, use in list(busy.items())[:8]
         )
         self.notice = (
@@ -172,7 +177,7 @@ class HangWatch:
         return behind(known, known)
 
     def _describe_silent(
-        self, missing: list[int], hosts: Mapping[int, str], states: Mapping[int, str]
+        self, missing: list[int], hosts: Mapping[int, str], states: Mapping[int, ProcessState]
     ) -> dict[int, str]:
         """Return what is known of the ranks that do not respond."""
         responding_hosts = {_name(hosts[rank]) for rank in hosts if rank not in missing}
@@ -180,7 +185,7 @@ class HangWatch:
         for rank in missing:
             state = "it is stopped, or busy in native code"
             if rank in states:
-                state = f"its process is {states[rank]}"
+                state = f"its process is {states[rank].text}"
             elif _name(hosts[rank]) not in responding_hosts:
                 state = "no rank of this host does, so the host is down or its network is cut"
             known[rank] = state
@@ -211,7 +216,8 @@ def _entered(position: Position) -> tuple[object, ...]:
 
 def _is_idle(before: Position, now: Position, seconds: float) -> bool:
     cpu, megabytes = _difference(before, now)
-    quiet = cpu < _INSPECTION_CPU + _IDLE_CPU * seconds and megabytes < _IDLE_MEGABYTES
+    # The numbers shrink when a child process ends, which is work, too.
+    quiet = abs(cpu) < _INSPECTION_CPU + _IDLE_CPU * seconds and abs(megabytes) < _IDLE_MEGABYTES
     return quiet and not now.work.waits_for_disk
 
 
@@ -219,11 +225,12 @@ def _use(before: Position, now: Position, seconds: float) -> str:
     """Return what a rank has worked with between two inspections; "" where it was not busy."""
     cpu, megabytes = _difference(before, now)
     uses = (
-        (cpu > _BUSY_CPU * seconds, f"{100 * cpu / seconds:.0f} % of a core"),
+        (cpu > BUSY_CPU * seconds, f"{100 * cpu / seconds:.0f} % of a core"),
         (megabytes > _BUSY_MEGABYTES * seconds, f"{megabytes / seconds:.0f} MB/s"),
         (min(before.work.gpu, now.work.gpu) > _BUSY_GPU, f"GPU {100 * now.work.gpu:.0f} %"),
     )
-    return ", ".join(use for is_busy, use in uses if is_busy)
+    found = ", ".join(use for is_busy, use in uses if is_busy)
+    return f"busy ({found})" if found else ""
 
 
 def _difference(before: Position, now: Position) -> tuple[float, float]:
