@@ -148,8 +148,9 @@ def match(line: str, kit: KitMessage | None = None) -> tuple[Cause, str | None] 
     """
     labels = _LABELS.match(line)
     message = line[labels.end() :] if labels else line
+    is_exception = kit is not None and not kit.sentence
     for keyword, regex, at_start, cause in _signatures():
-        if keyword in line:
+        if keyword in line and not (is_exception and cause.name == "unknown"):
             found = regex.match(message) if at_start else regex.search(line)
             if found and (kit or cause.reporter != "kit"):
                 if cause is _GPU_FULL and _held_by_another_process(line):
