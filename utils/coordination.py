@@ -263,7 +263,8 @@ class StoreCommunicator:
         when = "before this rank ended" if self._cancelled.is_set() else f"within {seconds:.0f} s"
         if self.rank != 0:
             return (
-                f"rank 0 did not send {self._reporter} a decision {when}. Look for rank 0's own message"
+                f"rank 0 did not send {self._reporter} a decision {when}. Look for rank 0's own "
+                "message"
             )
         return (
             f"{len(missing)} of {self.world_size} ranks did not report to {self._reporter} {when}: "

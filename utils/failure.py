@@ -360,10 +360,11 @@ def start_up_time_out(rank: int, world_size: int, timeout: float) -> Iterator[No
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
         sys.stderr.write(
-            f"[rank {rank}/{world_size} {socket.gethostname()}] ERROR: the start did not end within "
-            f"{timeout:.0f} s. Stack of the main thread:\n{stack}"
-            "Another rank died or hangs (look for its message), or the hosts cannot reach each "
-            "other on the chosen network interface\n"
+            f"[rank {rank}/{world_size} {socket.gethostname()}] ERROR: the start did not end "
+            f"within {timeout:.0f} s: another rank died or hangs (look for its message), or the "
+            "hosts cannot reach each other on the chosen network interface. Stack of the main "
+            "thread:\n"
+            f"{stack}"
         )
         _exit_now()
 

@@ -123,7 +123,7 @@ def _connect_to_agent_store(deadline: float) -> Store:
     if not poll(reached, timeout):
         raise LaunchError(
             f"torchrun's store at MASTER_ADDR={address!r} MASTER_PORT={port!r} cannot be reached "
-            f"from {socket.gethostname()} for {timeout:.0f} s: {problem}. Give torchrun a "
+            f"(from {socket.gethostname()}, for {timeout:.0f} s): {problem}. Give torchrun a "
             "--rdzv-endpoint that all hosts can reach"
         )
     return TCPStore(

@@ -1,20 +1,31 @@
 """`doctor logs`: the cause of a failure in the output of a job."""
 from __future__ import annotations
 
+import ast
+import errno
 import io
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.unit.programs import ROOT
+from utils import failure
+from utils.checkpoint.disk import explain
 from utils.doctor import cli
 from utils.doctor.causes import CAUSES, Cause
 from utils.doctor.logs import diagnose
+from utils.launch.result import LaunchResult
+from utils.launchers.base import LaunchError
+from utils.log import get_logger, setup_logging
 
 NAMES = set("""watchdog_timeout client_socket_timeout ipv6_addresses duplicate_gpu no_socket_interface store_key_timeout
 libfabric_not_found unhandled_system_error invalid_device_ordinal peer_died cuda_oom host_oom xid lustre_eviction quota
@@ -47,7 +58,7 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
     (f"{LOST}rank 0 on n1 stops, because rank 2 on n2 (pid 7) died without a message. It was probably killed\n"
      "launch.py: rank 2 was ended by SIGKILL (exit status 137)\n", ("killed", 2, "n2", None)),
     ("launch.py: rank 2 on n2 was ended by SIGSEGV (exit status 139)", ("crash", 2, "n2", None)),
-    (f"rank 0 on n1 stops, because {HANG}", ("collective_not_entered", 5, "n3", None)),
+    (f"rank 0 on n1 stops, because {HANG}", ("kit_message", 5, "n3", None)),
     (LOST + "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\nsrun: error: n2: task 6: Out Of Memory\n",
      ("host_oom", 6, "n2", False)),
     (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
@@ -74,7 +85,9 @@ def test_cause_rank_host_and_restart(text: str, expected: Found | None) -> None:
 def test_each_pattern_finds_its_cause(cause: Cause) -> None:
     """No other row of the table, and of docs/troubleshooting.md, comes first."""
     for pattern in cause.patterns:
-        line = pattern.replace("{host}", "n1").replace("{name}", "Other").replace("...", " x ").replace("{status}", " 7")
+        if cause.reporter == "kit":
+            pattern = pattern.replace("[rank ...", "[rank 3/8 n2").replace("rank ... on ...", "rank 3 on n2") + "7) "
+        line = pattern.replace("{host}", "n1").replace("{name}", "Other").replace("{status}", " 7").replace("...", "x")
         found = find(("job.out", line.lstrip("^")))
         assert found and (found[0], found[3]) == (cause.name, cause.restart), line
 
@@ -150,3 +163,217 @@ def test_reader_that_has_ended_is_no_error(words: list[str]) -> None:
 
 def test_documentation_has_the_table() -> None:
     assert cli.table() in (ROOT / "docs/troubleshooting.md").read_text()
+
+
+START = "4 ranks on 2 hosts by launch.py, backend gloo, rank 0 at 10.0.0.1:29500\n"
+TERMINATE = "terminate called without an active exception\n"
+ABORTED = "launch.py: error: rank 3 on n2 was ended by SIGABRT (exit status 134)"
+RANK_LOST = "rank 0 on n1 stops, because rank 3 on n2 (pid 7) died without a message. It was probably killed"
+
+
+@pytest.mark.parametrize(("text", "cause", "status", "words"), [
+    (f"{START}{TERMINATE}{ABORTED}\n", "std_terminate", 1, "The training had ended"),
+    (f"{START}{TERMINATE}srun: error: n2: task 3: Aborted (core dumped)\n", "std_terminate", 1, "training had ended"),
+    (f"{START}{TERMINATE}{ABORTED}, the others will be ended\n", "std_terminate", 4, "does not show whether"),
+    (f"{TERMINATE}{ABORTED}\n", "std_terminate", 4, "does not show whether"),
+    (f"{START}{4 * TERMINATE}{ABORTED}\n", "std_terminate", 4, "does not show whether"),
+    (f"{START}{TERMINATE}{RANK_LOST}\n{ABORTED}, the others will be ended\n", "kit_message", 1, "rank 3 on n2"),
+    (f"{START}{TERMINATE}srun: error: n2: task 3: Segmentation fault (core dumped)\n", "crash", 1, "crashed in native"),
+], ids=["launch.py", "srun", "others were ended", "no start", "all ranks", "in the training", "crash"])
+def test_abort_at_the_end_of_the_interpreter(text: str, cause: str, status: int, words: str) -> None:
+    found = diagnose([(io.BytesIO(text.encode()), "job.out")])
+    assert found and (found.cause.name, found.rank, found.host) == (cause, 3, "n2")
+    assert cli.exit_status(found) == status and words in found.cause.meaning
+
+
+@pytest.mark.parametrize("text", [
+    "slurm epilog: State: FAILED (exit code 1)", "Exit_status = 271", "ExitCode=1:0", "  exitcode  : 1 (pid: 7)",
+    "mpirun detected that one or more processes exited with non-zero status", "MPI_ABORT was invoked on rank 0",
+    "launch.py: error: torchrun on n2 ended with exit status 1", "submit.py: job 7: failed, exit status 2",
+    "2026-11-22 12:00:00 ERROR trainer: gave up", "train.py: error: argument --lr: invalid float value: 'x'",
+    "rank 3 on n2 failed: SystemExit: 7", "rank 3 on n2 failed: Unusual: 7", "FATAL: no such module"])
+def test_sign_of_a_failure_is_never_no_failure(text: str) -> None:
+    found = diagnose([(io.BytesIO(f"step 1\n{text}\n".encode()), "job.out")])
+    assert found is not None and cli.exit_status(found) != 0
+
+
+@pytest.mark.parametrize("text", [
+    START, "launch.py: 4 ranks on 2 hosts (n1, n2) by srun\n", "Exit_status = 0", "finished with exit status 0",
+    "rank 0 on n1 starts step 1", "  rank 0-3 on n1, n2: in collective 7", "[rank 3/8 n2] WARNING: slow",
+    "12:00:00 ERROR retry\n" + 300 * "step\n", "[rank 0/8 n1] ERROR: cannot save step 5\n" + 300 * "step\n"])
+def test_job_that_went_well_has_no_failure(text: str) -> None:
+    assert find(("job.out", text)) is None
+
+
+# The kit's own messages -----------------------------------------------------------------------------------------------
+# Collected from the code. In them rank 3 on n2 is at fault, and rank 1 on n1 reports it.
+
+OUTSIDE_JOBS = ("plan", "bench", "doctor", "submission")
+ERRORS_OF_LAUNCH = ("PlanError", "AllocationError", "InterpreterError")
+ERRORS_OF_RANKS = ("CheckpointError", "PermanentError", "StateError", "CoordinationError", "RankTimeout", "RankLost",
+                   "StoreLost")
+BUILT_IN_ERRORS = ("ValueError", "RuntimeError", "TypeError", "NotImplementedError")
+ERRORS = ("LaunchError", *ERRORS_OF_LAUNCH, *ERRORS_OF_RANKS, *BUILT_IN_ERRORS)
+CAUSE = "rank 3 on n2 (pid 77) does not respond: its process is stopped by a signal"
+VALUES = {  # what an expression in a message stands for, by a regular expression
+    r"^len\(|^size$|world_size|num_ranks": "8",
+    r"plan\.hosts\[part|allocation": "x",
+    r"seconds|timeout|^waited": "60",
+    r"(self\._|^)rank_name|ranks\.name|_this_rank$": "rank 3 on n2",
+    r"_reporter": "rank 1 of 8 on n1",
+    r"placement\.rank|self\._rank$|self\.rank$": "1",
+    r"gethostname": "n1",
+    r"silent\.get|^state$": "its process is stopped by a signal",
+    r"^first$|first_cause|^cause$|departed\[|^mismatch$|known_cause": CAUSE,
+    r"^how$": "left by sys.exit() at /home/me/train.py, line 7, in main",
+    r"describe_status": "ended with exit status 1",
+    r"Signals\(": "SIGTERM",
+    r"_missing_hosts\(|^missing$|planned\[|plan\.hosts\[": "n2",
+    r"^self\.missing\(|ranks\.missing\(": "1 of 8 ranks did not join: rank 3",
+    r"^who$": "rank 3",
+    r"peer\.rank|first\.ranks|^rank$|^index$|report\['rank'\]": "3",
+    r"^where$": " on n2",
+    r"peer\.host|^hosts\[rank\]|_host\((report|self\._reports\[rank\])\)": "n2 (pid 77)",
+    r"_host\(": "n1 (pid 7)",
+    r"^host(\[0\])?$|report\['host'\]|reports\[rank\]\['host'\]|reports\[next": "n2",
+    r"disk\.explain": "No space left on device. Free some space on its file system",
+}
+
+
+def spell(node: ast.expr) -> str:
+    """A message with plausible values; "" if it is written elsewhere."""
+    if isinstance(node, ast.BinOp):
+        return spell(node.left)
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    text = ""
+    for part in parts:
+        if isinstance(part, ast.FormattedValue):
+            expression = ast.unparse(part.value)
+            value = next((value for pattern, value in VALUES.items() if re.search(pattern, expression)), "x")
+            value = "x" if text.endswith("=") else value
+            text += "rank 3 on n2 (pid 77)" if expression == "rank" and not text else value
+        elif isinstance(part, ast.Constant):
+            text += str(part.value)
+    return text if any(isinstance(part, ast.Constant) and " " in str(part.value) for part in parts) else ""
+
+
+class Message(NamedTuple):
+    place: str  # "rendezvous/exchange.py:84"
+    kind: str  # what prints it: the name of an exception, or of a function
+    text: str
+
+
+def collect() -> Iterator[Message]:
+    """Messages that the code can print about a failure: whatever is raised, logged as an error, or found."""
+    for path in sorted((ROOT / "utils").rglob("*.py")):
+        place = path.relative_to(ROOT / "utils")
+        if place.parts[0] in OUTSIDE_JOBS:
+            continue
+        printed: set[ast.expr] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args:
+                name = ast.unparse(node.func)
+                kind = name.rpartition(".")[2]
+                if name in ("sys.stderr.write", "_log.error") or kind in ("fail", "_fail", "print_error", *ERRORS):
+                    printed.add(node.args[0])
+                    text = spell(node.args[0])
+                    if text and text != "%s":
+                        yield Message(f"{place}:{node.lineno}", kind, re.sub("%[.0-9]*[a-z]", "x", text))
+            elif isinstance(node, ast.JoinedStr) and node not in printed:  # what the ranks find out about each other
+                text = spell(node)
+                if place.name == "coordination.py" and re.match(r"rank [01] .{30}|8 of ", text):
+                    yield Message(f"{place}:{node.lineno}", "RankTimeout", text)
+                elif place.parts[0] == "rendezvous" or place.name == "failure.py":
+                    if re.match(r"(rank 3 on n2( \(pid 77\))? |a collective )\w.{9}", text) and " failed:" not in text:
+                        yield Message(f"{place}:{node.lineno}", "found", text)
+
+
+MESSAGES = list(collect())
+
+
+def print_message(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print it as the kit does."""
+    kind, text = message.kind, message.text
+    in_launch = message.place.startswith("launch/")
+    if kind == "write" or " stops" in text:
+        sys.stderr.write(text)
+    elif message.place.startswith("launch/rank_start"):
+        sys.stderr.write(f"launch.py: error: on n2: {text}\n")
+    elif kind in ("fail", "_fail", "print_error", *ERRORS_OF_LAUNCH) or kind == "LaunchError" and in_launch:
+        LaunchResult().fail(text, 0.0)
+    elif kind == "found":
+        sys.stderr.write(f"rank 1 on n1 stops, because {text}\nrank 0 on n0 stops, because {text}\n")
+    elif kind == "LaunchError":
+        error = LaunchError(text)
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        failure.print_without_traceback(error)
+        sys.excepthook(LaunchError, error, None)
+    elif kind == "error":
+        setup_logging(3, 8)
+        get_logger("test").error("%s", text)
+    else:
+        error_class = type(kind, (Exception,), {})
+        failure.Shutdown(3, 8, "gloo", HashStore(), None).report(error_class(text))
+
+
+def named(message: Message) -> tuple[int | None, str | None]:
+    """The rank and the host that a message blames: those that its first sentence is about, or who prints it."""
+    kind, text = message.kind, re.sub(r"rank \d of \d( on n\d)?", "", message.text)
+    if kind in BUILT_IN_ERRORS:
+        return 3, "n2"
+    printed_by_rank = (3, "n2") if kind == "error" or kind in ERRORS_OF_RANKS else None
+    if "message" in text or "launcher's output" in text:  # another one says more
+        printed_by_rank, text = None, text.removeprefix("[rank 3/8 n1] ERROR: ")
+    text = text.partition(" stops, because ")[2] or text
+    found = re.sub(r" \([^()]*\)", "", text if kind == "write" else text.partition(". ")[0])
+    if " stops: " in found:
+        return None, None
+    if rank := re.search(r"rank (\d)(?:/8| on) (n\d)", found) or re.search(r"rank (\d)(?!')()", found):
+        return int(rank[1]), rank[2] or None
+    host = re.search(r"\b(?:on|from|to) (n\d)", found)
+    return printed_by_rank or (None, "n2" if message.place.startswith("launch/rank_start") else host and host[1])
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: f"{message.place}-{message.kind}")
+def test_message_of_the_kit_is_understood(
+        message: Message, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "n2")
+    print_message(message, monkeypatch)
+    output = capsys.readouterr().err
+    found = diagnose([(io.BytesIO(output.encode()), "job.out")])
+    assert found is not None and cli.exit_status(found) != 0, f"a failure: {output}"
+    assert (found.rank, found.host) == named(message), output
+    reports_exit = "exit status" in output or "SIG" in output
+    assert found.cause.name not in ("unknown", "terminated") or reports_exit, output
+    if found.cause.reporter == "kit":
+        assert found.cause.meaning[:100] in output, "the cause in the kit's own words"
+
+
+FULL_DISK = "[rank 0/8 n1] ERROR: cannot save step 5 in /ckpt on rank 3 on n2: {}"
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (f"rank 1 on n1 stops, because {CAUSE} (SIGSTOP)", ("kit_message", 3, "n2", None)),
+    ("The ranks hang: no progress for 36 s.\n  rank 3 on n2 (pid 7) does not respond: no rank of this host does, so "
+     "the host is down or its network is cut. Its last report: 7 collectives entered, at train.py\n"
+     "  rank 0-2 on n1: in collective 7, all_reduce; at train.py\n", ("kit_message", 3, "n2", None)),
+    ("rank 1 on n1 stops, because rank 3 on n2 (pid 7) entered another collective 7: broadcast of [[4]] at train.py. "
+     "The other ranks entered all_reduce of [[4]] at train.py", ("kit_message", 3, "n2", None)),
+    ("rank 1 on n1 stops, because rank 3 on n2 (pid 7) is idle. It is at train.py", ("kit_message", 3, "n2", None)),
+    ("rank 1 on n1 stops, because rank 3 on n2 left by sys.exit() at train.py after 7 collectives, and other ranks "
+     "need it for more. The ranks have uneven work: give each the same", ("uneven_work", 3, "n2", False)),
+    ("launch.py: error: ssh ended with exit status 255 before an agent has connected from n2. See its message above, "
+     "and check that host", ("launch_error", None, "n2", None)),
+    (FULL_DISK.format(explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))), ("disk_full", 3, "n2", False)),
+    (FULL_DISK.format(explain(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)))), ("quota", 3, "n2", False)),
+    ("launch.py: the ranks report what failed first: rank 3 on n2 failed: ValueError: 7. Rank 3 on n2 ended with "
+     "exit status 1", ("python_exception", 3, "n2", None)),
+    ("LaunchError: this rank (n1, pid 7) does not start. Look for the message of rank 0\n"
+     "LaunchError: rank 3 on n2 (pid 8) cannot start: CUDA error: out of memory", ("cuda_oom", 3, "n2", None)),
+    ("LaunchError: the ranks differ in torch version; expected the same everywhere:",
+     ("version_mismatch", None, None, False)),
+])
+def test_cause_in_the_words_of_the_kit(text: str, expected: Found) -> None:
+    """The first cause comes before its consequences, and advice on a restart is given where it is known."""
+    ended = "launch.py: error: rank 1 on n1 ended with exit status 1, the others will be ended\n"
+    assert find(("job.out", f"{text}\n{ended}")) == expected

@@ -125,7 +125,7 @@ def test_ranks_that_do_not_join_in_time_are_named(joining: Joining) -> None:
         serve(loop)
         server.check_time(1e12)
         server.close()
-    assert server.problem.startswith("2 of 3 ranks did not join: 0, 2 within 120 s. Expected 3 ranks on n1, n2.")
+    assert server.problem.startswith("2 of 3 ranks did not join: ranks 0, 2 within 120 s. Expected 3 ranks on n1, n2.")
 
 
 def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.Monk
         monkeypatch.setattr(socket.socket, "accept", refused)
         loop.run_once(1.0)
         server.close()
-    assert "3 of 3 ranks did not join: 0, 1, 2, because launch.py may open no more" in server.problem
+    assert "3 of 3 ranks did not join: ranks 0, 1, 2, because launch.py may open no more" in server.problem
 
 
 @pytest.mark.parametrize("wrong", ["0123456789abcdef", "\u00e9", "\udcff"])

@@ -160,7 +160,7 @@ def test_a_rank_0_that_ends_is_named_at_once() -> None:
 
 @pytest.mark.parametrize(("last", "size", "version", "expected"), [
     (1, 3, "", "two processes report as rank 1"),
-    (2, 4, "", "disagree on the world size.*has 3, rank 2 on h2 .pid 2. has 4"),
+    (2, 4, "", "disagree on the world size: rank 0 of 3 .*, rank 2 of 4 on h2 .pid 2."),
     (2, 3, "1.0", "the ranks differ in torch version")])
 def test_a_rank_that_does_not_match_fails_all(last: int, size: int, version: str, expected: str) -> None:
     port = free_port()

@@ -28,8 +28,8 @@ class Level(IntEnum):
     WORD = 5  # a word of failure, which jobs that continue also print
 
 
-# Who prints the line: the rank that failed, a rank that waited for it, the scheduler, which ends the
-# job on all hosts, or the kit, whose sentence names the rank and host, or none.
+# Who prints the line: the rank that failed, a rank that waited for it, the scheduler, which ends
+# the job on all hosts, or the kit, whose message names the rank and host, or none.
 Reporter = Literal["failed", "survivor", "scheduler", "kit"]
 
 
@@ -362,8 +362,9 @@ CAUSES = (
     Cause("kit_message", None, _CAUSE,
           "The ranks report what failed first, or which rank the others wait for.",
           "The message; the folder hang-... if it names one.", "Follow the message.",
-          ("^rank ... stops, because ", "^rank ... have stopped: ",
-           "launch.py: the ranks report what failed first: ", "^  rank ... on ... (pid "), "kit"),
+          ("^rank ... on ... stops, because ",
+           "^rank ... on ... is ended, because all other ranks have stopped: ",
+           "^launch.py: the ranks report what failed first: ", "^  rank ... on ... (pid "), "kit"),
     Cause("kit_message", None, _FAILURE,
           "A checkpoint could not be saved or loaded, or the ranks lost each other at it.",
           "The message.", "Follow the message.",
@@ -372,7 +373,7 @@ CAUSES = (
     Cause("kit_message", None, _HINT,
           "The kit logged an error, after which a job may continue.",
           "The message.", "Follow the message.",
-          ("^[rank .../... ...] ERROR: ",), "kit"),
+          ("^[rank ...] ERROR: ",), "kit"),
     # Consequences of the end of another process
     Cause("peer_died", None, _CONSEQUENCE,
           "Another process ended or its host became unreachable; this one only noticed.",
@@ -395,7 +396,8 @@ CAUSES = (
           "The output of the other ranks, and of the scheduler.",
           "Find the first message of another rank, or ask who ended it.",
           ("SignalException", "received SIGTERM", "ended by SIGTERM", "signal 15", "Signal 15",
-           ": Terminated", "launch.py: error: SIG", "^KeyboardInterrupt", "STEP ... CANCELLED AT", "RendezvousClosedError")),
+           ": Terminated", "launch.py: error: SIG", "^KeyboardInterrupt", "STEP ... CANCELLED AT",
+           "RendezvousClosedError")),
     Cause("std_terminate", None, _EXIT,
           "A C++ thread was still running when std::terminate ended the process. gloo does so when "
           "the interpreter ends (pytorch issue 190489), but the output does not show whether the "

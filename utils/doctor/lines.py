@@ -45,17 +45,19 @@ _KIT = re.compile(
     r"(?P<sentence>.+)"
 )
 _WITNESS = re.compile(rf" ?\([^()]*\)|rank \d+ of \d+(?: on {_WORD})?")
-_NAMED_RANKS = tuple(
-    re.compile(rf"\brank (?P<rank>\d+)\b(?!')" + host)
-    for host in (rf" (?:on|at) (?P<host>{_WORD})", "(?P<host>)")
+_AT_FAULT = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"\brank (?P<rank>\d+) on (?P<host>{_WORD})",
+        r"\brank (?P<rank>\d+)\b(?!')(?P<host>x)?",
+        rf"(?P<rank>\d)?^on (?P<host>{_WORD})",
+        r"(?P<rank>\d)?\b(?:on|from|to) (?P<host>[A-Za-z][\w.-]*\d[\w.-]*)",
+    )
 )
-_NAMED_HOST = re.compile(rf"^on (?P<host>{_WORD})|\b(?:on|from|to) (?P<other>[A-Za-z][\w.-]*\d[\w.-]*)")
-_SPEAKER = re.compile(
-    rf"rank (\d+) on ({_WORD}) failed: |\[rank (\d+)/\d+ ({_WORD})\] ERROR: "
-)
+_SPEAKER = re.compile(rf"rank (\d+) on ({_WORD}) failed: |\[rank (\d+)/\d+ ({_WORD})\] ERROR: ")
 # Another process's message, or the launcher's report of an exit status, says more than a sentence
 # that only supposes, or that refers to it.
-_POINTER = re.compile(
+_REFERS = re.compile(
     r"(?:[Ll]ook for|[Ss]ee) (?:[\w']+ ){0,4}messages?\b|launcher's output|\bprobably\b"
 )
 _ENDED = re.compile(r"launch\.py: error: (?:SIG|.*\bexit status [1-9])")
@@ -71,8 +73,8 @@ _RANK_AND_HOST = tuple(
     )
 )
 _RANK = re.compile(
-    r"launch.py: (?:error: )?rank (\d+) (?:was|ended)|\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std"
-    r"|Process name: \[\S+,(\d+)\]"
+    r"launch.py: (?:error: )?rank (\d+) (?:was|ended)|\[[Rr]ank ?(\d+)\]|^(\d+): "
+    r"|^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
     r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
 )
 # "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
@@ -83,8 +85,8 @@ _HOST = re.compile(
 )
 # Lines of launchers about the end of one process.
 _EXIT = re.compile(
-    r"srun: error: \S+: tasks? |launch.py: (?:error: )?rank \d+ (?:on \S+ )?(?:was|ended)|process rank \d+ with PID|PID \d+ RUNNING AT"
-    r"|: rank \d+ (?:died|exited)|Process name: \["
+    r"srun: error: \S+: tasks? |launch.py: (?:error: )?rank \d+ (?:on \S+ )?(?:was|ended)"
+    r"|process rank \d+ with PID|PID \d+ RUNNING AT|: rank \d+ (?:died|exited)|Process name: \["
 )
 # Lines that say no cause, but where the job ran or which process failed.
 CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  time  ", "  host  ",
@@ -98,6 +100,20 @@ _GPU_MEMORY = re.compile(
 )
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _GPU_HELD, _GPU_FULL = (cause for cause in CAUSES if cause.name == "cuda_oom")
+
+
+class KitMessage(NamedTuple):
+    """A message of the kit.
+
+    sentence: "" where it is the message of an exception in the user's program. rank, host: at
+    fault, as far as it says. refers: to a message that says more. is_logged: the job may go on.
+    """
+
+    sentence: str
+    rank: int | None
+    host: str | None
+    refers: bool = False
+    is_logged: bool = False
 
 
 class _Signature(NamedTuple):
@@ -125,57 +141,56 @@ def keywords() -> tuple[str, ...]:
     return *(one.keyword for one in _signatures()), *CONTEXT
 
 
-def match(line: str) -> tuple[Cause, str | None] | None:
-    """Return the cause that a line shows, and the host in the place of its pattern's {host}."""
+def match(line: str, kit: KitMessage | None = None) -> tuple[Cause, str | None] | None:
+    """Return the cause that a line shows, and the host in the place of its pattern's {host}.
+
+    kit: of kit_message().
+    """
     labels = _LABELS.match(line)
     message = line[labels.end() :] if labels else line
+    is_exception = kit is not None and not kit.sentence
     for keyword, regex, at_start, cause in _signatures():
-        if keyword in line:
+        if keyword in line and not (is_exception and cause.name == "unknown"):
             found = regex.match(message) if at_start else regex.search(line)
-            if found and not (cause.reporter == "kit" and _only_ended(line)):
+            if found and (kit or cause.reporter != "kit"):
                 if cause is _GPU_FULL and _held_by_another_process(line):
                     cause = _GPU_HELD
-                if cause.reporter == "kit":
-                    return _as_said(cause, line), None
+                if kit and kit.sentence and cause.level <= Level.HINT:
+                    return _as_said(cause, kit), None
                 host = found["host"] if "host" in regex.groupindex else None
                 return cause, host if host and _HOST_NAME.fullmatch(host) else None
     return None
 
 
-def _as_said(cause: Cause, line: str) -> Cause:
+def _as_said(cause: Cause, kit: KitMessage) -> Cause:
     """Return the cause that a message of the kit states, in its own words."""
-    kit = _KIT.search(line)
-    if kit is None:
-        return cause
-    cause = replace(cause, meaning=kit["sentence"][:300])
-    if _POINTER.search(kit["sentence"]) and cause.level < Level.CONSEQUENCE:
-        return replace(cause, level=Level.CONSEQUENCE, explained_by=("killed", "crash"))
-    return cause
+    level = max(cause.level, Level.HINT) if kit.is_logged else cause.level
+    said = replace(cause, meaning=kit.sentence[:300], level=level, reporter="kit")
+    if kit.refers and cause.reporter == "kit" and level < Level.CONSEQUENCE:
+        return replace(said, level=Level.CONSEQUENCE, explained_by=("killed", "crash"))
+    return said
 
 
-def _only_ended(line: str) -> bool:
-    """Whether launch.py reports only how a process ended."""
-    return _ENDED.search(line) is not None and not _POINTER.search(line)
-
-
-def named_by_kit(line: str) -> tuple[int | None, str | None] | None:
-    """Return the rank and the host at fault in a message of the kit; None for other lines."""
-    kit = _KIT.search(line)
-    if kit is None:
+def kit_message(line: str) -> KitMessage | None:
+    """Return what a message of the kit says; None for other lines."""
+    found = _KIT.search(line)
+    if found is None or (_ENDED.search(line) and not _REFERS.search(line)):
         return None
-    speakers = _SPEAKER.findall(kit["beginning"])
-    if kit["beginning"].endswith(" failed: "):  # what follows is the user's
-        return int(speakers[-1][0]), speakers[-1][1]
-    found = re.split(r"\. |; ", _WITNESS.sub("", kit["sentence"]), maxsplit=1)[0].rstrip(".")
-    for pattern in _NAMED_RANKS:
-        if rank := pattern.search(found):
-            return int(rank["rank"]), rank["host"] or None
-    if host := _NAMED_HOST.search(found):
-        return None, host["host"] or host["other"]
-    if not speakers:
-        return None, None
-    rank_failed, host_failed, rank_logged, host_logged = speakers[-1]
-    return int(rank_failed or rank_logged), host_failed or host_logged
+    beginning, sentence = found["beginning"], found["sentence"]
+    refers, is_logged = _REFERS.search(sentence) is not None, beginning.endswith("] ERROR: ")
+    speaker: tuple[int | None, str | None] = None, None
+    if speakers := _SPEAKER.findall(beginning):
+        rank_failed, host_failed, rank_logged, host_logged = speakers[-1]
+        speaker = int(rank_failed or rank_logged), host_failed or host_logged
+    if beginning.endswith(" failed: "):
+        return KitMessage("", *speaker)
+
+    what = re.split(r"\. |; ", _WITNESS.sub("", sentence), maxsplit=1)[0].rstrip(".")
+    for pattern in _AT_FAULT:
+        if named := pattern.search(what):
+            rank, host = named["rank"], named["host"]
+            return KitMessage(sentence, int(rank) if rank else None, host, refers, is_logged)
+    return KitMessage(sentence, *((None, None) if refers else speaker), refers, is_logged)
 
 
 def rank_and_host(line: str) -> tuple[int | None, str | None]:

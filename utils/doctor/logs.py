@@ -14,7 +14,7 @@ from functools import cache
 from typing import BinaryIO
 
 from .causes import Cause, Level
-from .lines import keywords, match, named_by_kit, rank_and_host, reports_abort, reports_exit
+from .lines import keywords, kit_message, match, rank_and_host, reports_abort, reports_exit
 
 _BLOCK_BYTES = 1 << 20
 _MAXIMUM_LINE_BYTES = 1 << 16
@@ -34,7 +34,9 @@ _TRAINING_ENDED = (
     "interpreter ended, where a C++ thread was still running. gloo has such (pytorch issue 190489)."
 )
 _NUM_RANKS = re.compile(r"\b(\d+) ranks on \d+ host")
-_ENDED_BY_LAUNCHER = re.compile("others will be ended|closing signal SIGTERM|: Terminated|CANCELLED AT")
+_ENDED_BY_LAUNCHER = re.compile(
+    "others will be ended|closing signal SIGTERM|: Terminated|CANCELLED AT"
+)
 _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
 _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
 
@@ -110,8 +112,8 @@ class _Reader:
         file_rank = int(label[1]) if label else None
         line_number = 0
         for line_number, line, context in _lines_of_interest(stream):
-            kit = named_by_kit(line)
-            rank, host = kit or rank_and_host(line)
+            kit = kit_message(line)
+            rank, host = (kit.rank, kit.host) if kit else rank_and_host(line)
             if line_number == 1 and _HOST_NAME.fullmatch(line):
                 host = line
             if host:
@@ -123,7 +125,7 @@ class _Reader:
                 self._num_ranks = int(ranks[1])
             self._ranks_were_ended |= _ENDED_BY_LAUNCHER.search(line) is not None
 
-            found = match(line)
+            found = match(line, kit)
             if found is None:
                 continue
             cause, named_host = found

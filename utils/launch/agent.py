@@ -215,7 +215,8 @@ def main(arguments: Sequence[str]) -> int:
         if reached is None:
             print(
                 f"launch.py: error: on {socket.gethostname()} launch.py cannot be reached at "
-                f"{addresses} port {port}. Expected a network between the hosts of a job. Have the site open it",
+                f"{addresses} port {port}. Expected a network between the hosts of a job. Have "
+                "the site open it",
                 file=sys.stderr,
             )
             return 1

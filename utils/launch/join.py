@@ -74,10 +74,11 @@ class JoinServer(ConnectionServer):
             )
 
     def missing(self) -> str:
-        """Return "2 of 4 ranks did not join: 1, 3"."""
+        """Return "2 of 4 ranks did not join: ranks 1, 3"."""
         missing = [rank for rank in range(self._plan.world_size) if rank not in self._joined]
         shown = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)
-        return f"{len(missing)} of {self._plan.world_size} ranks did not join: {shown}"
+        ranks = f"rank{'s' * (len(missing) > 1)} {shown}"
+        return f"{len(missing)} of {self._plan.world_size} ranks did not join: {ranks}"
 
     def hosts_without_ranks(self) -> list[str]:
         """Return hosts of the plan from which no rank has joined.

@@ -184,9 +184,9 @@ class RendezvousServer:
         """Raise LaunchError unless this rank can join. earlier: a report of the same rank."""
         if world_size != self._world_size:
             raise LaunchError(
-                f"the ranks disagree on the world size (rank 0 on {_host(self._reports[0])} has "
-                f"{self._world_size}, rank {rank} on {_host(report)} has {world_size}). Start all "
-                "ranks by one launch with one size"
+                f"the ranks disagree on the world size: rank 0 of {self._world_size} on "
+                f"{_host(self._reports[0])}, rank {rank} of {world_size} on {_host(report)}. Start "
+                "all ranks by one launch with one size"
             )
         if earlier is not None:
             raise LaunchError(
@@ -292,7 +292,8 @@ def join(
         if response is None:
             raise LaunchError(
                 f"rank 0 at {address} port {port} ended while the ranks were starting (seen by "
-                f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}). Look for its own message"
+                f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}). Look "
+                "for its own message"
             )
         if "error" in response:
             failure = LaunchError(response["error"])
