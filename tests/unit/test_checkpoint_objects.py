@@ -145,6 +145,14 @@ def test_compiled_parts_have_their_plain_names() -> None:
         assert bits(list(target.state_dict().values())) == bits(list(source.state_dict().values()))
 
 
+def test_what_ddp_does_not_keep_equal_is_no_common_part() -> None:
+    """A learning rate before the first step, and buffers by their size."""
+    model = with_buffer(torch.zeros(1 << 18))
+    model.register_buffer("larger", torch.zeros((1 << 18) + 1))
+    packed = pack([model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))])  # type: ignore[arg-type]
+    assert not packed.common and set(packed.local) == {"0/mask"}
+
+
 def nested(levels: int) -> list[Any]:
     found: list[Any] = []
     for _ in range(levels):

@@ -275,9 +275,9 @@ class _Packer:
 
     def _is_replicated(self, optimizer: torch.optim.Optimizer) -> bool:
         # Optimizers of torch.distributed keep a different state on each rank.
-        return not type(optimizer).__module__.startswith("torch.distributed") and all(
-            id(parameter) in self._replicated for parameter in optimizer.state
-        )
+        is_distributed = type(optimizer).__module__.startswith("torch.distributed")
+        parameters = {id(parameter) for parameter in optimizer.state}
+        return bool(parameters) and not is_distributed and parameters <= self._replicated
 
     def _module(
         self,
