@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.launch_plans import MPICH, PALS, PBS, PYTHON, Programs, alone, job, make, pbs, slurm
+from tests.unit.launch_plans import MPICH, PALS, PBS, PYTHON, Programs, alone, het, job, make, pbs, slurm
 from utils.launch.dry_run import shell_lines
 from utils.launch.environment import clean, rank_environment
 from utils.launch.host_processes import host_processes
@@ -58,6 +58,7 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (slurm(ntasks=4, ntasks_per_node=2), "both -n and --ntasks-per-node are given"),
     (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),
     (slurm({"DDPKIT_CPU_BIND": "list:0:1"}, ranks=(2, 3)), "DDPKIT_CPU_BIND=list:0:1 has CPUs for 2 local ranks"),
+    (het(ranks=(1, 1, 1), input=True), "standard input is given in a heterogeneous job"),
     (pbs(ranks=(0, 0)), "no host of PBS job 7 gets a rank")])
 def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -> None:
     with pytest.raises(PlanError, match=message):

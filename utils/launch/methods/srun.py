@@ -56,6 +56,11 @@ class Srun(NativeMethod):
 
         binding = environ.get("SLURM_CPU_BIND")  # of the user, unless an outer step has left it
         environ = self.take_requests(request, environ, keep_task_requests=self._as_requested)
+        if self.components and options.input and not options.torchrun:
+            raise PlanError(
+                "standard input is given in a heterogeneous job, where srun gives it to no rank "
+                "reliably. Redirect it from /dev/null, or choose --launcher mpiexec"
+            )
         if binding and not self._inside_step and not options.torchrun:
             environ["SLURM_CPU_BIND"] = binding
         if not self._as_requested and not self.components:
