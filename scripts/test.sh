@@ -126,7 +126,7 @@ test_as_user() (
     if [ -d ~/.config/pip ]; then install -D -t "$home/.config/pip" ~/.config/pip/*; fi
     chown -R nobody "$home"
     cd "$home/kit"
-    HOME=$home PYTHON=/usr/bin/python3 nice -n 19 setpriv --reuid=nobody --regid=nogroup --clear-groups \
+    HOME=$home PYTHON=/usr/bin/python3 nice -n 5 setpriv --reuid=nobody --regid=nogroup --clear-groups \
         bash scripts/test.sh --quick
 )
 as_user=

@@ -157,7 +157,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-all", action="store_true", default=os.environ.get("DDPKIT_REQUIRE_ALL") == "1",
                      help="a skipped test is a failure unless marked gpu (also DDPKIT_REQUIRE_ALL=1)")
     parser.addoption("--quick", action="store_true",
-                     help="only the unit tests whose module does not import torch")
+                     help="only the unit tests whose module neither imports torch nor starts programs that do")
     parser.addoption("--real-pbs", metavar="PREFIX", default=os.environ.get("DDPKIT_REAL_PBS"),
                      help="run the tests of PBS on a real OpenPBS: `PREFIX HOST USER command...` runs a command there "
                           "(also DDPKIT_REAL_PBS; see tests/cluster/pbs.py)")
@@ -169,8 +169,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--quick"):
         return
-    quick = [item for item in items
-             if item.path.parent.name == "unit" and not {"torch", "python"} & vars(item.getparent(pytest.Module).obj).keys()]
+    slow = {"torch", "python"}  # python() of tests/unit/programs.py starts programs and ranks that import torch
+    quick = [item for item in items if item.path.parent.name == "unit"
+             and slow.isdisjoint(vars(item.getparent(pytest.Module).obj))]
     config.hook.pytest_deselected(items=[item for item in items if item not in quick])
     items[:] = quick
 

@@ -106,3 +106,12 @@ def test_no_file_imports_the_folder_by_its_name() -> None:
     """Not in a function either."""
     absolute = re.compile(r"^ *(from|import) (utils|scripts|jobs|examples|tests)\b", re.MULTILINE)
     assert not [file for file in (ROOT / "utils").rglob("*.py") if absolute.search(file.read_text())]
+
+
+def test_git_ignores_venv_where_it_is_a_link(tmp_path: Path) -> None:
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    for name in (".venv", ".mpi"):
+        (tmp_path / name).symlink_to("/nowhere")
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    ignored = subprocess.run(["git", "check-ignore", ".venv", ".mpi"], cwd=tmp_path, capture_output=True, text=True)
+    assert ignored.stdout.split() == [".venv", ".mpi"]
