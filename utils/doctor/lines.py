@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .causes import CAUSES, Cause, Level
 
-_WORD = r"[A-Za-z0-9_][\w.-]*"
+_WORD = r"[A-Za-z0-9_][\w.-]{0,252}"  # at most as long as a host name
 _PLACEHOLDERS = {
     "...": ".*?",
     "{host}": rf"(?P<host>{_WORD}|[^\s,]+)",
