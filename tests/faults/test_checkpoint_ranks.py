@@ -313,6 +313,7 @@ def main(folder: Path, form: str) -> None:
         for scenario in SCENARIOS:
             scenario(dist, checkpoints)
             sys.stdout.write(f"rank {rank}: {scenario.__name__}\n")  # at once: print() writes the line's end separately
+            sys.stdout.flush()
         os._exit(0)  # the other rank is dead
 
 
