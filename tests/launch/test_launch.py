@@ -93,7 +93,9 @@ def agents(job: Job) -> list[int]:
     parents = processes.parents_by_pid()
     found = [pid for pid in parents
              if re.match(r"python.* -c .*\.agent import main", processes.command_line(pid) or "", re.DOTALL)
-             and os.access(space := f"/proc/{pid}/ns/net", os.R_OK) and os.readlink(space) in networks]  # no other user
+             # not other users' processes
+             and os.access(space := f"/proc/{pid}/ns/net", os.R_OK, effective_ids=True)
+             and os.readlink(space) in networks]
     return sorted(pid for pid in found if parents[pid] not in found)  # a reaper has the same command line
 
 
