@@ -88,7 +88,7 @@ def test_launchers_below_srun(slurm: SlurmCluster, need: Callable[[str], Path]) 
     done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", *agent])
     assert done.status == 0 and "2 ranks on 2 hosts by torchrun" in done.output, done.output
     mpiexec = [str(need("mpich")), "-launcher", "fork", "-n", "2"]
-    done = slurm.run(["srun", "-N1", "-n1", "--mpi=none", *mpiexec, *MEET])
+    done = slurm.run(["srun", "-w", "node1", "-N1", "-n1", "--mpi=none", *mpiexec, *MEET])
     assert_met(done, "node1 node1", "mpich")
 
 

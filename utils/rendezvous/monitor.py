@@ -449,7 +449,7 @@ class Monitor:
         seconds = now - self._progressed_at
         if seconds < HOST_LOST_SECONDS / 3:
             return
-        cause = "; ".join(list(self._lost.values())[:8])
+        cause = "; ".join(cause for _, cause in sorted(self._lost.items())[:8])
         found = f"no response for {HOST_LOST_SECONDS} s, then no collective for {seconds:.0f} s"
         self._end_all(f"A host is lost: {found}.\n  {cause}\n", cause)
 
