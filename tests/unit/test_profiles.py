@@ -99,7 +99,7 @@ def test_missing_profile_is_an_error(name: str, message: str) -> None:
 
 # What the pages of the centres refuse: queue, nodes, hours, the limit in the message.
 REFUSED = {
-    "frontier": [("batch", 1, 2.1, "02:00:00 of partition batch for 1 nodes"), ("batch", 50, 3, "02:00:00"),
+    "frontier": [("batch", 1, 2.1, "02:00:00 of partition batch for 1 node\\. "), ("batch", 50, 3, "02:00:00"),
                  ("batch", 91, 2.5, "02:00:00"), ("batch", 91, 12, "02:00:00"), ("batch", 92, 6.1, "06:00:00"),
                  ("batch", 183, 7, "06:00:00"), ("batch", 184, 12.1, "12:00:00"), ("batch", 9473, 1, "9472 nodes"),
                  ("extended", 64, 24.1, "24:00:00"), ("extended", 65, 1, "64 nodes")],
@@ -141,3 +141,9 @@ def test_gpus_of_all_nodes_have_a_limit() -> None:
     job = Job(account="a", queue="gpumedium", nodes=2, command=("true",))
     assert "gpus: 8 is more than the 4 GPUs of partition gpumedium" in profile_problems(
         profiles.load("roihu"), job, "gpumedium")[0]
+
+
+def test_a_site_that_requires_an_account_says_so() -> None:
+    found = profile_problems(profiles.load("polaris"), Job(queue="debug", command=("true",)), "debug")
+    assert found == ["Polaris, ALCF (4 A100 per node, PALS, Slingshot 11) requires an account. Add --account: your "
+                     "project."]

@@ -53,7 +53,8 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
         job.walltime,
         [queue.longest_walltime(job.nodes) for queue in chosen],
         f"of {first}"
-        + (f" for {job.nodes} nodes" if any(q.max_walltime_by_nodes for q in chosen) else ""),
+        + f" for {job.nodes} node{'s' * (job.nodes > 1)}"
+        * any(queue.max_walltime_by_nodes for queue in chosen),
         f"Request less time and continue from a checkpoint, or take another {kind}",
         format_walltime,
     )
