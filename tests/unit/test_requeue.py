@@ -42,7 +42,7 @@ def test_requeue(environ: dict[str, str], scontrol: str, requeued: bool, argumen
                  monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     program, called = tmp_path / "scontrol", tmp_path / "arguments"
     called.touch()
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "ddpkit")
     program.write_text(f'#!/bin/sh\necho "$@" >> {called}\n{scontrol}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
