@@ -47,7 +47,7 @@ split_ARGS() {
     # "qsub -v ARGS" makes a backslash of each quote, and drops what follows a comma between quotes.
     if [[ $ARGS == *\\* ]]; then
         printf 'job script: ARGS is %s. qsub changes quotes and backslashes in ARGS, and the words cannot be ' "$ARGS" >&2
-        printf 'known any more. Expected words without them. Submit with: %s\n' "$with_words" >&2
+        printf 'recovered. Expected words without them. Submit with: %s\n' "$with_words" >&2
         exit 2
     fi
     python=$(find_python)

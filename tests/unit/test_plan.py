@@ -124,7 +124,7 @@ LESS = ("Activations, inputs and temporary memory need 60.0 GB. Use a smaller mi
      advice.Fit(("The training does not fit: 62.0 GB of the 36.0 GB that are usable on x.", LESS), ddp=False)),
     ({"parameters": 20e9}, 18e9, {"complete": True, "sharded": True},
      advice.Fit(("The training does not fit: 20.0 GB of the 18.0 GB that are usable on x.",
-                 "Share the model among more GPUs."), ddp=False))])
+                 "Shard the model over more GPUs."), ddp=False))])
 def test_memory_advice_recommends_the_first_change_that_fits(
         memory: dict[str, float], capacity: float, options: dict[str, Any], expected: advice.Fit) -> None:
     assert advice.memory_advice(memory, capacity, 8, "x", **options) == expected
@@ -138,7 +138,7 @@ def scaling_advice(compute: float, fit: advice.Fit, gradient_bytes: int = 4) -> 
 
 
 WAITS = ("On 16 GPUs the efficiency is {}: each GPU waits 0.... s for communication, and up to 0.000 s for slower "
-         "GPUs, in a step of .\\.... s of computation")
+         "GPUs and communication kernels, in a step of .\\.... s of computation")
 SHARD = ("If these are not enough, FSDP2 or HSDP free memory for a larger micro-batch, which computes longer between "
          "exchanges. Each GPU then sends 1.5 times the bytes of DDP in a step.")
 

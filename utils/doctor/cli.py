@@ -24,7 +24,7 @@ exit status:
   1  a cause was found; a restart may help
   2  the command line is wrong, or a file cannot be read
   3  a cause was found; a restart does not help
-  4  the job failed, or a line speaks of an error, and the output does not show why
+  4  the job failed, or a line mentions an error, and the output does not show why
 """
 _RESTART = {
     True: "helps",

@@ -31,7 +31,7 @@ _STD_TERMINATE = "std_terminate"
 # An abort in a training makes the other ranks report a loss, or the launcher end them.
 _TRAINING_ENDED = (
     "The training had ended: no other rank failed or was ended. The abort came while the "
-    "interpreter ended, where a C++ thread was still running. gloo has such (pytorch issue 190489)."
+    "interpreter ended, where a C++ thread was still running. gloo leaves one (pytorch 190489)."
 )
 _NUM_RANKS = re.compile(r"\b(\d+) ranks on \d+ host")
 _ENDED_BY_LAUNCHER = re.compile(

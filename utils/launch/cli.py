@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gpu-vendor", choices=VENDORS, help=vendor)
 
     add = parser.add_argument_group("input and output").add_argument
-    shared = "rank 0 reads the standard input, also where it is that of the shell around launch.py"
+    shared = "pass standard input to rank 0 even if the program that started launch.py shares it"
     add("-i", "--input", action="store_true", help=shared)
     add("-l", "--label", action="store_true", help="put the rank before each line of output")
     folder = "write the output of each rank to FOLDER/rank-N.log"

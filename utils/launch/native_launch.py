@@ -120,7 +120,8 @@ class _NativeLaunch:
         if now >= self._result.end_after(self._rank_failed_at, _END_SECONDS):
             self._result.fail(
                 f"{self._program} has not ended within {now - self._rank_failed_at:.0f} s of the "
-                "first failure: a host may be down, or a rank does not end. It will be ended",
+                "first failure: a host may be down, or a rank does not end. "
+                f"{self._program} will be ended",
                 now,
                 first.status if first else 1,
             )

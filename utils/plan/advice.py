@@ -59,7 +59,7 @@ def memory_advice(
     growing = sum(memory.get(key, 0.0) for key in ("inputs", "activations", "temporary"))
     if sharded:
         if total - growing > capacity:
-            return Fit((fails, "Share the model among more GPUs."), ddp=False)
+            return Fit((fails, "Shard the model over more GPUs."), ddp=False)
         return Fit((fails, _LESS_ACTIVATIONS.format(growing / GB)), ddp=False)
 
     states = sum(memory.get(key, 0.0) for key in ("parameters", "gradients", "optimizer"))
@@ -105,8 +105,8 @@ def scaling_advice(
     step = work.step(network, gpus)
     found = (
         f"On {gpus} GPUs the efficiency is {_range(step)}: each GPU waits {step.exposed:.3f} s for "
-        f"communication, and up to {step.delay:.3f} s for slower GPUs, in a step of "
-        f"{step.computation:.3f} s of computation"
+        f"communication, and up to {step.delay:.3f} s for slower GPUs and communication kernels, in "
+        f"a step of {step.computation:.3f} s of computation"
     )
     if not fit.this_batch:
         return [f"{found}, with the micro-batch that does not fit. Predict it for a smaller one."]

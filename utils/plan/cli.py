@@ -110,7 +110,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         type=float,
         default=SPREAD,
         metavar="R",
-        help=f"standard deviation of the computation between GPUs, of its mean ({SPREAD:.3f})",
+        help=f"standard deviation of computation time across GPUs / its mean ({SPREAD:.3f})",
     )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--site", metavar="NAME|FILE", help="a profile (see sites.py list)")

@@ -474,7 +474,8 @@ class Monitor:
         ):
             self._announce_hang(
                 f"rank 0 on {self._hosts[0]} does not respond to {self._this_host()}: it is "
-                "stopped, busy in native code, its host is down, or the network between them is cut"
+                "stopped or busy in native code, its host is down, or the network between them is "
+                "cut"
             )
 
     def _waits(self) -> bool:

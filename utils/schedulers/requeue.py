@@ -40,8 +40,8 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
     """Put this job back into the queue with `scontrol requeue`; return whether it is there.
 
     Only rank 0 calls it, after all ranks have saved. After True, Slurm ends this run in a moment.
-    False outside of Slurm (PBS lets only operators requeue), in a chain, whose next job continues,
-    and with the reason logged if refusal() or Slurm refuses.
+    False outside of Slurm, since PBS lets only operators requeue; in a chain, since its next job
+    continues; and if refusal() or Slurm refuses, with the reason logged.
 
     The requeued job avoids the hosts that the file DDPKIT_EXCLUDE_FILE lists.
 
