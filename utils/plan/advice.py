@@ -105,8 +105,8 @@ def scaling_advice(
     step = work.step(network, gpus)
     found = (
         f"On {gpus} GPUs the efficiency is {_range(step)}: each GPU waits {step.exposed:.3f} s for "
-        f"communication, and up to {step.delay:.3f} s for slower GPUs and communication kernels, in "
-        f"a step of {step.computation:.3f} s of computation"
+        f"communication, and up to {step.delay:.3f} s for slower GPUs and communication kernels, "
+        f"in a step of {step.computation:.3f} s of computation"
     )
     if not fit.this_batch:
         return [f"{found}, with the micro-batch that does not fit. Predict it for a smaller one."]
