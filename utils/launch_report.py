@@ -31,6 +31,7 @@ class FirstCause(NamedTuple):
 
     text: str
     rank: int | None  # None where it is not one rank
+    is_over: bool = False  # all ranks end: a host is lost, or they hang
 
 
 class ReportListener:
@@ -89,7 +90,8 @@ class ReportListener:
         self.saved = self.saved or message.get("saved") is True
         if cause := message.get("first_cause"):
             rank = message.get("rank")
-            self.first_cause = FirstCause(str(cause), rank if isinstance(rank, int) else None)
+            rank = rank if isinstance(rank, int) else None
+            self.first_cause = FirstCause(str(cause), rank, message.get("is_over") is True)
         return True
 
     def receive(self) -> None:
@@ -115,11 +117,14 @@ def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def report_first_cause(
-    text: str, rank: int | None = None, environ: Mapping[str, str] = os.environ
+    text: str,
+    rank: int | None = None,
+    is_over: bool = False,
+    environ: Mapping[str, str] = os.environ,
 ) -> bool:
-    """Report to launch.py what failed first; rank: which one, where it is one rank."""
+    """Report to launch.py what failed first. rank, is_over: see FirstCause."""
     line = " ".join(text.split())[:_LONGEST_CAUSE]
-    return _send({"first_cause": line, "rank": rank}, environ)
+    return _send({"first_cause": line, "rank": rank, "is_over": is_over}, environ)
 
 
 def _send(values: Mapping[str, object], environ: Mapping[str, str]) -> bool:

@@ -111,6 +111,7 @@ def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
     ("sh -c 'if true; then exec torchrun x.py; fi'", "torchrun"),
     ("sh -c 'python prepare.py&&torchrun x.py'", "torchrun"),
     ("env A=1 nice bash -c 'uv run torchrun x.py'", "torchrun"),
+    ("bash -c 'cd /data\nsrun python x.py'", "srun"), ("bash -c torchrun", "torchrun"),
     ("accelerate launch x.py", "accelerate"),
     ("python -m accelerate.commands.launch x.py", "accelerate.commands.launch"),
     ("deepspeed x.py", "deepspeed"), ("nohup deepspeed --num_gpus 2 x.py", "deepspeed"),
@@ -129,6 +130,12 @@ def test_launcher_in_a_wrapper_is_refused(command: str, name: str, capsys: pytes
     "python -m package.module torchrun", "env A=torchrun python package/module.py --launcher torchrun",
     "conda run -n deepspeed python package/module.py", "conda run --prefix /envs/accelerate python package/module.py",
     "bash -c 'which torchrun || echo srun'", "bash -c 'python package/module.py; echo torchrun'", "echo srun",
+    "uv run --with accelerate python package/module.py", "uv run --extra deepspeed package/module.py",
+    "uv run package --strategy deepspeed", "nice mytool deepspeed", "env OUT=/runs/deepspeed python package/module.py",
+    "apptainer exec --bind /scratch/deepspeed img.sif python package/module.py",
+    "apptainer exec /containers/deepspeed python package/module.py", "pixi run -e deepspeed python package/module.py",
+    "nsys profile -o accelerate python package/module.py", "bash script.sh 'torchrun is used'",
+    "bash -c 'command -v torchrun && python package/module.py'",
     "apptainer exec deepspeed.sif python package/module.py", "bash -c \"echo 'torchrun\"", "hostname"])
 def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str) -> None:
     assert main(["-n", "2", "--dry-run", "--", *shlex.split(command)]) == 0

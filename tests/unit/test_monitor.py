@@ -70,7 +70,7 @@ def test_first_cause_reaches_launch_py(
         monkeypatch.setenv(VARIABLE, launch_py.variables[VARIABLE])
         ranks[reporter].report_to_launcher(cause)
         wait_until(lambda: launch_py.receive() or launch_py.first_cause is not None, "the notice")
-        assert launch_py.first_cause == (cause, dead)
+        assert launch_py.first_cause == (cause, dead, False)
 
 
 @pytest.mark.parametrize(("stopped", "expected"), [

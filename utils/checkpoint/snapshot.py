@@ -51,6 +51,8 @@ def _exchanged(ddp: DistributedDataParallel) -> set[int]:
         for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     }
+    if not hasattr(ddp, "logger"):  # delay_all_reduce_named_params has all parameters
+        return set()
     # There is no public list. Parameters that were frozen or absent when the module was wrapped
     # are not exchanged, and a communication hook may leave different gradients.
     data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]

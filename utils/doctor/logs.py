@@ -36,6 +36,7 @@ _TRAINING_ENDED = (
 _NUM_RANKS = re.compile(r"\b(\d+) ranks on \d+ host")
 _ENDED_BY_LAUNCHER = re.compile(
     "others will be ended|closing signal SIGTERM|: Terminated|CANCELLED AT"
+    "|noticed that process rank|BAD TERMINATION OF|exited on signal|MPI_ABORT"
 )
 _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
 _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job

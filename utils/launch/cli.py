@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import socket
@@ -201,7 +202,8 @@ def _rank_0_reads_input(shared_too: bool) -> bool:
     except OSError:  # of another user
         shared = False
     waiting = bytearray(4)  # an int of C: the bytes that can be read
-    fcntl.ioctl(0, termios.FIONREAD, waiting)
+    with contextlib.suppress(OSError):  # a socket that listens
+        fcntl.ioctl(0, termios.FIONREAD, waiting)
     if shared and any(waiting) and not shared_too:
         print_status(
             "no rank reads the standard input, which launch.py shares with the program that "

@@ -113,7 +113,8 @@ class _NativeLaunch:
     def _end_if_failed(self, now: float) -> None:
         """End the command if it still runs long after a rank failed: it waits for a dead host."""
         first = self._errors.first if self._errors is not None else None
-        if self._rank_failed_at is None and (first or self._report.first_cause):
+        reported = self._report.first_cause  # after an exception, a program may go on or try again
+        if self._rank_failed_at is None and (first or reported and reported.is_over):
             self._rank_failed_at = now
         if self._rank_failed_at is None or self._ending:
             return

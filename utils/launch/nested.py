@@ -45,7 +45,11 @@ _WRAPPERS = frozenset(
     "command uv uvx conda mamba micromamba pixi poetry pipenv hatch apptainer singularity shifter "
     "podman docker nsys ncu gdb strace perf".split()
 )
-_NAME_OPTIONS = ("-n", "--name", "-p", "--prefix")  # as in: conda run -n deepspeed python x.py
+_CONTAINERS = ("apptainer", "singularity", "shifter", "podman", "docker")  # images may be paths
+# What follows is a name or a path: uv run --with deepspeed, pixi run -e accelerate.
+_VALUE_OPTIONS = ("-e", "-o", "-B", "-w")
+_FLAGS = ("--", "--nv", "--rocm", "--no-capture-output", "--live-stream", "--isolated", "--frozen")
+_COMMAND = re.compile(r"-[a-z]*c[a-z]*")  # bash -lc
 _MODULE = re.compile(r"[A-Za-z_][\w.]*")
 _BEFORE_COMMAND = re.compile(r"\w+=.*|if|then|elif|else|while|until|do|!|\{", re.DOTALL)
 
@@ -64,15 +68,21 @@ def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
     if name in _LAUNCHERS or _MPIEXEC.match(name):
         return name, _LAUNCHERS.get(name, "mpiexec")
     if name in _SHELLS:
-        commands = (command for word in words[1:] for command in _shell_commands(word))
+        pairs = zip(words[1:], words[2:], strict=False)
+        texts = [text for option, text in pairs if _COMMAND.fullmatch(option)]
+        commands = (command for text in texts[:1] for command in _shell_commands(text))
         return next(filter(None, map(launcher_in, commands)), None)
     if name not in _WRAPPERS and not re.fullmatch(r"(python|pypy)[\d.]*", name):
         return None
 
     for index, word in enumerate(words[1:], start=1):
         before, base = words[index - 1], os.path.basename(word)
-        is_name = name.endswith(("conda", "mamba")) and before in _NAME_OPTIONS
-        if not is_name and (base in _LAUNCHERS or base in _SHELLS or _MPIEXEC.match(base)):
+        is_value = before in _VALUE_OPTIONS or before.startswith("--") and before not in _FLAGS
+        if name.endswith(("conda", "mamba")):
+            is_value = is_value or before in ("-n", "-p")
+        if "=" in word or is_value or name in _CONTAINERS and "/" in word:
+            continue
+        if base in _SHELLS or (base in _LAUNCHERS or _MPIEXEC.match(base)) and words[index + 1 :]:
             return launcher_in(words[index:])
         if word.endswith(".py") or before == "-m" and _MODULE.fullmatch(word):
             return None
@@ -80,11 +90,11 @@ def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _shell_commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command in a shell's text; nothing for a single word."""
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    """Yield the words of each command in a shell's text."""
+    lexer = shlex.shlex(text.replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
-        words = list(lexer) if " " in text else []
+        words = list(lexer)
     except ValueError:  # an open quotation mark: the shell reports it
         return
     command: list[str] = []
@@ -175,10 +185,11 @@ class GroupWatch:
                 rank_of.pop(inode, None)
         for rank, pids in members.items():
             peers = {peer for pid in pids for peer in _peers(pid, rank_of)}
-            if rank > 0 and any(map(_serves_rank_0, pids)) or peers == {rank}:
+            if peers - {rank}:
+                if rank not in self.groups:
+                    self._joined.add(rank)
+            elif peers or rank > 0 and any(map(_serves_rank_0, pids)):
                 self.groups[rank] = len(pids)
-            elif peers and rank not in self.groups:
-                self._joined.add(rank)
 
 
 def _is_member(pid: int) -> bool:
@@ -192,8 +203,11 @@ def _serves_rank_0(pid: int) -> bool:
         return False
     ends = process.tcp_connections(pid)
     listens = (ends[inode] for inode in process.sockets(pid) & ends.keys())
+    # The store listens on all addresses, gloo on that of one interface.
     return any(
-        local.endswith(f":{int(port):04X}") and remote.endswith(":0000")
+        not local.partition(":")[0].strip("0")
+        and local.endswith(f":{int(port):04X}")
+        and remote.endswith(":0000")
         for local, remote in listens
     )
 

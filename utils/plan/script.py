@@ -104,17 +104,25 @@ def _run(
 
 @contextlib.contextmanager
 def _time_limit(path: str, seconds: float) -> Iterator[None]:
-    """Raise PlanError in the script after so many seconds."""
+    """End this process after so many seconds, with an error.
+
+    An exception would end it by SIGABRT where C++ has called the Python code that it interrupts.
+    """
 
     def stop(*_: object) -> None:
-        raise PlanError(
-            f"{path} has not reached its second optimizer step within {seconds:.0f} s. Expected "
-            "steps of a torch.optim optimizer. If the script only takes long to load its data, "
-            "raise --trace-timeout; otherwise use --model or --parameters."
+        from .cli import PROGRAM
+
+        print(
+            f"{PROGRAM}: error: {path} has not reached its second optimizer step within "
+            f"{seconds:.0f} s. Expected steps of a torch.optim optimizer. If the script only takes "
+            "long to load its data, raise --trace-timeout; otherwise use --model or --parameters.",
+            file=sys.__stderr__,
+            flush=True,
         )
+        os._exit(1)
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, where a script caught it
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:

@@ -207,9 +207,11 @@ class Monitor:
         """
         with self._lock:
             known = {**self._departed, **self._failed}
-            rank = next((rank for rank, reason in known.items() if reason == cause), None)
-            if self._rank in (0, rank) or 0 in self._departed or self._hang_announced:
-                threading.Thread(target=report_first_cause, args=(cause, rank)).start()
+            same = [rank for rank, reason in known.items() if reason == cause]
+            rank = same[0] if len(same) == 1 else None  # several raise what is wrong with another
+            is_over = self._hang_announced or bool(self._lost)
+            if self._rank in (0, *same) or 0 in self._departed or self._hang_announced:
+                threading.Thread(target=report_first_cause, args=(cause, rank, is_over)).start()
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -439,7 +441,8 @@ class Monitor:
     def _watch_lost_hosts(self) -> None:
         """End the job when hosts are lost and this rank makes no progress without them.
 
-        The collectives may use another network than the connections of the monitor.
+        The collectives may use another network than the connections of the monitor, and a rank
+        that computes or saves needs no other one for a while.
         """
         if not self._lost or self._leaving or self._hang_announced:
             return
@@ -447,7 +450,7 @@ class Monitor:
         if progress != self._last_progress:
             self._last_progress, self._progressed_at = progress, now
         seconds = now - self._progressed_at
-        if seconds < HOST_LOST_SECONDS / 3:
+        if seconds < HOST_LOST_SECONDS * (1 / 3 if self._waits() else 5):
             return
         cause = "; ".join(cause for _, cause in sorted(self._lost.items())[:8])
         found = f"no response for {HOST_LOST_SECONDS} s, then no collective for {seconds:.0f} s"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .slurm.jobs import Slurm
     from .status import Status
 
-CHAIN_VARIABLE = "DDPKIT_CHAIN"  # set in the jobs of a chain
+CHAIN_VARIABLE = "DDPKIT_CHAIN"  # in a job of a chain: its id
 
 _log = get_logger(__name__)
 
@@ -59,7 +59,7 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
             return False
 
         job_id = unique_job_id(environ)
-        if environ.get(CHAIN_VARIABLE):
+        if environ.get(CHAIN_VARIABLE) == environ.get("SLURM_JOB_ID"):
             _log.info("job %s is not put back into the queue: it belongs to a chain", job_id)
             return False
         restarts = allocation.restart_count or 0

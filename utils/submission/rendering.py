@@ -31,7 +31,8 @@ def job_script(
         lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
         lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
         if in_chain:
-            lines.append(f"export {CHAIN_VARIABLE}=1 # requeue() leaves it to the next job")
+            # The id: a job that this one submits inherits the variable.
+            lines.append(f'export {CHAIN_VARIABLE}="${{SLURM_JOB_ID-}}" # no requeue() in this job')
         run = 'run job "$SUBMISSION" "$PREVIOUS"'
         if job.preflight:
             run += f" --preflight {quote(shlex.join(job.preflight))}"
