@@ -185,11 +185,10 @@ class GroupWatch:
                 rank_of.pop(inode, None)
         for rank, pids in members.items():
             peers = {peer for pid in pids for peer in _peers(pid, rank_of)}
-            if peers - {rank}:
-                if rank not in self.groups:
-                    self._joined.add(rank)
-            elif peers or rank > 0 and any(map(_serves_rank_0, pids)):
+            if rank > 0 and any(map(_serves_rank_0, pids)) or peers == {rank}:
                 self.groups[rank] = len(pids)
+            elif peers and rank not in self.groups:
+                self._joined.add(rank)
 
 
 def _is_member(pid: int) -> bool:
