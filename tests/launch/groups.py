@@ -18,7 +18,7 @@ def hold() -> None:
     """Print the size of the group and use it."""
     sys.stdout.write(f"group of {dist.get_world_size()}\n")
     sys.stdout.flush()
-    limit = torch.tensor(float(time.monotonic()) + (120 if "--hold" in sys.argv else 2))
+    limit = torch.tensor(float(time.monotonic()) + (120 if "--hold" in sys.argv else 4))
     dist.broadcast(limit, 0)  # the same number of rounds everywhere: rank 0's clock counts
     going = torch.ones(1)
     while going:
@@ -26,6 +26,7 @@ def hold() -> None:
         dist.broadcast(going, 0)
         time.sleep(0.02)
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort a process while its interpreter ends (pytorch issue 190489)
 
 
 def spawned(index: int, address: str, rank: int, world_size: int) -> None:
