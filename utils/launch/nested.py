@@ -138,6 +138,7 @@ class GroupWatch:
         self.groups: dict[int, int] = {}
         self._id, self._ranks = launch_id.encode(), ranks
         self._joined: set[int] = set()  # ranks that have a group with others
+        self._found: set[int] = set()  # ranks without others at the last look
         self._start = time.monotonic()
         self._due = self._start + _FIRST_SECONDS
 
@@ -153,7 +154,7 @@ class GroupWatch:
 
     def _look(self) -> None:
         processes: dict[int, list[int]] = {}  # of each rank: it, and what it has started
-        self.groups = {}
+        found: dict[int, int] = {}
         for pid in process.process_ids():
             environ = process.environment(pid)
             if environ.get(LAUNCH_VARIABLE.encode(), b"").split(b"/")[-1] != self._id:
@@ -165,7 +166,7 @@ class GroupWatch:
             agents = environ.get(b"GROUP_WORLD_SIZE", count)  # of torchrun, below a rank
             nested = b"TORCHELASTIC_RUN_ID" in environ and int(agents) < int(count)
             if nested and int(text) not in self._joined:
-                self.groups[int(text)] = int(environ.get(b"WORLD_SIZE", b"1"))
+                found[int(text)] = int(environ.get(b"WORLD_SIZE", b"1"))
 
         members = {
             rank: list(filter(_is_member, pids))
@@ -173,7 +174,8 @@ class GroupWatch:
             if rank not in self._joined
         }
         if not any(members.values()):
-            return
+            members.clear()
+            processes.clear()
         own = {pid for pids in processes.values() for pid in pids}
         rank_of: dict[str, int] = {}
         for rank, pids in processes.items():
@@ -186,9 +188,12 @@ class GroupWatch:
         for rank, pids in members.items():
             peers = {peer for pid in pids for peer in _peers(pid, rank_of)}
             if rank > 0 and any(map(_serves_rank_0, pids)) or peers == {rank}:
-                self.groups[rank] = len(pids)
-            elif peers and rank not in self.groups:
+                found[rank] = len(pids)
+            elif peers and rank not in found:
                 self._joined.add(rank)
+        # Twice: connections are made one after another, and closed so at the end.
+        self.groups = {rank: size for rank, size in found.items() if rank in self._found}
+        self._found = set(found)
 
 
 def _is_member(pid: int) -> bool:
