@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ..argument_parser import ArgumentParser
 from ..log import print_result
 from ..submission import profiles
-from ..submission.files import KIT
 from . import advice, report, sharded, traced
 from .communication import Link, Network, PlanError, read_links
-from .hardware import Accelerator, Hardware, Node
+from .hardware import PROGRAM, Accelerator, Hardware, Node
 from .predict import (
     OPTIMIZER_STATES,
     PRECISIONS,
@@ -34,7 +33,6 @@ from .predict import (
 if TYPE_CHECKING:
     from .trace import Trace
 
-PROGRAM = "plan.py" if (KIT / "scripts" / "plan.py").exists() else "ddpkit plan"
 # Where nothing is given.
 _GPU, _GPUS_PER_NODE, _INSIDE, _BETWEEN = "a100-40", 8, "nvlink3", "4 slingshot-200"
 _LARGE_MEMORY = 72e9  # usable bytes of a GPU with 80 GB

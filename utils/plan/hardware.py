@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..submission.files import JOBS
+from ..submission.files import JOBS, KIT
 from .communication import Link, PlanError
 
+PROGRAM = "plan.py" if (KIT / "scripts" / "plan.py").exists() else "ddpkit plan"
 TABLE = JOBS / "hardware.yaml"
 _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
 _OVERHEAD_SECONDS = 5e-6  # to launch a kernel; an assumption

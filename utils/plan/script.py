@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from ..script_modules import name_conflict, script_modules
 from .communication import PlanError
+from .hardware import PROGRAM
 from .trace import StepsTraced, StepTracer, Trace, convertible_parameters, fake_mode, is_fake
 
 _DDP_OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
@@ -110,8 +111,6 @@ def _time_limit(path: str, seconds: float) -> Iterator[None]:
     """
 
     def stop(*_: object) -> None:
-        from .cli import PROGRAM
-
         print(
             f"{PROGRAM}: error: {path} has not reached its second optimizer step within "
             f"{seconds:.0f} s. Expected steps of a torch.optim optimizer. If the script only takes "
