@@ -144,7 +144,7 @@ class GroupWatch:
 
     def look(self, now: float) -> float | None:
         """Look if it is time; return the seconds until the next time, None if there is none."""
-        if len(self._joined) >= self._ranks:
+        if len(self._joined) >= self._ranks and not self._found:
             return None
         if now >= self._due:
             self._look()
