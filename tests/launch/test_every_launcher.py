@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts
-from tests.launch.launchers import MEET, MINIMAL, MPIS, SHOW, TORCHRUN, Lab, Result, assert_met
+from tests.launch.launchers import MEET, MINIMAL, MPIS, ROOT, SHOW, TORCHRUN, Lab, Result, assert_met
 from utils.topology import parse_ranges, read_topology
 
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
@@ -60,6 +60,12 @@ def test_stale_variables_and_mpi4py_of_another_mpi_do_no_harm(lab: Lab, mpi: str
     assert_met(done, ON_TWO_HOSTS, MPIS[mpi][1])
     assert "RANK=7 WORLD_SIZE=8 LOCAL_RANK=3 was ignored" in done.output
     assert "MASTER_ADDR=nowhere" in done.output
+
+
+def test_name_that_nobody_has_published_is_not_found(lab: Lab) -> None:
+    program = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from utils.launchers import pmix; service = "
+               "pmix.connect(in_child=True); print([service.look_up(0), service.publish('x', 9), service.look_up(9)])")
+    assert lab.mpi("openmpi5", "h1", [sys.executable, "-c", program]).line("[") == "[None, None, 'x']"
 
 
 # Intel's mpiexec itself does not start ranks where its own host name does not resolve.

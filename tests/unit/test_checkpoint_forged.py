@@ -133,6 +133,7 @@ def forge(step: Path, manifest: Any, header: Any = None) -> None:
     *((FILE, text, FILE) for text in (
         b"[" * 100_000, b'{"x": 1, "x": 2}', b"\xff\xfe", b"null", b"NaN", b'{"__metadata__": []}',
         b'{"__metadata__": {}}', b'{"x": ' + b"9" * 5000 + b"}")),
+    (FILE, b'{"x": ["F32", [8], [0, 32]]}', "x.* is .*; expected an object"),
 ], ids=lambda value: repr(value)[:30])
 def test_forged_files_are_quarantined_and_the_field_named(
         file: str, content: Any, words: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
