@@ -220,9 +220,12 @@ def test_buckets_wait_for_their_gradients_and_for_each_other(overlap: bool, expo
 def test_slowest_link_and_latency_of_each_hop_count() -> None:
     network = Network(Link(100.0, 1.0), Link(10.0, 5.0), 4, tree=False)
     assert network.all_reduce_seconds(100.0, 1) == 0
-    assert network.all_reduce_seconds(100.0, 4) == 2 * 3 * 1.0 + 1.5 * 100 / 100 / 2
-    assert network.all_reduce_seconds(100.0, 8) == 2 * (6 * 1.0 + 1 * 5.0) + 1.75 * 100 / 10 / 2
-    assert network.all_reduce_seconds(1000.0, 8) == 1.75 * 1000 / 10  # which hides the latency
+    # gloo's ring, in two passes: half of each block, then its other half, which hides the latency of the next one.
+    assert network.all_reduce_seconds(100.0, 4) == pytest.approx(2 * 3 * (1.0 + 100 / 8 / 100) + 2 * 100 / 8 / 100)
+    assert network.all_reduce_seconds(100.0, 8) == pytest.approx(
+        2 * (6 * 1.0 + 1 * 5.0) + 2 * (7 + 1) * 100 / 16 / 10)
+    assert network.all_reduce_seconds(1000.0, 2) == pytest.approx(2 * 1.0 + 1000 / 100)
+    assert network.all_reduce_seconds(1000.0, 8) == pytest.approx(2 * (6 * 1.0 + 1 * 5.0) / 7 + 1.75 * 1000 / 10)
     tree = Network(Link(100.0, 1.0), Link(10.0, 5.0), 4)
     assert tree.all_reduce_seconds(0.0, 64) == 2 * (3 * 1.0 + 4 * 5.0)
 

@@ -1,14 +1,17 @@
-"""Compare predicted step times of DDP with measured ones, on hosts whose links have a known rate and delay.
+"""Compare step times that plan.py predicts for DDP with measured ones, on links with a known rate and delay.
 
-    python -m tests.validation.step_time [--write]     as root; several minutes; --write: into docs/performance.md
+    python -m tests.validation.step_time [--write]     as root; half an hour; --write: into docs/performance.md
 
 Hosts are network namespaces. `tc` gives each link a rate, and a process on each link gives it a delay. The
-computation is measured without communication on each number of ranks. Three numbers of the links and of gloo are
-fitted at FITTED_RATES on FITTED_RANKS; all other configurations are held out.
+computation is measured without communication on each number of ranks; its median is plan.py's --compute-seconds.
+
+Nominal: plan.py is given the rate and the delay. Fitted: three numbers of the links are fitted on one set of models,
+rates and numbers of ranks. They are tested on a second set, which shares none of these with the first one.
 """
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -17,24 +20,81 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.cluster.hosts import Hosts
 from tests.faults import packets
+from utils.plan import traced
 from utils.plan.communication import Link, Network
-from utils.plan.step import BUCKET, FIRST_BUCKET, MIB, Computation, Gradient, fill_buckets, simulate
+from utils.plan.hardware import Hardware
+from utils.plan.predict import Workload, scaling, workload
 
 ROOT = Path(__file__).resolve().parents[2]
-RATES, DELAYS, RANKS = (100, 160, 250), (1.0, 3.0), (2, 4, 8)  # Mbit/s, ms
-FITTED_RATES, FITTED_RANKS = (100, 250), (2, 8)
-# Width and depth of an MLP, batch, bucket_cap_mb, micro-steps.
-MODELS: tuple[tuple[int, int, int, float | None, int], ...] = (
-    (512, 6, 256, None, 1), (512, 6, 256, 1, 2), (1024, 2, 128, 4, 1))
 MARKS = ("<!-- step time -->", "<!-- end of step time -->")
+PAYLOAD = 1448 / 1514  # what TCP with time stamps carries of an Ethernet frame; tc counts frames
+
+
+def mlp(batch: int, *widths: int) -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for sizes in itertools.pairwise(widths) for layer in (nn.Linear(*sizes), nn.Tanh())]
+    return nn.Sequential(*layers), torch.randn(batch, widths[0])
+
+
+def deep_mlp(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    return mlp(batch, *[512] * 7)
+
+
+def wide_mlp(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    return mlp(batch, *[1024] * 3)
+
+
+def uneven_mlp(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    return mlp(batch, 256, 1024, 512, 768, 256)
+
+
+def cnn(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for sizes in itertools.pairwise((3, 64, 128, 256, 256))
+              for layer in (nn.Conv2d(*sizes, 3, stride=2, padding=1), nn.BatchNorm2d(sizes[1]), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 100)), torch.randn(batch, 3, 32, 32)
+
+
+def transformer(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(batch, 64, 256)
+
+
+class Case(NamedTuple):
+    """A training."""
+
+    model: Callable[[int], tuple[nn.Module, torch.Tensor]]
+    batch: int
+    bucket_mb: float | None = None
+    micro_steps: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.model.__name__}, bucket {self.bucket_mb or 'default'}"
+        return text + f", {self.micro_steps} micro-steps" * (self.micro_steps > 1)
+
+
+class Grid(NamedTuple):
+    cases: tuple[int, ...]
+    rates: tuple[int, ...]  # Mbit/s
+    delays: tuple[float, ...]  # ms, one way
+    ranks: tuple[int, ...]
+
+
+CASES = (Case(deep_mlp, 256), Case(deep_mlp, 256, 1, 2), Case(wide_mlp, 128, 4),
+         Case(uneven_mlp, 128, 1, 3), Case(cnn, 8), Case(transformer, 2, 2))
+FITTED = Grid((0, 1, 2), (100, 250), (1.0, 3.0), (2, 8))
+HELD_OUT = Grid((3, 4, 5), (50, 160, 400), (0.5, 5.0), (3, 4, 6))
 
 
 @dataclass
@@ -44,38 +104,18 @@ class Row:
     rate: float
     delay: float
     ranks: int
-    model: int
-    computed: float  # seconds of a step without communication
+    case: int
+    computed: float  # seconds of a step's forward and backward passes without communication
     measured: float
-    predicted: float = 0.0
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
-
-    @property
-    def held_out(self) -> bool:
-        return self.rate not in FITTED_RATES or self.ranks not in FITTED_RANKS
-
-
-def gradient_sizes(model: int) -> list[int]:
-    """Return the bytes of the gradients of an MLP in the order of the backward pass."""
-    width, depth, *_ = MODELS[model]
-    return [size for _ in range(depth) for size in (4 * width, 4 * width * width)]
 
 
 # --- one rank
 
-def rank_main(models: list[int]) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
+def rank_main(cases: list[int]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
-    def lower_quartile(step: Any, count: int) -> float:  # other programs on this machine only slow it down
+    def lower_quartile(step: Callable[[], None], count: int = 9) -> float:  # other programs here only slow it down
         seconds = []
         for _ in range(count):
             dist.barrier()
@@ -86,29 +126,32 @@ def rank_main(models: list[int]) -> None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(sorted(slowest.tolist())[count // 4])
 
-    runs = {}
-    for model in models:
-        width, depth, batch, cap, micro_steps = MODELS[model]
-        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
-        ddp = DDP(nn.Sequential(*layers), bucket_cap_mb=cap)
-        inputs = torch.randn(batch, width)
+    def prepare(case: Case) -> Callable[[bool], None]:
+        model, inputs = case.model(case.batch)
+        ddp = DDP(model, bucket_cap_mb=case.bucket_mb)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
 
-        def step(ddp: DDP = ddp, inputs: Any = inputs, micro_steps: int = micro_steps, sync: bool = True) -> None:
-            for i in range(micro_steps):
+        def step(train: bool) -> None:
+            for i in range(case.micro_steps):
                 with ExitStack() as stack:
-                    if not sync or i < micro_steps - 1:
+                    if not train or i < case.micro_steps - 1:
                         stack.enter_context(ddp.no_sync())
                     ddp(inputs).square().mean().backward()
-        runs[model] = step
-        step()
-        step()  # the first one rebuilds the buckets
+            if train:
+                optimizer.step()
+                optimizer.zero_grad()
+        step(True)
+        step(True)  # the first one rebuilds the buckets
+        return step
+
+    steps = {case: prepare(CASES[case]) for case in cases}
     for line in sys.stdin:  # once for each network
-        for model, run in runs.items():
-            computed = lower_quartile(lambda run=run: run(sync=False), 9)
-            measured = lower_quartile(run, 9)
+        for case, step in steps.items():
+            computed = lower_quartile(lambda step=step: step(False))  # type: ignore[misc]
+            measured = lower_quartile(lambda step=step: step(True))  # type: ignore[misc]
             if dist.get_rank() == 0:
                 rate, delay = json.loads(line)
-                found = Row(rate, delay, dist.get_world_size(), model, computed, measured)
+                found = Row(rate, delay, dist.get_world_size(), case, computed, measured)
                 print(json.dumps(vars(found)), flush=True)
         if dist.get_rank() == 0:
             print("end", flush=True)
@@ -121,20 +164,19 @@ def limit_rate(hosts: Hosts, host: str, rate: float) -> None:
     packets.run(hosts, host, f"tc qdisc replace dev eth0 root tbf rate {rate}mbit burst 64kb latency 200ms")
 
 
-def measure(sizes: tuple[int, ...] = RANKS, rates: tuple[int, ...] = RATES, delays: tuple[float, ...] = DELAYS,
-            models: tuple[int, ...] = tuple(range(len(MODELS)))) -> Iterator[Row]:
+def measure(grid: Grid) -> Iterator[Row]:
     """Yield a row for each configuration."""
-    for ranks, delay in itertools.product(sizes, delays):
+    for ranks, delay in itertools.product(grid.ranks, grid.delays):
         with Hosts(ranks, subnet="10.79.7") as hosts, ExitStack() as stack:
-            for host in hosts.hosts if delay else ():
+            for host in hosts.hosts:
                 packets.delay(hosts, host, delay / 2000)  # what it sends, and what it receives
             env = {"MASTER_ADDR": hosts.address["h1"], "MASTER_PORT": "29511", "WORLD_SIZE": str(ranks),
                    "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, "-m", "tests.validation.step_time", "--rank", *map(str, models)]
+            command = [sys.executable, "-m", "tests.validation.step_time", "--rank", *map(str, grid.cases)]
             processes = [stack.enter_context(hosts.popen(
                 host, command, env={**env, "RANK": str(rank)}, cwd=ROOT, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE)) for rank, host in enumerate(hosts.hosts)]
-            for rate in rates:
+            for rate in grid.rates:
                 for host in hosts.hosts:
                     limit_rate(hosts, host, rate)
                 for process in processes:
@@ -151,89 +193,95 @@ def measure(sizes: tuple[int, ...] = RANKS, rates: tuple[int, ...] = RATES, dela
                 process.stdin.close()
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What is fitted."""
+class Links(NamedTuple):
+    """What plan.py is told about the links: what is known about them, or what is fitted."""
 
-    share: float  # of the rate that gloo reaches
-    latency: float  # seconds per message, besides the delay
-    cpu_rate: float  # bytes per second that gloo moves on all cores of this machine, which all hosts share
-    delayed: float  # the part of this work that delays the computation which it overlaps with
+    share: float = PAYLOAD  # of the rate
+    latency: float = 0.0  # seconds per message, besides the delay
+    host_rate: float = math.inf  # bytes per second that gloo moves on all cores, which all hosts share here
 
-
-def predict(row: Row, fitted: Fit, computed: float) -> float:
-    """Predict a step. Link and CPU work at the same time in part: the root of the sum of the squares of their times."""
-    *_, cap, micro_steps = MODELS[row.model]
-    sizes = gradient_sizes(row.model)
-    begin = computed * (1 - 2 / 3 / micro_steps)
-    ready = itertools.accumulate(sizes)
-    gradients = [Gradient(begin + (computed - begin) * done / sum(sizes), size)
-                 for size, done in zip(sizes, ready, strict=True)]
-    limits = (BUCKET, FIRST_BUCKET) if cap is None else (cap * MIB, cap * MIB)
-    cpu = row.ranks / fitted.cpu_rate
-    seconds_per_byte = math.hypot(8 / (fitted.share * row.rate * 1e6), cpu)
-    link = Link(1 / seconds_per_byte, fitted.latency + row.delay / 1000)
-    network = Network(link, link, 1, tree=False)
-    step = simulate(Computation(tuple(gradients), computed), fill_buckets(gradients, *limits),
-                    lambda size: network.all_reduce_seconds(size, row.ranks), cpu_seconds_per_byte=fitted.delayed * cpu)
-    return step.total
+    def network(self, row: Row) -> Network:
+        seconds_per_byte = math.hypot(8 / (self.share * row.rate * 1e6), row.ranks / self.host_rate)
+        link = Link(1 / seconds_per_byte, self.latency + row.delay / 1000)
+        return Network(link, link, 1, tree=False)
 
 
-def fit(rows: list[Row]) -> Fit:
-    """Return what predicts the rows that are not held out best; set all predictions."""
-    computed = {(ranks, model): statistics.median(
-        row.computed for row in rows if (row.ranks, row.model) == (ranks, model))
-        for ranks in RANKS for model in range(len(MODELS))}
-
-    def error(numbers: Fit) -> float:
-        return sum((predict(row, numbers, computed[row.ranks, row.model]) / row.measured - 1) ** 2
-                   for row in rows if not row.held_out)
-    candidates = itertools.product([0.9, 0.93, 0.96], [0.0, 3e-4, 1e-3, 2e-3],
-                                   [1.4e8, 1.7e8, 2e8, 2.3e8, 2.6e8, 3e8, 3.5e8, 4e8], [0.0, 0.3, 0.6, 1.0])
-    best = min(itertools.starmap(Fit, candidates), key=error)
-    for row in rows:
-        row.predicted = predict(row, best, computed[row.ranks, row.model])
-    return best
+NOMINAL = Links()
 
 
-def wrong_rankings(rows: list[Row]) -> int:
-    """Count the pairs of configurations that differ by more than 15 % and are predicted the other way round."""
-    return sum((a.measured - b.measured) * (a.predicted - b.predicted) <= 0
-               for a, b in itertools.combinations(rows, 2)
-               if max(a.measured, b.measured) > 1.15 * min(a.measured, b.measured))
+@functools.cache
+def plan(case: int, compute_seconds: float) -> Workload:
+    """Return what `plan.py --model --compute-seconds` makes of a training."""
+    model, batch, bucket_mb, micro_steps = CASES[case]
+    trace = _trace(model.__name__, batch, micro_steps)
+    shape = traced.computation(trace, Hardware().accelerator("a100-40"))
+    return workload(traced.scaled_to(shape, compute_seconds, micro_steps), bucket_mb, micro_steps)
 
 
-def report(rows: list[Row], fitted: Fit) -> str:
-    held_out = [row for row in rows if row.held_out]
-    errors = [abs(row.error) for row in held_out]
+@functools.cache
+def _trace(name: str, batch: int, micro_steps: int) -> Any:
+    return traced.trace_factory(f"tests.validation.step_time:{name}", batch, "sgd", "fp32", micro_steps)
+
+
+def predict(row: Row, links: Links = NOMINAL) -> float:
+    """Return the step time that plan.py predicts."""
+    work = plan(row.case, row.computed / CASES[row.case].micro_steps)
+    point, = scaling(work, links.network(row), [row.ranks])
+    return point.step.total
+
+
+def fit(rows: list[Row]) -> Links:
+    """Return the numbers of the links that predict these rows best."""
+    candidates = itertools.starmap(Links, itertools.product(
+        (0.9, 0.91, 0.92, 0.93, 0.94, 0.95, PAYLOAD), (0.0, 1e-4, 3e-4, 1e-3, 2e-3),
+        (1.5e8, 2e8, 2.5e8, 3e8, 4e8, 5e8, 7e8, 1e9, math.inf)))
+    return min(candidates, key=lambda links: sum((predict(row, links) / row.measured - 1) ** 2 for row in rows))
+
+
+def report(fitted_rows: list[Row], rows: list[Row]) -> str:
+    computed = {key: statistics.median(row.computed for row in group) for key, group in itertools.groupby(
+        sorted(fitted_rows + rows, key=_hosts_and_case), _hosts_and_case)}
+    for row in fitted_rows + rows:
+        row.computed = computed[_hosts_and_case(row)]
+    fitted = fit(fitted_rows)
+
+    def errors(rows: list[Row], links: Links) -> str:
+        found = [abs(predict(row, links) / row.measured - 1) for row in rows]
+        return f"mean error {statistics.mean(found):.1%}, worst {max(found):.1%}"
+
     lines = [
-        f"`python -m tests.validation.step_time`, {datetime.date.today()}, {os.cpu_count()} cores, gloo: "
-        f"{len(rows)} configurations, {len(held_out)} held out from fitting.",
-        f"Held out: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}, "
-        f"{wrong_rankings(held_out)} wrong rankings among pairs that differ by more than 15 %.",
-        f"Fitted: {fitted.share:.0%} of the rate, {fitted.latency * 1e3:.1f} ms per message, "
-        f"{fitted.cpu_rate / 1e6:.0f} MB/s that gloo moves on all cores, {fitted.delayed:.0%} of which delays the "
-        "computation.", "",
-        "| Mbit/s | delay, ms | ranks | model | computed, ms | measured, ms | predicted, ms | error | |",
-        "|---|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        width, depth, batch, cap, micro_steps = MODELS[row.model]
-        model = f"{depth} x {width}, bucket {cap or 'default'}" + (f", {micro_steps} micro-steps" * (micro_steps > 1))
-        lines.append(f"| {row.rate} | {row.delay} | {row.ranks} | {model} | {1e3 * row.computed:.0f} | "
-                     f"{1e3 * row.measured:.0f} | {1e3 * row.predicted:.0f} | {row.error:+.0%} | "
-                     f"{'' if row.held_out else 'fitted'} |")
+        f"`python -m tests.validation.step_time`, {datetime.date.today()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}, gloo: {len(fitted_rows)} configurations for the fit, {len(rows)} others.", "",
+        f"- Nominal links, all {len(fitted_rows + rows)} configurations: {errors(fitted_rows + rows, NOMINAL)}.",
+        f"- Nominal links, the {len(rows)} others: {errors(rows, NOMINAL)}.",
+        f"- Fitted links, the {len(rows)} others: {errors(rows, fitted)}.", "",
+        f"Fitted: {fitted.share:.1%} of the rate, {fitted.latency * 1e3:.1f} ms per message, "
+        f"{fitted.host_rate / 1e6:.0f} MB/s that gloo moves on all cores.", "",
+        "| Mbit/s | delay, ms | ranks | training | computed, ms | measured, ms | nominal, ms | error | fitted, ms | "
+        "error |", "|---|---|---|---|---|---|---|---|---|---|"]
+    for row in fitted_rows + rows:
+        times = [f"{1e3 * time:.0f} | {time / row.measured - 1:+.0%}"
+                 for time in (predict(row), predict(row, fitted))]
+        lines.append(f"| {row.rate} | {row.delay} | {row.ranks} | {CASES[row.case]} | {1e3 * row.computed:.0f} | "
+                     f"{1e3 * row.measured:.0f} | {' | '.join(times)} |")
     return "\n".join(lines)
+
+
+def _hosts_and_case(row: Row) -> tuple[int, int]:
+    return row.ranks, row.case
 
 
 def main(words: list[str]) -> int:
     if words[:1] == ["--rank"]:
         rank_main([int(word) for word in words[1:]])
         return 0
-    rows = []
-    for row in measure():
-        rows.append(row)
-        print(json.dumps(vars(row)), file=sys.stderr, flush=True)
-    text = report(rows, fit(rows))
+    rows: list[list[Row]] = []
+    for grid in (FITTED, HELD_OUT):
+        rows.append([])
+        for row in measure(grid):
+            rows[-1].append(row)
+            print(json.dumps(vars(row)), file=sys.stderr, flush=True)
+    text = report(*rows)
     print(text)
     if words == ["--write"]:
         page = ROOT / "docs" / "performance.md"

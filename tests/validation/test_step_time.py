@@ -1,19 +1,27 @@
 """The prediction of a DDP step against a measurement, where the network decides and not the load of the machine."""
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
-from tests.validation.step_time import Fit, measure, predict
+from tests.validation.step_time import PAYLOAD, Grid, measure, predict
+from utils.plan import cli
 
-FITTED = Fit(share=0.93, latency=3e-4, cpu_rate=4e8, delayed=0.3)  # docs/performance.md
-WIDE = 2  # of MODELS: the longest communication for its computation
+WIDE = 2  # of CASES: the longest communication for its computation
 
 
-def test_predicted_step_on_links_of_known_rate(need: Callable[[str], object]) -> None:
+def test_predicted_step_on_links_of_known_rate(
+        need: Callable[[str], object], capsys: pytest.CaptureFixture[str]) -> None:
+    """predict() is what plan.py prints, and that is about right."""
     need("hosts")
-    rows = list(measure((2,), (50, 100), (1.0,), (WIDE,)))
-    predicted = [predict(row, FITTED, row.computed) for row in rows]
+    rows = list(measure(Grid((WIDE,), (50, 100), (1.0,), (2,))))
     assert [row.rate for row in rows] == [50, 100]
-    assert predicted == pytest.approx([row.measured for row in rows], rel=0.2)
+    assert [predict(row) for row in rows] == pytest.approx([row.measured for row in rows], rel=0.2)
+    row = rows[1]
+    cli.main(["--model", "tests.validation.step_time:wide_mlp", "--batch", "128", "--optimizer", "sgd", "--gpus", "2",
+              "--gpus-per-node", "1", "--ring", "--bandwidth", str(PAYLOAD * 100e6 / 8), "--between-latency", "1e-3",
+              "--bucket-cap-mb", "4", "--compute-seconds", str(row.computed), "--json"])
+    point, = (point for point in json.loads(capsys.readouterr().out)["scaling"] if point["gpus"] == 2)
+    assert predict(row) == pytest.approx(point["step_seconds"])

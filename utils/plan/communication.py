@@ -48,8 +48,10 @@ class Network:
         latency, transfer = self._latency(gpus), sent_bytes(size, gpus) / self.bandwidth(gpus)
         if self.tree:
             return latency + transfer
-        # gloo sends one half of a block while the other half is on its way.
-        return max(transfer, transfer / 2 + latency)
+        # gloo reduces the blocks, then gathers them. In each of the two passes it sends one half of
+        # a block while the other half is on its way, and waits for the first half.
+        steps = gpus - 1
+        return max(transfer + latency / steps, transfer / 2 * (1 + 1 / steps) + latency)
 
     def bandwidth(self, gpus: int) -> float:
         """Return the bandwidth of the slowest link on the ring."""

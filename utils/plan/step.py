@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 MIB = 1 << 20
 FIRST_BUCKET = 1 * MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -83,26 +82,21 @@ def simulate(
     all_reduce_seconds: Callable[[float], float],
     *,
     overlap: bool = True,
-    cpu_seconds_per_byte: float = 0.0,
 ) -> Step:
     """Run through a step: the buckets are reduced one after another, each when it is ready.
 
-    all_reduce_seconds: the time for so many bytes. cpu_seconds_per_byte: by how much each byte
-    that is communicated delays the computation; 0 for GPUs, not for gloo, which uses the CPU.
+    all_reduce_seconds: the time for so many bytes.
     """
     seconds = [all_reduce_seconds(bucket.size) for bucket in buckets]
     if sum(seconds) == 0:
         return Step(computation.total, 0.0, 0.0, ())
-    delays = list(accumulate(bucket.size * cpu_seconds_per_byte for bucket in buckets))
-    backward_end = computation.backward_end + (delays[-1] if overlap else 0.0)
     transfers = []
     free = 0.0 if overlap else computation.backward_end
-    for i, bucket in enumerate(buckets):
-        begin = max(free, bucket.ready + (delays[i - 1] if i and overlap else 0.0))
-        free = begin + seconds[i]
+    for bucket, duration in zip(buckets, seconds, strict=True):
+        begin = max(free, bucket.ready)
+        free = begin + duration
         transfers.append((begin, free, bucket.size))
-    end = max(backward_end, free)
-    exposed = end - computation.backward_end
+    exposed = max(0.0, free - computation.backward_end)
     return Step(computation.total, sum(seconds), exposed, tuple(transfers))
 
 
