@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -26,10 +27,12 @@ from utils.checkpoint.checksums import memory
 from utils.checkpoint.rank_file import read_rank_file
 
 COLUMNS = """\
-Rows. Seconds are medians over the runs; each ratio is the median of the ratios within one run.
+Rows. Seconds are medians over the runs; each ratio is the median of the ratios within one run, then
+the smallest and the largest of them.
   torch.save     a synchronous torch.save() of the state and an fsync; no fsync: without it
-  save(), first  how long the first save() keeps the loop waiting; it allocates its memory
-  save()         how long each later one does; ratio: to torch.save with fsync
+  save(), first  how long the first save() of a Checkpointer keeps the loop waiting: it allocates its
+                 memory; ratio: to torch.save with fsync
+  save()         how long each later one does
   plain write    the same number of bytes, from memory to one file, with fsync
   whole save     until the checkpoint is safe, with checksums, manifest and every fsync; ratio:
                  plain write / whole save, the share of the plain rate that is reached
@@ -71,22 +74,21 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as folder:
         seconds = measure(Path(folder), args.megabytes * 1_000_000, args.runs)
-    print(f"{'':20}  {'seconds':>7}  {'MB/s':>6}  {'ratio':>5}")
+    print(f"{'':20}  {'seconds':>7}  {'MB/s':>6}  {'ratio':>5}  {'from':>5}  {'to':>5}")
     for name, base in ROWS.items():
         median = statistics.median(seconds[name])
         rate = f"{args.megabytes / median:,.0f}"
-        ratio = ratio_to(seconds[name], base, seconds[base]) if base else ""
-        print(f"{name:20}  {median:7.3f}  {rate:>6}  {ratio:>5}".rstrip())
+        ratios = ratios_to(seconds[name], base, seconds[base]) if base else ""
+        print(f"{name:20}  {median:7.3f}  {rate:>6}  {ratios}".rstrip())
 
 
-def ratio_to(row: list[float], base: str, base_row: list[float]) -> str:
-    """Return the median ratio of the seconds to those of torch.save, or of the other rates."""
-    pairs = zip(row, base_row, strict=False)  # save(), first, has one value
-    if base == "torch.save":
-        ratios = [one / other for one, other in pairs]
-    else:
-        ratios = [other / one for one, other in pairs]
-    return f"{statistics.median(ratios):.2f}"
+def ratios_to(row: list[float], base: str, base_row: list[float]) -> str:
+    """Return the ratios of the seconds to those of torch.save, or of the other rates."""
+    ratios = [one / other for one, other in zip(row, base_row, strict=True)]
+    if base != "torch.save":
+        ratios = [1 / ratio for ratio in ratios]
+    values = (statistics.median(ratios), min(ratios), max(ratios))
+    return "  ".join(f"{value:5.2f}" for value in values)
 
 
 def measure(folder: Path, size: int, runs: int) -> dict[str, list[float]]:
@@ -109,8 +111,7 @@ def measure(folder: Path, size: int, runs: int) -> dict[str, list[float]]:
         seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     with Checkpointer(folder / "checkpoints", keep=1) as checkpoints:
-        timed("save(), first", lambda: checkpoints.save(0, state))
-        checkpoints.wait()
+        checkpoints.save_and_wait(0, state)
         for run in range(1, runs + 1):
             # A file of the same size is deleted before each write: the free memory is the same.
             timed("torch.save, no fsync", lambda: torch.save(state, folder / "torch"))
@@ -122,6 +123,9 @@ def measure(folder: Path, size: int, runs: int) -> dict[str, list[float]]:
             timed("plain read, cold", lambda: read(folder / "plain"))
             timed("plain read", lambda: read(folder / "plain"))
             (folder / "plain").unlink()
+            with Checkpointer(folder / "first") as first:
+                timed("save(), first", lambda first=first: first.save(0, state))  # type: ignore[misc]
+            shutil.rmtree(folder / "first")
             timed("save()", lambda run=run: checkpoints.save(run, state))  # type: ignore[misc]
             checkpoints.wait()
             seconds.setdefault("whole save", []).append(checkpoints.seconds or 0.0)

@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import signal
+import statistics
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -189,6 +190,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if item.get_closest_marker("gpu") is None:
         _fail_if_skipped(item.config, report)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests have recorded by record_property(), for the table in README.md."""
+    figures: dict[str, list[float]] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            figures.setdefault(name, []).append(value)
+    for name, values in figures.items():
+        mean, largest = statistics.mean(values), max(values)
+        terminalreporter.line(f"{name}: {len(values)} values, mean {mean:.2g}, largest {largest:.2g}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -655,24 +655,24 @@ def main() -> int:
     unknown = [name for name in args.faults if name not in FAULTS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(FAULTS)}")
-    wrong = 0
+    right = alarms = 0
     names = args.faults or ([] if args.healthy or args.times else FAULTS)
     with ThreadPoolExecutor(args.at_once) as pool:
-        wrong += sum(not right for right in pool.map(partial(try_fault, args), names))
+        right += sum(pool.map(partial(try_fault, args), names))
     for number in range(args.healthy):
         kind, outcome = healthy(number)
-        alarms = [f"{one['check']}: {one['message']}" for one in outcome.findings]
+        found = [f"{one['check']}: {one['message']}" for one in outcome.findings]
         if outcome.report is None or outcome.status != 0:
-            alarms.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
-        wrong += bool(alarms)
-        print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(alarms) or 'no alarm'}", flush=True)
+            found.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
+        alarms += bool(found)
+        print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(found) or 'no alarm'}", flush=True)
         if args.show:
             print(outcome.output, flush=True)
     if args.times:
         for what, took in times(args.times).items():
             print(f"launch.py {what:20} {took:5.1f} s", flush=True)
-    print(f"{wrong} wrong")
-    return int(wrong > 0)
+    print(f"{right} of {len(names)} faults right, {alarms} alarms in {args.healthy} healthy runs")
+    return int(right < len(names) or alarms > 0)
 
 
 def try_fault(args: argparse.Namespace, name: str) -> bool:
@@ -693,7 +693,8 @@ def try_fault(args: argparse.Namespace, name: str) -> bool:
             result |= {"torchrun_seconds": round(seconds, 1), "torchrun": text}
             print(f"{name if args.only_torchrun else '':32} {seconds:5.1f} s\n    torchrun:  {text}", flush=True)
     except Impossible as reason:
-        print(f"{name:32} left out: {reason}", flush=True)
+        found = f"left out: {reason}"
+        print(f"{name:32} {found}", flush=True)
     if args.results:
         with open(args.results, "a") as file:
             file.write(json.dumps(result) + "\n")

@@ -1,11 +1,11 @@
 """Hang a training of 8 ranks on 4 hosts in 12 ways, and check what the kit reports.
 
-python -m tests.faults.hangs [KIND ...] [--limit SECONDS]
+python -m tests.faults.hangs                            all kinds, and 20 healthy runs
+python -m tests.faults.hangs KIND ... [--limit SECONDS]
 python -m tests.faults.hangs cut-host --limit 0         without hang_timeout
-python -m tests.faults.hangs --healthy 20 --limit 20 --at-once 5
 
 Prints for each kind: the seconds after the fault until all processes have ended, those after the limit, and whether
-rank, host, source line and collective are right. --healthy runs trainings that pause two to three times as
+rank, host, source line and collective are right. Healthy runs are trainings that pause two to three times as
 long as the limit.
 The hosts are network namespaces (root). Each has one process that imports torch once and forks the ranks.
 """
@@ -300,35 +300,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--limit", type=float, default=4.0, metavar="SECONDS")
-    parser.add_argument("--healthy", type=int, default=0, metavar="N")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many healthy runs side by side")
+    parser.add_argument("--healthy", type=int, metavar="N", help="healthy runs (20, or none if KIND is given)")
+    parser.add_argument("--at-once", type=int, default=5, metavar="N", help="so many healthy runs side by side")
     parser.add_argument("--show", action="store_true", help="print the output of the ranks")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve_host()
         return 0
-    wrong = 0
+    kinds = args.kinds or list(KINDS)
+    count = args.healthy if args.healthy is not None else 0 if args.kinds else 20
+    right = alarms = 0
     with Hosts(4) as hosts:
         lab = HangLab(hosts)
-        for kind in args.kinds or ([] if args.healthy else KINDS):
+        for kind in kinds:
             result = lab.run(kind, args.limit, 60 if args.limit else 150)
             found = problem(kind, result, args.limit)
-            wrong += bool(found)
+            right += not found
             print(f"{kind:20} {result.seconds:5.1f} s, {result.seconds - args.limit:5.1f} s after the limit: "
                   f"{found or 'right'}", flush=True)
             if args.show:
                 print(result.output, flush=True)
-        kinds = [HEALTHY[number % len(HEALTHY)] for number in range(args.healthy)]
+        healthy = [HEALTHY[number % len(HEALTHY)] for number in range(count)]
         with ThreadPoolExecutor(args.at_once) as pool:  # they mostly wait
-            for kind, result in zip(kinds, pool.map(partial(lab.pause, args.limit), kinds), strict=True):
+            for kind, result in zip(healthy, pool.map(partial(lab.pause, args.limit), healthy), strict=True):
                 alarm = any(result.statuses) or None in result.statuses or "The ranks hang" in result.output
-                wrong += alarm
+                alarms += alarm
                 print(f"healthy, {kind:10} {result.seconds:5.1f} s: {'ALARM' if alarm else 'no alarm'}", flush=True)
                 if args.show or alarm:
                     print(result.output, flush=True)
-    print(f"{wrong} wrong")
-    return int(wrong > 0)
+    print(f"{right} of {len(kinds)} kinds right, {alarms} alarms in {count} healthy runs")
+    return int(right < len(kinds) or alarms > 0)
 
 
 if __name__ == "__main__":

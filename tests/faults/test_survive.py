@@ -46,7 +46,8 @@ def test_ranks_killed_at_random_moments(words: list[str]) -> None:
     kills = [sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words, "--epochs", "1"]
     environment = {**ENVIRONMENT, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # compiles in the ranks, which are killed
     done = subprocess.run(kills, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0 and "all the same" in done.stdout, done.stdout + done.stderr
+    expected = f"\nthe same after {words[1]} of {words[1]} kills\n"
+    assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
 
 
 def worker_of(agent: subprocess.Popen[str]) -> int | None:

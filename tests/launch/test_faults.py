@@ -5,6 +5,7 @@ What the ranks report of each other without a launcher is in tests/unit/test_ren
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ def launch(request: pytest.FixtureRequest) -> Launch:
     """Run ranks with a fault, so many on each of two hosts, under a launcher; return the output of their failure."""
     def run(launcher: str, program: list[str], fault: str, ranks: int = 1, timeout: int = 60) -> str:
         program = [*program, "--fault", fault, "--timeout", str(timeout)]
+        begin = time.monotonic()
         if launcher == "srun":
             slurm: SlurmCluster = request.getfixturevalue("slurm")
             done = slurm.run(["srun", "-N2", f"--ntasks-per-node={ranks}", *program])
@@ -27,6 +29,7 @@ def launch(request: pytest.FixtureRequest) -> Launch:
             lab: Lab = request.getfixturevalue("lab")
             done = lab.mpi(launcher, " ".join(["h1"] * ranks + ["h2"] * ranks), program)
         assert done.status != 0, done.output
+        request.node.user_properties.append(("seconds from the start to the end", time.monotonic() - begin))
         return f"{done.output}\nexit status {done.status}"
     return run
 

@@ -1,13 +1,21 @@
-"""The start-up benchmarks run and print their tables; no time is checked."""
+"""The benchmarks run and print their tables; no time is checked. The figures of README.md are those of its commands."""
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import bench_binding, bench_startup
+from tests.faults import doctor, hangs
 from tests.unit.programs import python
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = (ROOT / "README.md").read_text().partition("| promise |")[2].partition("\n\n")[0]
+FIGURES = {command: figure for figure, command in re.findall(r"^\|.*?\| (.*) \| `(.*)` \|$", TABLE, re.MULTILINE)}
 
 
 def test_ranks_join_where_rank_0_may_open_few_files() -> None:
@@ -43,3 +51,33 @@ def test_costs_and_steps_of_the_binding_are_printed(capsys: pytest.CaptureFixtur
     bench_binding.main(["--pairs", "2", "--steps", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["host", "topology", "choose", "bind", "steps"]
+
+
+# --- the table of README.md
+
+def test_saves_are_measured_with_their_spread() -> None:
+    done = python("scripts/bench_checkpoint.py", "--megabytes", "8", "--runs", "2")
+    for name in ("save(), first", "save()"):
+        assert re.search(rf"^{re.escape(name)} +[\d.]+ +[\d,]+(  +\d+\.\d\d){{3}}$", done.stdout, re.MULTILINE), done
+
+
+@pytest.mark.parametrize("command", [command for command in FIGURES if command.startswith("pytest ")])
+def test_numbers_of_tests_in_the_readme(command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *shlex.split(command), "--collect-only", "-q"], cwd=ROOT,
+                          capture_output=True, text=True, check=True)
+    collected = re.search(r"^(\d+)(?:/\d+)? tests collected", done.stdout, re.MULTILINE)
+    assert collected and f"{collected[1]} passed" in FIGURES[command], (collected, FIGURES[command])
+
+
+@pytest.mark.parametrize(("command", "figures"), [
+    ("python -m tests.faults.hangs", f"{len(hangs.KINDS)} of {len(hangs.KINDS)} kinds right, 0 alarms in 20 healthy runs"),
+    ("python -m tests.faults.doctor", f"{len(doctor.FAULTS)} of {len(doctor.FAULTS)} faults right"),
+    ("python tests/faults/kills.py tests/faults/survive.py", "the same after 50 of 50 kills")])
+def test_counts_in_the_readme(command: str, figures: str) -> None:
+    assert FIGURES[command].endswith(figures)
+
+
+def test_step_times_in_the_readme_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for figure in FIGURES["python -m tests.validation.step_time"].split("; "):
+        assert figure in page.replace("- N", "n"), figure
