@@ -30,8 +30,8 @@ COLUMNS = """\
 Rows. Seconds are medians over the runs; each ratio is the median of the ratios within one run, then
 the smallest and the largest of them.
   torch.save     a synchronous torch.save() of the state and an fsync; no fsync: without it
-  save(), first  how long the first save() of a Checkpointer keeps the loop waiting: it allocates its
-                 memory; ratio: to torch.save with fsync
+  save(), first  how long the first save() of a Checkpointer keeps the loop waiting; it allocates
+                 its memory. Ratio: to torch.save with fsync
   save()         how long each later one does
   plain write    the same number of bytes, from memory to one file, with fsync
   whole save     until the checkpoint is safe, with checksums, manifest and every fsync; ratio:

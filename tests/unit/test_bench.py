@@ -70,14 +70,14 @@ def test_numbers_of_tests_in_the_readme(command: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "figures"), [
-    ("python -m tests.faults.hangs", f"{len(hangs.KINDS)} of {len(hangs.KINDS)} kinds right, 0 alarms in 20 healthy runs"),
-    ("python -m tests.faults.doctor", f"{len(doctor.FAULTS)} of {len(doctor.FAULTS)} faults right"),
-    ("python tests/faults/kills.py tests/faults/survive.py", "the same after 50 of 50 kills")])
+    ("python -m tests.faults.hangs", "{0} of {0} kinds right, 0 alarms in 20 healthy runs".format(len(hangs.KINDS))),
+    ("python -m tests.faults.doctor", "{0} of {0} faults right".format(len(doctor.FAULTS))),
+    ("python tests/faults/kills.py --kills 20 tests/faults/survive.py", "the same after 20 of 20 kills")])
 def test_counts_in_the_readme(command: str, figures: str) -> None:
     assert FIGURES[command].endswith(figures)
 
 
 def test_step_times_in_the_readme_are_those_of_the_page() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "performance.md").read_text().lower()
     for figure in FIGURES["python -m tests.validation.step_time"].split("; "):
-        assert figure in page.replace("- N", "n"), figure
+        assert f"- {figure}.\n" in page, figure
