@@ -79,5 +79,5 @@ def test_counts_in_the_readme(command: str, figures: str) -> None:
 
 def test_step_times_in_the_readme_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "performance.md").read_text().lower()
-    for figure in FIGURES["python -m tests.validation.step_time"].split("; "):
+    for figure in FIGURES["python -m tests.validation.step_time"].split("; ")[1:]:
         assert f"- {figure}.\n" in page, figure

@@ -253,8 +253,8 @@ def report(fitted_rows: list[Row], rows: list[Row]) -> str:
         f"`python -m tests.validation.step_time`, {datetime.date.today()}, {os.cpu_count()} cores, torch "
         f"{torch.__version__}, gloo: {len(fitted_rows)} configurations for the fit, {len(rows)} others.", "",
         f"- Nominal links, all {len(fitted_rows + rows)} configurations: {errors(fitted_rows + rows, NOMINAL)}.",
-        f"- Nominal links, the {len(rows)} others: {errors(rows, NOMINAL)}.",
-        f"- Fitted links, the {len(rows)} others: {errors(rows, fitted)}.", "",
+        f"- Nominal links, the {len(rows)} outside the fit: {errors(rows, NOMINAL)}.",
+        f"- Fitted links, the {len(rows)} outside the fit: {errors(rows, fitted)}.", "",
         f"Fitted: {fitted.share:.1%} of the rate, {fitted.latency * 1e3:.1f} ms per message, "
         f"{fitted.host_rate / 1e6:.0f} MB/s that gloo moves on all cores.", "",
         "| Mbit/s | delay, ms | ranks | training | computed, ms | measured, ms | nominal, ms | error | fitted, ms | "
