@@ -251,7 +251,7 @@ def report(fitted_rows: list[Row], rows: list[Row]) -> str:
 
     lines = [
         f"`python -m tests.validation.step_time`, {datetime.date.today()}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}, gloo: {len(fitted_rows)} configurations for the fit, {len(rows)} others.", "",
+        f"{torch.__version__}, gloo:\n{len(fitted_rows)} configurations for the fit, {len(rows)} others.", "",
         f"- Nominal links, all {len(fitted_rows + rows)} configurations: {errors(fitted_rows + rows, NOMINAL)}.",
         f"- Nominal links, the {len(rows)} outside the fit: {errors(rows, NOMINAL)}.",
         f"- Fitted links, the {len(rows)} outside the fit: {errors(rows, fitted)}.", "",
