@@ -125,7 +125,7 @@ def one(purpose: str = "checkpoints", **values: Any) -> Folder:
     problem = f"write: {os.strerror(code)}" if code else ""
     return {"purpose": purpose, "path": "/scratch", "problem": problem, "code": 0, "seconds": None if code else 0.02,
             "free_bytes": 100 * GIB, "free_files": 10**6, "file_system": "nfs4", "shared": None if code else True,
-            "empty": False, **values}  # type: ignore[typeddict-item]
+            "empty": False, "files": {}, **values}  # type: ignore[typeddict-item]
 
 
 def findings_of(*hosts: Folder) -> list[Finding]:

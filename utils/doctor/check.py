@@ -11,6 +11,10 @@ from typing import Any, Generic, Literal, TypeVar
 Facts = TypeVar("Facts")
 
 
+# The checks whose findings explain that a host is slow or fails in the network.
+NETWORK_CAUSES = ("connections", "limits", "placement")
+
+
 class Level(enum.IntEnum):
     """How serious a finding is. The highest one is the exit status of `doctor`."""
 
@@ -27,6 +31,8 @@ class Finding:
     remedy: the next step; "" for GOOD.
     ranks, hosts: those at fault; empty where it concerns the whole job.
     exclude: whether a later job should avoid these hosts.
+    subject: what it is about, where another finding may follow from it, such as a variable.
+    follows: the checks and subjects whose findings about the same hosts explain this one.
     """
 
     level: Level
@@ -35,6 +41,8 @@ class Finding:
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     exclude: bool = False
+    subject: str = ""
+    follows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,13 @@ _TRIES = 20  # to find a free port in a part of the range
 def data_address(address: str = "", environ: Mapping[str, str] = os.environ) -> str:
     """Return the address that this rank's collectives use.
 
-    It belongs to the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if one is set there.
+    It belongs to the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if one is set there,
+    and not loopback, see interface_problem().
     address: this host's address on the way to rank 0, which counts otherwise.
     """
-    present = network.interfaces()
+    present = {
+        name: one for name, one in network.interfaces().items() if not network.is_loopback(one)
+    }
     chosen = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[:1]
     chosen += nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), present)
     for name in chosen:
@@ -55,14 +58,27 @@ def nccl_interfaces(value: str, present: Iterable[str]) -> list[str]:
     ]
 
 
-def interface_problem(environ: Mapping[str, str] = os.environ) -> str:
-    """Return why gloo or NCCL would find no interface on this host; "" if they find one."""
+def interface_problem(environ: Mapping[str, str] = os.environ, *, hosts: int = 1) -> str:
+    """Return why gloo or NCCL find no interface on this host that leads to the others.
+
+    Returns "" if they find one. hosts: of this run.
+    """
+    host, interfaces = socket.gethostname(), network.interfaces()
+    loopback = {name for name, one in interfaces.items() if network.is_loopback(one)}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = environ.get(variable, "")
+        used = nccl_interfaces(value, interfaces) if variable[0] == "N" else value.split(",")[:1]
+        if hosts > 1 and used and loopback.issuperset(used):
+            return (
+                f"{variable}={value} is the loopback interface of {host}, which no other host can "
+                "reach. Unset it, or name the interface that connects the hosts"
+            )
     value = environ.get("NCCL_SOCKET_IFNAME", "")
     present = [name for _, name in socket.if_nameindex()]
     if not value or value.startswith("^") or nccl_interfaces(value, present):
         return gloo.interface_problem()
     return (
-        f"NCCL_SOCKET_IFNAME={value}, but {socket.gethostname()} has no such interface; it has "
+        f"NCCL_SOCKET_IFNAME={value}, but {host} has no such interface; it has "
         f"{', '.join(present)}. Unset it, or name one of these"
     )
 

@@ -20,21 +20,21 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ...launchers.base import LaunchError
-from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
-from ..import_time import import_torch
-from ..peers import data_address, listen, names_of, partners, serve, stop
+from ..check import NETWORK_CAUSES, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import data_address, interface_problem, listen, names_of, partners, serve, stop
 from ..probes import connect_all, respond, round_trips
-from .equality import torch_folder
+from .torch_import import import_torch
 
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 LOW_SHARE = 0.5  # of the expected bandwidth: the all-reduces are short
+_CAUSES = (*NETWORK_CAUSES, "links", "names", "equality", "installation", "import")
 _SECONDS = 40.0  # for a process
 _LATE = "did not end within"
 _START_FAILED = "the ranks do not start: "
@@ -80,11 +80,12 @@ class Collectives(Check[CollectiveFacts]):
             "bad": unreachable,
             "address": address,
             "gpus": gpus.count_gpus(),
-            "torch": torch_folder() is not None,
+            "can_start": not interface_problem(hosts=len(ranks.hosts))
+            and (ranks.me.local_rank > 0 or not import_torch().error),
         }
         gathered = ranks.all_gather("status", status)
         known = [one for one in gathered if one is not None]
-        bad = [one["bad"] or not one["torch"] for one in known]
+        bad = [one["bad"] or not one["can_start"] for one in known]
         has_gpus = all(one["gpus"] for one in known)
         members = [place for place in ranks.everyone if has_gpus or place.local_rank == 0]
         own = CollectiveFacts(0, unreachable=unreachable)
@@ -107,7 +108,7 @@ class Collectives(Check[CollectiveFacts]):
         members = [one for one in reported if one.facts.ranks]
         failed = [one for one in members if one.facts.error]
         if failed:
-            yield _failure(failed, members)
+            yield replace(_failure(failed, members), follows=_CAUSES)
             return
         trials = [one for one in members if one.facts.trial]
         if not trials:
@@ -135,6 +136,7 @@ class Collectives(Check[CollectiveFacts]):
                 f"{self.expected / 1e9:.3g} (--expect)",
                 "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`), and at the check of links "
                 "for a slow host; `bench.py collectives` measures larger sizes",
+                follows=_CAUSES,
             )
 
     def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:

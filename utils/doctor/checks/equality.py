@@ -1,4 +1,4 @@
-"""Check that all ranks have the same software, the same code and the same variables.
+"""Check that all ranks have the same software, code, options of Python and variables.
 
 torch is not imported: its version is read from its files.
 """
@@ -6,14 +6,19 @@ torch is not imported: its version is read from its files.
 from __future__ import annotations
 
 import importlib.util
+import locale
+import marshal
 import os
 import platform
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib.machinery import FrozenImporter
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
@@ -31,7 +36,8 @@ _PREFIXES = (
     "TORCH_",
 )
 _PATHS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
-_OTHERS = (*_PATHS, "PYTHONHOME", "PYTHONHASHSEED", "DDPKIT_CPU_BIND", "DDPKIT_NETWORK")
+_PYTHON = ("PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING")
+_OTHERS = (*_PATHS, *_PYTHON, "DDPKIT_CPU_BIND", "DDPKIT_NETWORK")
 _OF_RANK = ("CUDA_VISIBLE_DEVICES",)
 # Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
 _OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
@@ -40,20 +46,31 @@ _SHOWN = 60  # characters of a value
 _UNSET = "(unset)"
 _TORCH = "torch"
 _KIT_CODE, _CODE = "code of the kit", "code in the working directory"
+_PACKAGES = "installed packages"
+_CODE_SUFFIXES = (".py", ".pyc", ".yaml", ".yml", ".toml")
+_VERSION = re.compile(r"^(?:__version__|version)\b[^=\n]*= ?['\"]([^'\"]+)", re.MULTILINE)
+# Variables say the first, as far as they are set; the C locale sets the second by itself.
+_OTHER_FLAGS = ("hash_randomization", "utf8_mode")
+# What every training imports, besides Python's own modules.
+_IMPORTED = ("torch", "numpy", "typing_extensions", "filelock", "sympy", "networkx", "jinja2")
+_TRAP = "other module"
 
 
 @dataclass(frozen=True)
 class Facts:
     """What should be the same everywhere.
 
-    software: versions, by name. code: digests of .py files, by folder; from the first rank of each
-    host. files: the checksum of each .py file, by folder, if the digests differ between hosts.
+    software: versions, by name. code: digests of code and packages, by group; from the first rank
+    of each host. files: the checksum or version of each member, by group, if the digests differ
+    between hosts. settings: options of Python. traps: of the working directory, see traps().
     """
 
     software: dict[str, str]
     code: dict[str, str]
-    files: dict[str, dict[str, int]]
+    files: dict[str, dict[str, str]]
     variables: dict[str, str]
+    settings: dict[str, str] = field(default_factory=dict)
+    traps: list[str] = field(default_factory=list)
 
 
 class Equality(Check[Facts]):
@@ -66,9 +83,11 @@ class Equality(Check[Facts]):
     facts = Facts
 
     def collect(self, ranks: Ranks) -> Facts:
-        files: dict[str, dict[str, int]] = {}
-        if ranks.me.local_rank == 0:
+        files: dict[str, dict[str, str]] = {}
+        is_first = ranks.me.local_rank == 0
+        if is_first:
             files = {_KIT_CODE: checksums(_KIT), _CODE: checksums(Path.cwd())}
+            files[_PACKAGES] = packages()
         code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
         everyones = [one for one in ranks.all_gather("code", code) if one]
         different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
@@ -77,6 +96,8 @@ class Equality(Check[Facts]):
             code=code,
             files={name: files[name] for name in different},
             variables=relevant_variables(os.environ),
+            settings=settings(),
+            traps=traps(Path.cwd()) if is_first else [],
         )
 
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
@@ -84,18 +105,38 @@ class Equality(Check[Facts]):
         for name in _names(one.facts.software for one in reported):
             values = {one.place: one.facts.software.get(name, "none") for one in reported}
             level = Level.WARNING if name == "GPU driver" else Level.BAD
-            findings += _compare(name, values, level, "Use one environment on all hosts")
-        for name in _names(one.facts.code for one in reported):
-            values = {one.place: one.facts.code[name] for one in reported if one.facts.code}
-            shown = name + _different_files(name, reported)
-            remedy = "Copy the same files to all hosts, or use a shared file system"
-            findings += _compare(shown, values, Level.BAD, remedy)
+            found = compare(name, values, level, "Use one environment on all hosts")
+            findings += (replace(one, subject=name, follows=("Python", _TORCH)) for one in found)
+        for name in _names(one.facts.files for one in reported):
+            items = {
+                one.place: one.facts.files[name] for one in reported if name in one.facts.files
+            }
+            is_code = name != _PACKAGES
+            found = compare_items(
+                name,
+                items,
+                Level.BAD if is_code else Level.WARNING,
+                "Copy the same files to all hosts, or use a shared file system"
+                if is_code
+                else "Use one environment on all hosts",
+            )
+            follows = ("kit version", _TRAP) if is_code else ("Python", _TORCH, "NCCL")
+            findings += (replace(one, follows=follows) for one in found)
+        findings += _report_traps(reported)
+        for name in _names(one.facts.settings for one in reported):
+            values = {one.place: one.facts.settings.get(name, "none") for one in reported}
+            remedy = (
+                "Start the same command with the same variables on all hosts (PYTHON*, LANG, LC_*)"
+            )
+            found = compare(name, values, Level.WARNING, remedy)
+            findings += (replace(one, follows=("Python",)) for one in found)
         for name in _names(one.facts.variables for one in reported):
             values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
             if _depends_on_local_rank(name, values):
                 continue
-            findings += _compare(name, values, Level.WARNING, remedy)
+            found = compare(name, values, Level.WARNING, remedy)
+            findings += (replace(one, follows=(name,)) for one in found)
         if not findings and reported:
             facts = reported[0].facts
             versions = ", ".join(f"{name} {value}" for name, value in facts.software.items())
@@ -152,9 +193,103 @@ def driver_version() -> str:
     return ""
 
 
-def checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of each .py file in a folder and in the packages there, by path."""
-    found: dict[str, int] = {}
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that Python finds, but torch.
+
+    That in version.py of the package counts, since it is what Python imports.
+    """
+    distributions: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    for folder in filter(os.path.isdir, sys.path):
+        for name in os.listdir(folder):
+            if name.endswith(".dist-info"):  # "numpy-2.1.0.dist-info"
+                package, _, version = name.removesuffix(".dist-info").partition("-")
+                distributions.setdefault(package, version)
+            elif name not in versions:
+                try:
+                    text = Path(folder, name, "version.py").read_text(errors="replace")
+                except OSError:
+                    continue
+                if found := _VERSION.search(text):
+                    versions[name] = found[1]
+    return {
+        name: version for name, version in {**distributions, **versions}.items() if name != _TORCH
+    }
+
+
+def settings() -> dict[str, str]:
+    """Return the options of this Python, and the encoding that C libraries use for text."""
+    found = {
+        f"Python's option sys.flags.{name}": str(getattr(sys.flags, name))
+        for name in sys.flags.__match_args__
+        if name not in _OTHER_FLAGS
+    }
+    found["Python's option -X"] = str(sys._xoptions)
+    found["text encoding of the locale"] = locale.nl_langinfo(locale.CODESET)
+    return found
+
+
+def traps(folder: Path) -> list[str]:
+    """Return why Python may run other code than the files in the working directory suggest.
+
+    A file there has the name of a module that others import, or its compiled code is another.
+    """
+    own_kit, found = folder / _KIT.name, []
+    hidden = {*_IMPORTED, *sys.stdlib_module_names} - {*sys.builtin_module_names, "test"}
+    if not _same_content(own_kit / "__init__.py", _KIT / "__init__.py"):
+        hidden.add(_KIT.name)
+    for path in sorted(folder.glob("*.py")) + sorted(folder.glob("*/__init__.py")):
+        shown = path if path.parent == folder else path.parent
+        name = shown.stem
+        if name in hidden and FrozenImporter.find_spec(name) is None:
+            of_whom = "the kit" if name == _KIT.name else "Python or torch"
+            found.append(
+                f"{shown.name} in the working directory hides the module {name} of {of_whom} from "
+                "scripts there"
+            )
+        if path == shown and _is_stale(path):
+            found.append(
+                f"Python runs another code for {path.name} in the working directory: the file in "
+                "__pycache__ is not compiled from it"
+            )
+    return found
+
+
+def _same_content(path: Path, other: Path) -> bool:
+    try:
+        return path.read_bytes() == other.read_bytes()
+    except OSError:
+        return False
+
+
+def _is_stale(path: Path) -> bool:
+    """Return whether Python would load compiled code of a file that differs from the file.
+
+    https://docs.python.org/3/reference/import.html#cached-bytecode-invalidation
+    """
+    try:
+        compiled = Path(importlib.util.cache_from_source(path)).read_bytes()
+        source, status = path.read_bytes(), path.stat()
+    except OSError:
+        return False
+    flags, *expected = (int.from_bytes(compiled[at : at + 4], "little") for at in (4, 8, 12))
+    is_loaded = compiled[:4] == importlib.util.MAGIC_NUMBER and (
+        flags == 1  # its hash is not checked
+        or (flags == 0 and expected == [int(status.st_mtime) & 0xFFFFFFFF, status.st_size])
+    )
+    if not is_loaded:
+        return False
+    try:
+        return bool(
+            marshal.loads(compiled[16:]) != compile(source, path, "exec", dont_inherit=True)
+        )
+    except (ValueError, EOFError, TypeError, SyntaxError):
+        return True
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the CRC-32 of code and settings in a folder and in the packages there, by path."""
+    found: dict[str, str] = {}
     pending = [folder]
     while pending and len(found) < _MOST_FILES:
         try:
@@ -164,12 +299,12 @@ def checksums(folder: Path) -> dict[str, int]:
         for entry in entries:
             path = Path(entry.path)
             try:
-                if entry.name.endswith(".py"):
-                    found[str(path.relative_to(folder))] = zlib.crc32(path.read_bytes())
+                if entry.name.endswith(_CODE_SUFFIXES):
+                    found[str(path.relative_to(folder))] = f"{zlib.crc32(path.read_bytes()):08x}"
                 elif entry.is_dir() and (path / "__init__.py").is_file():
                     pending.append(path)
             except OSError:
-                found[str(path.relative_to(folder))] = -1
+                found[str(path.relative_to(folder))] = "unreadable"
     return found
 
 
@@ -190,12 +325,12 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _names(values: Iterable[Mapping[str, str]]) -> list[str]:
+def _names(values: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names in all of these, in the order in which they first appear."""
     return list(dict.fromkeys(name for one in values for name in one))
 
 
-def _compare(
+def compare(
     name: str, values: Mapping[RankPlace, str], level: Level, remedy: str
 ) -> Iterator[Finding]:
     """Name those that differ from most ranks."""
@@ -252,10 +387,34 @@ def _shorten(value: str, other: str) -> str:
     return f"...{shown[-_SHOWN:]}" if len(shown) > _SHOWN else f"...{shown}..."
 
 
-def _different_files(name: str, reported: Sequence[Reported[Facts]]) -> str:
-    """Return " (train.py)", the first files that differ between hosts."""
-    of_hosts = [one.facts.files[name] for one in reported if name in one.facts.files]
-    paths = sorted({path for files in of_hosts for path in files})
-    different = [path for path in paths if len({files.get(path) for files in of_hosts}) > 1]
-    more = ", ..." if len(different) > 3 else ""
-    return f" ({', '.join(different[:3])}{more})" if different else ""
+def compare_items(
+    name: str, items: Mapping[RankPlace, Mapping[str, str]], level: Level, remedy: str
+) -> Iterator[Finding]:
+    """Name those whose items differ from most ranks: one finding for items that differ together."""
+    different: dict[tuple[RankPlace, ...], list[str]] = {}
+    for item in sorted({item for one in items.values() for item in one}):
+        values = {place: one.get(item) for place, one in items.items()}
+        common = Counter(values.values()).most_common(1)[0][0]
+        if odd := tuple(place for place, value in values.items() if value != common):
+            different.setdefault(odd, []).append(item)
+    for names in different.values():
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        first = {place: one.get(names[0], "none") for place, one in items.items()}
+        yield from compare(f"{name} ({shown})", first, level, remedy)
+
+
+def _report_traps(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+    hosts_with: dict[str, list[str]] = {}
+    for one in reported:
+        for trap in one.facts.traps:
+            hosts_with.setdefault(trap, []).append(one.place.host)
+    hosts = {one.place.host for one in reported}
+    for trap, found in hosts_with.items():
+        is_everywhere = len(found) == len(hosts)
+        yield Finding(
+            Level.WARNING,
+            trap if is_everywhere else f"{', '.join(found)}: {trap}",
+            "Rename that file, and delete __pycache__ in the working directory",
+            hosts=() if is_everywhere else tuple(found),
+            subject=_TRAP,
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...rank_variables import RANK_VARIABLES
 from ..check import Check, Finding, Level, Ranks, Reported
-from .equality import torch_folder
+from .torch_import import import_torch
 
 _SECONDS = 80.0  # a first import of torch from a parallel file system may take half of that
 _PROGRAM = """\
@@ -44,21 +44,12 @@ class Gloo(Check[Facts]):
     facts = Facts
 
     def collect(self, ranks: Ranks) -> Facts:
-        alone = len(ranks.everyone) == 1 and torch_folder() is not None
+        alone = len(ranks.everyone) == 1 and not import_torch().error
         return Facts(_try_two_ranks() if alone else None)
 
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         for one in reported:
-            if (one.facts.problem or "").startswith(("ImportError", "ModuleNotFoundError")):
-                yield Finding(
-                    Level.BAD,
-                    f"torch.distributed cannot be imported on {one.place.host}: "
-                    f"{one.facts.problem}",
-                    "Install that package again in the environment of the training, and unset "
-                    "PYTHONPATH if it names packages of another Python",
-                    hosts=(one.place.host,),
-                )
-            elif one.facts.problem:
+            if one.facts.problem:
                 yield Finding(
                     Level.BAD,
                     f"two gloo ranks on {one.place.host} cannot communicate: {one.facts.problem}",

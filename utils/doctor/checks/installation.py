@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ...launch.programs import Programs
 from ...launchers.base import LaunchError, shown
@@ -23,7 +22,6 @@ _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D and display controllers, acc
 # The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
-_SHOWN = 8
 _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", "GROUP_RANK")]
 
 
@@ -84,11 +82,14 @@ class Installation(Check[Facts]):
         )
 
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
-        hosts_with: dict[_Problem, list[str]] = {}
-        for one in reported:
-            for problem in (*_check_torch(one.facts), *_check_mpi(one.facts)):
-                hosts_with.setdefault(problem, []).append(one.place.host)
-        findings = [_finding(problem, hosts) for problem, hosts in hosts_with.items()]
+        findings = [
+            found
+            for one in reported
+            for found in (
+                *_check_torch(one.facts, one.place.host),
+                *_check_mpi(one.facts, one.place.host),
+            )
+        ]
         first = reported[0] if reported else None
         if first is not None and first.facts.stale:
             names = [word.partition("=")[0] for word in first.facts.stale.split()]
@@ -148,26 +149,15 @@ def pci_gpus(root: Path = Path("/")) -> dict[str, int]:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-class _Problem(NamedTuple):
-    """A problem of one host or several; "HOSTS" in the message stands for their names."""
-
-    level: Level
-    message: str
-    remedy: str
-
-
-def _finding(problem: _Problem, hosts: Sequence[str]) -> Finding:
-    shown = ", ".join(hosts[:_SHOWN]) + (" ..." if len(hosts) > _SHOWN else "")
-    message = problem.message.replace("HOSTS", shown)
-    return Finding(problem.level, message, problem.remedy, hosts=tuple(hosts))
-
-
-def _check_torch(facts: Facts) -> Iterator[_Problem]:
+def _check_torch(facts: Facts, host: str) -> Iterator[Finding]:
     if not facts.torch:
-        yield _Problem(
+        yield Finding(
             Level.BAD,
-            "the Python of HOSTS has no torch. Expected an environment with torch",
+            f"the Python of {host} has no torch. Expected an environment with torch",
             "Activate the environment of the training, or install it: ./scripts/setup_env.sh",
+            hosts=(host,),
+            subject="torch",
+            follows=("Python",),
         )
         return
     for vendor, build, name in (("NVIDIA", facts.cuda, "CUDA"), ("AMD", facts.hip, "ROCm")):
@@ -175,30 +165,33 @@ def _check_torch(facts: Facts) -> Iterator[_Problem]:
         if not count:
             continue
         if not build and (facts.driver and facts.has_devices):
-            yield _Problem(
+            yield Finding(
                 Level.WARNING,
-                f"HOSTS: {count} GPU(s) of {vendor}, but torch {facts.torch} is not built for "
+                f"{host}: {count} GPU(s) of {vendor}, but torch {facts.torch} is not built for "
                 f"{name}: it would train on CPUs",
                 f"Install a build of torch for {name}: https://pytorch.org/get-started/locally",
+                hosts=(host,),
             )
         elif build and not facts.driver:
-            yield _Problem(
+            yield Finding(
                 Level.WARNING,
-                f"HOSTS: {count} GPU(s) of {vendor} on the PCI bus, but no driver is loaded",
+                f"{host}: {count} GPU(s) of {vendor} on the PCI bus, but no driver is loaded",
                 "Log in to another host, or ask the centre to load the driver",
+                hosts=(host,),
             )
     oldest = _OLDEST_DRIVER.get(facts.cuda.partition(".")[0])
     major = re.match(r"\d+", facts.driver)
     if oldest and major and "NVIDIA" in facts.pci_gpus and int(major[0]) < oldest:
-        yield _Problem(
+        yield Finding(
             Level.BAD,
-            f"the driver of HOSTS is {facts.driver}, but torch {facts.torch} is built for CUDA "
+            f"the driver of {host} is {facts.driver}, but torch {facts.torch} is built for CUDA "
             f"{facts.cuda}, which needs {oldest} or newer",
             "Install a torch built for an older CUDA, or ask the centre for a newer driver",
+            hosts=(host,),
         )
 
 
-def _check_mpi(facts: Facts) -> Iterator[_Problem]:
+def _check_mpi(facts: Facts, host: str) -> Iterator[Finding]:
     """Compare the library of mpi4py with the mpiexec that starts, or would start, the ranks."""
     if not facts.mpi4py:
         return
@@ -207,12 +200,13 @@ def _check_mpi(facts: Facts) -> Iterator[_Problem]:
     used = by_mpiexec or (facts.mpiexec if facts.launcher == "single" else "")
     expected = mpi_library.family_of_mpiexec(used) if used else ""
     if found and expected and found != expected:
-        yield _Problem(
+        yield Finding(
             Level.WARNING,
-            f"mpi4py on HOSTS loads {facts.mpi4py} ({found}), but mpiexec is {used}. Expected one "
+            f"mpi4py on {host} loads {facts.mpi4py} ({found}), but mpiexec is {used}. Expected one "
             "MPI: each process would be rank 0 of 1, or would end in MPI_Init",
             f"Install mpi4py for {expected}, load the module of {found}, or set MPI4PY_LIBMPI to "
             f"the libmpi of {expected}",
+            hosts=(host,),
         )
 
 

@@ -30,7 +30,8 @@ class Facts:
 
     ranks: on this host. world_size: of all hosts. fabric: the device that needs locked memory, such
     as "mlx5_0", or "". memory_bytes: the smallest limit of a control group, or the memory of the
-    host. free_bytes: what is left of it. processes_left: of the control group.
+    host. free_bytes: what is left of it. processes_left: of the control group. processes: of the
+    user (ulimit -u). cpu_quota: CPUs whose time the control group allows.
     """
 
     ranks: int
@@ -45,6 +46,8 @@ class Facts:
     free_bytes: int | None
     processes_left: int | None
     seconds_left: float | None
+    processes: int = _UNLIMITED
+    cpu_quota: float | None = None
 
 
 class Limits(Check[Facts]):
@@ -71,6 +74,8 @@ class Limits(Check[Facts]):
             memory_bytes=memory,
             free_bytes=free,
             processes_left=processes_left(),
+            processes=_soft(resource.RLIMIT_NPROC),
+            cpu_quota=cpu_quota(),
             seconds_left=_seconds_left() if ranks.me.rank == 0 else None,
         )
 
@@ -126,6 +131,21 @@ def processes_left(root: Path = Path("/")) -> int | None:
         if limit is not None and used is not None:
             left.append(limit - used)
     return min(left, default=None)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many CPUs' time the control groups allow; None: no limit."""
+    quotas = []
+    for folder in _control_groups(root, "cpu"):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        try:
+            text = (folder / "cpu.max").read_text()  # "50000 100000", or "max 100000"
+            quota, period = (int(one) if one.isdecimal() else None for one in text.split())
+        except (OSError, ValueError):
+            pass  # version 1, or the top of version 2
+        if quota and period:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -277,6 +297,23 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
             f"least {_PROCESSES_PER_RANK * facts.ranks} for {facts.ranks} ranks",
             "Raise the limit of processes (pids.max; containers: --pids-limit)",
         )
+    needed = _PROCESSES_PER_RANK * facts.ranks
+    if facts.processes != _UNLIMITED and facts.processes < needed:
+        yield _of_host(
+            one,
+            Level.WARNING,
+            f"a user on {host} may have {facts.processes} processes and threads (ulimit -u). "
+            f"Expected at least {needed} for {facts.ranks} ranks",
+            "Run ulimit -u 65536 in the job script, or ask the centre to raise the hard limit",
+        )
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.ranks:
+        yield _of_host(
+            one,
+            Level.WARNING,
+            f"the control group on {host} allows the time of {facts.cpu_quota:.3g} CPUs. Expected "
+            f"at least one for each of {facts.ranks} ranks",
+            "Request a CPU for each rank at least (containers: --cpus)",
+        )
 
 
 def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
@@ -288,13 +325,15 @@ def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         ("open files (ulimit -n)", "open_files"),
         ("size of /dev/shm", "shared_bytes"),
         ("memory", "memory_bytes"),
+        ("processes and threads of a user (ulimit -u)", "processes"),
+        ("CPUs of the control group", "cpu_quota"),
     ):
         values = [_limit(one.facts, field) for one in reported]
         usual = statistics.median_low(values)
         for one, value in zip(reported, values, strict=True):
             if value < usual / 2:
                 expected, found = (
-                    _size(number) if field.endswith("bytes") else f"{number:.0f}"
+                    _size(number) if field.endswith("bytes") else f"{number:.3g}"
                     for number in (usual, value)
                 )
                 yield _of_host(

@@ -316,6 +316,7 @@ def _check_cores(on_host: Sequence[Reported[Facts]], allocated: int | None) -> I
             f"Unset {name}: setup_distributed() then divides the cores; or set it to "
             f"{max(1, len(usable) // len(on_host))}",
             places,
+            subject=name,
         )
 
 
@@ -354,11 +355,11 @@ def _finding(
     remedy: str,
     places: Iterable[RankPlace] = (),
     hosts: Sequence[str] = (),
+    subject: str = "",
 ) -> Finding:
     ranks = tuple(one.rank for one in places)
-    return Finding(
-        level, message, remedy, ranks, tuple(hosts or dict.fromkeys(one.host for one in places))
-    )
+    named = tuple(hosts or dict.fromkeys(one.host for one in places))
+    return Finding(level, message, remedy, ranks, named, subject=subject)
 
 
 def _show_ranks(places: Sequence[RankPlace]) -> str:

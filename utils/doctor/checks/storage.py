@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import heapq
 import os
 import shutil
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from .equality import compare_items
 
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
+LISTED_FILES = 256
 ROUNDS = 3  # the fastest one counts: other programs use the disk, too
 ROUND_SECONDS = 0.8  # no further round after this time
 VISIBLE_SECONDS = 1.5  # network file systems show a new file a little later
@@ -48,6 +51,7 @@ class Folder(TypedDict):
     code: its errno, or 0. seconds: of the fastest round; None where nothing was measured.
     file_system: its type, such as "nfs4"; "" if unknown. shared: whether the file of the first host
     is visible; None where that does not matter. empty: whether a data folder has no entry.
+    files: sizes of the first data files, and checksums of what is read of them, where hosts differ.
     """
 
     purpose: str
@@ -60,6 +64,7 @@ class Folder(TypedDict):
     file_system: str
     shared: bool | None
     empty: bool
+    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,10 @@ class StorageCheck(Check[StorageFacts]):
             for trial in trials:
                 trial.measure()
             ranks.all_gather("written", True)
+            listed = [zlib.crc32(repr(trial.found["files"]).encode()) for trial in trials]
+            if len({repr(one) for one in ranks.all_gather("listed", listed) if one}) == 1:
+                for trial in trials:
+                    trial.found["files"] = {}
             for trial in trials:
                 trial.look_for_first_host()
             ranks.all_gather("seen", True)
@@ -113,6 +122,15 @@ class StorageCheck(Check[StorageFacts]):
         for column in columns:
             of_host = {one.place.host: folder for one, folder in zip(reported, column, strict=True)}
             findings += _conclude_on_folder(_with_missing(of_host))
+            files = {
+                one.place: folder["files"]
+                for one, folder in zip(reported, column, strict=True)
+                if not folder["problem"] and not folder["empty"]
+            }
+            if files:
+                what = _describe(column[0])
+                remedy = "Copy the same files to all hosts, or use a shared file system"
+                findings += compare_items(what, files, Level.BAD, remedy)
         yield from findings
         if reported and not findings:
             yield Finding(Level.GOOD, _summary([one.facts for one in reported]))
@@ -137,6 +155,7 @@ class _Trial:
             file_system="",
             shared=None,
             empty=False,
+            files={},
         )
         self._use(os.path.abspath(os.path.expanduser(path)))
 
@@ -221,16 +240,21 @@ class _Trial:
         return seconds
 
     def _read_data(self) -> None:
-        """Read some of the first files of the folder."""
+        """Read some of the first files of the folder, and note the sizes of more."""
         began = time.perf_counter()
         names = [self._path]
         if not os.path.isfile(self._path):
             with os.scandir(self._path) as entries:
-                names = [entry.path for entry in itertools.islice(entries, SMALL_FILES)]
-        left = READ_BYTES
-        for path in filter(os.path.isfile, names):
-            with contextlib.suppress(PermissionError):  # a file of somebody else
-                left -= len(_read(path, left))
+                names = heapq.nsmallest(LISTED_FILES, (entry.path for entry in entries))
+        files, left = self.found["files"], READ_BYTES
+        for number, path in enumerate(filter(os.path.isfile, names)):
+            name = os.path.basename(path)
+            files[name] = f"{os.path.getsize(path)} bytes"
+            if number < SMALL_FILES:
+                with contextlib.suppress(PermissionError):  # a file of somebody else
+                    content = _read(path, left)
+                    left -= len(content)
+                    files[name] += f", checksum {zlib.crc32(content):08x}"
         self.found["empty"] = not names
         self.found["seconds"] = time.perf_counter() - began
 
@@ -423,6 +447,7 @@ def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
             f"median of the other hosts is {usual:.2f} s",
             "Exclude the host if that happens again, and report it. See there: iostat -x; dmesg",
             hosts=(host,),
+            follows=("limits",),
         )
 
 
