@@ -157,10 +157,10 @@ class Outcome:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """The findings that are not good, but those that the report lists below another one; empty without a report."""
+        """The findings of the report that are not good; empty without a report."""
         report = self.report or {"checks": []}
         return [{**finding, "check": check["name"]} for check in report["checks"] for finding in check["findings"]
-                if finding["level"] != "good" and not finding["follows"]]
+                if finding["level"] != "good"]
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -568,11 +568,12 @@ FAULTS = {
                                           inject=hosts_file("fd00::99 h3"), start=by_mpiexec("mpich5")),
     "asserts switched off": Fault(r"sys\.flags\.optimize differs", inject=on_bad_host("export PYTHONOPTIMIZE=1"),
                                   start=by_mpiexec("openmpi5")),
-    "development mode": Fault(r"-X differs|dev_mode differs", inject=on_bad_host("shift; set -- python -X dev \"$@\"")),
+    "development mode": Fault(r"dev_mode differs", inject=on_bad_host(
+        "python=$1; shift; set -- $python -X dev \"$@\"")),
     "another locale": Fault(r"text encoding of the locale differs", inject=on_bad_host("export LC_ALL=C")),
-    "UTF-8 mode": Fault(r"PYTHONUTF8 differs", inject=on_bad_host("export PYTHONUTF8=1"),
+    "UTF-8 mode": Fault(r"UTF-8 mode differs", inject=on_bad_host("export PYTHONUTF8=1"),
                         start=by_mpiexec("openmpi5")),
-    "another numpy": Fault(r"installed packages \(numpy\) differs\. h3: 1\.26\.4", start=by_torchrun, inject=packages_file(
+    "another numpy": Fault(r"packages \(numpy\) differs\. h3: 1\.26\.4", start=by_torchrun, inject=packages_file(
         "numpy/version.py", lambda text: re.sub(r'^version = .*', 'version = "1.26.4"', text, flags=re.MULTILINE))),
     "random.py hides a module": Fault(r"random\.py .*hides the module random", hosts=(),
                                       inject=work_file("random.py", "SEED = 1\n")),
@@ -584,8 +585,8 @@ FAULTS = {
     "data file of another size": Fault(r"shard-1\) differs. h3: 4000 bytes", inject=data(b"1" * 4000)),
     "data file of other content": Fault(r"shard-1\) differs.*checksum", inject=data(b"2" * 5000), start=by_torchrun),
     "CPU quota": Fault(r"allows the time of 1 CPUs", inject=cpu_quota),
-    "few processes": Fault(r"ulimit -u", inject=lambda run: host_faults.set_limits(run.hosts, BAD, nproc=100),
-                           start=by_torchrun),
+    "few processes": Fault(r"h3 allows 100 processes.*ulimit -u", start=by_torchrun,
+                           inject=lambda run: host_faults.set_limits(run.hosts, BAD, nproc=100)),
     "torch that cannot be imported": Fault(r"torch cannot be imported on h3: ImportError: libmpi", inject=lambda run: (
         run.options.append("--quick"),
         packages_file("torch/functional.py", lambda text: "raise ImportError('libmpi.so.12: not found')")(run))),

@@ -33,6 +33,7 @@ class Finding:
     exclude: whether a later job should avoid these hosts.
     subject: what it is about, where another finding may follow from it, such as a variable.
     follows: the checks and subjects whose findings about the same hosts explain this one.
+    effects: what fold() has put below this one.
     """
 
     level: Level
@@ -43,6 +44,7 @@ class Finding:
     exclude: bool = False
     subject: str = ""
     follows: tuple[str, ...] = ()
+    effects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

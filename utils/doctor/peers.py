@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from .. import gloo, network, process
+from .check import RankPlace
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -236,3 +237,15 @@ def names_of(hosts: Sequence[str]) -> str:
     if more:
         return f"{', '.join(shown)} and {more} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def show(places: Sequence[RankPlace]) -> str:
+    """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", at most eight of them."""
+    on_host: dict[str, list[int]] = {}
+    for one in places[:SHOWN_HOSTS]:
+        on_host.setdefault(one.host, []).append(one.rank)
+    shown = " and ".join(
+        f"{', '.join(map(str, ranks))} on {host}" for host, ranks in on_host.items()
+    )
+    more = f" and {len(places) - SHOWN_HOSTS} more" if len(places) > SHOWN_HOSTS else ""
+    return f"rank{'s' * (len(places) > 1)} {shown}{more}"

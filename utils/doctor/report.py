@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .check import Finding, Level, RankPlace
@@ -13,28 +13,30 @@ from .run import Result
 LABELS = {Level.GOOD: "good", Level.WARNING: "WARNING", Level.BAD: "BAD"}
 
 
-def causes(results: Sequence[Result]) -> list[tuple[str, Finding, int]]:
-    """Return each finding that is not good, with its check, and the index of what explains it.
-
-    That of a finding which no other one explains is its own.
-    """
-    found = [(one.name, finding) for one in results for finding in one.findings]
-    found = [(name, finding) for name, finding in found if finding.level is not Level.GOOD]
-    parents = list(range(len(found)))
+def fold(results: Sequence[Result]) -> None:
+    """Put each finding that follows from another one below that, as one of its effects."""
+    found = [(one, finding) for one in results for finding in one.findings if finding.level]
+    roots = list(range(len(found)))
     for index, (_, finding) in enumerate(found):
-        for other, (name, cause) in enumerate(found):
-            is_cause = other != index and {name, cause.subject} & set(finding.follows)
-            apart = finding.hosts and cause.hosts and not set(finding.hosts) & set(cause.hosts)
-            if is_cause and not apart and _root(parents, other) != index:
-                parents[index] = other
+        for other, (result, cause) in enumerate(found):
+            is_cause = not {result.name, cause.subject}.isdisjoint(finding.follows)
+            together = not finding.hosts or not set(finding.hosts).isdisjoint(
+                cause.hosts or finding.hosts
+            )
+            is_same = cause.subject and cause.subject == finding.subject
+            if is_cause and (together or is_same) and roots[other] not in (index, roots[index]):
+                roots = [roots[other] if root == index else root for root in roots]
                 break
-    return [(*one, _root(parents, index)) for index, one in enumerate(found)]
-
-
-def _root(parents: Sequence[int], index: int) -> int:
-    while parents[index] != index:
-        index = parents[index]
-    return index
+    for index, (result, finding) in enumerate(found):
+        below = [one for number, one in enumerate(found) if roots[number] == index != number]
+        result.findings.remove(finding)
+        if roots[index] == index:
+            shown = [f"{LABELS[one.level]} {check.name}: {one.message}" for check, one in below]
+            level = max([finding.level, *(one.level for _, one in below)])
+            result.findings.append(replace(finding, level=level, effects=tuple(shown)))
+        elif not result.findings:
+            name = found[roots[index]][0].name
+            result.findings.append(Finding(Level.GOOD, f"explained by what {name} has found"))
 
 
 @dataclass(frozen=True)
@@ -55,31 +57,27 @@ class Report:
     def hosts_to_exclude(self) -> dict[str, str]:
         """The hosts that a later job should avoid, each with the first reason."""
         reasons: dict[str, str] = {}
-        for index, (name, finding, cause) in enumerate(causes(self.results)):
-            for host in finding.hosts if finding.exclude and cause == index else ():
-                reasons.setdefault(host, f"{name}: {finding.message}")
+        for one in self.results:
+            for finding in one.findings:
+                for host in finding.hosts if finding.exclude else ():
+                    reasons.setdefault(host, f"{one.name}: {finding.message}")
         return reasons
 
     def as_text(self) -> str:
-        """Return one line per check, then each cause with its remedy, and what follows from it."""
+        """Return one line per check, then each finding with its remedy."""
         lines = [f"doctor: {LABELS[self.level]}: {self._scope()}"]
         width = max((len(one.name) for one in self.results), default=0)
         for one in self.results:
             label, text = LABELS[one.level], _row(one)
             lines.append(f"  {one.name:<{width}}  {label:<7}  {text}".rstrip())
-        found = causes(self.results)
-        order = sorted(range(len(found)), key=lambda index: -found[index][1].level)
-        for index in (one for one in order if found[one][2] == one):
-            name, finding, _ = found[index]
+        findings = [(one.name, finding) for one in self.results for finding in one.findings]
+        for name, finding in sorted(findings, key=lambda pair: -pair[1].level):
+            if finding.level is Level.GOOD:
+                continue
             lines += ["", f"{LABELS[finding.level]} {name}: {finding.message}."]
             if finding.remedy:
                 lines.append(f"  Remedy: {finding.remedy}.")
-            lines += [
-                f"  It explains: {LABELS[found[one][1].level]} {found[one][0]}: "
-                f"{found[one][1].message}."
-                for one in order
-                if one != index and found[one][2] == index
-            ]
+            lines += [f"  It explains: {effect}." for effect in finding.effects]
         if self.hosts_to_exclude:
             lines += ["", f"Hosts to exclude: {','.join(self.hosts_to_exclude)}"]
         return "\n".join(lines)
@@ -89,13 +87,7 @@ class Report:
         return f"doctor: {LABELS[self.level]}: {self._scope()}, {len(self.results)} checks"
 
     def as_json(self) -> str:
-        """Return the whole report. follows: the message of the finding that explains another."""
-        found = causes(self.results)
-        explained = {
-            id(finding): found[cause][1].message
-            for index, (_, finding, cause) in enumerate(found)
-            if cause != index
-        }
+        """Return the whole report."""
         content: dict[str, Any] = {
             "result": LABELS[self.level].lower(),
             "exit_status": int(self.level),
@@ -108,14 +100,7 @@ class Report:
                     "name": one.name,
                     "result": LABELS[one.level].lower(),
                     "seconds": round(one.seconds, 2),
-                    "findings": [
-                        {
-                            **vars(finding),
-                            "level": LABELS[finding.level].lower(),
-                            "follows": explained.get(id(finding), ""),
-                        }
-                        for finding in one.findings
-                    ],
+                    "findings": [_as_dict(finding) for finding in one.findings],
                 }
                 for one in self.results
             ],
@@ -138,3 +123,7 @@ def _row(result: Result) -> str:
         return "; ".join(one.message for one in result.findings)
     count = sum(one.level is not Level.GOOD for one in result.findings)
     return f"{count} finding{'s' * (count > 1)}, see below"
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    return {**vars(finding), "level": LABELS[finding.level].lower()}

@@ -13,10 +13,9 @@ from typing import Any
 from .check import Check, Finding, Level, RankPlace, Ranks, Reported
 from .exchange import Gathered
 from .join import Joined
-from .peers import names_of
+from .peers import names_of, show
 
 _LATE_SECONDS = 3.0  # that the report of a hanging check may take
-_SHOWN = 8
 
 
 @dataclass
@@ -170,15 +169,3 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
         )
         for key, found in alike.items()
     ]
-
-
-def show(places: Sequence[RankPlace]) -> str:
-    """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", at most eight of them."""
-    on_host: dict[tuple[int, str], list[int]] = {}
-    for one in places[:_SHOWN]:
-        on_host.setdefault((one.node, one.host), []).append(one.rank)
-    shown = " and ".join(
-        f"{', '.join(map(str, ranks))} on {host}" for (_, host), ranks in on_host.items()
-    )
-    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
-    return f"rank{'s' * (len(places) > 1)} {shown}{more}"

@@ -21,13 +21,23 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ...launchers.base import LaunchError
 from ..check import NETWORK_CAUSES, Check, Finding, Level, RankPlace, Ranks, Reported
-from ..peers import data_address, interface_problem, listen, names_of, partners, serve, stop
+from ..peers import (
+    data_address,
+    in_threads,
+    interface_problem,
+    listen,
+    names_of,
+    partners,
+    serve,
+    stop,
+)
 from ..probes import connect_all, respond, round_trips
 from .torch_import import import_torch
 
@@ -72,9 +82,12 @@ class Collectives(Check[CollectiveFacts]):
         self.expected = expected
 
     def collect(self, ranks: Ranks) -> CollectiveFacts:
-        """Run this rank's process: with GPUs one for each rank, otherwise one for each host."""
-        if len(ranks.everyone) < 2:
-            return CollectiveFacts(0)
+        """Run this rank's process: with GPUs one for each rank, otherwise one for each host.
+
+        Without a launcher, run two ranks of gloo here.
+        """
+        if len(ranks.everyone) == 1:
+            return _run_two_ranks() if not import_torch().error else CollectiveFacts(0)
         unreachable, address = self._try_links(ranks)
         status = {
             "bad": unreachable,
@@ -124,7 +137,7 @@ class Collectives(Check[CollectiveFacts]):
             network = f"; {first.network}" if first.network else ""
             yield Finding(
                 Level.GOOD,
-                f"all-reduces of {len(trials)} ranks over {first.trial['backend']} are right, bus "
+                f"all-reduces of {first.ranks} ranks over {first.trial['backend']} are right, bus "
                 f"bandwidth {bandwidth / 1e9:.3g} GB/s at {size / 1e6:.3g} MB{network}",
             )
 
@@ -178,6 +191,22 @@ def _environment(
         port=port,
     )
     return environ
+
+
+def _run_two_ranks() -> CollectiveFacts:
+    """Try all-reduces of two processes on the CPUs of this host."""
+    port, no_gpus = _free_port(), {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    of_launch = {"world_size": 2, "local_world_size": 2, "node_rank": 0, "port": port}
+    environs = [
+        rank_variables(rank=rank, local_rank=rank, address="127.0.0.1", **of_launch)
+        for rank in range(2)
+    ]
+    jobs = {
+        rank: partial(_run, {**clean(os.environ), **no_gpus, **environ}, 2)
+        for rank, environ in enumerate(environs)
+    }
+    done = in_threads(jobs, 2 * _SECONDS)
+    return next((one for one in done.values() if one.error), done[0])
 
 
 def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:

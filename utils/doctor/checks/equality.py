@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import locale
-import marshal
 import os
 import platform
 import re
@@ -15,8 +14,8 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.machinery import FrozenImporter
+from dataclasses import dataclass, field
+from importlib.machinery import FrozenImporter, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,13 @@ _PREFIXES = (
     "TORCH_",
 )
 _PATHS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
-_PYTHON = ("PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING")
-_OTHERS = (*_PATHS, *_PYTHON, "DDPKIT_CPU_BIND", "DDPKIT_NETWORK")
+_OTHERS = (
+    *_PATHS,
+    "PYTHONHOME",
+    "PYTHONHASHSEED",
+    "DDPKIT_CPU_BIND",
+    "DDPKIT_NETWORK",
+)
 _OF_RANK = ("CUDA_VISIBLE_DEVICES",)
 # Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
 _OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
@@ -49,27 +53,28 @@ _KIT_CODE, _CODE = "code of the kit", "code in the working directory"
 _PACKAGES = "installed packages"
 _CODE_SUFFIXES = (".py", ".pyc", ".yaml", ".yml", ".toml")
 _VERSION = re.compile(r"^(?:__version__|version)\b[^=\n]*= ?['\"]([^'\"]+)", re.MULTILINE)
-# Variables say the first, as far as they are set; the C locale sets the second by itself.
-_OTHER_FLAGS = ("hash_randomization", "utf8_mode")
+_VERSIONS = ("Python", _TORCH, "kit version", "NCCL")
+_FLAGS = ("optimize", "dev_mode", "safe_path", "isolated", "no_user_site")
 # What every training imports, besides Python's own modules.
 _IMPORTED = ("torch", "numpy", "typing_extensions", "filelock", "sympy", "networkx", "jinja2")
 _TRAP = "other module"
+_ONE_ENVIRONMENT = "Use one environment, command line and locale on all hosts"
+SAME_FILES = "Copy the same files to all hosts, or use a shared file system"
 
 
 @dataclass(frozen=True)
 class Facts:
     """What should be the same everywhere.
 
-    software: versions, by name. code: digests of code and packages, by group; from the first rank
-    of each host. files: the checksum or version of each member, by group, if the digests differ
-    between hosts. settings: options of Python. traps: of the working directory, see traps().
+    software: versions and options of Python, by name. code: digests of code and packages, by group;
+    from the first rank of each host. files: the checksum or version of each member, by group, if
+    the digests differ between hosts. traps: of the working directory, see traps().
     """
 
     software: dict[str, str]
     code: dict[str, str]
     files: dict[str, dict[str, str]]
     variables: dict[str, str]
-    settings: dict[str, str] = field(default_factory=dict)
     traps: list[str] = field(default_factory=list)
 
 
@@ -96,7 +101,6 @@ class Equality(Check[Facts]):
             code=code,
             files={name: files[name] for name in different},
             variables=relevant_variables(os.environ),
-            settings=settings(),
             traps=traps(Path.cwd()) if is_first else [],
         )
 
@@ -104,42 +108,40 @@ class Equality(Check[Facts]):
         findings: list[Finding] = []
         for name in _names(one.facts.software for one in reported):
             values = {one.place: one.facts.software.get(name, "none") for one in reported}
-            level = Level.WARNING if name == "GPU driver" else Level.BAD
-            found = compare(name, values, level, "Use one environment on all hosts")
-            findings += (replace(one, subject=name, follows=("Python", _TORCH)) for one in found)
+            level = Level.BAD if name in _VERSIONS else Level.WARNING
+            findings += compare(name, values, level, _ONE_ENVIRONMENT, ("Python", _TORCH))
         for name in _names(one.facts.files for one in reported):
             items = {
                 one.place: one.facts.files[name] for one in reported if name in one.facts.files
             }
-            is_code = name != _PACKAGES
-            found = compare_items(
-                name,
-                items,
-                Level.BAD if is_code else Level.WARNING,
-                "Copy the same files to all hosts, or use a shared file system"
-                if is_code
-                else "Use one environment on all hosts",
+            if name == _PACKAGES:
+                follows: tuple[str, ...] = ("Python", _TORCH, "NCCL")
+                findings += compare_items(name, items, Level.WARNING, _ONE_ENVIRONMENT, follows)
+            else:
+                follows = ("kit version", _TRAP)
+                findings += compare_items(name, items, Level.BAD, SAME_FILES, follows)
+        findings += (
+            Finding(
+                Level.WARNING,
+                trap.replace("HOST", one.place.host),
+                "Rename that file, and delete __pycache__ in the working directory",
+                hosts=(one.place.host,),
+                subject=_TRAP,
             )
-            follows = ("kit version", _TRAP) if is_code else ("Python", _TORCH, "NCCL")
-            findings += (replace(one, follows=follows) for one in found)
-        findings += _report_traps(reported)
-        for name in _names(one.facts.settings for one in reported):
-            values = {one.place: one.facts.settings.get(name, "none") for one in reported}
-            remedy = (
-                "Start the same command with the same variables on all hosts (PYTHON*, LANG, LC_*)"
-            )
-            found = compare(name, values, Level.WARNING, remedy)
-            findings += (replace(one, follows=("Python",)) for one in found)
+            for one in reported
+            for trap in one.facts.traps
+        )
         for name in _names(one.facts.variables for one in reported):
             values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
             if _depends_on_local_rank(name, values):
                 continue
-            found = compare(name, values, Level.WARNING, remedy)
-            findings += (replace(one, follows=(name,)) for one in found)
+            findings += compare(name, values, Level.WARNING, remedy, (name,))
         if not findings and reported:
             facts = reported[0].facts
-            versions = ", ".join(f"{name} {value}" for name, value in facts.software.items())
+            versions = ", ".join(
+                f"{name} {facts.software[name]}" for name in _VERSIONS if name in facts.software
+            )
             same = "; the same code and variables on all ranks"
             findings = [Finding(Level.GOOD, versions + (same if len(reported) > 1 else ""))]
         yield from findings
@@ -162,6 +164,12 @@ def software() -> dict[str, str]:
             found["NCCL"] = info.name.removesuffix(".dist-info").rpartition("-")[2]
     if driver := driver_version():
         found["GPU driver"] = driver
+    for name in _FLAGS:
+        found[f"sys.flags.{name}"] = str(getattr(sys.flags, name, None))
+    # Where only LANG names the C locale, Python sets UTF-8, for C libraries, too.
+    found["text encoding of the locale"] = locale.nl_langinfo(locale.CODESET)
+    mode = sys._xoptions.get("utf8", os.environ.get("PYTHONUTF8", "default"))
+    found["Python's UTF-8 mode"] = str(mode)
     return found
 
 
@@ -212,21 +220,9 @@ def packages() -> dict[str, str]:
                     continue
                 if found := _VERSION.search(text):
                     versions[name] = found[1]
-    return {
-        name: version for name, version in {**distributions, **versions}.items() if name != _TORCH
-    }
-
-
-def settings() -> dict[str, str]:
-    """Return the options of this Python, and the encoding that C libraries use for text."""
-    found = {
-        f"Python's option sys.flags.{name}": str(getattr(sys.flags, name))
-        for name in sys.flags.__match_args__
-        if name not in _OTHER_FLAGS
-    }
-    found["Python's option -X"] = str(sys._xoptions)
-    found["text encoding of the locale"] = locale.nl_langinfo(locale.CODESET)
-    return found
+    versions.pop(_TORCH, None)
+    distributions.pop(_TORCH, None)
+    return distributions | versions
 
 
 def traps(folder: Path) -> list[str]:
@@ -234,56 +230,43 @@ def traps(folder: Path) -> list[str]:
 
     A file there has the name of a module that others import, or its compiled code is another.
     """
-    own_kit, found = folder / _KIT.name, []
+    found = []
     hidden = {*_IMPORTED, *sys.stdlib_module_names} - {*sys.builtin_module_names, "test"}
-    if not _same_content(own_kit / "__init__.py", _KIT / "__init__.py"):
+    if not (folder / _KIT.name / "doctor").is_dir():  # a copy of the kit
         hidden.add(_KIT.name)
-    for path in sorted(folder.glob("*.py")) + sorted(folder.glob("*/__init__.py")):
-        shown = path if path.parent == folder else path.parent
-        name = shown.stem
-        if name in hidden and FrozenImporter.find_spec(name) is None:
-            of_whom = "the kit" if name == _KIT.name else "Python or torch"
+    for path in [*folder.glob("*.py"), *(one.parent for one in folder.glob("*/__init__.py"))]:
+        if path.stem in hidden and FrozenImporter.find_spec(path.stem) is None:
+            of_whom = "the kit" if path.stem == _KIT.name else "Python or torch"
             found.append(
-                f"{shown.name} in the working directory hides the module {name} of {of_whom} from "
-                "scripts there"
+                f"{path.name} in the working directory of HOST hides the module {path.stem} of "
+                f"{of_whom} from scripts there"
             )
-        if path == shown and _is_stale(path):
+        if path.suffix and _is_stale(path):
             found.append(
-                f"Python runs another code for {path.name} in the working directory: the file in "
-                "__pycache__ is not compiled from it"
+                f"Python on HOST runs another code for {path.name} in the working directory: the "
+                "file in __pycache__ is not compiled from it"
             )
     return found
 
 
-def _same_content(path: Path, other: Path) -> bool:
-    try:
-        return path.read_bytes() == other.read_bytes()
-    except OSError:
-        return False
+class _Loader(SourceFileLoader):
+    """Loads a module as Python does, and writes nothing to __pycache__."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Leave the compiled code."""
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether Python would load compiled code of a file that differs from the file.
-
-    https://docs.python.org/3/reference/import.html#cached-bytecode-invalidation
-    """
-    try:
-        compiled = Path(importlib.util.cache_from_source(path)).read_bytes()
-        source, status = path.read_bytes(), path.stat()
-    except OSError:
+    """Return whether Python would load compiled code that differs from the file."""
+    if not os.path.exists(importlib.util.cache_from_source(path)):
         return False
-    flags, *expected = (int.from_bytes(compiled[at : at + 4], "little") for at in (4, 8, 12))
-    is_loaded = compiled[:4] == importlib.util.MAGIC_NUMBER and (
-        flags == 1  # its hash is not checked
-        or (flags == 0 and expected == [int(status.st_mtime) & 0xFFFFFFFF, status.st_size])
-    )
-    if not is_loaded:
-        return False
+    loader = _Loader(path.stem, str(path))
     try:
-        return bool(
-            marshal.loads(compiled[16:]) != compile(source, path, "exec", dont_inherit=True)
-        )
-    except (ValueError, EOFError, TypeError, SyntaxError):
+        source = loader.source_to_code(path.read_bytes(), str(path))
+        return bool(loader.get_code(path.stem) != source)
+    except (OSError, SyntaxError):  # the program finds out by itself
+        return False
+    except (EOFError, ValueError, TypeError, ImportError):
         return True
 
 
@@ -331,7 +314,11 @@ def _names(values: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def compare(
-    name: str, values: Mapping[RankPlace, str], level: Level, remedy: str
+    name: str,
+    values: Mapping[RankPlace, str],
+    level: Level,
+    remedy: str,
+    follows: tuple[str, ...] = (),
 ) -> Iterator[Finding]:
     """Name those that differ from most ranks."""
     counts = Counter(values.values())
@@ -353,6 +340,8 @@ def compare(
         remedy,
         tuple(one.rank for one in odd),
         tuple(dict.fromkeys(one.host for one in odd)),
+        subject=name,
+        follows=follows,
     )
 
 
@@ -388,7 +377,11 @@ def _shorten(value: str, other: str) -> str:
 
 
 def compare_items(
-    name: str, items: Mapping[RankPlace, Mapping[str, str]], level: Level, remedy: str
+    name: str,
+    items: Mapping[RankPlace, Mapping[str, str]],
+    level: Level,
+    remedy: str,
+    follows: tuple[str, ...] = (),
 ) -> Iterator[Finding]:
     """Name those whose items differ from most ranks: one finding for items that differ together."""
     different: dict[tuple[RankPlace, ...], list[str]] = {}
@@ -400,21 +393,4 @@ def compare_items(
     for names in different.values():
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         first = {place: one.get(names[0], "none") for place, one in items.items()}
-        yield from compare(f"{name} ({shown})", first, level, remedy)
-
-
-def _report_traps(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
-    hosts_with: dict[str, list[str]] = {}
-    for one in reported:
-        for trap in one.facts.traps:
-            hosts_with.setdefault(trap, []).append(one.place.host)
-    hosts = {one.place.host for one in reported}
-    for trap, found in hosts_with.items():
-        is_everywhere = len(found) == len(hosts)
-        yield Finding(
-            Level.WARNING,
-            trap if is_everywhere else f"{', '.join(found)}: {trap}",
-            "Rename that file, and delete __pycache__ in the working directory",
-            hosts=() if is_everywhere else tuple(found),
-            subject=_TRAP,
-        )
+        yield from compare(f"{name} ({shown})", first, level, remedy, follows)

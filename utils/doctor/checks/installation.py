@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,6 @@ from ...launchers.base import LaunchError, shown
 from ...launchers.detect import find_launcher
 from ...rank_variables import RANK_VARIABLES
 from ...schedulers import SchedulerError, get_scheduler
-from .. import mpi_library
 from ..check import Check, Finding, Level, Ranks, Reported
 from .equality import driver_version, torch_build, torch_folder
 
@@ -22,6 +24,10 @@ _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D and display controllers, acc
 # The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+OPEN_MPI, MPICH = "Open MPI", "MPICH"  # Intel MPI, Cray MPICH and MVAPICH are of its family
+_LIBRARY = re.compile(rb"libmpi(?:_\w+|ch)?\.so(?:\.\d+)?")
+# In this order mpi4py's wheels try them; the number is that of the binary interface.
+_NAMES = ("libmpi.so", "libmpi.so.12", "libmpi.so.40")
 _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", "GROUP_RANK")]
 
 
@@ -78,7 +84,7 @@ class Installation(Check[Facts]):
             pci_gpus=pci_gpus(),
             has_devices=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
             mpiexec="" if self._quick else _mpiexec(),
-            mpi4py=mpi_library.library_of_mpi4py() if needs_mpi else "",
+            mpi4py=library_of_mpi4py() if needs_mpi else "",
         )
 
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
@@ -146,6 +152,64 @@ def pci_gpus(root: Path = Path("/")) -> dict[str, int]:
     return found
 
 
+def library_of_mpi4py(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the library that mpi4py would load, such as "libmpi.so.40"; "" without mpi4py.
+
+    The result is a path where mpi4py itself searches for the library: its wheels do.
+    """
+    spec = importlib.util.find_spec("mpi4py")
+    if spec is None or spec.origin is None:
+        return ""
+    extensions = sorted(Path(spec.origin).parent.glob("MPI*.so"))
+    if len(extensions) > 1:  # a wheel has one for each family
+        return environ.get("MPI4PY_LIBMPI") or next(_search(environ), "")
+    for extension in extensions:
+        found = _LIBRARY.search(extension.read_bytes())  # the name is in its dynamic section
+        if found:
+            return found[0].decode()
+    return ""
+
+
+def family(library: str) -> str:
+    """Return the family of a library by its name or path; "" if it is unknown."""
+    name = os.path.basename(os.path.realpath(library) if os.path.exists(library) else library)
+    if re.search(r"libmpi(?:_cray|ch)|libmpi\.so\.12\b", name):
+        return MPICH
+    return OPEN_MPI if re.search(r"libmpi\.so\.[24]0\b", name) else ""
+
+
+def family_of_mpiexec(title: str) -> str:
+    """Return the family of a launch method's title or a launcher's name."""
+    return OPEN_MPI if re.search("open ?mpi", title, re.IGNORECASE) else MPICH
+
+
+def _search(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the libraries that mpi4py's wheels find, the preferred one first."""
+    own = (f"{sys.prefix}/lib/{name}" for name in _NAMES)
+    yield from (path for path in own if os.path.exists(path))
+    cached = _cached_libraries()
+    for name in _NAMES:  # as the dynamic linker searches
+        for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
+            if os.path.exists(f"{folder}/{name}"):
+                yield f"{folder}/{name}"
+        if name in cached:
+            yield cached[name]
+
+
+def _cached_libraries() -> dict[str, str]:
+    """Return the paths of the system's MPI libraries, by name."""
+    environ = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/sbin:/usr/sbin"}
+    try:
+        done = subprocess.run(
+            ["ldconfig", "-p"], env=environ, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    # "	libmpi.so.40 (libc6,x86-64) => /lib/x86_64-linux-gnu/libmpi.so.40"
+    lines = re.findall(r"^\s*(libmpi\.so\S*) .*=> (\S+)$", done.stdout, re.MULTILINE)
+    return dict(reversed(lines))
+
+
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
@@ -195,10 +259,10 @@ def _check_mpi(facts: Facts, host: str) -> Iterator[Finding]:
     """Compare the library of mpi4py with the mpiexec that starts, or would start, the ranks."""
     if not facts.mpi4py:
         return
-    found = mpi_library.family(facts.mpi4py)
+    found = family(facts.mpi4py)
     by_mpiexec = f"{facts.launcher} ({facts.mpi_launcher})" if facts.mpi_launcher else ""
     used = by_mpiexec or (facts.mpiexec if facts.launcher == "single" else "")
-    expected = mpi_library.family_of_mpiexec(used) if used else ""
+    expected = family_of_mpiexec(used) if used else ""
     if found and expected and found != expected:
         yield Finding(
             Level.WARNING,

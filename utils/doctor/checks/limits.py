@@ -30,8 +30,8 @@ class Facts:
 
     ranks: on this host. world_size: of all hosts. fabric: the device that needs locked memory, such
     as "mlx5_0", or "". memory_bytes: the smallest limit of a control group, or the memory of the
-    host. free_bytes: what is left of it. processes_left: of the control group. processes: of the
-    user (ulimit -u). cpu_quota: CPUs whose time the control group allows.
+    host. free_bytes: what is left of it. processes_left: of the control group, or
+    the limit of the user. cpu_quota: CPUs whose time the control group allows.
     """
 
     ranks: int
@@ -46,7 +46,6 @@ class Facts:
     free_bytes: int | None
     processes_left: int | None
     seconds_left: float | None
-    processes: int = _UNLIMITED
     cpu_quota: float | None = None
 
 
@@ -74,7 +73,6 @@ class Limits(Check[Facts]):
             memory_bytes=memory,
             free_bytes=free,
             processes_left=processes_left(),
-            processes=_soft(resource.RLIMIT_NPROC),
             cpu_quota=cpu_quota(),
             seconds_left=_seconds_left() if ranks.me.rank == 0 else None,
         )
@@ -124,12 +122,13 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
 
 
 def processes_left(root: Path = Path("/")) -> int | None:
-    """Return how many processes and threads the control groups still allow; None: no limit."""
-    left = []
+    """Return how many processes and threads limits and control groups allow; None: no limit."""
+    limit = _soft(resource.RLIMIT_NPROC)  # of the user; what others have started is not counted
+    left = [limit] if limit != _UNLIMITED else []
     for folder in _control_groups(root, "pids"):
-        limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
-        if limit is not None and used is not None:
-            left.append(limit - used)
+        most, used = _number(folder / "pids.max"), _number(folder / "pids.current")
+        if most is not None and used is not None:
+            left.append(most - used)
     return min(left, default=None)
 
 
@@ -137,14 +136,11 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many CPUs' time the control groups allow; None: no limit."""
     quotas = []
     for folder in _control_groups(root, "cpu"):
-        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-        try:
-            text = (folder / "cpu.max").read_text()  # "50000 100000", or "max 100000"
-            quota, period = (int(one) if one.isdecimal() else None for one in text.split())
-        except (OSError, ValueError):
-            pass  # version 1, or the top of version 2
-        if quota and period:
-            quotas.append(quota / period)
+        files = (folder / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        # "50000 100000", or "max 100000"; version 1: "-1" for no limit
+        words = " ".join(file.read_text() for file in files if file.is_file()).split()
+        if len(words) == 2 and words[0].isdecimal():
+            quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
@@ -293,18 +289,9 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.WARNING,
-            f"the control group on {host} allows {left} more processes and threads. Expected at "
-            f"least {_PROCESSES_PER_RANK * facts.ranks} for {facts.ranks} ranks",
-            "Raise the limit of processes (pids.max; containers: --pids-limit)",
-        )
-    needed = _PROCESSES_PER_RANK * facts.ranks
-    if facts.processes != _UNLIMITED and facts.processes < needed:
-        yield _of_host(
-            one,
-            Level.WARNING,
-            f"a user on {host} may have {facts.processes} processes and threads (ulimit -u). "
-            f"Expected at least {needed} for {facts.ranks} ranks",
-            "Run ulimit -u 65536 in the job script, or ask the centre to raise the hard limit",
+            f"{host} allows {left} processes and threads (ulimit -u, or the control group). "
+            f"Expected at least {_PROCESSES_PER_RANK * facts.ranks} for {facts.ranks} ranks",
+            "Raise the limit of processes (ulimit -u; containers: --pids-limit)",
         )
     if facts.cpu_quota is not None and facts.cpu_quota < facts.ranks:
         yield _of_host(
@@ -325,7 +312,7 @@ def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         ("open files (ulimit -n)", "open_files"),
         ("size of /dev/shm", "shared_bytes"),
         ("memory", "memory_bytes"),
-        ("processes and threads of a user (ulimit -u)", "processes"),
+        ("processes and threads (ulimit -u, or the control group)", "processes_left"),
         ("CPUs of the control group", "cpu_quota"),
     ):
         values = [_limit(one.facts, field) for one in reported]

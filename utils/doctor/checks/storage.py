@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
-from .equality import compare_items
+from ..peers import names_of
+from .equality import SAME_FILES, compare_items
 
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
@@ -129,8 +130,7 @@ class StorageCheck(Check[StorageFacts]):
             }
             if files:
                 what = _describe(column[0])
-                remedy = "Copy the same files to all hosts, or use a shared file system"
-                findings += compare_items(what, files, Level.BAD, remedy)
+                findings += compare_items(what, files, Level.BAD, SAME_FILES)
         yield from findings
         if reported and not findings:
             yield Finding(Level.GOOD, _summary([one.facts for one in reported]))
@@ -350,7 +350,7 @@ def _conclude_on_failures(
         others = f"; {able} other host{'s' * (able > 1)} can" if able else ""
         yield Finding(
             Level.WARNING if is_hint else Level.BAD,
-            f"{_join(hosts)} cannot {what} in {_describe(folder)}: {reason}{others}. "
+            f"{names_of(hosts)} cannot {what} in {_describe(folder)}: {reason}{others}. "
             f"Expected a folder that every host can {what} in",
             _remedy(folder, bool(able)),
             hosts=tuple(hosts),
@@ -384,7 +384,7 @@ def _conclude_on_sharing(used: dict[str, Folder]) -> Iterator[Finding]:
         folder = used[apart[0]]
         yield Finding(
             Level.WARNING,
-            f"{_join(apart)} does not see files that {writer} has written to "
+            f"{names_of(apart)} does not see files that {writer} has written to "
             f"{_describe(folder)}. Expected one folder that all hosts share",
             "Write checkpoints to a shared file system, and name that folder with --checkpoints",
             hosts=tuple(apart),
@@ -401,7 +401,7 @@ def _conclude_on_empty(used: dict[str, Folder]) -> Iterator[Finding]:
     elif empty:
         yield Finding(
             Level.BAD,
-            f"The data folder {used[empty[0]]['path']} is empty on {_join(empty)}, and not on "
+            f"The data folder {used[empty[0]]['path']} is empty on {names_of(empty)}, and not on "
             f"{len(used) - len(empty)} other hosts. Expected the same files on all "
             "hosts: a file system may not be mounted",
             "Copy the data there, or exclude the hosts and report them. See there: mount",
@@ -431,7 +431,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
         if same[0] == host:  # one file system is reported once
             yield Finding(
                 Level.WARNING,
-                f"{_describe(folder)} has {found}, on {_join(same)}",
+                f"{_describe(folder)} has {found}, on {names_of(same)}",
                 "Remove files there, or use another folder. See: df -h; df -i",
                 hosts=tuple(same),
             )
@@ -439,7 +439,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
 
 def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
     seconds = {host: folder["seconds"] for host, folder in used.items()}
-    for host, took, usual in _outliers(seconds, SLOW_FACTOR, SLOW_SECONDS):
+    for host, took, usual in outliers(seconds, SLOW_FACTOR, SLOW_SECONDS):
         what = "read" if used[host]["purpose"] == "data" else "write, read and remove"
         yield Finding(
             Level.WARNING,
@@ -451,7 +451,7 @@ def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
         )
 
 
-def _outliers(
+def outliers(
     values: dict[str, float | None], factor: float, margin: float
 ) -> Iterator[tuple[str, float, float]]:
     """Yield hosts that are much slower than the others: host, its seconds, median of the others."""
@@ -481,11 +481,6 @@ def _summary(facts: Sequence[StorageFacts]) -> str:
 def _describe(folder: Folder) -> str:
     kind = f" ({folder['file_system']})" if folder["file_system"] else ""
     return f"{_NAMES[folder['purpose']]} {folder['path']}{kind}"
-
-
-def _join(hosts: Sequence[str]) -> str:
-    shown = ", ".join(hosts[:8])
-    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
 
 
 def _size(number: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from ... import process
 from ..check import Check, Finding, Level, Ranks, Reported
+from .storage import outliers
 
 LONGEST_SECONDS = 60.0  # then the check ends without a result: the cores may be busy
 # Of the time that an import waits for files:
@@ -78,20 +78,19 @@ class TorchImportCheck(Check[ImportFacts]):
             )
         if failed:
             return
-        seconds = {
-            one.place.host: one.facts.seconds for one in reported if one.facts.seconds is not None
-        }
-        slow = list(_slow_hosts(seconds))
-        for host, usual in slow:
+        seconds = {one.place.host: one.facts.seconds for one in reported}
+        slow = list(outliers(seconds, SLOW_FACTOR, SLOW_SECONDS))
+        for host, waited, usual in slow:
             yield Finding(
                 Level.WARNING,
-                f"Importing torch waited {seconds[host]:.0f} s for files on {host}; the median of "
+                f"Importing torch waited {waited:.0f} s for files on {host}; the median of "
                 f"the other hosts is {usual:.0f} s",
                 "Exclude the host if that happens again, and report it. See there: iostat -x",
                 hosts=(host,),
                 follows=("storage", "limits"),
             )
-        longest = max(seconds.values(), default=0.0)
+        known = [one for one in seconds.values() if one is not None]
+        longest = max(known, default=0.0)
         if not slow and longest > LONG_SECONDS:
             yield Finding(
                 Level.WARNING,
@@ -99,14 +98,5 @@ class TorchImportCheck(Check[ImportFacts]):
                 f"{LONG_SECONDS:.0f} s",
                 "Copy the Python environment to a local disk of each host, or use a container",
             )
-        elif seconds and not slow:
+        elif known and not slow:
             yield Finding(Level.GOOD, f"Importing torch waited at most {longest:.1f} s for files")
-
-
-def _slow_hosts(seconds: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield hosts that are much slower than the others, and the median of the others."""
-    for host, value in seconds.items():
-        others = [other for name, other in seconds.items() if name != host]
-        usual = statistics.median(others) if others else value
-        if value > SLOW_FACTOR * usual and value > usual + SLOW_SECONDS:
-            yield host, usual
