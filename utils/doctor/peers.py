@@ -64,22 +64,22 @@ def interface_problem(environ: Mapping[str, str] = os.environ, *, hosts: int = 1
 
     Returns "" if they find one. hosts: of this run.
     """
-    host, interfaces = socket.gethostname(), network.interfaces()
-    loopback = {name for name, one in interfaces.items() if network.is_loopback(one)}
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = environ.get(variable, "")
-        used = nccl_interfaces(value, interfaces) if variable[0] == "N" else value.split(",")[:1]
-        if hosts > 1 and used and loopback.issuperset(used):
+    host, present = socket.gethostname(), [name for _, name in socket.if_nameindex()]
+    of_gloo, of_nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
+    used = nccl_interfaces(of_nccl, present)
+    for setting, names in (
+        (f"GLOO_SOCKET_IFNAME={of_gloo}", of_gloo.split(",")[:1]),
+        (f"NCCL_SOCKET_IFNAME={of_nccl}", used),
+    ):
+        if hosts > 1 and names == ["lo"]:
             return (
-                f"{variable}={value} is the loopback interface of {host}, which no other host can "
-                "reach. Unset it, or name the interface that connects the hosts"
+                f"{setting} is the loopback interface of {host}, which no other host can reach. "
+                "Unset it, or name the interface that connects the hosts"
             )
-    value = environ.get("NCCL_SOCKET_IFNAME", "")
-    present = [name for _, name in socket.if_nameindex()]
-    if not value or value.startswith("^") or nccl_interfaces(value, present):
+    if not of_nccl or of_nccl.startswith("^") or used:
         return gloo.interface_problem()
     return (
-        f"NCCL_SOCKET_IFNAME={value}, but {host} has no such interface; it has "
+        f"NCCL_SOCKET_IFNAME={of_nccl}, but {host} has no such interface; it has "
         f"{', '.join(present)}. Unset it, or name one of these"
     )
 

@@ -20,24 +20,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, NoReturn
 
 from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ...launchers.base import LaunchError
+from ...rank_variables import RANK_VARIABLES
 from ..check import NETWORK_CAUSES, Check, Finding, Level, RankPlace, Ranks, Reported
-from ..peers import (
-    data_address,
-    in_threads,
-    interface_problem,
-    listen,
-    names_of,
-    partners,
-    serve,
-    stop,
-)
+from ..peers import data_address, interface_problem, listen, names_of, partners, serve, stop
 from ..probes import connect_all, respond, round_trips
 from .torch_import import import_torch
 
@@ -195,18 +187,16 @@ def _environment(
 
 def _run_two_ranks() -> CollectiveFacts:
     """Try all-reduces of two processes on the CPUs of this host."""
-    port, no_gpus = _free_port(), {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    of_launch = {"world_size": 2, "local_world_size": 2, "node_rank": 0, "port": port}
-    environs = [
-        rank_variables(rank=rank, local_rank=rank, address="127.0.0.1", **of_launch)
-        for rank in range(2)
-    ]
-    jobs = {
-        rank: partial(_run, {**clean(os.environ), **no_gpus, **environ}, 2)
-        for rank, environ in enumerate(environs)
-    }
-    done = in_threads(jobs, 2 * _SECONDS)
-    return next((one for one in done.values() if one.error), done[0])
+    no_gpus = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    port = _free_port()
+    environs = []
+    for rank in range(2):
+        values = (rank, 2, rank, 2, 0, 0, "127.0.0.1", port)
+        variables = dict(zip(RANK_VARIABLES, map(str, values), strict=True))
+        environs.append({**clean(os.environ), **no_gpus, **variables})
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda environ: _run(environ, 2), environs))
+    return next((one for one in done if one.error), done[0])
 
 
 def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ... import __version__
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import names_of, show
 
 _KIT = Path(__file__).resolve().parents[2]
 _PREFIXES = (
@@ -357,13 +358,9 @@ def _depends_on_local_rank(name: str, values: Mapping[RankPlace, str]) -> bool:
 
 def _where(odd: Sequence[RankPlace], values: Mapping[RankPlace, str]) -> str:
     """Return "h3", if all of its ranks differ, or "rank 3 on h2"."""
-    hosts = list(dict.fromkeys((one.node, one.host) for one in odd))
-    of_hosts = [place for place in values if (place.node, place.host) in hosts]
-    if len(of_hosts) == len(odd):
-        shown = ", ".join(host for _, host in hosts[:8])
-        return shown + (f" and {len(hosts) - 8} more hosts" if len(hosts) > 8 else "")
-    shown = ", ".join(f"rank {one.rank} on {one.host}" for one in odd[:8])
-    return shown + (f" and {len(odd) - 8} more ranks" if len(odd) > 8 else "")
+    hosts = {one.node: one.host for one in odd}
+    is_whole = len([place for place in values if place.node in hosts]) == len(odd)
+    return names_of(list(hosts.values())) if is_whole else show(odd)
 
 
 def _shorten(value: str, other: str) -> str:

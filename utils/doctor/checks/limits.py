@@ -239,8 +239,8 @@ def _check_host(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.BAD,
-            f"{host} may lock {_size(facts.locked_bytes)} of memory (ulimit -l), but {facts.fabric}"
-            " needs it for its buffers. Expected: unlimited",
+            f"{host} may lock {size_of(facts.locked_bytes)} of memory (ulimit -l), but "
+            f"{facts.fabric} needs it for its buffers. Expected: unlimited",
             "Start from a login shell with ulimit -l unlimited, or ask the centre to raise memlock "
             "for the daemons of the scheduler",
         )
@@ -259,8 +259,8 @@ def _check_host(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.WARNING,
-            f"/dev/shm of {host} has {_size(free)} free of {_size(shared)}. Expected at least "
-            f"{_size(_SHARED_MEMORY_BYTES)}: DataLoader workers and NCCL exchange data there",
+            f"/dev/shm of {host} has {size_of(free)} free of {size_of(shared)}. Expected at least "
+            f"{size_of(_SHARED_MEMORY_BYTES)}: DataLoader workers and NCCL exchange data there",
             "Delete leftovers there, or enlarge it (containers: --shm-size=8g or --ipc=host)",
         )
 
@@ -272,16 +272,16 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.BAD,
-            f"the processes on {host} may use {_size(facts.memory_bytes)} of memory in all. "
-            f"Expected at least {_size(needed)} for {facts.ranks} ranks",
+            f"the processes on {host} may use {size_of(facts.memory_bytes)} of memory in all. "
+            f"Expected at least {size_of(needed)} for {facts.ranks} ranks",
             "Request more memory (--mem)",
         )
     elif facts.free_bytes is not None and facts.free_bytes < needed / 2:
         yield _of_host(
             one,
             Level.WARNING,
-            f"{host} has {_size(facts.free_bytes)} of memory free. Expected at least "
-            f"{_size(needed / 2)} for {facts.ranks} ranks",
+            f"{host} has {size_of(facts.free_bytes)} of memory free. Expected at least "
+            f"{size_of(needed / 2)} for {facts.ranks} ranks",
             "End what uses it, or request whole hosts",
         )
     left = facts.processes_left
@@ -320,7 +320,7 @@ def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         for one, value in zip(reported, values, strict=True):
             if value < usual / 2:
                 expected, found = (
-                    _size(number) if field.endswith("bytes") else f"{number:.3g}"
+                    size_of(number) if field.endswith("bytes") else f"{number:.3g}"
                     for number in (usual, value)
                 )
                 yield _of_host(
@@ -350,17 +350,17 @@ def _describe(hosts: Sequence[Facts], left: float | None) -> str:
         ("memory", [one.memory_bytes for one in hosts if one.memory_bytes is not None]),
     ):
         if values:
-            parts.append(f"{name} {_size(min(values))}")
+            parts.append(f"{name} {size_of(min(values))}")
     if left is not None:
         parts.append(f"{left / 60:.0f} min left")
     return ("at least " if len(hosts) > 1 else "") + ", ".join(parts)
 
 
-def _size(count: float) -> str:
+def size_of(count: float) -> str:
     """Return "64.0 MiB" or "2.0 GiB"."""
     if count == math.inf:
         return "unlimited"
-    for unit, factor in (("GiB", _GIB), ("MiB", _MIB), ("KiB", 1 << 10)):
+    for unit, factor in (("TiB", 1 << 40), ("GiB", _GIB), ("MiB", _MIB), ("KiB", 1 << 10)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count:.0f} bytes"

@@ -20,6 +20,7 @@ from typing import TypedDict
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of
 from .equality import SAME_FILES, compare_items
+from .limits import size_of
 
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
@@ -418,7 +419,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
         free, files = folder["free_bytes"], folder["free_files"]
         found = ""
         if free is not None and free < least:
-            found = f"{_size(free)} free, expected at least {_size(least)}"
+            found = f"{size_of(free)} free, expected at least {size_of(least)}"
         elif files is not None and files < MIN_FREE_FILES:
             found = f"room for {files} more files, expected at least {MIN_FREE_FILES}"
         if not found:
@@ -473,7 +474,7 @@ def _summary(facts: Sequence[StorageFacts]) -> str:
         free = [folder["free_bytes"] for folder in used if folder["free_bytes"] is not None]
         if seconds and free:
             parts.append(
-                f"{used[0]['path']} in at most {max(seconds):.2f} s, {_size(min(free))} free"
+                f"{used[0]['path']} in at most {max(seconds):.2f} s, {size_of(min(free))} free"
             )
     return f"Files were written, read and removed: {'; '.join(parts)}"
 
@@ -481,11 +482,3 @@ def _summary(facts: Sequence[StorageFacts]) -> str:
 def _describe(folder: Folder) -> str:
     kind = f" ({folder['file_system']})" if folder["file_system"] else ""
     return f"{_NAMES[folder['purpose']]} {folder['path']}{kind}"
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
