@@ -723,8 +723,9 @@ def healthy(number: int) -> tuple[str, Outcome]:
     def docker(run: Run) -> None:
         run.environ.update(odd)
         for host in run.hosts.hosts if odd else ():
-            packets.run(run.hosts, host, "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 "
-                                         "&& ip link set docker0 up")
+            for words in ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0",
+                          "link set docker0 up"):
+                packets.run(run.hosts, host, f"ip {words}")
 
     def start(run: Run) -> subprocess.Popen[str]:
         run.options += options
@@ -769,7 +770,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=0, metavar="N", help="time N healthy runs of each kind")
     parser.add_argument("--torchrun", action="store_true", help="run bare torchrun, too")
     parser.add_argument("--only-torchrun", action="store_true", help="run bare torchrun instead of doctor.py")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many faults, each on its own hosts")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many runs, each on its own hosts")
     parser.add_argument("--show", action="store_true", help="print the whole output")
     parser.add_argument("--results", type=Path, metavar="FILE", help="append the results to a file of JSON lines")
     args = parser.parse_args()
@@ -780,20 +781,24 @@ def main() -> int:
     names = args.faults or ([] if args.healthy or args.times else FAULTS)
     with ThreadPoolExecutor(args.at_once) as pool:
         wrong += sum(not right for right in pool.map(partial(try_fault, args), names))
-    for number in range(args.healthy):
-        kind, outcome = healthy(number)
-        alarms = [f"{one['check']}: {one['message']}" for one in outcome.findings]
-        if outcome.report is None or outcome.status != 0:
-            alarms.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
-        wrong += bool(alarms)
-        print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(alarms) or 'no alarm'}", flush=True)
-        if args.show:
-            print(outcome.output, flush=True)
+        wrong += sum(not good for good in pool.map(partial(try_healthy, args), range(args.healthy)))
     if args.times:
         for what, took in times(args.times).items():
             print(f"launch.py {what:20} {took:5.1f} s", flush=True)
     print(f"{wrong} wrong")
     return int(wrong > 0)
+
+
+def try_healthy(args: argparse.Namespace, number: int) -> bool:
+    """Make one healthy run and print its line; return whether doctor.py gives no alarm."""
+    kind, outcome = healthy(number)
+    alarms = [f"{one['check']}: {one['message']}" for one in outcome.findings]
+    if outcome.report is None or outcome.status != 0:
+        alarms.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
+    print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(alarms) or 'no alarm'}", flush=True)
+    if args.show:
+        print(outcome.output, flush=True)
+    return not alarms
 
 
 def try_fault(args: argparse.Namespace, name: str) -> bool:
