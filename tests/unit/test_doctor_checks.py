@@ -171,7 +171,8 @@ def test_files_that_hide_modules_are_named(tmp_path: Path) -> None:
     ("WIDTH = 256\n", py_compile.PycInvalidationMode.TIMESTAMP, False)])
 def test_compiled_code_of_another_file_is_noticed(tmp_path: Path, source: str, mode: py_compile.PycInvalidationMode,
                                                   is_stale: bool) -> None:
-    model = tmp_path / "model.py"
+    model = tmp_path / "net" / "model.py"
+    model.parent.mkdir()
     model.write_text("WIDTH = 256\n")
     date = model.stat().st_mtime_ns
     compiled = Path(str(py_compile.compile(str(model), doraise=True, invalidation_mode=mode)))
@@ -311,7 +312,7 @@ def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, A
     below = [one.effects for result in results for one in result.findings if one.level is not Level.GOOD]
     assert below == ([("BAD links: slow",)] if is_below else [(), ()])
     assert report.level is Level.BAD and bool(report.hosts_to_exclude) is (not is_below and bool(effect.get("hosts")))
-    assert ("  It explains: BAD links: slow." in report.as_text()) is is_below
+    assert ("  May follow from it: BAD links: slow." in report.as_text()) is is_below
 
 
 # the exchange ----------------------------------------------------------------------------------------------------

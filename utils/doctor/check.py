@@ -11,8 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 Facts = TypeVar("Facts")
 
 
-# The checks whose findings explain that a host is slow or fails in the network.
-NETWORK_CAUSES = ("connections", "limits", "placement")
+CPUS = "CPUs"  # the subject of findings that explain that a host is slow
 
 
 class Level(enum.IntEnum):

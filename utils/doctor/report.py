@@ -36,7 +36,7 @@ def fold(results: Sequence[Result]) -> None:
             result.findings.append(replace(finding, level=level, effects=tuple(shown)))
         elif not result.findings:
             name = found[roots[index]][0].name
-            result.findings.append(Finding(Level.GOOD, f"explained by what {name} has found"))
+            result.findings.append(Finding(Level.GOOD, f"see what {name} has found"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Report:
             lines += ["", f"{LABELS[finding.level]} {name}: {finding.message}."]
             if finding.remedy:
                 lines.append(f"  Remedy: {finding.remedy}.")
-            lines += [f"  It explains: {effect}." for effect in finding.effects]
+            lines += [f"  May follow from it: {effect}." for effect in finding.effects]
         if self.hosts_to_exclude:
             lines += ["", f"Hosts to exclude: {','.join(self.hosts_to_exclude)}"]
         return "\n".join(lines)

@@ -28,7 +28,7 @@ from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ...launchers.base import LaunchError
 from ...rank_variables import RANK_VARIABLES
-from ..check import NETWORK_CAUSES, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import data_address, interface_problem, listen, names_of, partners, serve, stop
 from ..probes import connect_all, respond, round_trips
 from .torch_import import import_torch
@@ -36,7 +36,7 @@ from .torch_import import import_torch
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 LOW_SHARE = 0.5  # of the expected bandwidth: the all-reduces are short
-_CAUSES = (*NETWORK_CAUSES, "links", "names", "equality", "installation", "import")
+_CAUSES = ("connections", "links", CPUS, "names", "equality", "installation", "import")
 _SECONDS = 40.0  # for a process
 _LATE = "did not end within"
 _START_FAILED = "the ranks do not start: "

@@ -242,11 +242,11 @@ def traps(folder: Path) -> list[str]:
                 f"{path.name} in the working directory of HOST hides the module {path.stem} of "
                 f"{of_whom} from scripts there"
             )
-        if path.suffix and _is_stale(path):
-            found.append(
-                f"Python on HOST runs another code for {path.name} in the working directory: the "
-                "file in __pycache__ is not compiled from it"
-            )
+    for path in filter(_is_stale, [*folder.glob("*.py"), *folder.glob("*/*.py")]):
+        found.append(
+            f"Python on HOST runs another code for {path.relative_to(folder)} in the working "
+            "directory: the file in __pycache__ is not compiled from it"
+        )
     return found
 
 
@@ -341,7 +341,7 @@ def compare(
         remedy,
         tuple(one.rank for one in odd),
         tuple(dict.fromkeys(one.host for one in odd)),
-        subject=name,
+        subject=name.partition(" (")[0],
         follows=follows,
     )
 

@@ -7,12 +7,12 @@ import os
 import resource
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...gpus import gpu_vendor
 from ...schedulers import AllocationError, current_allocation
-from ..check import Check, Finding, Level, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, Ranks, Reported
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _UNLIMITED = -1
@@ -294,13 +294,14 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
             "Raise the limit of processes (ulimit -u; containers: --pids-limit)",
         )
     if facts.cpu_quota is not None and facts.cpu_quota < facts.ranks:
-        yield _of_host(
+        found = _of_host(
             one,
             Level.WARNING,
             f"the control group on {host} allows the time of {facts.cpu_quota:.3g} CPUs. Expected "
             f"at least one for each of {facts.ranks} ranks",
             "Request a CPU for each rank at least (containers: --cpus)",
         )
+        yield replace(found, subject=CPUS)
 
 
 def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from ...launchers.detect import detect
 from ...schedulers import AllocationError, current_allocation
 from ...schedulers.hostnames import same_host
 from ...topology import pci_node, read_topology
-from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import show
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -316,7 +316,7 @@ def _check_cores(on_host: Sequence[Reported[Facts]], allocated: int | None) -> I
         yield _finding(Level.BAD, str(error), "Correct or unset the variable", places)
         return
     for note in notes:
-        yield _finding(Level.WARNING, note.problem, note.remedy, places)
+        yield _finding(Level.WARNING, note.problem, note.remedy, places, subject=CPUS)
 
     usable = {cpu for one in on_host for cpu in binding.cpus_of_mask(one.facts.mask)}
     # 0: outside of a job, where all CPUs count. None: unknown, since other jobs may run there.

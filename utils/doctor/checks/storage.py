@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of
 from .equality import SAME_FILES, compare_items
 from .limits import size_of
@@ -448,7 +448,7 @@ def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
             f"median of the other hosts is {usual:.2f} s",
             "Exclude the host if that happens again, and report it. See there: iostat -x; dmesg",
             hosts=(host,),
-            follows=("limits",),
+            follows=(CPUS,),
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ... import process
-from ..check import Check, Finding, Level, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, Ranks, Reported
 from .storage import outliers
 
 LONGEST_SECONDS = 60.0  # then the check ends without a result: the cores may be busy
@@ -74,7 +74,7 @@ class TorchImportCheck(Check[ImportFacts]):
                 "Install what the message names again in the environment of the training, and "
                 "unset PYTHONPATH if it names packages of another Python",
                 hosts=(one.place.host,),
-                follows=("installation", "equality"),
+                follows=("installation", "Python", "torch", "installed packages"),
             )
         if failed:
             return
@@ -87,7 +87,7 @@ class TorchImportCheck(Check[ImportFacts]):
                 f"the other hosts is {usual:.0f} s",
                 "Exclude the host if that happens again, and report it. See there: iostat -x",
                 hosts=(host,),
-                follows=("storage", "limits"),
+                follows=("storage", CPUS),
             )
         known = [one for one in seconds.values() if one is not None]
         longest = max(known, default=0.0)
