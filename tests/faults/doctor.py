@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib.util
 import json
+import marshal
 import os
 import re
 import statistics
@@ -400,6 +403,78 @@ def by_hand(*ranks: int) -> Callable[[Run], subprocess.Popen[str]]:
     return start
 
 
+def hosts_file(*lines: str) -> Callable[[Run], object]:
+    """Put lines into the hosts file of a host before the others; no line there names the bad host otherwise."""
+    def inject(run: Run) -> None:
+        host_file(OTHER, **{BAD: ""})(run)
+        path = run.hosts.folder / f"hosts.{OTHER}"
+        path.write_text("".join(f"{line}\n" for line in lines) + path.read_text())
+    return inject
+
+
+def packages_file(name: str, change: Callable[[str], str]) -> Callable[[Run], object]:
+    """Change a file of the installed packages on a host."""
+    def inject(run: Run) -> None:
+        path = next(Path(sys.prefix).glob(f"lib/python*/site-packages/{name}"))
+        host_faults.replace_file(run.hosts, BAD, path, change(path.read_text()))
+    return inject
+
+
+def no_torch(run: Run) -> None:
+    folder = next(Path(sys.prefix).glob("lib/python*/site-packages/torch"))
+    packets.run(run.hosts, BAD, f"mount -t tmpfs none {folder}")
+
+
+def work_file(name: str, text: str = "", on_bad: str | None = None) -> Callable[[Run], object]:
+    """Write a file into the working directory; on_bad: its text on one host."""
+    def inject(run: Run) -> None:
+        (run.work / name).write_text(text)
+        if on_bad is not None:
+            host_faults.replace_file(run.hosts, BAD, run.work / name, on_bad)
+    return inject
+
+
+def stale_code(run: Run) -> None:
+    """Compiled code of one host that is another file's, with the date and size of the file."""
+    source = run.work / "model.py"
+    source.write_text("WIDTH = 512\n")
+    status = source.stat()
+    header = b"".join(int(one).to_bytes(4, "little") for one in (0, status.st_mtime, status.st_size))
+    cache = run.folder / "cache" / Path(importlib.util.cache_from_source(str(source))).name
+    cache.parent.mkdir()
+    cache.write_bytes(importlib.util.MAGIC_NUMBER + header + marshal.dumps(compile("WIDTH = 256\n", source, "exec")))
+    (run.work / "__pycache__").mkdir()
+    packets.run(run.hosts, BAD, f"mount --bind {cache.parent} {run.work}/__pycache__")
+
+
+def data(on_bad: bytes) -> Callable[[Run], object]:
+    """A folder of data, with another file on one host."""
+    def inject(run: Run) -> None:
+        for host, content in (("all", b"1" * 5000), (BAD, on_bad)):
+            (run.folder / f"data.{host}").mkdir()
+            for name in ("shard-0", "shard-1"):
+                (run.folder / f"data.{host}" / name).write_bytes(content if name == "shard-1" else b"0" * 5000)
+        run.options += ["--data", str(run.folder / "data.all")]
+        packets.run(run.hosts, BAD, f"mount --bind {run.folder}/data.{BAD} {run.folder}/data.all")
+    return inject
+
+
+def cpu_quota(run: Run) -> None:
+    enter = run.undo.enter_context(host_faults.cgroup("cpu", {"cpu.cfs_quota_us": "100000"}))  # one of 100 ms
+    enter(run.hosts, BAD)
+
+
+def by_torchrun(run: Run) -> subprocess.Popen[str]:
+    return run.start("h1", [*LAUNCH, "--torchrun", *run.doctor[1:]])
+
+
+def by_mpiexec(name: str) -> Callable[[Run], subprocess.Popen[str]]:
+    def start(run: Run) -> subprocess.Popen[str]:
+        hosts = " ".join(host for host in run.hosts.hosts for _ in range(run.per_host))
+        return run.start("h1", [*run.lab.mpiexec(name, hosts, run.environ), *run.doctor], PBS_JOBID="")
+    return start
+
+
 def stale_rank(run: Run) -> subprocess.Popen[str]:
     """doctor.py in a shell that still has the variables of a rank."""
     return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
@@ -486,7 +561,42 @@ FAULTS = {
                                                                                           nofile=256)),
     "small /dev/shm": Fault(r"/dev/shm", inject=small_shared_memory, also="CPU build|torch|GPU"),
     "little memory": Fault(r"memory|cgroup", inject=little_memory),
-}
+} | {name: dataclasses.replace(fault, size=3) for name, fault in {
+    "wrong address first": Fault(r"h2 resolves h3 to 10\.79\.1\.99", hosts=(OTHER,), inject=hosts_file(
+        "10.79.1.99 h3", "10.79.1.3 h3")),
+    "IPv6 name that leads nowhere": Fault(r"h2 resolves h3 to fd00::99", hosts=(OTHER,),
+                                          inject=hosts_file("fd00::99 h3"), start=by_mpiexec("mpich5")),
+    "asserts switched off": Fault(r"sys\.flags\.optimize differs", inject=on_bad_host("export PYTHONOPTIMIZE=1"),
+                                  start=by_mpiexec("openmpi5")),
+    "development mode": Fault(r"dev_mode differs", inject=on_bad_host(
+        "python=$1; shift; set -- $python -X dev \"$@\"")),
+    "another locale": Fault(r"text encoding of the locale differs", inject=on_bad_host("export LC_ALL=C")),
+    "UTF-8 mode": Fault(r"UTF-8 mode differs", inject=on_bad_host("export PYTHONUTF8=1"),
+                        start=by_mpiexec("openmpi5")),
+    "another numpy": Fault(r"packages \(numpy\) differs\. h3: 1\.26\.4", start=by_torchrun, inject=packages_file(
+        "numpy/version.py", lambda text: re.sub(r'^version = .*', 'version = "1.26.4"', text, flags=re.MULTILINE))),
+    "random.py hides a module": Fault(r"random\.py .*hides the module random", hosts=(),
+                                      inject=work_file("random.py", "SEED = 1\n")),
+    "utils.py hides the kit": Fault(r"utils\.py .*hides the module utils of the kit", hosts=(),
+                                    inject=work_file("utils.py")),
+    "another configuration": Fault(r"working directory \(train\.yaml\) differs", inject=work_file(
+        "train.yaml", "lr: 0.1\n", "lr: 0.2\n")),
+    "stale compiled code": Fault(r"model\.py.* not compiled from it", inject=stale_code, start=by_mpiexec("mpich5")),
+    "data file of another size": Fault(r"shard-1\) differs. h3: 4000 bytes", inject=data(b"1" * 4000)),
+    "data file of other content": Fault(r"shard-1\) differs.*checksum", inject=data(b"2" * 5000), start=by_torchrun),
+    "CPU quota": Fault(r"allows the time of 1 CPUs", inject=cpu_quota),
+    "few processes": Fault(r"h3 allows 100 processes.*ulimit -u", start=by_torchrun,
+                           inject=lambda run: host_faults.set_limits(run.hosts, BAD, nproc=100)),
+    "torch that cannot be imported": Fault(r"torch cannot be imported on h3: ImportError: libmpi", inject=lambda run: (
+        run.options.append("--quick"),
+        packages_file("torch/functional.py", lambda text: "raise ImportError('libmpi.so.12: not found')")(run))),
+    "Python without torch": Fault(r"Python of h3 has no torch", inject=no_torch),
+    "loopback on two hosts": Fault(r"GLOO_SOCKET_IFNAME=lo .*loopback", hosts=BOTH, inject=lambda run: run.shell.append(
+        f"case $(hostname) in {OTHER}|{BAD}) export GLOO_SOCKET_IFNAME=lo;; esac")),
+    "loopback for NCCL": Fault(r"NCCL_SOCKET_IFNAME=lo .*loopback", hosts=("h1", "h2", "h3"),
+                               inject=everywhere(NCCL_SOCKET_IFNAME="lo"), start=by_mpiexec("openmpi5")),
+    "64 threads on one host": Fault(r"would start 128 threads", inject=on_bad_host("export OMP_NUM_THREADS=64")),
+}.items()}
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -595,29 +705,41 @@ def first_error(output: str) -> str:
     return next((line[:200] for line in reversed(lines) if line), "")
 
 
+# What is unusual and healthy, on all hosts, which have the bridge of Docker then, too.
+ODD = ({"LANG": "tr_TR.UTF-8"}, {"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}, {"LANG": "ja_JP.SJIS"},
+       {"http_proxy": "http://10.79.1.250:3128", "https_proxy": "http://10.79.1.250:3128", "no_proxy": "localhost"},
+       {"LC_ALL": "POSIX", "ALL_PROXY": "socks5://127.0.0.1:9"}, {"LC_CTYPE": "C", "LC_NUMERIC": "de_DE.UTF-8"},
+       {"LANG": "", "HTTP_PROXY": "http://nowhere:1"}, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONOPTIMIZE": "1"})
 # A healthy run: the hosts, the launcher, and the options of doctor.py.
 HEALTHY = (("launch.py", 4, 2, ()), ("torchrun", 2, 2, ()), ("mpich5", 3, 2, ()), ("launch.py", 1, 2, ()),
            ("openmpi5", 3, 2, ()), ("launch.py", 4, 2, ("--quick",)), ("laptop", 1, 1, ()), ("launch.py", 8, 1, ()))
 
 
 def healthy(number: int) -> tuple[str, Outcome]:
-    """Run doctor.py where nothing is wrong."""
+    """Run doctor.py where nothing is wrong; from the tenth run on, with ODD surroundings."""
     kind, size, per_host, options = HEALTHY[number % len(HEALTHY)]
+    odd = ODD[number % 10] if number % 20 >= 10 else {}
+
+    def docker(run: Run) -> None:
+        run.environ.update(odd)
+        for host in run.hosts.hosts if odd else ():
+            for words in ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0",
+                          "link set docker0 up"):
+                packets.run(run.hosts, host, f"ip {words}")
 
     def start(run: Run) -> subprocess.Popen[str]:
         run.options += options
         if kind == "torchrun":
-            return run.start("h1", [*LAUNCH, "--torchrun", *run.doctor[1:]])
+            return by_torchrun(run)
         if kind in MPIS:
-            hosts = " ".join(host for host in run.hosts.hosts for _ in range(per_host))
-            return run.start("h1", [*run.lab.mpiexec(kind, hosts), *run.doctor], PBS_JOBID="")
+            return by_mpiexec(kind)(run)
         if kind == "laptop":
             return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT)
+                                   stderr=subprocess.STDOUT, env=run.environ)
         return run.launch()
 
-    return f"{kind} {size} x {per_host} {' '.join(options)}", examine(Fault("", start=start, size=size,
-                                                                           per_host=per_host))
+    what = f"{kind} {size} x {per_host} {' '.join([*options, *(f'{name}={value}' for name, value in odd.items())])}"
+    return what, examine(Fault("", start=start, inject=docker, size=size, per_host=per_host))
 
 
 def times(count: int) -> dict[str, float]:
@@ -648,7 +770,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=0, metavar="N", help="time N healthy runs of each kind")
     parser.add_argument("--torchrun", action="store_true", help="run bare torchrun, too")
     parser.add_argument("--only-torchrun", action="store_true", help="run bare torchrun instead of doctor.py")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many faults, each on its own hosts")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many runs, each on its own hosts")
     parser.add_argument("--show", action="store_true", help="print the whole output")
     parser.add_argument("--results", type=Path, metavar="FILE", help="append the results to a file of JSON lines")
     args = parser.parse_args()
@@ -659,20 +781,24 @@ def main() -> int:
     names = args.faults or ([] if args.healthy or args.times else FAULTS)
     with ThreadPoolExecutor(args.at_once) as pool:
         right += sum(pool.map(partial(try_fault, args), names))
-    for number in range(args.healthy):
-        kind, outcome = healthy(number)
-        found = [f"{one['check']}: {one['message']}" for one in outcome.findings]
-        if outcome.report is None or outcome.status != 0:
-            found.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
-        alarms += bool(found)
-        print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(found) or 'no alarm'}", flush=True)
-        if args.show:
-            print(outcome.output, flush=True)
+        alarms += sum(not good for good in pool.map(partial(try_healthy, args), range(args.healthy)))
     if args.times:
         for what, took in times(args.times).items():
             print(f"launch.py {what:20} {took:5.1f} s", flush=True)
     print(f"{right} of {len(names)} faults right, {alarms} alarms in {args.healthy} healthy runs")
     return int(right < len(names) or alarms > 0)
+
+
+def try_healthy(args: argparse.Namespace, number: int) -> bool:
+    """Make one healthy run and print its line; return whether doctor.py gives no alarm."""
+    kind, outcome = healthy(number)
+    alarms = [f"{one['check']}: {one['message']}" for one in outcome.findings]
+    if outcome.report is None or outcome.status != 0:
+        alarms.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
+    print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(alarms) or 'no alarm'}", flush=True)
+    if args.show:
+        print(outcome.output, flush=True)
+    return not alarms
 
 
 def try_fault(args: argparse.Namespace, name: str) -> bool:

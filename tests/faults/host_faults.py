@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -82,8 +83,9 @@ def set_clock(hosts: Hosts, host: str, seconds: int) -> None:
 def set_limits(hosts: Hosts, host: str, **limits: int) -> None:
     """Set resource limits of a host's daemons, such as nofile=256; what they start inherits them."""
     for pid in processes_on(hosts, host):
-        subprocess.run(["prlimit", f"--pid={pid}", *(f"--{name}={value}:{value}" for name, value in limits.items())],
-                       check=True)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            for name, value in limits.items():
+                resource.prlimit(pid, getattr(resource, f"RLIMIT_{name.upper()}"), (value, value))
 
 
 def set_cores(hosts: Hosts, host: str, cores: set[int]) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import py_compile
 import socket
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from tests.unit.programs import ROOT
 from utils.doctor.check import Check, Finding, Level, RankPlace, Reported
 from utils.doctor.checks import equality, installation, limits, placement
 from utils.doctor.exchange import Exchange, Server
+from utils.doctor.report import Report, fold
+from utils.doctor.run import Result, merge
 
 DOCTOR = [sys.executable, str(ROOT / "scripts" / "doctor.py")]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
@@ -106,11 +110,13 @@ def test_equality_reports_what_is_the_same() -> None:
     ({"software": {"torch": "2.6.0"}}, Level.BAD, "Python differs. c: none; the other ranks: 3.12.1"),
     ({"variables": {"NCCL_DEBUG": "WARN"}}, Level.WARNING, "NCCL_DEBUG differs. c: WARN; the other ranks: INFO"),
     ({"variables": {}}, Level.WARNING, "NCCL_DEBUG differs. c: (unset); the other ranks: INFO"),
+    ({"software": {"Python": "3.12.1", "torch": "2.6.0", "sys.flags.optimize": "1"}}, Level.WARNING,
+     "sys.flags.optimize differs. c: 1; the other ranks: none"),
     ({"code": {"code of the kit": "2"}}, Level.BAD, "code of the kit (train.py) differs. c: 2; the other ranks: 1")])
 def test_equality_names_the_odd_host(change: dict[str, Any], level: Level, message: str) -> None:
     is_code = "code" in change
-    common = dataclasses.replace(SAME, files={"code of the kit": {"train.py": 1, "x.py": 5}} if is_code else {})
-    odd = dataclasses.replace(common, **change, **({"files": {"code of the kit": {"train.py": 2, "x.py": 5}}}
+    common = dataclasses.replace(SAME, files={"code of the kit": {"train.py": "1", "x.py": "5"}} if is_code else {})
+    odd = dataclasses.replace(common, **change, **({"files": {"code of the kit": {"train.py": "2", "x.py": "5"}}}
                                                    if is_code else {}))
     found, = conclude(equality.Equality(), [common, common, common, odd, odd], places("a", "a", "b", "c", "c"))
     assert (found.level, found.message, found.hosts) == (level, message, ("c",))
@@ -127,6 +133,70 @@ def test_checksums_cover_scripts_and_packages(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert sorted(equality.checksums(tmp_path)) == ["model/__init__.py", "model/layers/__init__.py", "train.py"]
+
+
+def test_items_that_differ_on_other_hosts_are_other_findings() -> None:
+    items = [{"numpy": "2.1", "scipy": "1.0"}, {"numpy": "1.26", "scipy": "1.0"}, {"numpy": "2.1"}] + [
+        {"numpy": "2.1", "scipy": "1.0"}] * 2
+    found = equality.compare_items("packages", dict(zip(places("a", "b", "c", "d", "e"), items, strict=True)),
+                                   Level.WARNING, "")
+    assert [one.message for one in found] == ["packages (numpy) differs. b: 1.26; the other ranks: 2.1",
+                                              "packages (scipy) differs. c: none; the other ranks: 1.0"]
+
+
+def test_versions_of_packages_are_those_that_python_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, name, version in (("first", "numpy", "1.26.4"), ("second", "numpy", "2.1.0"), ("second", "wheel", "1")):
+        (tmp_path / folder / f"{name}-{version}.dist-info").mkdir(parents=True)
+    (tmp_path / "second" / "scipy").mkdir()
+    (tmp_path / "second" / "scipy" / "version.py").write_text('"""Made."""\nversion: str = "1.14.1"\n')
+    (tmp_path / "second" / "scipy-1.0.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), "/nowhere", str(tmp_path / "second")])
+    assert equality.packages() == {"numpy": "1.26.4", "wheel": "1", "scipy": "1.14.1"}
+
+
+def test_files_that_hide_modules_are_named(tmp_path: Path) -> None:
+    for name in ("random.py", "numpy/__init__.py", "utils.py", "test.py", "time.py", "os.py", "model.py", "data/x.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    found = equality.traps(tmp_path)
+    assert sorted(one.partition(" ")[0] for one in found) == ["numpy", "random.py", "utils.py"], found
+    assert not equality.traps(ROOT)
+
+
+@pytest.mark.parametrize(("source", "mode", "is_stale"), [
+    ("WIDTH = 512\n", py_compile.PycInvalidationMode.TIMESTAMP, True),
+    ("WIDTH = 512\n", py_compile.PycInvalidationMode.UNCHECKED_HASH, True),
+    ("WIDTH = 512\n", py_compile.PycInvalidationMode.CHECKED_HASH, False),  # Python compiles the file again
+    ("WIDTH = 1024\n", py_compile.PycInvalidationMode.TIMESTAMP, False),  # as for another size
+    ("WIDTH = 256\n", py_compile.PycInvalidationMode.TIMESTAMP, False)])
+def test_compiled_code_of_another_file_is_noticed(tmp_path: Path, source: str, mode: py_compile.PycInvalidationMode,
+                                                  is_stale: bool) -> None:
+    model = tmp_path / "net" / "model.py"
+    model.parent.mkdir()
+    model.write_text("WIDTH = 256\n")
+    date = model.stat().st_mtime_ns
+    compiled = Path(str(py_compile.compile(str(model), doraise=True, invalidation_mode=mode)))
+    before = compiled.read_bytes()
+    model.write_text(source)
+    os.utime(model, ns=(date, date))
+    assert [("model.py" in one) for one in equality.traps(tmp_path)] == [True] * is_stale
+    assert compiled.read_bytes() == before
+
+
+def test_options_of_python_and_the_locale_are_compared() -> None:
+    program = "import json; from utils.doctor.checks import equality; print(json.dumps(equality.software()))"
+
+    def software(*options: str, **environ: str) -> dict[str, str]:
+        done = subprocess.run([sys.executable, *options, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                              check=True, env={"PATH": os.environ["PATH"], **environ})
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+    usual = software(LANG="C.UTF-8")
+    assert software() == software(LANG="tr_TR.UTF-8") == software(PYTHONDONTWRITEBYTECODE="1") == usual  # no difference
+    for odd, name in ((software("-O"), "sys.flags.optimize"), (software("-X", "utf8"), "Python's UTF-8 mode"),
+                      (software(PYTHONUTF8="1"), "Python's UTF-8 mode"),
+                      (software(LC_ALL="C"), "text encoding of the locale")):
+        assert [one for one in usual if odd[one] != usual[one]] == [name]
 
 
 def test_empty_and_repeated_entries_of_paths_are_no_difference() -> None:
@@ -149,7 +219,8 @@ LIMITS = limits.Facts(ranks=2, world_size=8, fabric="", has_gpu=False, locked_by
     ({"memory_bytes": 1 << 28, "free_bytes": 1 << 28}, "the processes on c may use 256.0 MiB of memory in all"),
     ({"free_bytes": 1 << 28}, "c has 256.0 MiB of memory free"),
     ({"memory_bytes": 6 * GIB, "free_bytes": 6 * GIB}, "memory of c: 6.0 GiB. Most hosts: 16.0 GiB"),
-    ({"processes_left": 9}, "the control group on c allows 9 more processes")])
+    ({"processes_left": 9}, "c allows 9 processes and threads (ulimit -u, or the control group)"),
+    ({"cpu_quota": 1.5}, "the control group on c allows the time of 1.5 CPUs. Expected at least one for each of 2")])
 def test_limits_names_host_value_and_expected_value(change: dict[str, Any], message: str) -> None:
     facts = [LIMITS, LIMITS, dataclasses.replace(LIMITS, **change)]
     found = alarms(limits.Limits(), facts, places("a", "b", "c"))
@@ -160,6 +231,19 @@ def test_limits_names_host_value_and_expected_value(change: dict[str, Any], mess
 def test_little_time_left_is_reported() -> None:
     facts = [dataclasses.replace(LIMITS, seconds_left=90.0)]
     assert alarms(limits.Limits(), facts, places("a"))[0][0].startswith("the job has 90 s left")
+
+
+def test_quota_of_cpus_is_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
+    for name, text in (("proc/self/cgroup", "4:cpu,cpuacct:/job\n0::/job/step\n"), ("job/step/cpu.max", "max 100000\n"),
+                       ("job/cpu.max", "300000 100000\n"), ("cpu/job/cpu.cfs_quota_us", "50000\n"),
+                       ("cpu/job/cpu.cfs_period_us", "100000\n"), ("cpu/cpu.cfs_quota_us", "-1\n"),
+                       ("cpu/cpu.cfs_period_us", "100000\n")):
+        path = tmp_path / name if name.startswith("proc") else tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if name.startswith("job/step"):
+            assert limits.cpu_quota(tmp_path) is None
+    assert limits.cpu_quota(tmp_path) == 0.5
 
 
 def test_memory_limit_is_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
@@ -199,6 +283,36 @@ def test_installation(change: dict[str, Any], message: str) -> None:
     found = alarms(installation.Installation(False), [dataclasses.replace(INSTALLED, **change)], places("a"))
     assert [hosts for _, hosts in found] == (["a"] if message else [])
     assert not message or found[0][0].startswith(message)
+
+
+# one cause, one finding ------------------------------------------------------------------------------------------
+
+
+def test_findings_that_say_the_same_of_several_hosts_are_one() -> None:
+    found = merge([Finding(Level.BAD, f"{host} may open 64 files", f"ulimit -n on {host}", (rank,), (host,))
+                   for rank, host in enumerate(("n1", "n10", "n2"))]
+                  + [Finding(Level.BAD, "n1 is slow", hosts=("n1",))])
+    assert [(one.message, one.hosts, one.ranks) for one in found] == [
+        ("n1, n10 and n2 may open 64 files", ("n1", "n10", "n2"), (0, 1, 2)), ("n1 is slow", ("n1",), ())]
+
+
+@pytest.mark.parametrize(("cause", "effect", "is_below"), [
+    ({"hosts": ("a",)}, {"hosts": ("a", "b"), "follows": ("limits",)}, True),
+    ({"hosts": ("a",)}, {"hosts": ("b",), "follows": ("limits",)}, False),  # another host
+    ({"hosts": ("a",)}, {"hosts": ("a",), "follows": ("names",)}, False),
+    ({"hosts": ("a",)}, {"follows": ("limits",)}, True),  # the effect concerns all
+    ({"hosts": ("a",), "subject": "X"}, {"hosts": ("b",), "subject": "X", "follows": ("X",)}, True),  # the odd one is b
+    ({"hosts": ("a",), "subject": "X", "follows": ("links",)}, {"hosts": ("a",), "follows": ("X",)}, True)])
+def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, Any], effect: dict[str, Any],
+                                                              is_below: bool) -> None:
+    results = [Result("links", [Finding(Level.BAD, "slow", "", exclude=True, **effect)]),
+               Result("limits", [Finding(Level.WARNING, "few cores", "Ask", **cause)])]
+    fold(results)
+    report = Report(places("a", "b"), "srun", results, 1.0)
+    below = [one.effects for result in results for one in result.findings if one.level is not Level.GOOD]
+    assert below == ([("BAD links: slow",)] if is_below else [(), ()])
+    assert report.level is Level.BAD and bool(report.hosts_to_exclude) is (not is_below and bool(effect.get("hosts")))
+    assert ("  May follow from it: BAD links: slow." in report.as_text()) is is_below
 
 
 # the exchange ----------------------------------------------------------------------------------------------------

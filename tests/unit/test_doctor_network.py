@@ -11,11 +11,10 @@ from utils.doctor.check import Check, Finding, Level, RankPlace, Reported
 from utils.doctor.checks.clock import Clock, ClockFacts
 from utils.doctor.checks.collectives import CollectiveFacts, Collectives
 from utils.doctor.checks.connections import ConnectionFacts, Connections
-from utils.doctor.checks.gloo import Facts as GlooFacts
-from utils.doctor.checks.gloo import Gloo
 from utils.doctor.checks.gpus import GpuFacts, Gpus, parse_rocm
 from utils.doctor.checks.links import LinkFacts, Links
 from utils.doctor.checks.names import NameFacts, Names
+from utils.doctor.checks.torch_import import ImportFacts, TorchImportCheck
 from utils.doctor.link import Measured
 from utils.doctor.nvml import Gpu, xid_errors
 from utils.doctor.peers import interface_problem, names_of, nccl_interfaces, partners
@@ -51,6 +50,8 @@ def names(wrong: dict[int, list[tuple[int, list[str] | None]]], count: int = 4) 
     ({1: [(2, [ADDRESS(4)])]}, ("h2",), "h2 resolves h3 to 10.0.0.4, an address of h4; expected 10.0.0.3"),
     ({1: [(2, ["10.9.9.9"])]}, ("h2",), "h2 resolves h3 to 10.9.9.9, no address of a host of this job"),
     ({1: [(2, ["127.0.0.1"])]}, ("h2",), "h2 resolves h3 to 127.0.0.1, the host itself"),
+    ({1: [(2, ["10.9.9.9", ADDRESS(3)])]}, ("h2",), "h2 resolves h3 to 10.9.9.9, no address of a host of this job"),
+    ({1: [(2, ["fd00::99"])]}, ("h2",), "h2 resolves h3 to fd00::99, no address of a host of this job"),
 ])
 def test_wrong_names(wrong: dict[int, list[tuple[int, list[str] | None]]], hosts: tuple[str, ...], words: str) -> None:
     finding = only(names(wrong))
@@ -60,7 +61,8 @@ def test_wrong_names(wrong: dict[int, list[tuple[int, list[str] | None]]], hosts
 
 def test_right_names_and_other_families_are_good() -> None:
     assert only(names({})).level is Level.GOOD
-    assert only(names({1: [(2, ["fe80::1"])]})).level is Level.GOOD
+    assert only(names({1: [(2, [ADDRESS(3), "fe80::1"])]})).level is Level.GOOD
+    assert only(names({1: [(2, [ADDRESS(3), "127.0.1.1"])]})).level is Level.GOOD
     assert not names({0: [(0, ["127.0.1.1"])]}, count=1)  # a laptop
     nowhere = only(names({node: [(other, []) for other in range(4)] for node in range(4)}))
     assert "no other host resolves h1, h2, h3 and h4" in nowhere.message
@@ -205,7 +207,10 @@ def test_one_address_on_two_hosts() -> None:
 def test_interfaces_that_a_host_does_not_have() -> None:
     for value, allowed in (("eth,ib", ["eth0", "eth1", "ib0"]), ("=eth1", ["eth1"]), ("^docker", []), ("", [])):
         assert nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == allowed
-    assert interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == interface_problem({}) == ""
+    assert interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == interface_problem({}, hosts=2) == ""
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        problem = interface_problem({variable: "lo"}, hosts=2)
+        assert problem.startswith(f"{variable}=lo is the loopback interface of ")
     problem = interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})
     assert problem.startswith("NCCL_SOCKET_IFNAME=ib7, but ")
 
@@ -270,9 +275,10 @@ def trial(**values: Any) -> CollectiveFacts:
     return CollectiveFacts(4, {**usual, **values}, unreachable=[])
 
 
-def test_torch_distributed_that_cannot_be_imported_is_no_fault_of_the_network() -> None:
-    bad = only(conclude(Gloo(), [GlooFacts("ImportError: numpy.core.multiarray failed to import")]))
-    assert bad.level is Level.BAD and "cannot be imported on h1: ImportError: numpy" in bad.message
+def test_torch_that_cannot_be_imported_is_no_fault_of_the_network() -> None:
+    facts = [ImportFacts(0.1), ImportFacts(0.1, "ImportError: numpy.core.multiarray failed to import")]
+    bad = only(conclude(TorchImportCheck(), facts))
+    assert bad.level is Level.BAD and "cannot be imported on h2: ImportError: numpy" in bad.message
     assert "PYTHONPATH" in bad.remedy and "loopback" not in bad.remedy
 
 

@@ -95,6 +95,25 @@ def test_checkpoint_folder_may_be_made_later(folder: Path) -> None:
     assert not list((folder / "shared").iterdir())
 
 
+@pytest.mark.parametrize(("content", "message"), [
+    (b"1" * 4000, "(b.bin) differs. n3: 4000 bytes"), (b"2" * 5000, "(b.bin) differs. n3: 5000 bytes, checksum"),
+    (None, "(b.bin) differs. n3: none"), (b"1" * 5000, "")])
+def test_data_files_that_differ_on_one_host(folder: Path, content: bytes | None, message: str) -> None:
+    for name in ("data", "other"):
+        (folder / name).mkdir()
+        for file in ("a.bin", "b.bin"):
+            (folder / name / file).write_bytes(b"1" * 5000)
+    if content is None:
+        (folder / "other" / "b.bin").unlink()
+    else:
+        (folder / "other" / "b.bin").write_bytes(content)
+    facts = collected([StorageCheck("shared", name) for name in ("data", "data", "other")])
+    found = [one for one in concluded(facts) if one.level is not Level.GOOD]
+    assert [one.hosts for one in found] == [("n3",)] * bool(message)
+    assert all(message in one.message for one in found)
+    assert all(bool(one.folders[1]["files"]) is bool(message) for one in facts)  # sent where hosts differ
+
+
 def test_data_may_be_a_file_or_missing(folder: Path) -> None:
     (folder / "samples.bin").write_bytes(b"1" * 5000)
     [facts] = collected([StorageCheck(data="samples.bin")])
@@ -125,7 +144,7 @@ def one(purpose: str = "checkpoints", **values: Any) -> Folder:
     problem = f"write: {os.strerror(code)}" if code else ""
     return {"purpose": purpose, "path": "/scratch", "problem": problem, "code": 0, "seconds": None if code else 0.02,
             "free_bytes": 100 * GIB, "free_files": 10**6, "file_system": "nfs4", "shared": None if code else True,
-            "empty": False, **values}  # type: ignore[typeddict-item]
+            "empty": False, "files": {}, **values}  # type: ignore[typeddict-item]
 
 
 def findings_of(*hosts: Folder) -> list[Finding]:

@@ -74,7 +74,7 @@ def _parse(words: Sequence[str]) -> live.Options:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("what to check").add_argument
-    add("--quick", action="store_true", help="only what takes a second or two, for a job script")
+    add("--quick", action="store_true", help="only what takes a few seconds, for a job script")
     names = live.names()
     add("--only", metavar="CHECK,...", help=f"only these checks: {', '.join(names)}")
     add("--checkpoints", metavar="FOLDER", help="where the job will write its checkpoints")

@@ -22,7 +22,6 @@ from .checks.clock import Clock
 from .checks.collectives import Collectives
 from .checks.connections import Connections
 from .checks.equality import Equality
-from .checks.gloo import Gloo
 from .checks.gpus import Gpus
 from .checks.installation import Installation
 from .checks.limits import Limits
@@ -33,7 +32,7 @@ from .checks.storage import StorageCheck
 from .checks.torch_import import TorchImportCheck
 from .exchange import Rank0Lost
 from .join import EARLIER_SECONDS, Joined, join
-from .report import LABELS, Report
+from .report import LABELS, Report, fold
 from .run import Result, run_check
 
 _LAUNCH = "launch"  # the name of the check that the runner itself does
@@ -65,7 +64,6 @@ def all_checks(options: Options) -> list[Check[Any]]:
         Installation(options.quick),
         StorageCheck(options.checkpoints, options.data),
         TorchImportCheck(),
-        Gloo(),
         Gpus(),
         Names(),
         Clock(),
@@ -109,6 +107,7 @@ def _run(joined: Joined, options: Options, start: float) -> int:
     status = 0
     if joined.me.rank == 0:
         launcher = _launcher_name(joined.placement.launcher)
+        fold(results)
         report = Report(joined.everyone, launcher, results, time.monotonic() - start)
         _print(report, options)
         status = int(report.level)

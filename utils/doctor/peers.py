@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from .. import gloo, network, process
+from .check import RankPlace
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -25,10 +26,13 @@ _TRIES = 20  # to find a free port in a part of the range
 def data_address(address: str = "", environ: Mapping[str, str] = os.environ) -> str:
     """Return the address that this rank's collectives use.
 
-    It belongs to the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if one is set there.
+    It belongs to the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if one is set there,
+    and not loopback, see interface_problem().
     address: this host's address on the way to rank 0, which counts otherwise.
     """
-    present = network.interfaces()
+    present = {
+        name: one for name, one in network.interfaces().items() if not network.is_loopback(one)
+    }
     chosen = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[:1]
     chosen += nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), present)
     for name in chosen:
@@ -55,14 +59,27 @@ def nccl_interfaces(value: str, present: Iterable[str]) -> list[str]:
     ]
 
 
-def interface_problem(environ: Mapping[str, str] = os.environ) -> str:
-    """Return why gloo or NCCL would find no interface on this host; "" if they find one."""
-    value = environ.get("NCCL_SOCKET_IFNAME", "")
-    present = [name for _, name in socket.if_nameindex()]
-    if not value or value.startswith("^") or nccl_interfaces(value, present):
+def interface_problem(environ: Mapping[str, str] = os.environ, *, hosts: int = 1) -> str:
+    """Return why gloo or NCCL find no interface on this host that leads to the others.
+
+    Returns "" if they find one. hosts: of this run.
+    """
+    host, present = socket.gethostname(), [name for _, name in socket.if_nameindex()]
+    of_gloo, of_nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
+    used = nccl_interfaces(of_nccl, present)
+    for setting, names in (
+        (f"GLOO_SOCKET_IFNAME={of_gloo}", of_gloo.split(",")[:1]),
+        (f"NCCL_SOCKET_IFNAME={of_nccl}", used),
+    ):
+        if hosts > 1 and names == ["lo"]:
+            return (
+                f"{setting} is the loopback interface of {host}, which no other host can reach. "
+                "Unset it, or name the interface that connects the hosts"
+            )
+    if not of_nccl or of_nccl.startswith("^") or used:
         return gloo.interface_problem()
     return (
-        f"NCCL_SOCKET_IFNAME={value}, but {socket.gethostname()} has no such interface; it has "
+        f"NCCL_SOCKET_IFNAME={of_nccl}, but {host} has no such interface; it has "
         f"{', '.join(present)}. Unset it, or name one of these"
     )
 
@@ -220,3 +237,15 @@ def names_of(hosts: Sequence[str]) -> str:
     if more:
         return f"{', '.join(shown)} and {more} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def show(places: Sequence[RankPlace]) -> str:
+    """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", at most eight of them."""
+    on_host: dict[str, list[int]] = {}
+    for one in places[:SHOWN_HOSTS]:
+        on_host.setdefault(one.host, []).append(one.rank)
+    shown = " and ".join(
+        f"{', '.join(map(str, ranks))} on {host}" for host, ranks in on_host.items()
+    )
+    more = f" and {len(places) - SHOWN_HOSTS} more" if len(places) > SHOWN_HOSTS else ""
+    return f"rank{'s' * (len(places) > 1)} {shown}{more}"

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .check import Finding, Level, RankPlace
 from .run import Result
 
 LABELS = {Level.GOOD: "good", Level.WARNING: "WARNING", Level.BAD: "BAD"}
+
+
+def fold(results: Sequence[Result]) -> None:
+    """Put each finding that follows from another one below that, as one of its effects."""
+    found = [(one, finding) for one in results for finding in one.findings if finding.level]
+    roots = list(range(len(found)))
+    for index, (_, finding) in enumerate(found):
+        for other, (result, cause) in enumerate(found):
+            is_cause = not {result.name, cause.subject}.isdisjoint(finding.follows)
+            together = not finding.hosts or not set(finding.hosts).isdisjoint(
+                cause.hosts or finding.hosts
+            )
+            is_same = cause.subject and cause.subject == finding.subject
+            if is_cause and (together or is_same) and roots[other] not in (index, roots[index]):
+                roots = [roots[other] if root == index else root for root in roots]
+                break
+    for index, (result, finding) in enumerate(found):
+        below = [one for number, one in enumerate(found) if roots[number] == index != number]
+        result.findings.remove(finding)
+        if roots[index] == index:
+            shown = [f"{LABELS[one.level]} {check.name}: {one.message}" for check, one in below]
+            level = max([finding.level, *(one.level for _, one in below)])
+            result.findings.append(replace(finding, level=level, effects=tuple(shown)))
+        elif not result.findings:
+            name = found[roots[index]][0].name
+            result.findings.append(Finding(Level.GOOD, f"see what {name} has found"))
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,7 @@ class Report:
             lines += ["", f"{LABELS[finding.level]} {name}: {finding.message}."]
             if finding.remedy:
                 lines.append(f"  Remedy: {finding.remedy}.")
+            lines += [f"  May follow from it: {effect}." for effect in finding.effects]
         if self.hosts_to_exclude:
             lines += ["", f"Hosts to exclude: {','.join(self.hosts_to_exclude)}"]
         return "\n".join(lines)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .check import Check, Finding, Level, RankPlace, Ranks, Reported
 from .exchange import Gathered
 from .join import Joined
+from .peers import names_of, show
 
 _LATE_SECONDS = 3.0  # that the report of a hanging check may take
-_SHOWN = 8
 
 
 @dataclass
@@ -46,7 +47,8 @@ def run_check(check: Check[Any], joined: Joined, missing: set[int]) -> Result:
     result = Result(check.name)
     if joined.me.rank == 0:
         members = _members(check, joined.everyone)
-        result.findings = list(_conclude(check, joined.everyone, members, gathered, missing))
+        found = _conclude(check, joined.everyone, members, gathered, missing)
+        result.findings = merge(found)
     result.seconds = time.monotonic() - start
     return result
 
@@ -145,13 +147,25 @@ def _findings(name: str, conclude: Callable[[], Iterator[Finding]]) -> Iterator[
         )
 
 
-def show(places: Sequence[RankPlace]) -> str:
-    """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", at most eight of them."""
-    on_host: dict[tuple[int, str], list[int]] = {}
-    for one in places[:_SHOWN]:
-        on_host.setdefault((one.node, one.host), []).append(one.rank)
-    shown = " and ".join(
-        f"{', '.join(map(str, ranks))} on {host}" for (_, host), ranks in on_host.items()
-    )
-    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
-    return f"rank{'s' * (len(places) > 1)} {shown}{more}"
+def merge(findings: Iterable[Finding]) -> list[Finding]:
+    """Join findings that say the same of one host each."""
+    alike: dict[Finding, list[Finding]] = {}
+    for one in findings:
+        key = one
+        if len(one.hosts) == 1:
+            name = re.compile(rf"(?<![\w.-]){re.escape(one.hosts[0])}(?![\w-])")
+            message, remedy = (name.sub("{}", text) for text in (one.message, one.remedy))
+            key = replace(one, message=message, remedy=remedy, hosts=(), ranks=())
+        alike.setdefault(key, []).append(one)
+    return [
+        found[0]
+        if len(found) == 1
+        else replace(
+            key,
+            message=key.message.replace("{}", names_of([one.hosts[0] for one in found])),
+            remedy=key.remedy.replace("{}", found[0].hosts[0]),
+            hosts=tuple(one.hosts[0] for one in found),
+            ranks=tuple(rank for one in found for rank in one.ranks),
+        )
+        for key, found in alike.items()
+    ]

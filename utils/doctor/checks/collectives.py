@@ -20,21 +20,23 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from ... import gpus
 from ...launch.environment import clean, rank_variables
 from ...launchers.base import LaunchError
-from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
-from ..import_time import import_torch
-from ..peers import data_address, listen, names_of, partners, serve, stop
+from ...rank_variables import RANK_VARIABLES
+from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import data_address, interface_problem, listen, names_of, partners, serve, stop
 from ..probes import connect_all, respond, round_trips
-from .equality import torch_folder
+from .torch_import import import_torch
 
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 LOW_SHARE = 0.5  # of the expected bandwidth: the all-reduces are short
+_CAUSES = ("connections", "links", CPUS, "names", "equality", "installation", "import")
 _SECONDS = 40.0  # for a process
 _LATE = "did not end within"
 _START_FAILED = "the ranks do not start: "
@@ -72,19 +74,23 @@ class Collectives(Check[CollectiveFacts]):
         self.expected = expected
 
     def collect(self, ranks: Ranks) -> CollectiveFacts:
-        """Run this rank's process: with GPUs one for each rank, otherwise one for each host."""
-        if len(ranks.everyone) < 2:
-            return CollectiveFacts(0)
+        """Run this rank's process: with GPUs one for each rank, otherwise one for each host.
+
+        Without a launcher, run two ranks of gloo here.
+        """
+        if len(ranks.everyone) == 1:
+            return _run_two_ranks() if not import_torch().error else CollectiveFacts(0)
         unreachable, address = self._try_links(ranks)
         status = {
             "bad": unreachable,
             "address": address,
             "gpus": gpus.count_gpus(),
-            "torch": torch_folder() is not None,
+            "can_start": not interface_problem(hosts=len(ranks.hosts))
+            and (ranks.me.local_rank > 0 or not import_torch().error),
         }
         gathered = ranks.all_gather("status", status)
         known = [one for one in gathered if one is not None]
-        bad = [one["bad"] or not one["torch"] for one in known]
+        bad = [one["bad"] or not one["can_start"] for one in known]
         has_gpus = all(one["gpus"] for one in known)
         members = [place for place in ranks.everyone if has_gpus or place.local_rank == 0]
         own = CollectiveFacts(0, unreachable=unreachable)
@@ -107,7 +113,7 @@ class Collectives(Check[CollectiveFacts]):
         members = [one for one in reported if one.facts.ranks]
         failed = [one for one in members if one.facts.error]
         if failed:
-            yield _failure(failed, members)
+            yield replace(_failure(failed, members), follows=_CAUSES)
             return
         trials = [one for one in members if one.facts.trial]
         if not trials:
@@ -123,7 +129,7 @@ class Collectives(Check[CollectiveFacts]):
             network = f"; {first.network}" if first.network else ""
             yield Finding(
                 Level.GOOD,
-                f"all-reduces of {len(trials)} ranks over {first.trial['backend']} are right, bus "
+                f"all-reduces of {first.ranks} ranks over {first.trial['backend']} are right, bus "
                 f"bandwidth {bandwidth / 1e9:.3g} GB/s at {size / 1e6:.3g} MB{network}",
             )
 
@@ -135,6 +141,7 @@ class Collectives(Check[CollectiveFacts]):
                 f"{self.expected / 1e9:.3g} (--expect)",
                 "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`), and at the check of links "
                 "for a slow host; `bench.py collectives` measures larger sizes",
+                follows=_CAUSES,
             )
 
     def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
@@ -176,6 +183,20 @@ def _environment(
         port=port,
     )
     return environ
+
+
+def _run_two_ranks() -> CollectiveFacts:
+    """Try all-reduces of two processes on the CPUs of this host."""
+    no_gpus = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    port = _free_port()
+    environs = []
+    for rank in range(2):
+        values = (rank, 2, rank, 2, 0, 0, "127.0.0.1", port)
+        variables = dict(zip(RANK_VARIABLES, map(str, values), strict=True))
+        environs.append({**clean(os.environ), **no_gpus, **variables})
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda environ: _run(environ, 2), environs))
+    return next((one for one in done if one.error), done[0])
 
 
 def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:

@@ -53,7 +53,8 @@ class Connections(Check[ConnectionFacts]):
         """Connect to the partners while they connect to this host."""
         address = data_address(ranks.address)
         interface = network.interface_of(address) or ""
-        facts = ConnectionFacts(address, interface, network.mtu(interface), interface_problem())
+        problem = interface_problem(hosts=len(ranks.hosts))
+        facts = ConnectionFacts(address, interface, network.mtu(interface), problem)
         if len(ranks.hosts) < 2:
             return facts
         listeners = listen_spread(address, PORTS)
@@ -173,7 +174,8 @@ def _wrong_interfaces(reported: Sequence[Reported[ConnectionFacts]]) -> Iterator
     for one in reported:
         if problem := one.facts.interface_problem:
             what, _, remedy = problem.rpartition(". ")
-            yield Finding(Level.BAD, what, remedy, hosts=(one.place.host,))
+            variable = what.partition("=")[0]
+            yield Finding(Level.BAD, what, remedy, hosts=(one.place.host,), subject=variable)
 
 
 def _same_address(seen: _Seen) -> Iterator[Finding]:

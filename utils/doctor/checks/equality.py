@@ -1,4 +1,4 @@
-"""Check that all ranks have the same software, the same code and the same variables.
+"""Check that all ranks have the same software, code, options of Python and variables.
 
 torch is not imported: its version is read from its files.
 """
@@ -6,17 +6,22 @@ torch is not imported: its version is read from its files.
 from __future__ import annotations
 
 import importlib.util
+import locale
 import os
 import platform
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.machinery import FrozenImporter, SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import names_of, show
 
 _KIT = Path(__file__).resolve().parents[2]
 _PREFIXES = (
@@ -31,7 +36,13 @@ _PREFIXES = (
     "TORCH_",
 )
 _PATHS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
-_OTHERS = (*_PATHS, "PYTHONHOME", "PYTHONHASHSEED", "DDPKIT_CPU_BIND", "DDPKIT_NETWORK")
+_OTHERS = (
+    *_PATHS,
+    "PYTHONHOME",
+    "PYTHONHASHSEED",
+    "DDPKIT_CPU_BIND",
+    "DDPKIT_NETWORK",
+)
 _OF_RANK = ("CUDA_VISIBLE_DEVICES",)
 # Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
 _OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
@@ -40,20 +51,32 @@ _SHOWN = 60  # characters of a value
 _UNSET = "(unset)"
 _TORCH = "torch"
 _KIT_CODE, _CODE = "code of the kit", "code in the working directory"
+_PACKAGES = "installed packages"
+_CODE_SUFFIXES = (".py", ".pyc", ".yaml", ".yml", ".toml")
+_VERSION = re.compile(r"^(?:__version__|version)\b[^=\n]*= ?['\"]([^'\"]+)", re.MULTILINE)
+_VERSIONS = ("Python", _TORCH, "kit version", "NCCL")
+_FLAGS = ("optimize", "dev_mode", "safe_path", "isolated", "no_user_site")
+# What every training imports, besides Python's own modules.
+_IMPORTED = ("torch", "numpy", "typing_extensions", "filelock", "sympy", "networkx", "jinja2")
+_TRAP = "other module"
+_ONE_ENVIRONMENT = "Use one environment, command line and locale on all hosts"
+SAME_FILES = "Copy the same files to all hosts, or use a shared file system"
 
 
 @dataclass(frozen=True)
 class Facts:
     """What should be the same everywhere.
 
-    software: versions, by name. code: digests of .py files, by folder; from the first rank of each
-    host. files: the checksum of each .py file, by folder, if the digests differ between hosts.
+    software: versions and options of Python, by name. code: digests of code and packages, by group;
+    from the first rank of each host. files: the checksum or version of each member, by group, if
+    the digests differ between hosts. traps: of the working directory, see traps().
     """
 
     software: dict[str, str]
     code: dict[str, str]
-    files: dict[str, dict[str, int]]
+    files: dict[str, dict[str, str]]
     variables: dict[str, str]
+    traps: list[str] = field(default_factory=list)
 
 
 class Equality(Check[Facts]):
@@ -66,9 +89,11 @@ class Equality(Check[Facts]):
     facts = Facts
 
     def collect(self, ranks: Ranks) -> Facts:
-        files: dict[str, dict[str, int]] = {}
-        if ranks.me.local_rank == 0:
+        files: dict[str, dict[str, str]] = {}
+        is_first = ranks.me.local_rank == 0
+        if is_first:
             files = {_KIT_CODE: checksums(_KIT), _CODE: checksums(Path.cwd())}
+            files[_PACKAGES] = packages()
         code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
         everyones = [one for one in ranks.all_gather("code", code) if one]
         different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
@@ -77,28 +102,47 @@ class Equality(Check[Facts]):
             code=code,
             files={name: files[name] for name in different},
             variables=relevant_variables(os.environ),
+            traps=traps(Path.cwd()) if is_first else [],
         )
 
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
         for name in _names(one.facts.software for one in reported):
             values = {one.place: one.facts.software.get(name, "none") for one in reported}
-            level = Level.WARNING if name == "GPU driver" else Level.BAD
-            findings += _compare(name, values, level, "Use one environment on all hosts")
-        for name in _names(one.facts.code for one in reported):
-            values = {one.place: one.facts.code[name] for one in reported if one.facts.code}
-            shown = name + _different_files(name, reported)
-            remedy = "Copy the same files to all hosts, or use a shared file system"
-            findings += _compare(shown, values, Level.BAD, remedy)
+            level = Level.BAD if name in _VERSIONS else Level.WARNING
+            findings += compare(name, values, level, _ONE_ENVIRONMENT, ("Python", _TORCH))
+        for name in _names(one.facts.files for one in reported):
+            items = {
+                one.place: one.facts.files[name] for one in reported if name in one.facts.files
+            }
+            if name == _PACKAGES:
+                follows: tuple[str, ...] = ("Python", _TORCH, "NCCL")
+                findings += compare_items(name, items, Level.WARNING, _ONE_ENVIRONMENT, follows)
+            else:
+                follows = ("kit version", _TRAP)
+                findings += compare_items(name, items, Level.BAD, SAME_FILES, follows)
+        findings += (
+            Finding(
+                Level.WARNING,
+                trap.replace("HOST", one.place.host),
+                "Rename that file, and delete __pycache__ in the working directory",
+                hosts=(one.place.host,),
+                subject=_TRAP,
+            )
+            for one in reported
+            for trap in one.facts.traps
+        )
         for name in _names(one.facts.variables for one in reported):
             values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
             if _depends_on_local_rank(name, values):
                 continue
-            findings += _compare(name, values, Level.WARNING, remedy)
+            findings += compare(name, values, Level.WARNING, remedy, (name,))
         if not findings and reported:
             facts = reported[0].facts
-            versions = ", ".join(f"{name} {value}" for name, value in facts.software.items())
+            versions = ", ".join(
+                f"{name} {facts.software[name]}" for name in _VERSIONS if name in facts.software
+            )
             same = "; the same code and variables on all ranks"
             findings = [Finding(Level.GOOD, versions + (same if len(reported) > 1 else ""))]
         yield from findings
@@ -121,6 +165,12 @@ def software() -> dict[str, str]:
             found["NCCL"] = info.name.removesuffix(".dist-info").rpartition("-")[2]
     if driver := driver_version():
         found["GPU driver"] = driver
+    for name in _FLAGS:
+        found[f"sys.flags.{name}"] = str(getattr(sys.flags, name, None))
+    # Where only LANG names the C locale, Python sets UTF-8, for C libraries, too.
+    found["text encoding of the locale"] = locale.nl_langinfo(locale.CODESET)
+    mode = sys._xoptions.get("utf8", os.environ.get("PYTHONUTF8", "default"))
+    found["Python's UTF-8 mode"] = str(mode)
     return found
 
 
@@ -152,9 +202,78 @@ def driver_version() -> str:
     return ""
 
 
-def checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of each .py file in a folder and in the packages there, by path."""
-    found: dict[str, int] = {}
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that Python finds, but torch.
+
+    That in version.py of the package counts, since it is what Python imports.
+    """
+    distributions: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    for folder in filter(os.path.isdir, sys.path):
+        for name in os.listdir(folder):
+            if name.endswith(".dist-info"):  # "numpy-2.1.0.dist-info"
+                package, _, version = name.removesuffix(".dist-info").partition("-")
+                distributions.setdefault(package, version)
+            elif name not in versions:
+                try:
+                    text = Path(folder, name, "version.py").read_text(errors="replace")
+                except OSError:
+                    continue
+                if found := _VERSION.search(text):
+                    versions[name] = found[1]
+    versions.pop(_TORCH, None)
+    distributions.pop(_TORCH, None)
+    return distributions | versions
+
+
+def traps(folder: Path) -> list[str]:
+    """Return why Python may run other code than the files in the working directory suggest.
+
+    A file there has the name of a module that others import, or its compiled code is another.
+    """
+    found = []
+    hidden = {*_IMPORTED, *sys.stdlib_module_names} - {*sys.builtin_module_names, "test"}
+    if not (folder / _KIT.name / "doctor").is_dir():  # a copy of the kit
+        hidden.add(_KIT.name)
+    for path in [*folder.glob("*.py"), *(one.parent for one in folder.glob("*/__init__.py"))]:
+        if path.stem in hidden and FrozenImporter.find_spec(path.stem) is None:
+            of_whom = "the kit" if path.stem == _KIT.name else "Python or torch"
+            found.append(
+                f"{path.name} in the working directory of HOST hides the module {path.stem} of "
+                f"{of_whom} from scripts there"
+            )
+    for path in filter(_is_stale, [*folder.glob("*.py"), *folder.glob("*/*.py")]):
+        found.append(
+            f"Python on HOST runs another code for {path.relative_to(folder)} in the working "
+            "directory: the file in __pycache__ is not compiled from it"
+        )
+    return found
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module as Python does, and writes nothing to __pycache__."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Leave the compiled code."""
+
+
+def _is_stale(path: Path) -> bool:
+    """Return whether Python would load compiled code that differs from the file."""
+    if not os.path.exists(importlib.util.cache_from_source(path)):
+        return False
+    loader = _Loader(path.stem, str(path))
+    try:
+        source = loader.source_to_code(path.read_bytes(), str(path))
+        return bool(loader.get_code(path.stem) != source)
+    except (OSError, SyntaxError):  # the program finds out by itself
+        return False
+    except (EOFError, ValueError, TypeError, ImportError):
+        return True
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the CRC-32 of code and settings in a folder and in the packages there, by path."""
+    found: dict[str, str] = {}
     pending = [folder]
     while pending and len(found) < _MOST_FILES:
         try:
@@ -164,12 +283,12 @@ def checksums(folder: Path) -> dict[str, int]:
         for entry in entries:
             path = Path(entry.path)
             try:
-                if entry.name.endswith(".py"):
-                    found[str(path.relative_to(folder))] = zlib.crc32(path.read_bytes())
+                if entry.name.endswith(_CODE_SUFFIXES):
+                    found[str(path.relative_to(folder))] = f"{zlib.crc32(path.read_bytes()):08x}"
                 elif entry.is_dir() and (path / "__init__.py").is_file():
                     pending.append(path)
             except OSError:
-                found[str(path.relative_to(folder))] = -1
+                found[str(path.relative_to(folder))] = "unreadable"
     return found
 
 
@@ -190,13 +309,17 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _names(values: Iterable[Mapping[str, str]]) -> list[str]:
+def _names(values: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names in all of these, in the order in which they first appear."""
     return list(dict.fromkeys(name for one in values for name in one))
 
 
-def _compare(
-    name: str, values: Mapping[RankPlace, str], level: Level, remedy: str
+def compare(
+    name: str,
+    values: Mapping[RankPlace, str],
+    level: Level,
+    remedy: str,
+    follows: tuple[str, ...] = (),
 ) -> Iterator[Finding]:
     """Name those that differ from most ranks."""
     counts = Counter(values.values())
@@ -218,6 +341,8 @@ def _compare(
         remedy,
         tuple(one.rank for one in odd),
         tuple(dict.fromkeys(one.host for one in odd)),
+        subject=name.partition(" (")[0],
+        follows=follows,
     )
 
 
@@ -233,13 +358,9 @@ def _depends_on_local_rank(name: str, values: Mapping[RankPlace, str]) -> bool:
 
 def _where(odd: Sequence[RankPlace], values: Mapping[RankPlace, str]) -> str:
     """Return "h3", if all of its ranks differ, or "rank 3 on h2"."""
-    hosts = list(dict.fromkeys((one.node, one.host) for one in odd))
-    of_hosts = [place for place in values if (place.node, place.host) in hosts]
-    if len(of_hosts) == len(odd):
-        shown = ", ".join(host for _, host in hosts[:8])
-        return shown + (f" and {len(hosts) - 8} more hosts" if len(hosts) > 8 else "")
-    shown = ", ".join(f"rank {one.rank} on {one.host}" for one in odd[:8])
-    return shown + (f" and {len(odd) - 8} more ranks" if len(odd) > 8 else "")
+    hosts = {one.node: one.host for one in odd}
+    is_whole = len([place for place in values if place.node in hosts]) == len(odd)
+    return names_of(list(hosts.values())) if is_whole else show(odd)
 
 
 def _shorten(value: str, other: str) -> str:
@@ -252,10 +373,21 @@ def _shorten(value: str, other: str) -> str:
     return f"...{shown[-_SHOWN:]}" if len(shown) > _SHOWN else f"...{shown}..."
 
 
-def _different_files(name: str, reported: Sequence[Reported[Facts]]) -> str:
-    """Return " (train.py)", the first files that differ between hosts."""
-    of_hosts = [one.facts.files[name] for one in reported if name in one.facts.files]
-    paths = sorted({path for files in of_hosts for path in files})
-    different = [path for path in paths if len({files.get(path) for files in of_hosts}) > 1]
-    more = ", ..." if len(different) > 3 else ""
-    return f" ({', '.join(different[:3])}{more})" if different else ""
+def compare_items(
+    name: str,
+    items: Mapping[RankPlace, Mapping[str, str]],
+    level: Level,
+    remedy: str,
+    follows: tuple[str, ...] = (),
+) -> Iterator[Finding]:
+    """Name those whose items differ from most ranks: one finding for items that differ together."""
+    different: dict[tuple[RankPlace, ...], list[str]] = {}
+    for item in sorted({item for one in items.values() for item in one}):
+        values = {place: one.get(item) for place, one in items.items()}
+        common = Counter(values.values()).most_common(1)[0][0]
+        if odd := tuple(place for place, value in values.items() if value != common):
+            different.setdefault(odd, []).append(item)
+    for names in different.values():
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        first = {place: one.get(names[0], "none") for place, one in items.items()}
+        yield from compare(f"{name} ({shown})", first, level, remedy, follows)

@@ -7,12 +7,12 @@ import os
 import resource
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...gpus import gpu_vendor
 from ...schedulers import AllocationError, current_allocation
-from ..check import Check, Finding, Level, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, Ranks, Reported
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _UNLIMITED = -1
@@ -30,7 +30,8 @@ class Facts:
 
     ranks: on this host. world_size: of all hosts. fabric: the device that needs locked memory, such
     as "mlx5_0", or "". memory_bytes: the smallest limit of a control group, or the memory of the
-    host. free_bytes: what is left of it. processes_left: of the control group.
+    host. free_bytes: what is left of it. processes_left: of the control group, or
+    the limit of the user. cpu_quota: CPUs whose time the control group allows.
     """
 
     ranks: int
@@ -45,6 +46,7 @@ class Facts:
     free_bytes: int | None
     processes_left: int | None
     seconds_left: float | None
+    cpu_quota: float | None = None
 
 
 class Limits(Check[Facts]):
@@ -71,6 +73,7 @@ class Limits(Check[Facts]):
             memory_bytes=memory,
             free_bytes=free,
             processes_left=processes_left(),
+            cpu_quota=cpu_quota(),
             seconds_left=_seconds_left() if ranks.me.rank == 0 else None,
         )
 
@@ -119,13 +122,26 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
 
 
 def processes_left(root: Path = Path("/")) -> int | None:
-    """Return how many processes and threads the control groups still allow; None: no limit."""
-    left = []
+    """Return how many processes and threads limits and control groups allow; None: no limit."""
+    limit = _soft(resource.RLIMIT_NPROC)  # of the user; what others have started is not counted
+    left = [limit] if limit != _UNLIMITED else []
     for folder in _control_groups(root, "pids"):
-        limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
-        if limit is not None and used is not None:
-            left.append(limit - used)
+        most, used = _number(folder / "pids.max"), _number(folder / "pids.current")
+        if most is not None and used is not None:
+            left.append(most - used)
     return min(left, default=None)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many CPUs' time the control groups allow; None: no limit."""
+    quotas = []
+    for folder in _control_groups(root, "cpu"):
+        files = (folder / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        # "50000 100000", or "max 100000"; version 1: "-1" for no limit
+        words = " ".join(file.read_text() for file in files if file.is_file()).split()
+        if len(words) == 2 and words[0].isdecimal():
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -223,8 +239,8 @@ def _check_host(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.BAD,
-            f"{host} may lock {_size(facts.locked_bytes)} of memory (ulimit -l), but {facts.fabric}"
-            " needs it for its buffers. Expected: unlimited",
+            f"{host} may lock {size_of(facts.locked_bytes)} of memory (ulimit -l), but "
+            f"{facts.fabric} needs it for its buffers. Expected: unlimited",
             "Start from a login shell with ulimit -l unlimited, or ask the centre to raise memlock "
             "for the daemons of the scheduler",
         )
@@ -243,8 +259,8 @@ def _check_host(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.WARNING,
-            f"/dev/shm of {host} has {_size(free)} free of {_size(shared)}. Expected at least "
-            f"{_size(_SHARED_MEMORY_BYTES)}: DataLoader workers and NCCL exchange data there",
+            f"/dev/shm of {host} has {size_of(free)} free of {size_of(shared)}. Expected at least "
+            f"{size_of(_SHARED_MEMORY_BYTES)}: DataLoader workers and NCCL exchange data there",
             "Delete leftovers there, or enlarge it (containers: --shm-size=8g or --ipc=host)",
         )
 
@@ -256,16 +272,16 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.BAD,
-            f"the processes on {host} may use {_size(facts.memory_bytes)} of memory in all. "
-            f"Expected at least {_size(needed)} for {facts.ranks} ranks",
+            f"the processes on {host} may use {size_of(facts.memory_bytes)} of memory in all. "
+            f"Expected at least {size_of(needed)} for {facts.ranks} ranks",
             "Request more memory (--mem)",
         )
     elif facts.free_bytes is not None and facts.free_bytes < needed / 2:
         yield _of_host(
             one,
             Level.WARNING,
-            f"{host} has {_size(facts.free_bytes)} of memory free. Expected at least "
-            f"{_size(needed / 2)} for {facts.ranks} ranks",
+            f"{host} has {size_of(facts.free_bytes)} of memory free. Expected at least "
+            f"{size_of(needed / 2)} for {facts.ranks} ranks",
             "End what uses it, or request whole hosts",
         )
     left = facts.processes_left
@@ -273,10 +289,19 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
         yield _of_host(
             one,
             Level.WARNING,
-            f"the control group on {host} allows {left} more processes and threads. Expected at "
-            f"least {_PROCESSES_PER_RANK * facts.ranks} for {facts.ranks} ranks",
-            "Raise the limit of processes (pids.max; containers: --pids-limit)",
+            f"{host} allows {left} processes and threads (ulimit -u, or the control group). "
+            f"Expected at least {_PROCESSES_PER_RANK * facts.ranks} for {facts.ranks} ranks",
+            "Raise the limit of processes (ulimit -u; containers: --pids-limit)",
         )
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.ranks:
+        found = _of_host(
+            one,
+            Level.WARNING,
+            f"the control group on {host} allows the time of {facts.cpu_quota:.3g} CPUs. Expected "
+            f"at least one for each of {facts.ranks} ranks",
+            "Request a CPU for each rank at least (containers: --cpus)",
+        )
+        yield replace(found, subject=CPUS)
 
 
 def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
@@ -288,13 +313,15 @@ def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         ("open files (ulimit -n)", "open_files"),
         ("size of /dev/shm", "shared_bytes"),
         ("memory", "memory_bytes"),
+        ("processes and threads (ulimit -u, or the control group)", "processes_left"),
+        ("CPUs of the control group", "cpu_quota"),
     ):
         values = [_limit(one.facts, field) for one in reported]
         usual = statistics.median_low(values)
         for one, value in zip(reported, values, strict=True):
             if value < usual / 2:
                 expected, found = (
-                    _size(number) if field.endswith("bytes") else f"{number:.0f}"
+                    size_of(number) if field.endswith("bytes") else f"{number:.3g}"
                     for number in (usual, value)
                 )
                 yield _of_host(
@@ -324,17 +351,17 @@ def _describe(hosts: Sequence[Facts], left: float | None) -> str:
         ("memory", [one.memory_bytes for one in hosts if one.memory_bytes is not None]),
     ):
         if values:
-            parts.append(f"{name} {_size(min(values))}")
+            parts.append(f"{name} {size_of(min(values))}")
     if left is not None:
         parts.append(f"{left / 60:.0f} min left")
     return ("at least " if len(hosts) > 1 else "") + ", ".join(parts)
 
 
-def _size(count: float) -> str:
+def size_of(count: float) -> str:
     """Return "64.0 MiB" or "2.0 GiB"."""
     if count == math.inf:
         return "unlimited"
-    for unit, factor in (("GiB", _GIB), ("MiB", _MIB), ("KiB", 1 << 10)):
+    for unit, factor in (("TiB", 1 << 40), ("GiB", _GIB), ("MiB", _MIB), ("KiB", 1 << 10)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count:.0f} bytes"

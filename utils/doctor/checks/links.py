@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...host_pairs import Pair, attribute, rounds, usual_bandwidth
-from ..check import Check, Finding, Level, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, Ranks, Reported
 from ..link import LinkEnd, Measured
 from ..peers import ALL_PAIRS_HOSTS, data_address, names_of
 
@@ -88,7 +88,7 @@ class Links(Check[LinkFacts]):
             return
         lossy = _lossy(links)
         findings = [*_report_lost(lossy, links, hosts), *_report_slow(lossy, links, hosts)]
-        yield from findings
+        yield from (replace(one, follows=("connections", CPUS)) for one in findings)
         if findings:
             return
         bandwidths = [one.bandwidth for one in links.values() if one.bandwidth is not None]

@@ -8,6 +8,8 @@ https://www.debian.org/doc/manuals/debian-reference/ch05.en.html#_the_hostname_r
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +27,10 @@ _SENT = 64  # names that one host reports
 class NameFacts:
     """What a host has found.
 
-    addresses: its own, of all interfaces. wrong: number of a host, and the addresses of its name:
-    none where it does not resolve, None where there was no response in time. Only names that do
-    not resolve to an address of their host.
+    addresses: its own, of all interfaces, IPv4 first. wrong: number of a host, and the addresses of
+    its name, wrong ones first: none where it does not resolve, None where there was no response in
+    time. Only names that do not resolve to an address of their host, or that also resolve to
+    another one.
     """
 
     addresses: list[str]
@@ -44,7 +47,8 @@ class Names(Check[NameFacts]):
 
     def collect(self, ranks: Ranks) -> NameFacts:
         """Look up the names of all hosts."""
-        addresses = [one for one in network.interfaces().values() if not network.is_loopback(one)]
+        addresses = [*network.interfaces().values(), *_ipv6_addresses()]
+        addresses = [one for one in addresses if not network.is_loopback(one)]
         gathered = ranks.all_gather("addresses", addresses)
         places = {place.node: place for place in ranks.hosts}
         jobs = {node: partial(network.resolve, place.host) for node, place in places.items()}
@@ -53,7 +57,7 @@ class Names(Check[NameFacts]):
         for node, place in places.items():
             found, known = resolved.get(node), gathered[place.rank]
             if found is None or known is None or not _is_right(found, known):
-                wrong.append((node, found))
+                wrong.append((node, found and sorted(found, key=lambda one: one in (known or ()))))
         wrong.sort(key=lambda one: one[0] != ranks.me.node)
         return NameFacts(addresses, wrong[:_SENT])
 
@@ -88,11 +92,22 @@ Seen = tuple[int, int, "list[str] | None"]  # the host that looked up, the name'
 
 
 def _is_right(found: Sequence[str], known: Sequence[str]) -> bool:
-    """Return whether a name leads to its host. known: the host's addresses, IPv4 only."""
+    """Return whether a name leads to its host, and nowhere else. known: the host's addresses.
+
+    IPv6 addresses count where the name has no other, and loopback where it comes first.
+    """
     if not found or network.is_loopback(found[0]):
         return False
-    of_known_family = [one for one in found if ":" not in one]
-    return not of_known_family or any(one in known for one in of_known_family)
+    used = [one for one in found if ":" not in one] or found
+    return all(one in known or network.is_loopback(one) for one in used)
+
+
+def _ipv6_addresses() -> list[str]:
+    lines: list[str] = []
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+        lines = file.read().splitlines()
+    # "fe800000000000000042acfffe110002 02 40 20 80     eth0"
+    return [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
 
 
 def _known_nowhere(count: int, unresolved: Sequence[tuple[int, int]]) -> list[int]:
@@ -194,4 +209,5 @@ def _to(found: Sequence[str] | None) -> str:
 
 
 def _one_of(addresses: Sequence[str]) -> str:
-    return " or ".join(addresses[:3]) or "an address of it"
+    shown = [one for one in addresses if ":" not in one] or addresses
+    return " or ".join(shown[:3]) or "an address of it"

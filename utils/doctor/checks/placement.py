@@ -9,6 +9,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ... import binding, gpus
@@ -18,8 +19,8 @@ from ...launchers.detect import detect
 from ...schedulers import AllocationError, current_allocation
 from ...schedulers.hostnames import same_host
 from ...topology import pci_node, read_topology
-from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
-from ..visible_gpus import device_masks, identities
+from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import show
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SHOWN = 8
@@ -75,10 +76,10 @@ class Placement(Check[Facts]):
             topology=topology.to_text() if topology else "",
             binding=os.environ.get(binding.VARIABLE, ""),
             openmp=binding.openmp_binding(os.environ),
-            gpus=identities(addresses),
+            gpus=_identities(addresses),
             gpu_nodes=[pci_node(one) if one else None for one in addresses],
-            allowed_gpus=identities(gpus.visible_gpu_addresses({})),
-            device_masks=device_masks(),
+            allowed_gpus=_identities(gpus.visible_gpu_addresses({})),
+            device_masks=_device_masks(),
             threads=threads,
             threads_variable=threads_variable,
             **job,
@@ -145,6 +146,38 @@ def _threads() -> tuple[int, str]:
     return max(found, default=(0, ""))
 
 
+def _identities(addresses: Sequence[str]) -> list[str]:
+    """Return an identity of each GPU: its UUID, its PCI address, or its entry in the mask."""
+    entries = next((os.environ[name] for name in gpus.MASKS if os.environ.get(name)), "").split(",")
+    found = []
+    for index, address in enumerate(addresses):
+        entry = entries[index] if index < len(entries) else str(index)
+        found.append((_uuid(address) or address) if address else entry)
+    # The partitions of a GPU of AMD have one address.
+    seen: Counter[str] = Counter()
+    for index, identity in enumerate(found):
+        seen[identity] += 1
+        if seen[identity] > 1:
+            found[index] = f"{identity} partition {seen[identity] - 1}"
+    return found
+
+
+def _uuid(address: str) -> str:
+    """Return the UUID of a GPU of NVIDIA, such as "GPU-3f2a..."; "" if it is unknown."""
+    try:
+        text = Path("/proc/driver/nvidia/gpus", address, "information").read_text()
+    except OSError:
+        return ""
+    words = text.partition("GPU UUID:")[2].split()
+    return words[0] if words and "?" not in words[0] else ""
+
+
+def _device_masks() -> str:
+    """Return the variables that hide devices, for messages."""
+    found = [f"{name}={os.environ[name]}" for name in gpus.MASKS if name in os.environ]
+    return " ".join(found) or "no device mask is set"
+
+
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
@@ -154,7 +187,7 @@ def _launcher_notes(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         for note in one.facts.notes:
             ranks_with[note].append(one.place)
     for note, places in list(ranks_with.items())[:3]:  # ranks word one cause differently
-        where = f"{_show_ranks(places)}: " if len(reported) > 1 else ""
+        where = f"{show(places)}: " if len(reported) > 1 else ""
         yield _finding(
             Level.WARNING, f"{where}{note.rstrip('.')}", "Follow the note, and start again", places
         )
@@ -168,7 +201,7 @@ def _equal_names(hosts: dict[int, list[Reported[Facts]]]) -> Iterator[Finding]:
         if len(places) > 1:
             yield _finding(
                 Level.BAD,
-                f"{len(places)} hosts have the name {host}: {_show_ranks(places)} run on different "
+                f"{len(places)} hosts have the name {host}: {show(places)} run on different "
                 "hosts. Expected a name for each host, since NCCL and MPI recognise hosts by it",
                 "Give each host its own name, or give each container its own --hostname",
                 places,
@@ -235,7 +268,7 @@ def _check_gpus(on_host: Sequence[Reported[Facts]], allocated: int | None) -> It
     if without and allowed:
         yield _finding(
             Level.BAD if used else Level.WARNING,
-            f"{_show_ranks([one.place for one in without])} see{'s' * (len(without) == 1)} no GPU "
+            f"{show([one.place for one in without])} see{'s' * (len(without) == 1)} no GPU "
             f"({without[0].facts.device_masks}), but the host has {len(allowed)}. Expected a GPU "
             "for each rank; they would train on CPUs",
             "Correct or unset the mask, or request GPUs for each rank",
@@ -246,7 +279,7 @@ def _check_gpus(on_host: Sequence[Reported[Facts]], allocated: int | None) -> It
         masks = {one.facts.device_masks for one in on_host if one.place in places}
         yield _finding(
             Level.BAD,
-            f"{_show_ranks(places)} share GPU {gpu} ({'; '.join(sorted(masks))}). Expected a GPU "
+            f"{show(places)} share GPU {gpu} ({'; '.join(sorted(masks))}). Expected a GPU "
             "for each rank",
             "Start at most one rank per GPU, or let the launcher give each rank its own "
             "(srun --gpus-per-task=1)",
@@ -283,7 +316,7 @@ def _check_cores(on_host: Sequence[Reported[Facts]], allocated: int | None) -> I
         yield _finding(Level.BAD, str(error), "Correct or unset the variable", places)
         return
     for note in notes:
-        yield _finding(Level.WARNING, note.problem, note.remedy, places)
+        yield _finding(Level.WARNING, note.problem, note.remedy, places, subject=CPUS)
 
     usable = {cpu for one in on_host for cpu in binding.cpus_of_mask(one.facts.mask)}
     # 0: outside of a job, where all CPUs count. None: unknown, since other jobs may run there.
@@ -316,6 +349,7 @@ def _check_cores(on_host: Sequence[Reported[Facts]], allocated: int | None) -> I
             f"Unset {name}: setup_distributed() then divides the cores; or set it to "
             f"{max(1, len(usable) // len(on_host))}",
             places,
+            subject=name,
         )
 
 
@@ -354,17 +388,8 @@ def _finding(
     remedy: str,
     places: Iterable[RankPlace] = (),
     hosts: Sequence[str] = (),
+    subject: str = "",
 ) -> Finding:
     ranks = tuple(one.rank for one in places)
-    return Finding(
-        level, message, remedy, ranks, tuple(hosts or dict.fromkeys(one.host for one in places))
-    )
-
-
-def _show_ranks(places: Sequence[RankPlace]) -> str:
-    """Return "rank 3 on h2", "ranks 2, 3 on h2" or "ranks 2, 4 on 2 hosts"."""
-    hosts = list(dict.fromkeys(one.host for one in places))
-    ranks = ", ".join(str(one.rank) for one in places[:_SHOWN])
-    more = " ..." if len(places) > _SHOWN else ""
-    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-    return f"rank{'s' * (len(places) > 1)} {ranks}{more} on {where}"
+    named = tuple(hosts or dict.fromkeys(one.host for one in places))
+    return Finding(level, message, remedy, ranks, named, subject=subject)

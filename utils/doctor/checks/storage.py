@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import heapq
 import os
 import shutil
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import names_of
+from .equality import SAME_FILES, compare_items
+from .limits import size_of
 
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
+LISTED_FILES = 256
 ROUNDS = 3  # the fastest one counts: other programs use the disk, too
 ROUND_SECONDS = 0.8  # no further round after this time
 VISIBLE_SECONDS = 1.5  # network file systems show a new file a little later
@@ -48,6 +53,7 @@ class Folder(TypedDict):
     code: its errno, or 0. seconds: of the fastest round; None where nothing was measured.
     file_system: its type, such as "nfs4"; "" if unknown. shared: whether the file of the first host
     is visible; None where that does not matter. empty: whether a data folder has no entry.
+    files: sizes of the first data files, and checksums of what is read of them, where hosts differ.
     """
 
     purpose: str
@@ -60,6 +66,7 @@ class Folder(TypedDict):
     file_system: str
     shared: bool | None
     empty: bool
+    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,10 @@ class StorageCheck(Check[StorageFacts]):
             for trial in trials:
                 trial.measure()
             ranks.all_gather("written", True)
+            listed = [zlib.crc32(repr(trial.found["files"]).encode()) for trial in trials]
+            if len({repr(one) for one in ranks.all_gather("listed", listed) if one}) == 1:
+                for trial in trials:
+                    trial.found["files"] = {}
             for trial in trials:
                 trial.look_for_first_host()
             ranks.all_gather("seen", True)
@@ -113,6 +124,14 @@ class StorageCheck(Check[StorageFacts]):
         for column in columns:
             of_host = {one.place.host: folder for one, folder in zip(reported, column, strict=True)}
             findings += _conclude_on_folder(_with_missing(of_host))
+            files = {
+                one.place: folder["files"]
+                for one, folder in zip(reported, column, strict=True)
+                if not folder["problem"] and not folder["empty"]
+            }
+            if files:
+                what = _describe(column[0])
+                findings += compare_items(what, files, Level.BAD, SAME_FILES)
         yield from findings
         if reported and not findings:
             yield Finding(Level.GOOD, _summary([one.facts for one in reported]))
@@ -137,6 +156,7 @@ class _Trial:
             file_system="",
             shared=None,
             empty=False,
+            files={},
         )
         self._use(os.path.abspath(os.path.expanduser(path)))
 
@@ -221,16 +241,21 @@ class _Trial:
         return seconds
 
     def _read_data(self) -> None:
-        """Read some of the first files of the folder."""
+        """Read some of the first files of the folder, and note the sizes of more."""
         began = time.perf_counter()
         names = [self._path]
         if not os.path.isfile(self._path):
             with os.scandir(self._path) as entries:
-                names = [entry.path for entry in itertools.islice(entries, SMALL_FILES)]
-        left = READ_BYTES
-        for path in filter(os.path.isfile, names):
-            with contextlib.suppress(PermissionError):  # a file of somebody else
-                left -= len(_read(path, left))
+                names = heapq.nsmallest(LISTED_FILES, (entry.path for entry in entries))
+        files, left = self.found["files"], READ_BYTES
+        for number, path in enumerate(filter(os.path.isfile, names)):
+            name = os.path.basename(path)
+            files[name] = f"{os.path.getsize(path)} bytes"
+            if number < SMALL_FILES:
+                with contextlib.suppress(PermissionError):  # a file of somebody else
+                    content = _read(path, left)
+                    left -= len(content)
+                    files[name] += f", checksum {zlib.crc32(content):08x}"
         self.found["empty"] = not names
         self.found["seconds"] = time.perf_counter() - began
 
@@ -326,7 +351,7 @@ def _conclude_on_failures(
         others = f"; {able} other host{'s' * (able > 1)} can" if able else ""
         yield Finding(
             Level.WARNING if is_hint else Level.BAD,
-            f"{_join(hosts)} cannot {what} in {_describe(folder)}: {reason}{others}. "
+            f"{names_of(hosts)} cannot {what} in {_describe(folder)}: {reason}{others}. "
             f"Expected a folder that every host can {what} in",
             _remedy(folder, bool(able)),
             hosts=tuple(hosts),
@@ -360,7 +385,7 @@ def _conclude_on_sharing(used: dict[str, Folder]) -> Iterator[Finding]:
         folder = used[apart[0]]
         yield Finding(
             Level.WARNING,
-            f"{_join(apart)} does not see files that {writer} has written to "
+            f"{names_of(apart)} does not see files that {writer} has written to "
             f"{_describe(folder)}. Expected one folder that all hosts share",
             "Write checkpoints to a shared file system, and name that folder with --checkpoints",
             hosts=tuple(apart),
@@ -377,7 +402,7 @@ def _conclude_on_empty(used: dict[str, Folder]) -> Iterator[Finding]:
     elif empty:
         yield Finding(
             Level.BAD,
-            f"The data folder {used[empty[0]]['path']} is empty on {_join(empty)}, and not on "
+            f"The data folder {used[empty[0]]['path']} is empty on {names_of(empty)}, and not on "
             f"{len(used) - len(empty)} other hosts. Expected the same files on all "
             "hosts: a file system may not be mounted",
             "Copy the data there, or exclude the hosts and report them. See there: mount",
@@ -394,7 +419,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
         free, files = folder["free_bytes"], folder["free_files"]
         found = ""
         if free is not None and free < least:
-            found = f"{_size(free)} free, expected at least {_size(least)}"
+            found = f"{size_of(free)} free, expected at least {size_of(least)}"
         elif files is not None and files < MIN_FREE_FILES:
             found = f"room for {files} more files, expected at least {MIN_FREE_FILES}"
         if not found:
@@ -407,7 +432,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
         if same[0] == host:  # one file system is reported once
             yield Finding(
                 Level.WARNING,
-                f"{_describe(folder)} has {found}, on {_join(same)}",
+                f"{_describe(folder)} has {found}, on {names_of(same)}",
                 "Remove files there, or use another folder. See: df -h; df -i",
                 hosts=tuple(same),
             )
@@ -415,7 +440,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
 
 def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
     seconds = {host: folder["seconds"] for host, folder in used.items()}
-    for host, took, usual in _outliers(seconds, SLOW_FACTOR, SLOW_SECONDS):
+    for host, took, usual in outliers(seconds, SLOW_FACTOR, SLOW_SECONDS):
         what = "read" if used[host]["purpose"] == "data" else "write, read and remove"
         yield Finding(
             Level.WARNING,
@@ -423,10 +448,11 @@ def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
             f"median of the other hosts is {usual:.2f} s",
             "Exclude the host if that happens again, and report it. See there: iostat -x; dmesg",
             hosts=(host,),
+            follows=(CPUS,),
         )
 
 
-def _outliers(
+def outliers(
     values: dict[str, float | None], factor: float, margin: float
 ) -> Iterator[tuple[str, float, float]]:
     """Yield hosts that are much slower than the others: host, its seconds, median of the others."""
@@ -448,7 +474,7 @@ def _summary(facts: Sequence[StorageFacts]) -> str:
         free = [folder["free_bytes"] for folder in used if folder["free_bytes"] is not None]
         if seconds and free:
             parts.append(
-                f"{used[0]['path']} in at most {max(seconds):.2f} s, {_size(min(free))} free"
+                f"{used[0]['path']} in at most {max(seconds):.2f} s, {size_of(min(free))} free"
             )
     return f"Files were written, read and removed: {'; '.join(parts)}"
 
@@ -456,16 +482,3 @@ def _summary(facts: Sequence[StorageFacts]) -> str:
 def _describe(folder: Folder) -> str:
     kind = f" ({folder['file_system']})" if folder["file_system"] else ""
     return f"{_NAMES[folder['purpose']]} {folder['path']}{kind}"
-
-
-def _join(hosts: Sequence[str]) -> str:
-    shown = ", ".join(hosts[:8])
-    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"

@@ -1,15 +1,16 @@
-"""How long does importing torch wait for files on each host? Minutes on a busy file system."""
+"""Can torch be imported, and how long does that wait for files? Minutes on a busy file system."""
 
 from __future__ import annotations
 
-import contextlib
-import statistics
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..check import Check, Finding, Level, Ranks, Reported
-from ..import_time import import_torch, seconds_waiting_for_torch
+from ... import process
+from ..check import CPUS, Check, Finding, Level, Ranks, Reported
+from .storage import outliers
 
 LONGEST_SECONDS = 60.0  # then the check ends without a result: the cores may be busy
 # Of the time that an import waits for files:
@@ -19,9 +20,34 @@ SLOW_FACTOR, SLOW_SECONDS = 3.0, 5.0  # times the median of the other hosts, and
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """Of one host. seconds: how long the import waited for files; None if that is unknown."""
+    """Of one host. seconds: how long the import waited for files; None if that is unknown.
+
+    error: why torch cannot be imported; "" if it can.
+    """
 
     seconds: float | None
+    error: str = ""
+
+
+_outcome: ImportFacts | None = None
+
+
+def import_torch() -> ImportFacts:
+    """Import torch; note the seconds that are spent neither running nor waiting for a CPU."""
+    global _outcome
+    if _outcome is None and "torch" in sys.modules:
+        _outcome = ImportFacts(None)
+    if _outcome is None:
+        began, busy = time.monotonic(), sum(process.thread_seconds())
+        error = ""
+        try:
+            import torch  # noqa: F401
+            import torch.distributed  # noqa: F401
+        except Exception as reason:  # whatever its modules raise
+            error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"[:300]
+        waited = time.monotonic() - began - (sum(process.thread_seconds()) - busy)
+        _outcome = ImportFacts(max(0.0, waited), error)
+    return _outcome
 
 
 class TorchImportCheck(Check[ImportFacts]):
@@ -29,29 +55,42 @@ class TorchImportCheck(Check[ImportFacts]):
 
     name = "import"
     per = "host"
+    quick = True
     seconds = LONGEST_SECONDS + 10
     facts = ImportFacts
 
     def collect(self, ranks: Ranks) -> ImportFacts:
-        thread = threading.Thread(target=_import_torch, daemon=True)
+        thread = threading.Thread(target=import_torch, daemon=True)
         thread.start()
         thread.join(LONGEST_SECONDS)
-        return ImportFacts(seconds_waiting_for_torch())
+        return _outcome or ImportFacts(None)
 
     def conclude(self, reported: Sequence[Reported[ImportFacts]]) -> Iterator[Finding]:
-        seconds = {
-            one.place.host: one.facts.seconds for one in reported if one.facts.seconds is not None
-        }
-        slow = list(_slow_hosts(seconds))
-        for host, usual in slow:
+        failed = [one for one in reported if one.facts.error]
+        for one in failed:
+            yield Finding(
+                Level.BAD,
+                f"torch cannot be imported on {one.place.host}: {one.facts.error}",
+                "Install what the message names again in the environment of the training, and "
+                "unset PYTHONPATH if it names packages of another Python",
+                hosts=(one.place.host,),
+                follows=("installation", "Python", "torch", "installed packages"),
+            )
+        if failed:
+            return
+        seconds = {one.place.host: one.facts.seconds for one in reported}
+        slow = list(outliers(seconds, SLOW_FACTOR, SLOW_SECONDS))
+        for host, waited, usual in slow:
             yield Finding(
                 Level.WARNING,
-                f"Importing torch waited {seconds[host]:.0f} s for files on {host}; the median of "
+                f"Importing torch waited {waited:.0f} s for files on {host}; the median of "
                 f"the other hosts is {usual:.0f} s",
                 "Exclude the host if that happens again, and report it. See there: iostat -x",
                 hosts=(host,),
+                follows=("storage", CPUS),
             )
-        longest = max(seconds.values(), default=0.0)
+        known = [one for one in seconds.values() if one is not None]
+        longest = max(known, default=0.0)
         if not slow and longest > LONG_SECONDS:
             yield Finding(
                 Level.WARNING,
@@ -59,19 +98,5 @@ class TorchImportCheck(Check[ImportFacts]):
                 f"{LONG_SECONDS:.0f} s",
                 "Copy the Python environment to a local disk of each host, or use a container",
             )
-        elif seconds and not slow:
+        elif known and not slow:
             yield Finding(Level.GOOD, f"Importing torch waited at most {longest:.1f} s for files")
-
-
-def _slow_hosts(seconds: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield hosts that are much slower than the others, and the median of the others."""
-    for host, value in seconds.items():
-        others = [other for name, other in seconds.items() if name != host]
-        usual = statistics.median(others) if others else value
-        if value > SLOW_FACTOR * usual and value > usual + SLOW_SECONDS:
-            yield host, usual
-
-
-def _import_torch() -> None:
-    with contextlib.suppress(ImportError, OSError):  # another check reports that
-        import_torch()
