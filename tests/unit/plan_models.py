@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, mse_loss, scaled_dot_product_attention
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[nn.Module], Tensor]
@@ -90,6 +90,57 @@ class ViT(nn.Module):
         return self.head(self.blocks(self.patches(images).flatten(2).transpose(1, 2) + self.places).mean(1))
 
 
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each sample goes to one of four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, choice = self.router(x).softmax(-1).max(-1)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero().flatten()
+            output = output.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return output
+
+
+class Positive(nn.Module):
+    """A loss over the elements that a mask selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y[y > 0].exp()
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5000, 64, sparse=True), nn.Linear(64, 10)
+        self.head.requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words).mean(1))
+
+
 def classify(inputs: Tensor, classes: int = 10) -> Step:
     labels = torch.zeros(len(inputs), dtype=torch.long)
     return lambda model: cross_entropy(model(inputs), labels)
@@ -124,6 +175,7 @@ class Case:
     step: Step
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     accumulate: int = 1
+    steps: int = 3  # until the optimizer's state grows no more
 
 
 sgd = functools.partial(SGD, lr=1e-3, foreach=False)
@@ -131,6 +183,11 @@ momentum = functools.partial(SGD, lr=1e-3, momentum=0.9, foreach=True)
 adamw = functools.partial(AdamW, lr=1e-3, foreach=False)
 foreach_adamw = functools.partial(AdamW, lr=1e-3, foreach=True)
 fused_adamw = functools.partial(AdamW, lr=1e-3, fused=True)
+
+lbfgs = functools.partial(LBFGS, max_iter=5, history_size=20)
+sparse_adam = functools.partial(SparseAdam, lr=1e-3)
+RANDOM = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+SEQUENCES = torch.zeros(16, 50, 64)
 
 CASES = {
     "MLP, SGD": Case(mlp, regress(64), sgd),
@@ -145,6 +202,16 @@ CASES = {
     "GPT, accumulation over 4": Case(GPT, next_word(), adamw, accumulate=4),
     "GPT, autocast to bfloat16": Case(GPT, next_word(dtype=torch.bfloat16), adamw),
     "GPT in bfloat16": Case(lambda: GPT().to(torch.bfloat16), next_word(), adamw),
+    "mixture of experts": Case(Experts, lambda model: model(RANDOM).square().mean(), adamw),
+    "loss over a boolean mask": Case(Positive, lambda model: model(RANDOM).mean(), adamw),
+    "sparse embedding": Case(Bag, lambda model: model(torch.arange(320).view(32, 10)).sum(), sparse_adam),
+    "MLP, LBFGS": Case(mlp, lambda model: mse_loss(model(RANDOM), RANDOM), lbfgs, steps=9),
+}
+RECURRENT = {
+    "LSTM": Case(lambda: Recurrent(nn.LSTM(64, 128, 2, batch_first=True), 128), classify(SEQUENCES), adamw),
+    "GRU, bidirectional": Case(lambda: Recurrent(nn.GRU(64, 128, 2, batch_first=True, bidirectional=True), 256),
+                               classify(SEQUENCES), adamw),
+    "RNN": Case(lambda: Recurrent(nn.RNN(64, 128, batch_first=True), 128), classify(SEQUENCES), adamw),
 }
 
 

@@ -1,4 +1,7 @@
-"""Predicted memory is that of a real run, in which the storage of each tensor is counted."""
+"""Predicted memory is that of a real run, in which the storage of each tensor is counted.
+
+Blocks are multiples of 512 bytes, as those of the allocator of GPUs.
+"""
 from __future__ import annotations
 
 import weakref
@@ -31,19 +34,25 @@ class CountedRun(TorchDispatchMode):
         return output
 
     def add(self, *trees: object) -> None:
-        for tensor in tree_iter(trees):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.known:
+        tensors = [tensor for tensor in tree_iter(trees) if isinstance(tensor, torch.Tensor)]
+        for tensor in [part for tensor in tensors for part in self.parts(tensor)]:
+            if (storage := tensor.untyped_storage()) not in self.known:
                 self.known.add(storage)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self.remove, storage.nbytes())
+                size = (storage.nbytes() + 511) // 512 * 512
+                self.live += size
+                weakref.finalize(storage, self.remove, size)
         self.peak = max(self.peak, self.live)
+
+    @staticmethod
+    def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
     def remove(self, size: int) -> None:
         self.live -= size
 
 
 def counted_peak(case: Case, ddp_options: dict[str, Any] | None = None) -> int:
-    """Return the peak of the third of three real steps."""
+    """Return the peak of the last of some real steps."""
     run = CountedRun()
     with run:
         model = case.build()
@@ -51,12 +60,21 @@ def counted_peak(case: Case, ddp_options: dict[str, Any] | None = None) -> int:
         if ddp_options is not None:
             model = DDP(model, **ddp_options)
         optimizer = case.optimizer(model.parameters())
-        for _ in range(3):
-            run.peak = 0
-            for _ in range(case.accumulate):
-                case.step(model).backward()
-            optimizer.step()
+
+
+        def passes() -> torch.Tensor:
             optimizer.zero_grad()
+            for _ in range(case.accumulate):
+                loss = case.step(model)
+                loss.backward()
+            return loss
+        for _ in range(case.steps):
+            run.peak = 0
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(passes)
+            else:
+                passes()
+                optimizer.step()
     return run.peak
 
 
