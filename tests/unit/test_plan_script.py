@@ -187,6 +187,6 @@ def test_factory_gives_the_largest_batch_of_each_gpu(tmp_path: Path) -> None:
     options = ("--model", "tests.unit.plan_models:planned_gpt", "--gpu", "a100-40")
     found = planned(*options, "--batch", "4")
     capacity, batch = found["micro_batches"]["a100-40"]
-    assert capacity == 36e9 and batch > 100
+    assert capacity == pytest.approx(36e9, rel=1e-3) and batch > 100
     sizes = [sum(planned(*options, "--batch", str(size))["memory"].values()) for size in (batch, batch + 1)]
     assert sizes[0] <= capacity < sizes[1] * 1.001

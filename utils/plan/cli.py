@@ -164,7 +164,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     gpus = args.gpus or (args.nodes or 1) * network.gpus_per_node
     name = args.gpu or (site.gpu if site else None)
     gpu = hardware.accelerator(name) if name else None
-    notes: list[str] = []
+    notes = [hardware.memory_note(gpu)] if gpu else []
 
     bucket_view = args.bucket_view
     trace = None if args.parameters else _trace(args, args.batch)
