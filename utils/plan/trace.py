@@ -547,16 +547,19 @@ class _RecurrentLayers(TorchFunctionMode):
         *rows, width = args[0].shape
         elements = math.prod(rows) * states[-1].shape[-1] * (1 + bidirectional)
         reserve = elements * (kept * layers + (layers - 1) * (2 if dropout else 1))
+        dtype = args[0].dtype
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
         self._tracer.notes.append(
             f"cuDNN's reserve for {function.__name__}{_caller()} is an estimate: "
-            f"{reserve * args[0].element_size():,} bytes. Its workspace is not included."
+            f"{reserve * dtype.itemsize:,} bytes. Its workspace is not included."
         )
         shapes = [(*rows, states[0].shape[-1] * (1 + bidirectional)), *(s.shape for s in states)]
         matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
         flops = 2 * math.prod(rows) * matrices
         tensors = [item for item in tree_iter(args) if isinstance(item, Tensor)]
         apply: Any = _RecurrentLayer.apply
-        return apply(self._tracer, shapes, reserve, flops, *tensors)
+        return apply(self._tracer, dtype, shapes, reserve, flops, *tensors)
 
 
 class _RecurrentLayer(torch.autograd.Function):
@@ -564,12 +567,15 @@ class _RecurrentLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tracer: StepTracer, shapes: Any, reserve: int, flops: int, *tensors: Tensor
+        ctx: Any,
+        tracer: StepTracer,
+        dtype: torch.dtype,
+        shapes: Any,
+        reserve: int,
+        flops: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         like = tensors[-1]  # a weight
-        dtype = like.dtype
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
         outputs = tuple(like.new_empty(size, dtype=dtype).uniform_(-1, 1) for size in shapes)
         ctx.save_for_backward(*tensors, outputs[0], like.new_empty(reserve, dtype=dtype))
         tracer.add_operation(flops, tensors, outputs)
@@ -579,11 +585,11 @@ class _RecurrentLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         tensors = ctx.saved_tensors[:-2]
-        needed = zip(tensors, ctx.needs_input_grad[4:], strict=True)
+        needed = zip(tensors, ctx.needs_input_grad[5:], strict=True)
         found = [torch.empty_like(one).uniform_(-1, 1) if need else None for one, need in needed]
         tracer, flops = ctx.work
         tracer.add_operation(flops, tensors, [one for one in found if one is not None])
-        return (None, None, None, None, *found)
+        return (*[None] * 5, *found)
 
 
 def _strided(tree: Any) -> Iterator[Tensor]:
