@@ -223,7 +223,7 @@ for _ in range(40):
     optimizer.step({})
 """
 LINEAR = "lambda: nn.Linear(99, 9)"
-HUGE = "lambda: nn.Linear(99, 3 * os.sysconf('SC_PHYS_PAGES'), device='meta').to_empty(device=device)"  # 0.3 of the host
+HUGE = "lambda: nn.Linear(99, 3 * os.sysconf('SC_PHYS_PAGES'), device='meta').to_empty(device=device)"  # of 0.3 hosts
 BACK = "loss.backward()"
 REAL = r"The steps ran with real tensors on the CPU: .*train.py:\d+"
 
@@ -256,7 +256,7 @@ def test_script_whose_values_decide_is_planned(
 
 def test_selection_without_a_bound_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(VALUES.format(LINEAR, "torch.optim.SGD", "y.argmax(1).unique()", ""))
-    words = r"aten._unique2.default depends on values at train.py:\d+. A run with real tensors is left out because of --s"
+    words = r"aten._unique2.default depends on values at train.py:\d+. A run with real tensors is left out because of -"
     with pytest.raises(PlanError, match=words):
         trace_script(str(tmp_path / "train.py"), [], selected=1.0)
 
