@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, mse_loss, scaled_dot_product_attention
-from torch.optim import SGD, AdamW, Optimizer
+from torch.nn.functional import cross_entropy, gelu, max_pool2d, mse_loss, normalize, scaled_dot_product_attention
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.optim import LBFGS, SGD, Adadelta, Adagrad, Adamax, AdamW, NAdam, Optimizer, RMSprop, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[nn.Module], Tensor]
@@ -90,6 +92,67 @@ class ViT(nn.Module):
         return self.head(self.blocks(self.patches(images).flatten(2).transpose(1, 2) + self.places).mean(1))
 
 
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(64, 128, 2, dropout=0.1), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, torch.arange(10, 26), batch_first=True, enforce_sorted=False)
+        return self.head(self.layer(packed)[1][-1])
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each sample goes to one of four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, choice = self.router(x).softmax(-1).max(-1)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero().flatten()
+            output = output.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return output
+
+
+class Positive(nn.Module):
+    """A loss over the elements that a mask selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y[y > 0].exp()
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5000, 64, sparse=True), nn.Linear(64, 10)
+        self.head.requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words).mean(1))
+
+
 def classify(inputs: Tensor, classes: int = 10) -> Step:
     labels = torch.zeros(len(inputs), dtype=torch.long)
     return lambda model: cross_entropy(model(inputs), labels)
@@ -124,6 +187,7 @@ class Case:
     step: Step
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     accumulate: int = 1
+    steps: int = 3  # until the optimizer's state grows no more
 
 
 sgd = functools.partial(SGD, lr=1e-3, foreach=False)
@@ -131,6 +195,11 @@ momentum = functools.partial(SGD, lr=1e-3, momentum=0.9, foreach=True)
 adamw = functools.partial(AdamW, lr=1e-3, foreach=False)
 foreach_adamw = functools.partial(AdamW, lr=1e-3, foreach=True)
 fused_adamw = functools.partial(AdamW, lr=1e-3, fused=True)
+
+lbfgs = functools.partial(LBFGS, max_iter=5, history_size=20)
+sparse_adam = functools.partial(SparseAdam, lr=1e-3)
+RANDOM = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+SEQUENCES = torch.zeros(16, 50, 64)
 
 CASES = {
     "MLP, SGD": Case(mlp, regress(64), sgd),
@@ -145,6 +214,210 @@ CASES = {
     "GPT, accumulation over 4": Case(GPT, next_word(), adamw, accumulate=4),
     "GPT, autocast to bfloat16": Case(GPT, next_word(dtype=torch.bfloat16), adamw),
     "GPT in bfloat16": Case(lambda: GPT().to(torch.bfloat16), next_word(), adamw),
+    "mixture of experts": Case(Experts, lambda model: model(RANDOM).square().mean(), adamw),
+    "loss over a boolean mask": Case(Positive, lambda model: model(RANDOM).mean(), adamw),
+    "sparse embedding": Case(Bag, lambda model: model(torch.arange(320).view(32, 10)).sum(), sparse_adam),
+    "MLP, LBFGS": Case(mlp, lambda model: mse_loss(model(RANDOM), RANDOM), lbfgs, steps=9),
+}
+RECURRENT = {
+    "LSTM": Case(lambda: Recurrent(nn.LSTM(64, 128, 2, batch_first=True), 128), classify(SEQUENCES), adamw),
+    "GRU, bidirectional": Case(lambda: Recurrent(nn.GRU(64, 128, 2, batch_first=True, bidirectional=True), 256),
+                               classify(SEQUENCES), adamw),
+    "GRU of packed sequences": Case(Packed, classify(SEQUENCES), adamw),
+    "RNN": Case(lambda: Recurrent(nn.RNN(64, 128, batch_first=True), 128), classify(SEQUENCES), adamw),
+}
+
+
+# --- written after the tracer was finished, and not used while it was written
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        def block(inputs: int, outputs: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
+        self.down1, self.down2, self.middle = block(3, 16), block(16, 32), block(32, 64)
+        self.up2, self.up1 = nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)
+        self.join2, self.join1, self.head = block(64, 32), block(32, 16), nn.Conv2d(16, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.down1(x)
+        b = self.down2(max_pool2d(a, 2))
+        c = self.join2(torch.cat([self.up2(self.middle(max_pool2d(b, 2))), b], 1))
+        return self.head(self.join1(torch.cat([self.up1(c), a], 1)))
+
+
+class Masked(nn.Module):
+    """A language model whose loss is over 15 % of the places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(1000, 64), nn.Linear(64, 1000)
+        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 2,
+                                          enable_nested_tensor=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = torch.rand(words.shape, generator=torch.Generator().manual_seed(0)) < 0.15
+        x = self.body(self.words(words.masked_fill(hidden, 0)))
+        return cross_entropy(self.head(x[hidden]), words[hidden])
+
+
+class Clicks(nn.Module):
+    """Sparse tables of categories beside dense features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(n, 32, mode="sum", sparse=True) for n in (2000, 500, 50))
+        self.bottom, self.top = nn.Linear(13, 32), nn.Sequential(nn.Linear(38, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
+        parts = torch.stack([self.bottom(dense), *(t(categories[i]) for i, t in enumerate(self.tables))], 1)
+        rows, columns = torch.triu_indices(4, 4, 1)
+        products = (parts @ parts.transpose(1, 2))[:, rows, columns]
+        return self.top(torch.cat([parts[:, 0], products], 1))
+
+
+class Contrast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = mlp(), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = (normalize(self.body(x + 0.1 * torch.randn_like(x)), dim=-1) for _ in range(2))
+        return cross_entropy(one @ other.T * self.scale.exp(), torch.arange(len(x)))
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        self.body = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
+        x = self.words(words)
+        return self.head(self.body(x, x, tgt_mask=mask))
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.edges = torch.randint(256, (2, 2000), generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        source, target = self.edges
+        degree = torch.bincount(target, minlength=256).clamp(min=1)[:, None]
+        for layer in self.layers:
+            x = x + torch.zeros_like(x).index_add(0, target, layer(x)[source]).div(degree).relu()
+        return x
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 2 * 16), nn.Sequential(nn.Linear(16, 200), nn.ELU(),
+                                                                           nn.Linear(200, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_variance = self.encoder(x).chunk(2, -1)
+        latent = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        divergence = (mean.square() + log_variance.exp() - log_variance - 1).sum(-1).mean()
+        return mse_loss(self.decoder(latent), x) + divergence
+
+
+class Mobile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1), nn.Hardswish(inplace=True)]
+        for inputs, outputs in ((32, 64), (64, 96), (96, 128)):
+            layers += [nn.Conv2d(inputs, inputs, 3, 2, 1, groups=inputs, bias=False), nn.BatchNorm2d(inputs),
+                       nn.Hardswish(inplace=True), nn.Conv2d(inputs, outputs, 1), nn.Dropout2d(0.1)]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class TopTwo(nn.Module):
+    """A mixture of experts with two experts for each word, and a capacity that drops the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.up = nn.Linear(64, 8), nn.Parameter(torch.randn(8, 64, 128) / 8)
+        self.down = nn.Parameter(torch.randn(8, 128, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, choices = self.router(x).softmax(-1).topk(2)
+        output = torch.zeros_like(x)
+        for number in range(8):
+            rows, places = torch.where(choices == number)
+            if rows.numel() == 0:
+                continue
+            rows, places = rows[:96], places[:96]
+            y = gelu(x[rows] @ self.up[number]) @ self.down[number]
+            output = output.index_put((rows,), y * weights[rows, places, None], accumulate=True)
+        return output
+
+
+class Detector(nn.Module):
+    """Boxes with a score above a threshold, without those that overlap with a better one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Conv2d(3, 32, 3, 2, 1), nn.Conv2d(32, 5, 3, 2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = self.head(self.body(images).relu()).flatten(2).transpose(1, 2)
+        total = found.square().mean()
+        for boxes in found:
+            boxes = boxes[boxes[:, 4] > boxes[:, 4].mean()]
+            left = boxes[:, 4].argsort(descending=True)
+            while left.numel():
+                best, left = boxes[left[0]], left[1:]
+                total = total + best[:4].abs().sum()
+                left = left[(boxes[left, :4] - best[:4]).abs().sum(1) > 0.5]
+        return total
+
+
+class Critic(nn.Module):
+    """A loss with a penalty for the norm of the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(weight_norm(nn.Conv1d(1, 16, 3, dilation=2)), nn.Softplus(), nn.Flatten(),
+                                  spectral_norm(nn.Linear(16 * 60, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None].requires_grad_()
+        score = self.body(x).sum()
+        slope, = torch.autograd.grad(score, x, create_graph=True)
+        return score + slope.square().sum()
+
+
+def loss_of(*inputs: Tensor) -> Step:
+    return lambda model: model(*inputs).square().mean()
+
+
+WORDS = torch.arange(8 * 32).view(8, 32)
+HELD_OUT = {
+    "U-Net, RMSprop": Case(UNet, loss_of(torch.zeros(2, 3, 32, 32)), RMSprop),
+    "masked language model, AdamW": Case(Masked, loss_of(WORDS), adamw),
+    "sparse tables, SGD": Case(Clicks, loss_of(torch.zeros(64, 13), torch.arange(50).repeat(3, 64, 1)), sgd),
+    "contrastive loss, Adagrad": Case(Contrast, loss_of(RANDOM), Adagrad),
+    "encoder and decoder, AMSGrad": Case(Translator, loss_of(WORDS), functools.partial(AdamW, amsgrad=True)),
+    "graph, NAdam": Case(Graph, loss_of(RANDOM), NAdam),
+    "VAE, Adamax": Case(VAE, loss_of(RANDOM), Adamax),
+    "depthwise convolutions, Nesterov": Case(
+        Mobile, classify(torch.zeros(4, 3, 64, 64).to(memory_format=torch.channels_last)),
+        functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True)),
+    "two of eight experts, AdamW": Case(TopTwo, loss_of(RANDOM), adamw),
+    "detector with suppression, SGD": Case(  # of a view of 4 channels: the plan counts 3
+        Detector, loss_of(RANDOM.view(2, 2, 64, 64).repeat(1, 2, 1, 1)[:, :3]), momentum),
+    "gradient penalty, Adadelta": Case(Critic, loss_of(RANDOM), Adadelta),
+    "CNN, LBFGS with line search": Case(cnn, classify(torch.randn(8, 3, 32, 32)), functools.partial(
+        LBFGS, max_iter=4, history_size=8, line_search_fn="strong_wolfe"), steps=9),
 }
 
 

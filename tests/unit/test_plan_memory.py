@@ -1,6 +1,11 @@
-"""Predicted memory is that of a real run, in which the storage of each tensor is counted."""
+"""Predicted memory is that of a real run, in which the storage of each tensor is counted.
+
+Blocks are multiples of 512 bytes, as those of the allocator of GPUs.
+"""
 from __future__ import annotations
 
+import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit.plan_models import CASES, GPT, Case, adamw, next_word
+from tests.unit.plan_models import CASES, GPT, HELD_OUT, RECURRENT, Case, adamw, lbfgs, next_word, sgd
 from utils.plan.trace import trace_training
 
 
@@ -31,19 +36,25 @@ class CountedRun(TorchDispatchMode):
         return output
 
     def add(self, *trees: object) -> None:
-        for tensor in tree_iter(trees):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.known:
+        tensors = [item for item in tree_iter(trees) if isinstance(item, torch.Tensor)]
+        for part in [part for tensor in tensors for part in self.parts(tensor)]:
+            if (storage := part.untyped_storage()) not in self.known:
                 self.known.add(storage)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self.remove, storage.nbytes())
+                size = (storage.nbytes() + 511) // 512 * 512
+                self.live += size
+                weakref.finalize(storage, self.remove, size)
         self.peak = max(self.peak, self.live)
+
+    @staticmethod
+    def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
     def remove(self, size: int) -> None:
         self.live -= size
 
 
 def counted_peak(case: Case, ddp_options: dict[str, Any] | None = None) -> int:
-    """Return the peak of the third of three real steps."""
+    """Return the peak of real steps after the first one, which makes the state of the optimizer."""
     run = CountedRun()
     with run:
         model = case.build()
@@ -51,12 +62,21 @@ def counted_peak(case: Case, ddp_options: dict[str, Any] | None = None) -> int:
         if ddp_options is not None:
             model = DDP(model, **ddp_options)
         optimizer = case.optimizer(model.parameters())
-        for _ in range(3):
-            run.peak = 0
-            for _ in range(case.accumulate):
-                case.step(model).backward()
-            optimizer.step()
+
+
+        def passes() -> torch.Tensor:
             optimizer.zero_grad()
+            for _ in range(case.accumulate):
+                loss = case.step(model)
+                loss.backward()
+            return loss
+        for number in range(case.steps):
+            run.peak = run.peak if number > 1 else 0
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(passes)
+            else:
+                passes()
+                optimizer.step()
     return run.peak
 
 
@@ -64,12 +84,59 @@ def traced(case: Case) -> Any:
     return trace_training(case.build, case.step, case.optimizer, accumulate_steps=case.accumulate, foreach=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *HELD_OUT])
 def test_peak_is_that_of_a_counted_run(name: str, record_property: Callable[[str, object], None]) -> None:
-    peak, counted = traced(CASES[name]).peak(), counted_peak(CASES[name])
+    case = {**CASES, **HELD_OUT}[name]
+    peak, counted = traced(case).peak(), counted_peak(case)
     assert sum(peak.bytes.values()) == peak.total
-    assert peak.total == pytest.approx(counted, rel=0.01)
+    assert peak.total == pytest.approx(counted, rel=0.01 if name in CASES else 0.05)
     record_property("error of the predicted memory, %", 100 * abs(peak.total / counted - 1))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layer_keeps_the_estimated_reserve_of_cudnn(name: str) -> None:
+    """A CPU keeps other tensors, so that there is nothing to compare the whole with."""
+    trace = traced(RECURRENT[name])
+    note, = [note for note in trace.notes if "cuDNN" in note]
+    assert re.search(r"at plan_models.py:\d+ is an estimate", note)
+    reserve = int(re.search("([0-9,]+) bytes", note)[1].replace(",", ""))  # type: ignore[index]
+    assert reserve < trace.peak().bytes["activations"] < 2.5 * reserve + 1e6
+    assert any(operation.flops for operation in trace.operations if operation.phase == "backward")
+
+
+@pytest.mark.parametrize(("layer", "reserve"), [(nn.LSTM, "736,000,000"), (nn.GRU, "864,000,000")])
+def test_reserve_is_the_one_that_cudnn_has_reported(layer: Callable[..., nn.Module], reserve: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/2895: 123 features, 4 layers of 320; from both, 25,000 rows."""
+    case = Case(lambda: layer(123, 320, 4), lambda model: model(torch.zeros(1000, 25, 123))[0].sum(), sgd)
+    trace = traced(case)
+    assert trace.notes[0].endswith(f"is an estimate: {reserve} bytes. Its workspace is not included.")
+    assert trace.peak().bytes["activations"] > int(reserve.replace(",", ""))
+
+
+def test_values_are_assumed_where_a_real_run_takes_too_long() -> None:
+    case = CASES["MLP, LBFGS"]
+    trace = trace_training(case.build, case.step, lbfgs, seconds=0)
+    assert not trace.is_real and any(re.search(r"at \S+.py:\d+: assumed to be", note) for note in trace.notes)
+    assert "A run with real tensors, which would know the values, takes more than 0 s." in trace.notes
+
+
+@pytest.mark.parametrize("select", [
+    lambda y: y[y > 0], lambda y: y.masked_select(y > 0), lambda y: y.flatten()[(y.flatten() > 0).nonzero()[:, 0]]],
+    ids=["index", "masked_select", "nonzero"])
+def test_selected_share_bounds_what_masks_select(select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(4096, 64)
+    traces = {share: trace_training(lambda: nn.Linear(64, 64), lambda model: select(model(x)).square().mean(), sgd,
+                                    selected=share) for share in (0.0, 0.5, 1.0, None)}
+    total = {share: trace.peak().total for share, trace in traces.items()}
+    assert total[0.0] < total[0.5] < total[1.0] and traces[None].is_real
+    assert total[None] == pytest.approx(total[0.5], rel=0.02)
+    assert any(re.search(r"selects 50% of the elements at test_plan_memory.py:\d+ ", one) for one in traces[0.5].notes)
+
+
+def test_state_that_still_grows_is_reported() -> None:
+    case = Case(CASES["MLP, SGD"].build, CASES["MLP, LBFGS"].step, functools.partial(lbfgs, max_iter=1, history_size=99))
+    notes = traced(case).notes
+    assert any(re.match("The optimizer's state still grew by [0-9,]+ bytes in the last traced step.", n) for n in notes)
 
 
 @pytest.fixture

@@ -83,6 +83,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     what.add_argument(
         "--trace-timeout", type=float, default=300, metavar="S", help="for two steps of SCRIPT"
     )
+    what.add_argument(
+        "--selected",
+        type=float,
+        metavar="SHARE",
+        help="of elements that masks and nonzero() select; default: that of a run on the CPU",
+    )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
     how.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw")
@@ -143,6 +149,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
+    if args.selected is not None and not 0 <= args.selected <= 1:
+        parser.error(f"--selected is {args.selected}; expected a number from 0 to 1")
     if not 0 <= args.spread < 1:
         parser.error(f"--spread is {args.spread}; expected a number from 0 to below 1")
     return args
@@ -156,7 +164,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     gpus = args.gpus or (args.nodes or 1) * network.gpus_per_node
     name = args.gpu or (site.gpu if site else None)
     gpu = hardware.accelerator(name) if name else None
-    notes: list[str] = []
+    notes = [hardware.memory_note(gpu)] if gpu else []
 
     bucket_view = args.bucket_view
     trace = None if args.parameters else _trace(args, args.batch)
@@ -312,11 +320,19 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
         )
     if args.model:
         return traced.trace_factory(
-            args.model, batch, args.optimizer, args.precision, args.accumulate
+            args.model,
+            batch,
+            args.optimizer,
+            args.precision,
+            args.accumulate,
+            seconds=args.trace_timeout,
+            selected=args.selected,
         )
     from .script import trace_script
 
-    return trace_script(args.script[0], args.script[1:], timeout=args.trace_timeout)
+    return trace_script(
+        args.script[0], args.script[1:], timeout=args.trace_timeout, selected=args.selected
+    )
 
 
 def _micro_batches(
@@ -335,7 +351,7 @@ def _micro_batches(
     if args.model:
         # A second trace near the limit of a large GPU.
         limit = int(args.batch * (_LARGE_MEMORY - fixed) / growing)
-        other = max(2 * args.batch, min(limit, 1000 * args.batch))
+        other = max(2 * args.batch, min(limit, (2 if trace.is_real else 1000) * args.batch))
         totals = {args.batch: fixed + growing, other: total(_trace(args, other), False)}
     elif trace.batch_size:
         notes.append(

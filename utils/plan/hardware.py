@@ -69,8 +69,17 @@ class Hardware:
             dtype: entry[dtype] * 1e12 * shares["flops"] for dtype in _DTYPES if dtype in entry
         }
         bandwidth = entry["bandwidth"] * 1e9 * shares["memory_bandwidth"]
-        memory = entry["memory"] * 1e9 * shares["memory"]
+        memory = (entry["memory"] * shares["memory"] - sum(self._table["process"].values())) * 1e9
         return Accelerator(name, memory, bandwidth, flops, self._source(entry))
+
+    def memory_note(self, gpu: Accelerator) -> str:
+        """Return what the usable memory of a GPU excludes."""
+        process = self._table["process"].items()
+        return (
+            f"Usable on {gpu.name}: {self._table['attainable']['memory']:.0%} of its memory, the "
+            "rest being gaps between blocks, less what a process needs beside tensors, in GB: "
+            f"{', '.join(f'{name} {size}' for name, size in process)} (jobs/hardware.yaml)."
+        )
 
     def link(self, text: str) -> Link:
         """Return a link: "nvlink3", or several in parallel: "4 slingshot-200"."""

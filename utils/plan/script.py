@@ -1,7 +1,8 @@
 """Trace a training script as it is: run it until its second optimizer step, with fake parameters.
 
 Parameters are made fake when they are created, and whatever is computed from them is fake, too.
-Everything else, such as the loading of data, runs as usual.
+Everything else, such as the loading of data, runs as usual. A script that needs values of the model
+runs again with real parameters.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import importlib
 import io
 import os
 import runpy
-import signal
 import sys
-import traceback
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,16 @@ from torch.utils._pytree import tree_map
 from ..script_modules import name_conflict, script_modules
 from .communication import PlanError
 from .hardware import PROGRAM
-from .trace import StepsTraced, StepTracer, Trace, convertible_parameters, fake_mode, is_fake
+from .trace import (
+    StepsTraced,
+    StepTracer,
+    Trace,
+    convertible_parameters,
+    described,
+    fake_mode,
+    is_fake,
+    trace_steps,
+)
 
 _DDP_OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 _RANK_VARIABLES = {
@@ -44,31 +53,45 @@ _RANK_VARIABLES = {
 }
 
 
-def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -> Trace:
+def trace_script(
+    path: str, arguments: Sequence[str], *, timeout: float = 300, selected: float | None = None
+) -> Trace:
     """Trace a script with its arguments, as the single rank of a CPU run.
 
-    timeout: seconds until the script has to have done its second optimizer step.
-    Raises PlanError, which says what could not be traced.
+    timeout: seconds until the script has to have done its second optimizer step. selected: see
+    trace_steps(). Raises PlanError, which says what could not be traced.
     """
     if not Path(path).is_file():
         raise PlanError(f"There is no script {path!r}. Expected the path of a Python file.")
     # Private, and the only collectives of torch.distributed that take fake tensors.
     importlib.import_module("torch.distributed._tools.fake_collectives")
     output = io.StringIO()
+    variables: dict[str, str] = {}
+
+    def run(tracer: StepTracer) -> None:
+        output.truncate(output.seek(0))
+        _run(path, arguments, variables, tracer, output)
+
     with _time_limit(path, timeout), script_modules(str(Path(path).resolve().parent)):
-        tracer, problem = _run(path, arguments, {}, output)
-        if isinstance(problem, KeyError) and problem.args[0] in _RANK_VARIABLES:
-            # A script for torchrun alone. The variables are not set at first: without them, most
-            # scripts and libraries leave torch.distributed out.
-            tracer, problem = _run(path, arguments, _RANK_VARIABLES, output)
-        hint = name_conflict(problem)
-    if problem is not None and not tracer.is_finished:  # what a script does at its end may fail
-        raise PlanError(
-            f"{path} could not be traced: {type(problem).__name__}: {problem}"
-            f"{_place(problem, path)}{hint}. Expected a script that trains on one CPU process. "
-            f"Run it so, or use --model or --parameters.{_last(output)}"
-        ) from problem
-    trace = tracer.result()
+        try:
+            try:
+                trace = trace_steps(run, seconds=timeout / 2, selected=selected)
+            except KeyError as error:
+                if error.args[0] not in _RANK_VARIABLES:
+                    raise
+                # A script for torchrun alone. The variables are not set at first: without them,
+                # most scripts and libraries leave torch.distributed out.
+                variables = _RANK_VARIABLES
+                trace = trace_steps(run, seconds=timeout / 2, selected=selected)
+        except PlanError as error:
+            raise PlanError(f"{path} could not be traced. {error}") from error
+        except Exception as problem:
+            raise PlanError(
+                f"{path} could not be traced: {described(problem)}{name_conflict(problem)}. It "
+                "fails with real tensors on the CPU, too. Expected a script that trains as the "
+                "only rank on a CPU. Correct it, or use --model or --parameters."
+                f"{_last(output)}"
+            ) from problem
     if not trace.ddp_options and not trace.shard_groups:
         trace.notes.append("The script does not use DDP: its default buckets are assumed.")
     trace.notes.append("The script ran as the only rank: a global batch that it divides is whole.")
@@ -76,11 +99,13 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
 
 
 def _run(
-    path: str, arguments: Sequence[str], variables: dict[str, str], output: io.StringIO
-) -> tuple[StepTracer, BaseException | None]:
-    """Run the script with these rank variables; return what was traced, and why it failed."""
-    tracer = StepTracer()
-    problem: BaseException | None = None
+    path: str,
+    arguments: Sequence[str],
+    variables: dict[str, str],
+    tracer: StepTracer,
+    output: io.StringIO,
+) -> None:
+    """Run the script with these rank variables."""
     argv, sys.argv = sys.argv, [path, *arguments]
     try:
         with _Patches(tracer).applied(variables), tracer.active(), _OnCPU():
@@ -89,44 +114,40 @@ def _run(
     except StepsTraced:
         pass
     except SystemExit as error:
-        problem = error if error.code else None
-    except PlanError:
-        if not tracer.is_finished:
-            raise
-    except Exception as error:
-        problem = error
+        if error.code:
+            raise PlanError(f"It ended with SystemExit: {error}.{_last(output)}") from error
     finally:
         sys.argv = argv
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-    return tracer, problem
 
 
 @contextlib.contextmanager
 def _time_limit(path: str, seconds: float) -> Iterator[None]:
     """End this process after so many seconds, with an error.
 
-    An exception would end it by SIGABRT where C++ has called the Python code that it interrupts.
+    By a thread: a signal handler waits for the end of an operation, and an exception in it would
+    end the process by SIGABRT where C++ has called the Python code that it interrupts.
     """
 
-    def stop(*_: object) -> None:
-        print(
+    def stop() -> None:
+        text = (
             f"{PROGRAM}: error: {path} has not reached its second optimizer step within "
             f"{seconds:.0f} s. Expected steps of a torch.optim optimizer. If the script only takes "
-            "long to load its data, raise --trace-timeout; otherwise use --model or --parameters.",
-            file=sys.__stderr__,
-            flush=True,
+            "long to load its data, raise --trace-timeout; otherwise use --model or --parameters.\n"
         )
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
         os._exit(1)
 
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        timer.cancel()
 
 
 class _OnCPU(TorchFunctionMode):
@@ -174,7 +195,7 @@ class _Patches:
         def make_parameter(
             cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True
         ) -> Any:
-            if data is not None and not is_fake(data):
+            if data is not None and not is_fake(data) and not tracer.values.real:
                 data = self._mode.from_tensor(data.detach())
             return new_parameter(cls, data, requires_grad)
 
@@ -268,15 +289,6 @@ class _Patches:
     def _not_compiled(self, model: Any = None, **options: object) -> Any:
         self._tracer.notes.append("Predicted without torch.compile.")
         return model if model is not None else lambda function: function
-
-
-def _place(error: BaseException, path: str) -> str:
-    """Return " at FILE:LINE" of the innermost frame of the script's folder."""
-    folder = str(Path(path).resolve().parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if os.path.abspath(frame.filename).startswith(folder):
-            return f" at {os.path.basename(frame.filename)}:{frame.lineno}"
-    return ""
 
 
 def _last(output: io.StringIO) -> str:

@@ -1,15 +1,20 @@
-"""Trace training steps with fake tensors: the memory and the work of each operation.
+"""Trace training steps: the memory and the work of each operation.
 
-Fake tensors have a shape but no data, so nothing is allocated and nothing is computed.
+The tensors are fake: they have a shape but no data, so nothing is allocated and nothing is
+computed. Where values decide, the steps run with real tensors on the CPU instead.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import time
+import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 # The documented way to see each operation, although its module has an underscore:
 # https://dev-discuss.pytorch.org/t/what-and-why-is-torch-dispatch/557
@@ -37,7 +43,14 @@ CATEGORIES = (
     "inputs",
     "activations",  # made in the forward pass
     "temporary",  # made in the backward pass and by the optimizer
+    "rounding",  # of each block, by the allocator
 )
+_BLOCK = 512  # bytes; kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
+_MOST_STEPS = 25  # traced until the optimizer's state grows no more: LBFGS, for example
+# Matrices of steps x samples x hidden units that cuDNN keeps for the backward pass of a layer:
+# gates and, for LSTM, cells; with one between layers. They give the 736,000,000 and 864,000,000
+# bytes that https://github.com/pytorch/pytorch/issues/2895 reports for LSTM and GRU.
+_KEPT_BY_CUDNN = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 _READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor}
 
@@ -86,6 +99,7 @@ class Trace:
     # Bytes of the parameters that each fully_shard() gathers together, in the order of the calls.
     shard_groups: list[int] = field(default_factory=list)
     shard_gradients: list[ShardedGradient] = field(default_factory=list)  # last backward pass
+    is_real: bool = False  # traced with real tensors
     notes: list[str] = field(default_factory=list)
 
     def peak(self, *, without_gradients: bool = False) -> Peak:
@@ -104,13 +118,38 @@ class StepsTraced(SystemExit):
     """Ends a script, orderly, after the steps that were to be traced."""
 
 
+class ValueNeeded(PlanError):
+    """Values decide how the steps go on, and fake tensors have none."""
+
+
+class TooLarge(PlanError):
+    """The steps with real tensors need too much memory or time of this host."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Where a trace gets the values of tensors from.
+
+    real: from a run with real tensors, which ends with TooLarge after `seconds`. Otherwise,
+    `assumed` is the value of each bool, and `selected` is the share of elements that masks and
+    nonzero() select; None raises ValueNeeded.
+    """
+
+    real: bool = False
+    seconds: float = math.inf
+    assumed: bool | None = None
+    selected: float | None = None
+
+
 class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the storages that fake tensors use, by category, over a number of optimizer steps.
 
     The first step creates the state of the optimizer; the last one is reported.
     """
 
-    def __init__(self, num_steps: int = 2, *, foreach: bool = True) -> None:
+    def __init__(
+        self, values: Values = Values(), *, num_steps: int = 2, foreach: bool = True
+    ) -> None:
         # foreach: torch's optimizers use their multi-tensor form on GPUs, which needs more memory.
         super().__init__()  # type: ignore[no-untyped-call]
         self.sync = True  # false under DDP.no_sync()
@@ -118,6 +157,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shard_groups: list[int] = []
         self.notes: list[str] = []
         self.batch_size: int | None = None
+        self.values = values
+        self._deadline = time.monotonic() + values.seconds
+        # Login nodes are shared.
+        self._memory_limit = _host_memory() / 4 if values.real else math.inf
+        self._state_bytes, self._extra_steps = 0, _MOST_STEPS - num_steps
         self._steps_left, self._foreach = num_steps, foreach
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._finished: Trace | None = None
@@ -143,7 +187,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         try:
-            with self:
+            with self, _RecurrentLayers(self):
                 yield
         finally:
             for hook in self._hooks:
@@ -180,6 +224,12 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.requires_grad:
                 add_hook: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(add_hook(self._gradient_ready))
+
+    def check_host(self) -> None:
+        """Raise TooLarge where this host cannot hold the training of the parameters."""
+        needed = 4 * sum(parameter.nbytes for parameter in self._parameters)
+        if needed > _host_memory() / 4:
+            raise TooLarge(f"needs {needed / 1e9:.1f} GB of host memory without activations")
 
     @property
     def is_finished(self) -> bool:
@@ -224,6 +274,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ddp_options,
             self.shard_groups,
             self._shard_gradients,
+            self.values.real,
         )
 
     # --- events
@@ -251,15 +302,18 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gradient_ready(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
-        self._count(parameter.grad, "gradients")
+        parts = list(_strided(parameter.grad))
+        for part in parts:
+            self._count(part, "gradients")
+        size = sum(part.nbytes for part in parts)
         if self._times_ready[id(parameter)] == max(self._times_ready.values(), default=0):
             self._shard_gradients = []  # of an earlier backward pass
         self._times_ready[id(parameter)] += 1
         if self.sync:
             index = len(self._operations) - 1
-            self._gradients.append((id(parameter), index, parameter.grad.nbytes))
+            self._gradients.append((id(parameter), index, size))
             if (group := self._group_of.get(id(parameter))) is not None:
-                gradient = ShardedGradient(group, parameter.grad.nbytes, dict(self._live))
+                gradient = ShardedGradient(group, size, dict(self._live))
                 self._shard_gradients.append(gradient)
 
     def _before_optimizer(
@@ -288,10 +342,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self._in_optimizer = False
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self._count(value, "optimizer")
+        for value in _strided(list(optimizer.state.values())):
+            self._count(value, "optimizer")
         self._stepped.add(optimizer)
         if any(other not in self._stepped for other in self._optimizers):
             return
@@ -301,7 +353,15 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._steps_left == 0 and is_smaller and not self._was_smaller:
             # The last batch of an epoch, for example.
             self._was_smaller, self._steps_left = True, 1
+        state_bytes, self._state_bytes = self._state_bytes, self._live["optimizer"]
+        if self._steps_left == 0 and self._state_bytes > state_bytes and self._extra_steps:
+            self._extra_steps, self._steps_left = self._extra_steps - 1, 1
         if self._steps_left == 0:
+            if self._state_bytes > state_bytes:
+                self.notes.append(
+                    f"The optimizer's state still grew by {self._state_bytes - state_bytes:,} bytes"
+                    " in the last traced step. The prediction excludes what follows."
+                )
             self._finished = self._finish()
         self._begin_step()
         if self._finished is not None:
@@ -311,12 +371,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if time.monotonic() > self._deadline:
+            raise TooLarge(f"takes more than {self.values.seconds:.0f} s")
         if function is _READS_A_VALUE and is_fake(args[0]):
             return self._value_of(args[0])
-        output = function(*args, **kwargs)
-        inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        outputs = [item for item in tree_iter(output) if isinstance(item, Tensor)]
-        if not any(map(is_fake, inputs)) and not any(map(is_fake, outputs)):
+        output = self._run(function, args, kwargs)
+        inputs, outputs = list(_strided((args, kwargs))), list(_strided(output))
+        if not any(map(self._is_of_model, inputs)) and not any(map(is_fake, outputs)):
             return output  # loading of data, for example
         for tensor in inputs:
             if tensor.untyped_storage() not in self._storages:
@@ -327,6 +388,57 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage() not in self._storages:
                 self._count(tensor, self._category(), str(function))
         return output
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, or make fake results where values decide."""
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+        )
+
+        try:
+            output = function(*args, **kwargs)
+        except DataDependentOutputException as error:
+            return self._assumed(f"the result of {function}", error)
+        except DynamicOutputShapeException as error:
+            return self._selection(function, args, error)
+        if isinstance(output, Tensor) and output.is_sparse and is_fake(output):
+            raise ValueNeeded(f"sparse tensors need values{_caller()}")
+        return output
+
+    def _selection(self, function: Any, args: Any, error: Exception) -> Any:
+        """Return fake results of an operation that selects elements by their values."""
+        aten, share = torch.ops.aten, self.values.selected
+        text = f"the size of the result of {function} depends on values{_caller()}"
+        if function not in (aten.nonzero.default, aten.masked_select.default, aten.index.Tensor):
+            raise ValueNeeded(text) from error
+        if share is None:
+            raise ValueNeeded(f"{text} (--selected SHARE gives a bound)") from error
+        self.notes.append(
+            f"{function} selects {share:.0%} of the elements{_caller()} (--selected)."
+        )
+
+        def rows(mask: Tensor) -> int:
+            return math.ceil(share * mask.numel())
+
+        if function is aten.nonzero.default:
+            return args[0].new_empty((rows(args[0]), args[0].dim()), dtype=torch.int64)
+        if function is aten.masked_select.default:
+            return args[0].new_empty(rows(args[1].expand_as(args[0])))
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                indices.append(index)
+            else:
+                indices += [index.new_empty(rows(index), dtype=torch.int64)] * index.dim()
+        return function(args[0], indices)
+
+    def _is_of_model(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the model's, or was computed with them."""
+        if not self.values.real:
+            return is_fake(tensor)
+        entry = self._storages.get(tensor.untyped_storage())
+        return entry is not None and entry.category != "inputs"
 
     def _is_view(self, outputs: list[Tensor]) -> bool:
         return all(tensor.untyped_storage() in self._storages for tensor in outputs)
@@ -350,20 +462,31 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         count_flops = flop_registry.get(function._overloadpacket)
         flops = count_flops(*args, **kwargs, out_val=output) if count_flops else 0
-        moved = outputs * 2 if function in _LOOKUPS else inputs + outputs
+        self.add_operation(flops, outputs if function in _LOOKUPS else inputs, outputs)
+
+    def add_operation(
+        self, flops: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Add the work of an operation to the step."""
+        moved = (*inputs, *outputs)
         dtype = next((t.dtype for t in outputs if t.is_floating_point()), torch.float32)
         size = sum(tensor.nbytes for tensor in moved)
         self._operations.append(Operation(self._phase(), flops, size, str(dtype)[6:]))
 
     def _value_of(self, tensor: Tensor) -> float:
-        """Return a value for a tensor without data, and note it; PlanError where it decides."""
-        if not tensor.is_floating_point():
-            raise PlanError(
-                f"The script uses the value of a tensor of type {tensor.dtype} that the model "
-                f"computed{_caller()}. A trace has shapes only. Use --model or --parameters."
-            )
-        self.notes.append(f"The script reads a computed value{_caller()}: traced as 1.0.")
-        return 1.0
+        """Return a value for a tensor without data, and note it; ValueNeeded where it decides."""
+        if tensor.is_floating_point():
+            self.notes.append(f"The script reads a computed value{_caller()}: traced as 1.0.")
+            return 1.0
+        return self._assumed(f"a value of type {tensor.dtype} that the model computed")
+
+    def _assumed(self, what: str, error: Exception | None = None) -> bool:
+        """Return the value that is assumed; ValueNeeded where none is."""
+        value = self.values.assumed
+        if value is None:
+            raise ValueNeeded(f"the script uses {what}{_caller()}") from error
+        self.notes.append(f"The script uses {what}{_caller()}: assumed to be {value}.")
+        return value
 
     # --- bytes
 
@@ -382,9 +505,10 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A batch may be a view of a data set that stays on the host.
         size = tensor.nbytes if category == "inputs" else storage.nbytes()
         entry = self._storages[storage] = _Storage(size, category)
-        weakref.finalize(storage, self._free, entry)
-        self._live[category] += size
-        self._total += size
+        weakref.finalize(storage, self._change, entry, -1)
+        self._change(entry, 1)
+        if self._total > self._memory_limit:
+            raise TooLarge(f"needs more than {self._memory_limit / 1e9:.1f} GB of host memory")
         for without in (False, True):
             total = self._total - (self._live["gradients"] if without else 0)
             if total > self._peaks[self._in_optimizer, without].total:
@@ -392,14 +516,95 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 peak = Peak(total, live, self._where(operation))
                 self._peaks[self._in_optimizer, without] = peak
 
-    def _free(self, entry: _Storage) -> None:
-        self._live[entry.category] -= entry.size
-        self._total -= entry.size
+    def _change(self, entry: _Storage, sign: int) -> None:
+        rounding = -entry.size % _BLOCK
+        self._live[entry.category] += sign * entry.size
+        self._live["rounding"] += sign * rounding
+        self._total += sign * (entry.size + rounding)
 
     def _where(self, operation: str) -> str:
         phase = self._phase()
         inside = f" of {self._module}" if phase == "forward" and self._module else ""
         return f"{phase}{inside}" + (f", {operation}" if operation else "")
+
+
+class _RecurrentLayers(TorchFunctionMode):
+    """Let recurrent layers keep for the backward pass what cuDNN keeps, not what a CPU keeps."""
+
+    def __init__(self, tracer: StepTracer) -> None:
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kept = _KEPT_BY_CUDNN.get(getattr(function, "__name__", ""))
+        if kept is None or kwargs or not torch.is_grad_enabled():
+            return function(*args, **(kwargs or {}))
+        # input, [batch sizes,] states, weights, bias, layers, dropout, training, bidirectional
+        last = 3 if isinstance(args[3], (list, tuple)) else 2
+        weights, _, layers, dropout, _, bidirectional = args[last:][:6]
+        states = list(tree_iter(args[last - 1]))
+        *rows, width = args[0].shape
+        elements = math.prod(rows) * states[-1].shape[-1] * (1 + bidirectional)
+        reserve = elements * (kept * layers + (layers - 1) * (2 if dropout else 1))
+        dtype = args[0].dtype
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+        self._tracer.notes.append(
+            f"cuDNN's reserve for {function.__name__}{_caller()} is an estimate: "
+            f"{reserve * dtype.itemsize:,} bytes. Its workspace is not included."
+        )
+        shapes = [(*rows, states[0].shape[-1] * (1 + bidirectional)), *(s.shape for s in states)]
+        matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+        flops = 2 * math.prod(rows) * matrices
+        tensors = [item for item in tree_iter(args) if isinstance(item, Tensor)]
+        apply: Any = _RecurrentLayer.apply
+        return apply(self._tracer, dtype, shapes, reserve, flops, *tensors)
+
+
+class _RecurrentLayer(torch.autograd.Function):
+    """Make results of the sizes of cuDNN's; their values are random."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tracer: StepTracer,
+        dtype: torch.dtype,
+        shapes: Any,
+        reserve: int,
+        flops: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        like = tensors[-1]  # a weight
+        outputs = tuple(like.new_empty(size, dtype=dtype).uniform_(-1, 1) for size in shapes)
+        ctx.save_for_backward(*tensors, outputs[0], like.new_empty(reserve, dtype=dtype))
+        tracer.add_operation(flops, tensors, outputs)
+        ctx.work = tracer, 2 * flops
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        tensors = ctx.saved_tensors[:-2]
+        needed = zip(tensors, ctx.needs_input_grad[5:], strict=True)
+        found = [torch.empty_like(one).uniform_(-1, 1) if need else None for one, need in needed]
+        tracer, flops = ctx.work
+        tracer.add_operation(flops, tensors, [one for one in found if one is not None])
+        return (*[None] * 5, *found)
+
+
+def _strided(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree that have a storage: of sparse ones, indices and values."""
+    for item in tree_iter(tree):
+        if not isinstance(item, Tensor):
+            continue
+        if item.layout == torch.sparse_coo:
+            yield from (item._indices(), item._values())
+        elif item.layout == torch.strided:
+            yield item
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_fake(tensor: object) -> bool:
@@ -412,6 +617,8 @@ def fake_mode() -> Any:
     """Return a mode under which new tensors are fake; they also compute with real ones."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it
 
+    # It logs each exception that it raises.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -454,6 +661,71 @@ def convertible_parameters() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
+def trace_steps(
+    run: Callable[[StepTracer], None],
+    *,
+    seconds: float = math.inf,
+    selected: float | None = None,
+    foreach: bool = True,
+) -> Trace:
+    """Trace the steps that `run` runs with a tracer.
+
+    Where values decide, the steps run with real tensors for at most so many seconds. Where those
+    are too large for this host, values are assumed, and notes say so.
+    Raises PlanError, or what a run with real tensors raises.
+    """
+
+    def attempt(values: Values) -> Trace:
+        tracers.append(tracer := StepTracer(values, foreach=foreach))
+        try:
+            run(tracer)
+        except Exception:
+            if not tracer.is_finished:  # what a script does at its end may fail
+                raise
+        return tracer.result()
+
+    tracers: list[StepTracer] = []
+    needed: Exception
+    try:
+        return attempt(Values(selected=selected))
+    except ValueNeeded as error:
+        needed = error
+    except PlanError:
+        raise
+    except Exception as error:
+        needed = error
+
+    text = str(needed) if isinstance(needed, ValueNeeded) else described(needed)
+    reason: Exception = TooLarge("is left out because of --selected")
+    if selected is None:
+        try:
+            tracers[0].check_host()
+            trace = attempt(Values(real=True, seconds=seconds))
+        except Exception as error:
+            reason = error
+        else:
+            trace.notes.append(f"The steps ran with real tensors on the CPU: {text}.")
+            return trace
+    why = str(reason) if isinstance(reason, TooLarge) else f"fails with {described(reason)}"
+    if not isinstance(needed, ValueNeeded):
+        if not isinstance(reason, TooLarge):
+            raise reason
+        raise PlanError(f"{text}. A run with real tensors {why}. {_REMEDIES}") from needed
+    for assumed in (False, True):
+        try:
+            trace = attempt(Values(assumed=assumed, selected=1.0 if selected is None else selected))
+        except Exception:
+            continue
+        trace.notes.append(f"A run with real tensors, which would know the values, {why}.")
+        return trace
+    raise PlanError(
+        f"Values decide how the steps go on: {text}. A run with real tensors {why}. {_REMEDIES}"
+    ) from needed
+
+
+_REMEDIES = "Use a smaller batch, raise --trace-timeout, or use --model or --parameters."
+
+
 def trace_training(
     build: Callable[[], nn.Module],
     step: Callable[[nn.Module], Tensor],
@@ -461,37 +733,58 @@ def trace_training(
     *,
     accumulate_steps: int = 1,
     foreach: bool = True,
+    seconds: float = math.inf,
+    selected: float | None = None,
 ) -> Trace:
     """Trace training steps of a model.
 
     build: makes the model; its tensors are made fake. step: runs a forward pass on a batch, and
-    returns the loss.
+    returns the loss. seconds and selected: see trace_steps().
     """
-    with fake_mode(), convertible_parameters():
-        model = build()
-    optimizer = make_optimizer(model.parameters())
-    tracer = StepTracer(foreach=foreach)
-    with tracer.active():
-        tracer.track(model)
-        try:
-            while True:
-                for i in range(accumulate_steps):
-                    tracer.sync = i == accumulate_steps - 1
-                    loss: Any = step(model)
-                    loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        except StepsTraced:
-            pass
-    return tracer.result()
+
+    def run(tracer: StepTracer) -> None:
+        with nullcontext() if tracer.values.real else fake_mode(), convertible_parameters():
+            model = build()
+        optimizer = make_optimizer(model.parameters())
+
+        def micro_steps() -> Any:
+            optimizer.zero_grad()
+            for i in range(accumulate_steps):
+                tracer.sync = i == accumulate_steps - 1
+                loss: Any = step(model)
+                loss.backward()
+            return loss
+
+        with tracer.active():
+            tracer.track(model)
+            try:
+                while True:
+                    if isinstance(optimizer, torch.optim.LBFGS):
+                        lbfgs_step: Any = optimizer.step
+                        lbfgs_step(micro_steps)
+                    else:
+                        micro_steps()
+                        optimizer.step()
+            except StepsTraced:
+                pass
+
+    return trace_steps(run, seconds=seconds, selected=selected, foreach=foreach)
 
 
 def _caller() -> str:
     """Return " at FILE:LINE" of the innermost frame outside torch and this package, or ""."""
-    import traceback
+    return _place(traceback.extract_stack())
 
+
+def described(error: BaseException) -> str:
+    """Return type, message and place of an error of the program that is traced."""
+    place = _place(traceback.extract_tb(error.__traceback__))
+    return f"{type(error).__name__}: {str(error).rstrip('.')}{place}"
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     skipped = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
-    for frame in reversed(traceback.extract_stack()):
+    for frame in reversed(frames):
         if not frame.filename.startswith(skipped):
             return f" at {os.path.basename(frame.filename)}:{frame.lineno}"
     return ""

@@ -70,12 +70,20 @@ def largest_batches(
 
 
 def trace_factory(
-    name: str, batch: int, optimizer: str, precision: str, accumulate_steps: int
+    name: str,
+    batch: int,
+    optimizer: str,
+    precision: str,
+    accumulate_steps: int,
+    *,
+    seconds: float,
+    selected: float | None,
 ) -> Trace:
     """Trace the model of a factory "module:function".
 
     The function gets the micro-batch and returns (model, inputs) or (model, inputs, loss): inputs
-    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number.
+    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number. seconds
+    and selected: see trace_steps().
     """
     import torch
     from torch import nn
@@ -119,14 +127,19 @@ def trace_factory(
         with script_modules(""):
             factory = _load(name)
             return trace_training(
-                build, step, classes[optimizer], accumulate_steps=accumulate_steps
+                build,
+                step,
+                classes[optimizer],
+                accumulate_steps=accumulate_steps,
+                seconds=seconds,
+                selected=selected,
             )
     except PlanError:
         raise
     except Exception as error:
         raise PlanError(
-            f"{name} could not be traced: {type(error).__name__}: {error}. Expected a model whose "
-            "operations need shapes only. Use --parameters instead."
+            f"{name} could not be traced: {type(error).__name__}: {error}. It fails with real "
+            "tensors on the CPU, too. Correct it, or use --parameters instead."
         ) from error
 
 
