@@ -134,8 +134,8 @@ def test_selected_share_bounds_what_masks_select(select: Callable[[torch.Tensor]
 
 
 def test_state_that_still_grows_is_reported() -> None:
-    case = Case(CASES["MLP, SGD"].build, CASES["MLP, LBFGS"].step,
-                functools.partial(lbfgs, max_iter=1, history_size=99))
+    optimizer = functools.partial(lbfgs, max_iter=1, history_size=99)
+    case = Case(CASES["MLP, SGD"].build, CASES["MLP, LBFGS"].step, optimizer)
     notes = traced(case).notes
     assert any(re.match("The optimizer's state still grew by [0-9,]+ bytes in the last traced step.", n) for n in notes)
 

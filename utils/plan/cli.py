@@ -45,7 +45,7 @@ Predict memory, step time and scaling of DDP training. Needs neither a GPU nor a
 
 A factory function receives the size of the micro-batch, and returns (model, inputs) or (model,
 inputs, loss function). A script runs until its second optimizer step, with tensors that have shapes
-but no data.
+but no data; where values decide, with real ones on the CPU.
 """
 
 
