@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.faults.hangs import HangLab, problem
-from utils.rendezvous.hangs import Collective, Position, ProcessState, Work
+from utils.rendezvous.hangs import Collective, Group, Position, ProcessState, Work
 from utils.rendezvous.watch import HangWatch, Heartbeat
 
 
@@ -64,10 +64,15 @@ def test_work_on_one_rank_is_no_hang(hang_lab: HangLab, kind: str, notices: int)
 HOSTS = {rank: f"h{rank} (pid {rank + 100})" for rank in range(4)}
 
 
+def call(number: int, pending: bool = True, group: str = "", operation: str = "all_reduce", thread: int = 1,
+         peer: int | None = None) -> Collective:
+    return Collective(group=group, number=number, operation=operation, sizes="[[4]]", between_two=peer is not None,
+                      peer=peer, location="train.py, line 3, in step", thread=thread, pending=pending, blocks=pending)
+
+
 def position(entered: int, work: float = 0.0, pending: bool = False) -> Position:
-    call = Collective(group="0", number=entered, operation="all_reduce", sizes="[[4]]", between_two=False,
-                      location="train.py, line 3, in step", pending=pending)
-    return Position(entered, "train.py, line 7, in main", (call,), Work(cpu_seconds=work))
+    return Position(entered, "train.py, line 7, in main", (call(entered, pending),), Work(cpu_seconds=work),
+                    {"": Group("0-3", entered)})
 
 
 def cause_found(*inspections: list[Position], recorded: bool = False) -> str:
@@ -104,6 +109,7 @@ def test_ranks_that_compute_after_unequal_numbers_of_transfers_do_not_hang() -> 
     counts = (3, 6, 6, 3)
     first, second = ([position(n, work)._replace(last=()) for n in counts] for work in (0.0, 30.0))
     assert "rank 0 on h0" in cause_found(first, second)
+    first, second = ([p._replace(groups={"": Group("0-3", 0)}) for p in positions] for positions in (first, second))
     assert cause_found(first, second, recorded=True) == ""
 
 

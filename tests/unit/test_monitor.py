@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from utils.connection import Connection
 from utils.launch_report import VARIABLE, ReportListener
+from utils.rendezvous.hangs import Group
 from utils.rendezvous.monitor import Monitor, Peer
 
 Sockets = list[list[socket.socket]]  # of each rank
@@ -94,8 +95,9 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     for entered, monitor in zip((3, 4, 4), ranks, strict=True):
         monitor.entered_collectives = lambda entered=entered: entered
+        monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
     cause = ranks[1].find_cause("timeout")
-    assert "rank 0 on h0 did not enter collective 4, in which the other ranks wait. It is at " in cause
+    assert "rank 0 on h0 did not enter collective 4, in which rank 1-2 waits. It is at " in cause
     for monitor in ranks[1:]:
         monitor.leave("")
     assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err

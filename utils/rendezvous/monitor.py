@@ -26,12 +26,13 @@ from ..launch_report import report_first_cause
 from ..schedulers import exclude_file
 from .hangs import (
     Collective,
+    Group,
     Position,
     ProcessState,
     Work,
-    behind,
     describe,
     describe_mismatch,
+    late,
     main_thread_location,
     summary,
     unreported,
@@ -79,8 +80,9 @@ class Monitor:
         self._hung_rank_timeout = hung_rank_timeout
         # Called by the thread: the number of collectives that this rank has entered.
         self.entered_collectives: Callable[[], int | None] = lambda: None
-        # The last of them, oldest first, with or without locations; empty if not recorded.
-        self.last_collectives: Callable[[bool], list[Collective]] = lambda locations: []
+        # The last of them, oldest first, with or without locations, and the process groups.
+        self.read_collectives: Callable[[bool], tuple[list[Collective], dict[str, Group]]]
+        self.read_collectives = lambda locations: ([], {})
         self.gpu_use: Callable[[], float] = lambda: 0.0  # of the last second, 0 to 1
         # A number that grows with this rank's progress.
         self.progress: Callable[[], int] = lambda: 0
@@ -108,6 +110,7 @@ class Monitor:
         self._next_heartbeat = 0.0
         self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
         self._inspecting_since: float | None = None
+        self._of_hang: dict[int, Position] = {}  # the positions that show a hang
         self._states: dict[int, ProcessState] = {}  # of processes that do not respond
         self._hang_announced = False
 
@@ -298,8 +301,11 @@ class Monitor:
             position = self._position(bool(message.get("ends")))
             connection.send({"position": position, "states": states} if position else {})
         if message.get("position"):
-            entered, location, last, work = message["position"]
-            self._positions[peer.rank] = Position(entered, location, tuple(last), Work(*work))
+            entered, location, last, work, groups = message["position"]
+            groups = {name: Group(*group) for name, group in groups.items()}
+            self._positions[peer.rank] = Position(
+                entered, location, tuple(last), Work(*work), groups
+            )
             states = message["states"]
             self._states.update({int(rank): ProcessState(*state) for rank, state in states.items()})
         if "hang" in message:
@@ -377,7 +383,7 @@ class Monitor:
         missing = unreported(self._positions, running)
         if missing and not last_chance:
             return ""
-        self._hung = {*behind(self._positions, running), *missing}
+        self._hung = {*late(self._positions, running), *missing}
         return describe(self._positions, self._hosts, running)
 
     def _mismatch_is_known(self, last_chance: bool) -> bool:
@@ -413,9 +419,9 @@ class Monitor:
         entered = self.entered_collectives()
         if entered is None:
             return None
-        last = tuple(self.last_collectives(ends))
+        last, groups = self.read_collectives(ends)
         work = Work(*process.work_done(), self.gpu_use())
-        return Position(entered, main_thread_location(), last, work)
+        return Position(entered, main_thread_location(), tuple(last), work, groups)
 
     def _states_of(self, silent: Mapping[int, str]) -> dict[int, ProcessState]:
         """Return what this host knows of processes that do not respond."""
@@ -483,31 +489,42 @@ class Monitor:
 
     def _waits(self) -> bool:
         """Whether this rank waits in a collective; True where these are not recorded."""
-        last = self.last_collectives(False)
-        return not last or any(collective["pending"] for collective in last)
+        last, _ = self.read_collectives(False)
+        return not last or any(collective["blocks"] for collective in last)
 
     def _inspect(self, watch: HangWatch, now: float) -> None:
         """Request all positions when no rank makes progress, and find the cause."""
         if self._inspecting_since is None:
             if not watch.is_due():
                 return
-            self._inspecting_since = now
-            self._positions_requested = False
-            self._positions.clear()
-            self._states.clear()
-        running = self._request_positions(ends=False)
-        is_late = now - self._inspecting_since > _DECIDE_SECONDS
-        if unreported(self._positions, running) and not is_late:
+            self._request_again(now)
+        running = self._request_positions(ends=bool(self._of_hang))
+        is_late = now - (self._inspecting_since or now) > _DECIDE_SECONDS
+        if unreported(self._positions, self._of_hang or running) and not is_late:
             return
 
-        self._inspecting_since = None
+        if self._of_hang:  # with the locations of collectives, where they have arrived
+            self._positions = {**self._of_hang, **self._positions}
+            self._announce_hang(
+                watch.describe(self._positions, self._hosts, self._departed, self._states)
+            )
+            return
         cause = watch.find_cause(self._positions, self._hosts, self._departed, self._states)
         sys.stderr.write(watch.notice)
         sys.stderr.flush()
         watch.notice = ""
         if cause:
-            self._announce_hang(cause)
+            self._of_hang = dict(self._positions)
+            self._request_again(now)
+        else:
+            self._inspecting_since, self._positions_requested = None, False
+
+    def _request_again(self, now: float) -> None:
+        self._inspecting_since = now
         self._positions_requested = False
+        self._positions.clear()
+        if not self._of_hang:
+            self._states.clear()
 
     def _announce_hang(self, cause: str) -> None:
         """Print what is known of a hang, and end all ranks."""
