@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Collection, Iterable, Iterator
+from typing import NoReturn
 
 _IPV4_IN_IPV6 = "0000000000000000FFFF0000"  # ::ffff:0:0/96
 
@@ -70,6 +72,38 @@ def parent(pid: int) -> int | None:
     """Return the process id of a process's parent; None where there is no such process."""
     fields = _stat(f"/proc/{pid}/stat")[1]
     return int(fields[1]) if fields else None
+
+
+def children(pid: int) -> dict[int, int | None]:
+    """Return the start times of the processes that a process has started, by their ids."""
+    found: dict[int, int | None] = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            words = (_read(f"/proc/{pid}/task/{thread}/children") or b"").split()
+            found |= {int(child): start_time(int(child)) for child in words}
+    return found
+
+
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """Return the processes and all that they have started, directly or not."""
+    parents, family = parents_by_pid(), list(pids)
+    for parent in family:  # grows: a shell that waits, and the programs that it has started
+        family += [pid for pid, parent_pid in parents.items() if parent_pid == parent]
+    return family
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes and all that they have started, but not this process."""
+    for pid in with_descendants(pids):
+        if pid != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
+
+
+def end(status: int) -> NoReturn:
+    """End this process at once, and all that it has started."""
+    kill([os.getpid()])
+    os._exit(status)
 
 
 def start_time(pid: int) -> int | None:
@@ -185,13 +219,9 @@ def work_done() -> tuple[float, float, bool]:
     shrink when a child ends. The last value is whether a thread of this process waits for a disk.
     Zeros without /proc.
     """
-    parents = parents_by_pid()
-    family = [os.getpid()]
-    for parent in family:  # grows: a shell that waits, and the programs that it has started
-        family += [pid for pid, parent_pid in parents.items() if parent_pid == parent]
     ticks = waited = 0
     megabytes = 0.0
-    for pid in family:
+    for pid in with_descendants([os.getpid()]):
         fields = _stat(f"/proc/{pid}/stat")[1]
         ticks += sum(map(int, fields[11:15]))  # with the children that have ended
         waited += sum(map(int, (_read(f"/proc/{pid}/schedstat") or b"").split()[1:2]))
@@ -220,9 +250,9 @@ def cpu_seconds() -> tuple[float, float]:
     return sum(ticks[3:5]), sum(ticks)
 
 
-def caught_signals() -> int:
-    """Return the signals that this process has a handler for, as a bit mask: signal 1 is bit 0."""
-    for line in (_read("/proc/self/status") or b"").splitlines():
+def caught_signals(pid: int | str = "self") -> int:
+    """Return the signals that a process has a handler for, as a bit mask: signal 1 is bit 0."""
+    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
         if line.startswith(b"SigCgt:"):
             return int(line.split()[1], 16)
     return 0

@@ -53,10 +53,11 @@ class Work(NamedTuple):
 
 
 class ProcessState(NamedTuple):
-    """What another rank of its host sees of a rank that does not respond."""
+    """What the guard of a rank sees that does not respond."""
 
     text: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"
     is_busy: bool
+    location: str = ""  # of its main thread, now
 
 
 class Position(NamedTuple):
@@ -128,7 +129,7 @@ def waits(positions: Mapping[int, Position], running: Iterable[int]) -> dict[int
         return (*sorted(late), *sorted(silent.intersection(members)))
 
     found: dict[int, list[Wait]] = {}
-    for rank, position in positions.items():
+    for rank, position in sorted(positions.items()):
         for call in position.last or _assumed_calls(position):
             others = awaited(call["group"], call["number"])
             if call["between_two"]:
@@ -148,23 +149,25 @@ def _assumed_calls(position: Position) -> list[Collective]:
     ]  # fmt: skip
 
 
-def late(positions: Mapping[int, Position], running: Iterable[int]) -> dict[int, tuple[int, Wait]]:
-    """Return the ranks that do not wait, but which another rank waits for: that one, and in what.
+def late(
+    positions: Mapping[int, Position], running: Iterable[int]
+) -> dict[int, list[tuple[int, Wait]]]:
+    """Return the ranks that do not wait, but others wait for: the first of these, and in what.
 
     A rank that waits itself is not late, unless another of its threads should have entered.
     """
     waiting = waits(positions, running)
-    found: dict[int, tuple[int, Wait]] = {}
+    found: dict[int, dict[tuple[str, int], tuple[int, Wait]]] = {}
     for rank, its_waits in waiting.items():
         for wait in its_waits:
+            call = wait.call
             for other in wait.awaited:
-                group = (
-                    positions[other].groups.get(wait.call["group"]) if other in positions else None
-                )
                 threads = {own.call["thread"] for own in waiting.get(other, ())}
+                group = positions[other].groups.get(call["group"]) if threads else None
                 if not threads or (group and group.thread and group.thread not in threads):
-                    found.setdefault(other, (rank, wait))
-    return found
+                    key = call["group"], call["number"]
+                    found.setdefault(other, {}).setdefault(key, (rank, wait))
+    return {rank: list(by_collective.values()) for rank, by_collective in sorted(found.items())}
 
 
 def describe(
@@ -180,11 +183,11 @@ def describe(
     """
     silent = silent or {}
     causes = [mismatch] if (mismatch := describe_mismatch(positions, hosts)) else []
-    found = late(positions, running)
+    found, waiting = late(positions, running), waits(positions, running)
     no_response = [r for r in unreported(positions, running) if r in found or not found]
     causes += [
-        _describe_late(rank, *found[rank], positions, hosts)
-        for rank in sorted(found)
+        _describe_late(rank, found[rank], waiting, positions, hosts)
+        for rank in found
         if rank in positions
     ]
     causes += [
@@ -192,45 +195,53 @@ def describe(
         f"{silent.get(rank, 'it is stopped, or busy in native code')}"
         for rank in no_response
     ]
+    if not causes and any(
+        w.call["between_two"] and not w.awaited for ws in waiting.values() for w in ws
+    ):
+        causes = [
+            f"rank {rank} on {hosts[rank]} is in no collective or transfer, in which rank "
+            f"{format_ranges(waiting)} waits. It is at {position.location}"
+            for rank, position in positions.items()
+            if rank not in waiting
+        ]
     if len(causes) > _SHOWN_RANKS:
         causes[_SHOWN_RANKS:] = [f"... and {len(causes) - _SHOWN_RANKS} more ranks"]
-    if (found or no_response) and not mismatch:
-        causes[-1] += _describe_waiting(positions, running)
+    if causes and not mismatch:
+        first = next((its[0] for its in found.values()), None)
+        if first and not first[1].call["between_two"]:
+            causes[-1] += f". Rank {first[0]} waits in {_show(first[1].call, positions[first[0]])}"
     return "; ".join(causes) or _describe_unknown(positions, hosts, running)
 
 
 def _describe_late(
-    rank: int, first: int, wait: Wait, positions: Mapping[int, Position], hosts: Mapping[int, str]
+    rank: int,
+    by: list[tuple[int, Wait]],
+    waiting: Mapping[int, list[Wait]],
+    positions: Mapping[int, Position],
+    hosts: Mapping[int, str],
 ) -> str:
-    call, position = wait.call, positions[rank]
-    if call["between_two"]:
+    calls = [wait.call for _, wait in by if not wait.call["between_two"]][:3]
+    location = positions[rank].location
+    if not calls:
+        first, call = by[0][0], by[0][1].call
         return (
             f"rank {first} on {hosts[first]} waits in {_show(call, positions[first])}, and "
-            f"rank {rank} on {hosts[rank]} does not take part: it is at {position.location}"
+            f"rank {rank} on {hosts[rank]} does not take part: it is at {location}"
         )
-    group = position.groups.get(call["group"])
-    key = call["group"], call["number"]
-    waiting = waits(positions, positions)
-    members = [
-        member
-        for member, its_waits in waiting.items()
-        if any(key == (wait.call["group"], wait.call["number"]) for wait in its_waits)
-    ]
+    shown = []
+    for call in calls:
+        key = call["group"], call["number"]
+        members = [
+            member
+            for member, its_waits in waiting.items()
+            if any(key == (wait.call["group"], wait.call["number"]) for wait in its_waits)
+        ]
+        shown.append(f"{_number(call)}, in which rank {format_ranges(members)} waits")
+    group = positions[rank].groups.get(calls[0]["group"])
     return (
-        f"rank {rank} on {hosts[rank]} did not enter {_number(call)}, in which rank "
-        f"{format_ranges(members)} waits. It is at "
-        f"{(group and group.location) or position.location}"
+        f"rank {rank} on {hosts[rank]} did not enter {', and '.join(shown)}. It is at "
+        f"{(group and group.location) or location}"
     )
-
-
-def _describe_waiting(positions: Mapping[int, Position], running: Iterable[int]) -> str:
-    """Return what the first rank that waits is in; "" if unknown."""
-    for rank, its_waits in sorted(waits(positions, running).items()):
-        call = its_waits[0].call
-        if call["operation"]:
-            return f". Rank {rank} waits in {_show(call, positions[rank])}"
-        return f". Rank {rank} is at {positions[rank].location}"
-    return ""
 
 
 def _describe_unknown(
@@ -339,7 +350,8 @@ def _for(wait: Wait) -> str:
 
 
 def _name(call: Collective) -> str:
-    return f"{call['operation']} of {call['sizes']}" if call["sizes"] else call["operation"]
+    sizes = f" of {call['sizes']}" if call["sizes"] else ""
+    return f"{call['operation'] or _number(call)}{sizes}"
 
 
 def _show(call: Collective, position: Position) -> str:

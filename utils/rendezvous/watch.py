@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from .guard import BUSY_CPU
 from .hangs import Position, ProcessState, describe, describe_mismatch, late, unreported, waits
 
 BUSY_FACTOR = 3
-BUSY_CPU, _BUSY_MEGABYTES, _BUSY_GPU = 0.2, 1.0, 0.2  # per second
+_BUSY_MEGABYTES, _BUSY_GPU = 1.0, 0.2  # per second
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
 _IDLE_MEGABYTES = 1.0  # read and written between two inspections
@@ -72,7 +73,7 @@ class HangWatch:
         """Take a rank's heartbeat."""
         previous = self._heartbeats.get(rank)
         if previous is None or heartbeat.progress != previous.progress:
-            self._restart()
+            self.restart()
         self._heartbeats[rank] = heartbeat
         self._received[rank] = self._clock()
 
@@ -112,7 +113,7 @@ class HangWatch:
         if not first or not positions or not all(map(self.silent, missing)):
             return ""
         if any(_entered(first.get(rank, now)) != _entered(now) for rank, now in positions.items()):
-            self._restart()
+            self.restart()
             return ""
 
         waiting = waits(positions, running)
@@ -137,7 +138,7 @@ class HangWatch:
         is_waited_for = native.keys() == set(missing) and not describe_mismatch(positions, hosts)
         if (busy or native) and is_waited_for:
             if self.seconds_without_progress() < BUSY_FACTOR * self.limit:
-                self._notice({**busy, **native}, positions, hosts)
+                self._notice({**busy, **native}, positions, hosts, states)
                 return ""
         self._busy = busy
         return self.describe(positions, hosts, departed, states)
@@ -173,13 +174,18 @@ class HangWatch:
         return all(position.collectives <= fewest for position in positions.values())
 
     def _notice(
-        self, busy: Mapping[int, str], positions: Mapping[int, Position], hosts: Mapping[int, str]
+        self,
+        busy: Mapping[int, str],
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        states: Mapping[int, ProcessState],
     ) -> None:
         if self._noticed:
             return
         self._noticed = True
         places = {rank: f"last seen at {beat.location}" for rank, beat in self._heartbeats.items()}
         places |= {rank: f"at {position.location}" for rank, position in positions.items()}
+        places |= {rank: f"at {state.location}" for rank, state in states.items() if state.location}
         ranks = "; ".join(
             f"rank {rank} on {hosts[rank]} is {use} {places.get(rank, '')}"
             for rank, use in list(busy.items())[:8]
@@ -191,7 +197,8 @@ class HangWatch:
             f"{BUSY_FACTOR * self.limit:.0f} s\n"
         )
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Begin the limit again: there is progress, or this process did not run for a while."""
         self._last_progress = self._clock()
         self._first = {}
         self._noticed = False
@@ -209,7 +216,9 @@ class HangWatch:
             elif _name(hosts[rank]) not in responding_hosts:
                 state = "no rank of this host does, so the host is down or its network is cut"
             known[rank] = state
-            if rank in self._heartbeats:
+            if location := states.get(rank, _UNKNOWN).location:
+                known[rank] += f". It is at {location}"
+            elif rank in self._heartbeats:
                 beat = self._heartbeats[rank]
                 known[rank] += (
                     f". Its last report: {beat.entered} collectives entered, at {beat.location}"
