@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import NoReturn
@@ -77,10 +78,9 @@ def parent(pid: int) -> int | None:
 def children(pid: int) -> dict[int, int | None]:
     """Return the start times of the processes that a process has started, by their ids."""
     found: dict[int, int | None] = {}
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            words = (_read(f"/proc/{pid}/task/{thread}/children") or b"").split()
-            found |= {int(child): start_time(int(child)) for child in words}
+    for thread in thread_ids(pid):
+        words = (_read(f"/proc/{pid}/task/{thread}/children") or b"").split()
+        found |= {int(child): start_time(int(child)) for child in words}
     return found
 
 
@@ -130,21 +130,17 @@ def mapped_files(pid: int) -> list[str]:
     return list(dict.fromkeys(line[5] for line in columns if len(line) == 6))
 
 
-def thread_ids() -> list[int]:
-    """Return the ids of this process's threads; empty without /proc."""
+def thread_ids(pid: int | str = "self") -> list[int]:
+    """Return the ids of a process's threads; empty without /proc."""
     try:
-        return [int(name) for name in os.listdir("/proc/self/task")]
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
 
 
 def thread_names(pid: int) -> list[str]:
     """Return the names (comm) of a process's threads; empty where there is none."""
-    folder = f"/proc/{pid}/task"
-    try:
-        found = [_read(f"{folder}/{thread}/comm") for thread in os.listdir(folder)]
-    except OSError:
-        return []
+    found = [_read(f"/proc/{pid}/task/{thread}/comm") for thread in thread_ids(pid)]
     return [(content or b"").decode(errors="replace").rstrip("\n") for content in found]
 
 
@@ -212,19 +208,23 @@ def cpu_use(pids: Collection[int]) -> dict[int, float]:
     return {pid: (after[pid] - before[pid]) / seconds for pid in pids}
 
 
-def work_done() -> tuple[float, float, bool]:
+def work_done(ignored: int | None = None) -> tuple[float, float, bool]:
     """Return what this process and its descendants have used: seconds of CPU, megabytes of I/O.
 
-    The seconds include those in which a main thread was ready while others had the cores; they
-    shrink when a child ends. The last value is whether a thread of this process waits for a disk.
-    Zeros without /proc.
+    The seconds include those in which a thread other than this one was ready while others had the
+    cores; they shrink when a thread or a child ends. The last value is whether a thread of this
+    process waits for a disk. Zeros without /proc. ignored: a child process that does not count.
     """
     ticks = waited = 0
     megabytes = 0.0
     for pid in with_descendants([os.getpid()]):
+        if pid == ignored:
+            continue
         fields = _stat(f"/proc/{pid}/stat")[1]
         ticks += sum(map(int, fields[11:15]))  # with the children that have ended
-        waited += sum(map(int, (_read(f"/proc/{pid}/schedstat") or b"").split()[1:2]))
+        for thread in {*thread_ids(pid)} - {threading.get_native_id()}:
+            schedule = (_read(f"/proc/{pid}/task/{thread}/schedstat") or b"").split()
+            waited += sum(map(int, schedule[1:2]))
         content = _read(f"/proc/{pid}/io") or b""
         amounts = (line.partition(b": ") for line in content.splitlines())
         megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6

@@ -123,13 +123,14 @@ def test_hung_rank_and_its_workers_end_under_every_launcher(lab: Lab) -> None:
     by_hand = [(f"h{rank + 1}", train, {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "h1",
                                         "MASTER_PORT": "29433"}) for rank in range(2)]
     agent = [*TORCHRUN, "--nnodes=2", "--master-addr=h1", "--master-port=29434"]
-    runs = {name: functools.partial(lab.mpi, name, "h1 h2", train) for name in ("mpich5", "openmpi5", "intel")} | {
+    mpis = {"mpich5": "h1 h2", "openmpi5": "h2 h1", "intel": "h2 h3"}
+    runs = {name: functools.partial(lab.mpi, name, hosts, train) for name, hosts in mpis.items()} | {
         "by hand": functools.partial(lab.together, by_hand),
         "torchrun": functools.partial(lab.together, [
             (f"h{node + 1}", [*agent, f"--node-rank={node}", str(program)], {}) for node in range(2)]),
         "launch.py": functools.partial(lab.run, "h1", [*LAUNCH, str(program)], env=job)}
     with ThreadPoolExecutor() as pool:
         for name, done in zip(runs, pool.map(lambda run: run(seconds=100), runs.values()), strict=True):
-            cause = re.search(r"rank 1 on h2 \(pid \d+\) does not respond: its process is .*in native code.*. "
+            cause = re.search(r"rank 1 on h\d \(pid \d+\) does not respond: its process is .*in native code.*. "
                               r"It is at \S+locked.py, line 14, in <module>. Rank 0 waits in all_reduce", done.output)
             assert done.status != 0 and cause, f"{name}:\n{done.output}"

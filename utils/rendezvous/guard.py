@@ -51,6 +51,7 @@ class Guard:
             pass_fds=[stacks, *sockets],
             start_new_session=True,  # it outlives what ends the rank
         )
+        self.pid = self._process.pid
 
     def dismiss(self) -> None:
         """End the guard: this rank leaves by itself."""

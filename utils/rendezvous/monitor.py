@@ -424,7 +424,7 @@ class Monitor:
         if entered is None:
             return None
         last, groups = self.read_collectives(ends)
-        work = Work(*process.work_done(), self.gpu_use())
+        work = Work(*process.work_done(self._guard.pid if self._guard else None), self.gpu_use())
         return Position(entered, main_thread_location(), tuple(last), work, groups)
 
     def _this_host(self) -> str:

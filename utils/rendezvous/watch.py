@@ -129,6 +129,8 @@ class HangWatch:
             awaited |= positions.keys() & {rank for ranks in others for rank in ranks}
         if not all(others):  # unknown for whom
             awaited |= positions.keys() - waiting.keys()
+        if awaited & positions.keys() - first.keys():  # what these have done since is unknown
+            return ""
         busy = {
             rank: use
             for rank in sorted(awaited & first.keys() & positions.keys())
