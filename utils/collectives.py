@@ -59,10 +59,14 @@ def read_collectives(
                 with _device_of_rank(), _without_inductor():
                     entries += pickle.loads(dump(True, locations, False)).get("entries", [])
     frames = sys._current_frames()
-    members: dict[str, tuple[dist.ProcessGroup, list[int]]] = {}
+    members: dict[str, tuple[str, list[int]]] = {}  # of each group: what it is called, its ranks
+    groups = {}
     with contextlib.suppress(AttributeError, KeyError, RuntimeError):
-        for group in list(c10d._world.pg_map):
-            members[str(group.group_name)] = group, dist.get_process_group_ranks(group)
+        for process_group in list(c10d._world.pg_map):
+            ranks = dist.get_process_group_ranks(process_group)
+            label = _label(process_group, format_ranges(ranks))
+            members[str(process_group.group_name)] = label, ranks
+            groups[label] = Group(format_ranges(ranks), _sequence_number(process_group))
     try:
         entries.sort(key=lambda entry: int(entry["time_created_ns"]))
         calls = [_collective(entry, members, frames) for entry in entries]
@@ -73,15 +77,13 @@ def read_collectives(
 
     newest = {call["group"]: call for call in calls if not call["between_two"]}
     main = threading.main_thread().ident or 0
-    groups = {}
-    for name, (group, ranks) in members.items():
-        last = newest.get(_label(name, members))
-        entered = _sequence_number(group)
+    for label, group in groups.items():
+        last, entered = newest.get(label), group.entered
         if are_known:
             entered = last["number"] if last else 0 if is_complete or entered == 0 else None
         thread = last["thread"] if last and last["thread"] in frames else main
         location = thread_location(frames.get(thread))
-        groups[_label(name, members)] = Group(format_ranges(ranks), entered, location, thread)
+        groups[label] = Group(group.ranks, entered, location, thread)
 
     old = [c for c in calls[:-count] if c["pending"] or c is newest.get(c["group"])]
     kept = old + calls[-count:]
@@ -106,19 +108,16 @@ def _sequence_number(group: dist.ProcessGroup) -> int | None:
         return None
 
 
-def _label(name: str, members: dict[str, tuple[dist.ProcessGroup, list[int]]]) -> str:
+def _label(group: dist.ProcessGroup, ranks: str) -> str:
     """Return "" for the group of all ranks, else what distinguishes a group from all others.
 
     The subgroups of a mesh have the same name.
     """
-    if name not in members:
-        return name
-    group, ranks = members[name]
     if group is dist.group.WORLD:
         return ""
-    description = group.group_desc
+    name, description = str(group.group_name), group.group_desc
     words = [name] if description in ("", "undefined") else [name, description]
-    return f"{', '.join(words)} (ranks {format_ranges(ranks)})"
+    return f"{', '.join(words)} (ranks {ranks})"
 
 
 def _transfer(thread: int, frame: FrameType, is_main: bool) -> Collective | None:
@@ -231,18 +230,18 @@ def show_collectives() -> str:
 
 def _collective(
     entry: dict[str, Any],
-    members: dict[str, tuple[dist.ProcessGroup, list[int]]],
+    members: dict[str, tuple[str, list[int]]],
     frames: dict[int, FrameType],
 ) -> Collective:
     places = ((f["filename"], f["line"], f["name"]) for f in entry.get("frames") or ())
-    group = str(entry["process_group"][0])
+    name = str(entry["process_group"][0])
+    group, ranks = members.get(name, (name, []))
     thread = int(entry.get("thread_id") or 0)
     pending = not entry.get("retired", False)  # the state of gloo's stays "scheduled"
     operation = str(entry["profiling_name"]).partition(":")[2]
-    ranks = members[group][1] if group in members else []
     peer = re.fullmatch(r"(?:send \d+->|recv \d+<-)(\d+)", operation)  # of NCCL
     return {
-        "group": _label(group, members),
+        "group": group,
         # Collectives and transfers between two ranks are counted separately.
         "number": int(entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]),
         "operation": operation,

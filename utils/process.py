@@ -211,10 +211,12 @@ def cpu_use(pids: Collection[int]) -> dict[int, float]:
 def work_done(ignored: int | None = None) -> tuple[float, float, bool]:
     """Return what this process and its descendants have used: seconds of CPU, megabytes of I/O.
 
-    The seconds include those in which a thread other than this one was ready while others had the
-    cores; they shrink when a thread or a child ends. The last value is whether a thread of this
-    process waits for a disk. Zeros without /proc. ignored: a child process that does not count.
+    The seconds include those in which a Python thread, other than this one, was ready while others
+    had the cores; they shrink when a thread or a child ends. The last value is whether a thread of
+    this process waits for a disk. Zeros without /proc. ignored: a child process not to count.
     """
+    # Not the threads of gloo: they look for work a hundred times a second.
+    own = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
     ticks = waited = 0
     megabytes = 0.0
     for pid in with_descendants([os.getpid()]):
@@ -222,7 +224,7 @@ def work_done(ignored: int | None = None) -> tuple[float, float, bool]:
             continue
         fields = _stat(f"/proc/{pid}/stat")[1]
         ticks += sum(map(int, fields[11:15]))  # with the children that have ended
-        for thread in {*thread_ids(pid)} - {threading.get_native_id()}:
+        for thread in own if pid == os.getpid() else {pid}:
             schedule = (_read(f"/proc/{pid}/task/{thread}/schedstat") or b"").split()
             waited += sum(map(int, schedule[1:2]))
         content = _read(f"/proc/{pid}/io") or b""

@@ -22,7 +22,7 @@ def hang_lab(need: Callable[[str], Path]) -> Iterator[HangLab]:
 
 @pytest.mark.parametrize(("kind", "limit"), [
     ("skipped-collective", 1.5), ("other-shape", 1.5), ("exited", 1.5), ("stopped", 3.0), ("cut-host", 3.0),
-    ("blocked-teardown", 1.5)])
+    ("blocked-teardown", 1.5), ("pipeline-async", 4.0), ("thread", 4.0)])
 def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str, limit: float) -> None:
     result = hang_lab.run(kind, limit)
     assert not problem(kind, result), result.output

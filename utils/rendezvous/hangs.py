@@ -98,13 +98,17 @@ def user_frame(frames: Iterable[tuple[str, int, str]]) -> str:
 
     frames: file, line and function, innermost first.
     """
-    folders = ("stdlib", "platstdlib", "purelib", "platlib")
-    kit = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    libraries = (*(sysconfig.get_path(name) for name in folders), os.path.join(kit, ""), "<")
     found = list(frames)
-    chosen = next((frame for frame in found if not frame[0].startswith(libraries)), None)
+    chosen = next((frame for frame in found if not frame[0].startswith(_libraries())), None)
     file, line, function = chosen or (found[0] if found else ("", 0, ""))
     return f"{file}, line {line}, in {function}" if file else ""
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    folders = ("stdlib", "platstdlib", "purelib", "platlib")
+    kit = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return (*(sysconfig.get_path(name) for name in folders), os.path.join(kit, ""), "<")
 
 
 def unreported(positions: Mapping[int, Position], running: Iterable[int]) -> list[int]:
