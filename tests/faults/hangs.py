@@ -1,4 +1,4 @@
-"""Hang a training of 8 ranks on 4 hosts in 25 ways, and check what the kit reports.
+"""Hang a training of 8 ranks on 4 hosts in 26 ways, and check what the kit reports.
 
 python -m tests.faults.hangs [KIND ...] [--limit SECONDS]
 python -m tests.faults.hangs cut-host --limit 0         without hang_timeout
@@ -75,6 +75,8 @@ KINDS = {
     "pipeline-async": Kind(r"rank 5 on h3 .* is in no collective or transfer, in which rank .* It is at LINE"),
     "thread": Kind(LATE.format("0-7", "0-4,6-7")),
     "gil": Kind(r"rank 5 on h3 .* does not respond: its process is in native code. It is at LINE.*waits in all_reduce"),
+    "aborted-itself": Kind(r"rank 5 on h3 .* ended without a report.*Rank \d waits in all_reduce of \[\[4000\]\] at .*"
+                           "gloo aborts a rank .* that has entered a smaller collective", ()),
     "aborted": Kind(OTHER.format(r"all_reduce of \[\[4000\]\]", r"all_reduce of \[\[16\]\]")),
 }
 LOST = Kind(r"A host is lost: no response for \d+ s.*\n  rank 4 on h3 .* does not respond to h1: its host is down, .*"
@@ -193,6 +195,9 @@ class Groups:
             mutex = ctypes.create_string_buffer(64)
             for _ in range(2):
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # hang: gil
+        elif kind == "aborted-itself":
+            self.work = dist.all_reduce(values[:1], async_op=True) if bad else None
+            dist.all_reduce(values.repeat(250))
         elif kind == "aborted" and bad:
             self.work = dist.all_reduce(values.repeat(250), async_op=True)  # hang: aborted
 

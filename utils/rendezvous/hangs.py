@@ -293,6 +293,15 @@ def _reachable(start: int, following: Callable[[int], Iterable[int]]) -> set[int
     return reached
 
 
+def describe_waiting(positions: Mapping[int, Position]) -> str:
+    """Return the collective that the first waiting rank is in; "" where none is known."""
+    for rank, its_waits in waits(positions, positions).items():
+        for wait in its_waits:
+            if wait.call["operation"] and not wait.call["between_two"]:
+                return f"Rank {rank} waits in {_show(wait.call, positions[rank])}"
+    return ""
+
+
 def describe_mismatch(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
     """Return which ranks entered another collective than the majority; "" where none did."""
     calls: dict[tuple[str, int], dict[int, Collective]] = {}

@@ -33,6 +33,7 @@ from .hangs import (
     Work,
     describe,
     describe_mismatch,
+    describe_waiting,
     late,
     main_thread_location,
     summary,
@@ -403,6 +404,11 @@ class Monitor:
         mismatch = describe_mismatch(self._positions, self._hosts)
         if mismatch:
             self._first_cause = f"{mismatch}. Then {self._known_cause()}"
+        elif example := describe_waiting(self._positions):
+            self._first_cause = (
+                f"{self._known_cause()}. {example}. gloo aborts a rank (SIGABRT, status 134) that "
+                "has entered a smaller collective instead"
+            )
         return True
 
     def _request_positions(self, *, ends: bool = True) -> list[int]:
