@@ -301,7 +301,7 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
         if not faulthandler.is_enabled():
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
-    monitor.last_collectives = lambda ends: collectives.last_collectives(locations=ends)
+    monitor.read_collectives = lambda ends: collectives.read_collectives(locations=ends)
     monitor.progress = lambda: collectives.total_collectives() + job._reported_progress
     monitor.write_report = functools.partial(failure.write_hang_report, job.rank)
     monitor.gpu_use = functools.partial(device.utilization, job.device)

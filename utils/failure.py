@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from . import gloo
+from . import gloo, process
 from .collectives import show_collectives
 from .launch_report import report_first_cause
 from .launchers.base import LaunchError, Placement
@@ -393,4 +393,4 @@ def _ends_within(seconds: float, action: Callable[[], None]) -> bool:
 def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    process.end(1)

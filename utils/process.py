@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
+from typing import NoReturn
 
 _IPV4_IN_IPV6 = "0000000000000000FFFF0000"  # ::ffff:0:0/96
 
@@ -72,6 +75,37 @@ def parent(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def children(pid: int) -> dict[int, int | None]:
+    """Return the start times of the processes that a process has started, by their ids."""
+    found: dict[int, int | None] = {}
+    for thread in thread_ids(pid):
+        words = (_read(f"/proc/{pid}/task/{thread}/children") or b"").split()
+        found |= {int(child): start_time(int(child)) for child in words}
+    return found
+
+
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """Return the processes and all that they have started, directly or not."""
+    parents, family = parents_by_pid(), list(pids)
+    for parent in family:  # grows: a shell that waits, and the programs that it has started
+        family += [pid for pid, parent_pid in parents.items() if parent_pid == parent]
+    return family
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes and all that they have started, but not this process."""
+    for pid in with_descendants(pids):
+        if pid != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
+
+
+def end(status: int) -> NoReturn:
+    """End this process at once, and all that it has started."""
+    kill([os.getpid()])
+    os._exit(status)
+
+
 def start_time(pid: int) -> int | None:
     """Return when a process was started, in clock ticks since boot.
 
@@ -96,21 +130,17 @@ def mapped_files(pid: int) -> list[str]:
     return list(dict.fromkeys(line[5] for line in columns if len(line) == 6))
 
 
-def thread_ids() -> list[int]:
-    """Return the ids of this process's threads; empty without /proc."""
+def thread_ids(pid: int | str = "self") -> list[int]:
+    """Return the ids of a process's threads; empty without /proc."""
     try:
-        return [int(name) for name in os.listdir("/proc/self/task")]
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
 
 
 def thread_names(pid: int) -> list[str]:
     """Return the names (comm) of a process's threads; empty where there is none."""
-    folder = f"/proc/{pid}/task"
-    try:
-        found = [_read(f"{folder}/{thread}/comm") for thread in os.listdir(folder)]
-    except OSError:
-        return []
+    found = [_read(f"/proc/{pid}/task/{thread}/comm") for thread in thread_ids(pid)]
     return [(content or b"").decode(errors="replace").rstrip("\n") for content in found]
 
 
@@ -178,23 +208,25 @@ def cpu_use(pids: Collection[int]) -> dict[int, float]:
     return {pid: (after[pid] - before[pid]) / seconds for pid in pids}
 
 
-def work_done() -> tuple[float, float, bool]:
+def work_done(ignored: int | None = None) -> tuple[float, float, bool]:
     """Return what this process and its descendants have used: seconds of CPU, megabytes of I/O.
 
-    The seconds include those in which a main thread was ready while others had the cores; they
-    shrink when a child ends. The last value is whether a thread of this process waits for a disk.
-    Zeros without /proc.
+    The seconds include those in which a Python thread, other than this one, was ready while others
+    had the cores; they shrink when a thread or a child ends. The last value is whether a thread of
+    this process waits for a disk. Zeros without /proc. ignored: a child process not to count.
     """
-    parents = parents_by_pid()
-    family = [os.getpid()]
-    for parent in family:  # grows: a shell that waits, and the programs that it has started
-        family += [pid for pid, parent_pid in parents.items() if parent_pid == parent]
+    # Not the threads of gloo: they look for work a hundred times a second.
+    own = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
     ticks = waited = 0
     megabytes = 0.0
-    for pid in family:
+    for pid in with_descendants([os.getpid()]):
+        if pid == ignored:
+            continue
         fields = _stat(f"/proc/{pid}/stat")[1]
         ticks += sum(map(int, fields[11:15]))  # with the children that have ended
-        waited += sum(map(int, (_read(f"/proc/{pid}/schedstat") or b"").split()[1:2]))
+        for thread in own if pid == os.getpid() else {pid}:
+            schedule = (_read(f"/proc/{pid}/task/{thread}/schedstat") or b"").split()
+            waited += sum(map(int, schedule[1:2]))
         content = _read(f"/proc/{pid}/io") or b""
         amounts = (line.partition(b": ") for line in content.splitlines())
         megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6
@@ -220,9 +252,9 @@ def cpu_seconds() -> tuple[float, float]:
     return sum(ticks[3:5]), sum(ticks)
 
 
-def caught_signals() -> int:
-    """Return the signals that this process has a handler for, as a bit mask: signal 1 is bit 0."""
-    for line in (_read("/proc/self/status") or b"").splitlines():
+def caught_signals(pid: int | str = "self") -> int:
+    """Return the signals that a process has a handler for, as a bit mask: signal 1 is bit 0."""
+    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
         if line.startswith(b"SigCgt:"):
             return int(line.split()[1], 16)
     return 0

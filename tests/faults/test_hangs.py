@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.faults.hangs import HangLab, problem
-from utils.rendezvous.hangs import Collective, Position, ProcessState, Work
+from utils.rendezvous.hangs import Collective, Group, Position, ProcessState, Work, describe
 from utils.rendezvous.watch import HangWatch, Heartbeat
 
 
@@ -22,7 +22,7 @@ def hang_lab(need: Callable[[str], Path]) -> Iterator[HangLab]:
 
 @pytest.mark.parametrize(("kind", "limit"), [
     ("skipped-collective", 1.5), ("other-shape", 1.5), ("exited", 1.5), ("stopped", 3.0), ("cut-host", 3.0),
-    ("blocked-teardown", 1.5)])
+    ("blocked-teardown", 1.5), ("pipeline-async", 4.0), ("thread", 4.0)])
 def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str, limit: float) -> None:
     result = hang_lab.run(kind, limit)
     assert not problem(kind, result), result.output
@@ -64,13 +64,18 @@ def test_work_on_one_rank_is_no_hang(hang_lab: HangLab, kind: str, notices: int)
 HOSTS = {rank: f"h{rank} (pid {rank + 100})" for rank in range(4)}
 
 
+def call(number: int, pending: bool = True, group: str = "", operation: str = "all_reduce", thread: int = 1,
+         peer: int | None = None) -> Collective:
+    return Collective(group=group, number=number, operation=operation, sizes="[[4]]", between_two=peer is not None,
+                      peer=peer, location="train.py, line 3, in step", thread=thread, pending=pending, blocks=pending)
+
+
 def position(entered: int, work: float = 0.0, pending: bool = False) -> Position:
-    call = Collective(group="0", number=entered, operation="all_reduce", sizes="[[4]]", between_two=False,
-                      location="train.py, line 3, in step", pending=pending)
-    return Position(entered, "train.py, line 7, in main", (call,), Work(cpu_seconds=work))
+    return Position(entered, "train.py, line 7, in main", (call(entered, pending),), Work(cpu_seconds=work),
+                    {"": Group("0-3", entered)})
 
 
-def cause_found(*inspections: list[Position], recorded: bool = False) -> str:
+def cause_found(*inspections: list[Position] | dict[int, Position], recorded: bool = False) -> str:
     """Return the notices and the cause that a watch with a limit of 100 s finds in inspections every 50 s."""
     now, found = [0.0], []
     watch = HangWatch(100.0, 4, recorded=recorded, clock=lambda: now[0])
@@ -80,7 +85,8 @@ def cause_found(*inspections: list[Position], recorded: bool = False) -> str:
     for number, positions in enumerate(inspections, 1):
         now[0] = 50.0 * number
         assert watch.is_due()
-        found += [watch.find_cause(dict(enumerate(positions)), HOSTS, {}, {}), watch.notice]
+        positions = positions if isinstance(positions, dict) else dict(enumerate(positions))
+        found += [watch.find_cause(positions, HOSTS, {}, {}), watch.notice]
         watch.notice = ""
     return "".join(found)
 
@@ -104,6 +110,7 @@ def test_ranks_that_compute_after_unequal_numbers_of_transfers_do_not_hang() -> 
     counts = (3, 6, 6, 3)
     first, second = ([position(n, work)._replace(last=()) for n in counts] for work in (0.0, 30.0))
     assert "rank 0 on h0" in cause_found(first, second)
+    first, second = ([p._replace(groups={"": Group("0-3", 0)}) for p in positions] for positions in (first, second))
     assert cause_found(first, second, recorded=True) == ""
 
 
@@ -123,6 +130,13 @@ def test_busy_rank_is_no_hang(work: Work, use: str) -> None:
     else:
         assert cause.startswith("rank 3 on h3 (pid 103) did not enter collective 7"), cause
         assert "busy" not in cause
+
+
+def test_rank_whose_first_position_came_too_late_is_looked_at_again() -> None:
+    early = [dict(enumerate(WAITING)), [*WAITING, position(6, 10.0)]]
+    assert cause_found(*early) == ""
+    assert "rank 3 on h3 (pid 103) is busy" in cause_found(*early, [*WAITING, position(6, 40.0)])
+    assert "rank 3 on h3 (pid 103) did not enter" in cause_found(*early, [*WAITING, position(6, 10.0)])
 
 
 def test_busy_rank_ends_the_job_at_its_own_limit_or_when_it_becomes_idle() -> None:
@@ -161,3 +175,55 @@ def test_transfers_between_two_ranks_are_progress() -> None:
     later = position(7, pending=True)
     moved = later._replace(last=({**later.last[0], "number": 8},))
     assert cause_found([position(7, pending=True)] * 4, [moved] * 4) == ""
+
+
+# Process groups --------------------------------------------------------------------------------------------------
+
+THREE, PAIR = "1 (ranks 0-2)", "1 (ranks 0-1)"
+
+
+def at(*calls: Collective, entered: int = 7, group: str = PAIR, in_group: int | None = 2, thread: int = 1) -> Position:
+    """A rank that has entered so many collectives of all ranks and of a group, the latter in a thread."""
+    ranks = group.partition("ranks ")[2].rstrip(")")
+    return Position(entered, "train.py, line 7, in main", calls or (call(entered, pending=False),), Work(), {
+        "": Group("0-3", entered, "train.py, line 7, in main", 1),
+        group: Group(ranks, in_group, "train.py, line 9, in helper", thread)})
+
+
+IN_PAIR, IN_THREE = (at(call(3, group=group, operation="barrier"), group=group, in_group=3) for group in (PAIR, THREE))
+IN_ALL, IN_ALL_OF_PAIR = at(call(8), entered=8, group="1 (ranks 2-3)"), at(call(8), entered=8)
+IN_ALL_OF_THREE = at(call(8), entered=8, group=THREE)
+RECEIVES = at(call(0, operation="recv from rank 2", peer=2))
+FOR = r"rank {} on h{} \(pid \d+\) waits for rank {} in {}"
+
+
+@pytest.mark.parametrize(("positions", "cause"), [
+    # Rank 2 has skipped a barrier of its group: or the others have entered one too many.
+    ([IN_THREE, IN_THREE, IN_ALL_OF_THREE, IN_ALL], "unknown: .*" + FOR.format(0, 0, 2, "barrier") + ".*; "
+     + FOR.format(1, 1, 2, "barrier") + ".*; " + FOR.format(2, 2, "0-1", "all_reduce") + "((?!rank 3).)*"),
+    ([IN_PAIR, IN_ALL_OF_PAIR, IN_ALL, IN_ALL], "unknown: .*" + FOR.format(0, 0, 1, "barrier") + ".*; "
+     + FOR.format(1, 1, 0, "all_reduce") + "((?!rank [23]).)*"),
+    # Rank 1 is at a lock.
+    ([IN_PAIR, at(), IN_ALL, IN_ALL],
+     r"rank 1 on h1 \(pid 101\) did not enter collective 3 of group 1 \(ranks 0-1\), in which rank 0 waits, and "
+     "collective 8, in which rank 2-3 waits. It is at train.py, line 9, in helper. Rank 0 waits in barrier of "
+     r"\[\[4\]\] at train.py, line 3, in step"),
+    # A thread of rank 1 should have entered, while its main thread waits.
+    ([IN_PAIR, at(call(8), entered=8, thread=2), IN_ALL, IN_ALL],
+     r"rank 1 on h1 \(pid 101\) did not enter collective 3 of .*It is at train.py, line 9, in helper.*"),
+    # Rank 3 receives what rank 2 does not send.
+    ([IN_ALL, IN_ALL, at(), RECEIVES],
+     r"rank 2 on h2 \(pid 102\) did not enter collective 8, in which rank 0-1 waits. It is at train.py, line 7.*"),
+    ([IN_ALL, IN_ALL, IN_ALL, RECEIVES],
+     "unknown: .*" + FOR.format(2, 2, 3, "all_reduce") + ".*; " + FOR.format(3, 3, 2, "recv from rank 2") + ".*"),
+    # A connection was cut between two steps: rank 1 waits in the collective before.
+    ([IN_ALL, at(call(7)), IN_ALL, None], r"rank 3 on h3 \(pid 103\) does not respond: [^;]*"),
+    # Two ranks of two have entered different collectives.
+    ([IN_PAIR, at(call(3, group=PAIR), in_group=3), IN_ALL, IN_ALL],
+     r"unknown which rank is wrong: rank 0 on h0 .*entered another collective 3 of group 1 \(ranks 0-1\): barrier.*; "
+     "rank 1 on h1 .*: all_reduce((?!rank [23]).)*"),
+    # The newest collective of the group on rank 1 is not known any more.
+    ([IN_PAIR, at(in_group=None), IN_ALL, at()], r"rank 1 .* did not enter collective 8, .*; rank 3 .*")])
+def test_cause_is_found_in_each_group(positions: list[Position | None], cause: str) -> None:
+    found = describe({rank: place for rank, place in enumerate(positions) if place}, HOSTS, list(HOSTS))
+    assert re.fullmatch(cause, found), found

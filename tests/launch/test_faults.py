@@ -4,14 +4,18 @@ What the ranks report of each other without a launcher is in tests/unit/test_ren
 """
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.cluster.hosts import CLEAN_ENV
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MEET, SHOW, TORCHRUN, Lab
+from tests.launch.launchers import LAUNCH, MEET, ROOT, SHOW, TORCHRUN, Lab
 
 Launch = Callable[..., str]
 
@@ -74,7 +78,7 @@ def test_an_exception_is_the_root_cause_of_torchrun(lab: Lab) -> None:
 
 UNEVEN = (r"stops, because rank {0} on \w+{1} (left normally|ended its program .*) after \d+ collectives, and other "
           "ranks need it for more. The ranks have uneven work")
-HUNG = (r"stops, because rank 1 on \w+2 \(pid \d+\) did not enter collective \d+, in which the other ranks wait. "
+HUNG = (r"stops, because rank 1 on \w+2 \(pid \d+\) did not enter collective \d+, in which rank 0 waits. "
         r"It is at \S+rank_program.py, line \d+, in go_wrong")
 
 
@@ -90,3 +94,46 @@ def test_a_rank_that_is_lost_later_is_named_with_its_host(launch: Launch, launch
     if "kill" not in fault:
         assert "without a report" not in output and "Traceback" not in output, output
         assert not re.search(r"rank \d on \w+\d failed", output), output
+
+
+# Rank 1 is alone on its host, keeps Python's lock, and has workers that wait for ever and hold the output open.
+LOCKED = f"""\
+import ctypes, os, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from torch.utils.data import DataLoader
+from utils import setup_distributed
+class Blocked(list):
+    def __getitem__(self, index):
+        threading.Event().wait()
+with setup_distributed("gloo", hang_timeout=4) as job:
+    for step in range(100):
+        if step == 20 and job.rank == 1:
+            loader = iter(DataLoader(Blocked(range(4)), num_workers=2))
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        job.all_reduce_mean(1.0)
+"""
+
+
+def test_hung_rank_and_its_workers_end_under_every_launcher(lab: Lab) -> None:
+    """All launchers at the same time: the ranks mostly wait. A run ends when nothing holds its output open."""
+    program, node_file = lab.hosts.folder / "locked.py", lab.hosts.folder / "nodes"
+    program.write_text(LOCKED)
+    node_file.write_text("h1\nh2\n")
+    train = [sys.executable, str(program)]
+    job = {"PATH": f"{lab.ssh.parent}:{CLEAN_ENV['PATH']}", "PBS_JOBID": "1.lab", "PBS_NODEFILE": str(node_file)}
+    by_hand = [(f"h{rank + 1}", train, {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "h1",
+                                        "MASTER_PORT": "29433"}) for rank in range(2)]
+    agent = [*TORCHRUN, "--nnodes=2", "--master-addr=h1", "--master-port=29434"]
+    mpis = {"mpich5": "h1 h2", "openmpi5": "h2 h1", "intel": "h2 h3"}
+    runs = {name: functools.partial(lab.mpi, name, hosts, train) for name, hosts in mpis.items()} | {
+        "by hand": functools.partial(lab.together, by_hand),
+        "torchrun": functools.partial(lab.together, [
+            (f"h{node + 1}", [*agent, f"--node-rank={node}", str(program)], {}) for node in range(2)]),
+        "launch.py": functools.partial(lab.run, "h1", [*LAUNCH, str(program)], env=job)}
+    with ThreadPoolExecutor() as pool:
+        for name, done in zip(runs, pool.map(lambda run: run(seconds=100), runs.values()), strict=True):
+            cause = re.search(r"rank 1 on h\d \(pid \d+\) does not respond: its process is .*in native code.*. "
+                              r"It is at \S+locked.py, line 14, in <module>. Rank 0 waits in all_reduce", done.output)
+            assert done.status != 0 and cause, f"{name}:\n{done.output}"

@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +14,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from utils.connection import Connection
 from utils.launch_report import VARIABLE, ReportListener
+from utils.rendezvous.hangs import Group
 from utils.rendezvous.monitor import Monitor, Peer
 
 Sockets = list[list[socket.socket]]  # of each rank
@@ -94,8 +98,26 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     for entered, monitor in zip((3, 4, 4), ranks, strict=True):
         monitor.entered_collectives = lambda entered=entered: entered
+        monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
     cause = ranks[1].find_cause("timeout")
-    assert "rank 0 on h0 did not enter collective 4, in which the other ranks wait. It is at " in cause
+    assert "rank 0 on h0 did not enter collective 4, in which rank 1-2 waits. It is at " in cause
     for monitor in ranks[1:]:
         monitor.leave("")
     assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err
+
+
+# A rank that is killed, as for lack of memory, while a worker of it waits for a disk.
+KILLED = """\
+import os, signal, subprocess, time
+from utils.rendezvous.guard import Guard
+guard = Guard([])
+worker = subprocess.Popen(["sleep", "600"])
+time.sleep(3)  # the guard looks twice a second
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_guard_ends_the_workers_of_a_killed_rank() -> None:
+    """They hold the output open: without a guard, this would wait for ten minutes."""
+    done = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == -signal.SIGKILL

@@ -24,19 +24,22 @@ from .. import process
 from ..connection import Connection, Message
 from ..launch_report import report_first_cause
 from ..schedulers import exclude_file
+from .guard import Guard
 from .hangs import (
     Collective,
+    Group,
     Position,
     ProcessState,
     Work,
-    behind,
     describe,
     describe_mismatch,
+    describe_waiting,
+    late,
     main_thread_location,
     summary,
     unreported,
 )
-from .watch import BUSY_CPU, HangWatch, Heartbeat
+from .watch import BUSY_FACTOR, HangWatch, Heartbeat
 
 HUNG_RANK_TIMEOUT = 10.0
 HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
@@ -79,8 +82,9 @@ class Monitor:
         self._hung_rank_timeout = hung_rank_timeout
         # Called by the thread: the number of collectives that this rank has entered.
         self.entered_collectives: Callable[[], int | None] = lambda: None
-        # The last of them, oldest first, with or without locations; empty if not recorded.
-        self.last_collectives: Callable[[bool], list[Collective]] = lambda locations: []
+        # The last of them, oldest first, with or without locations, and the process groups.
+        self.read_collectives: Callable[[bool], tuple[list[Collective], dict[str, Group]]]
+        self.read_collectives = lambda locations: ([], {})
         self.gpu_use: Callable[[], float] = lambda: 0.0  # of the last second, 0 to 1
         # A number that grows with this rank's progress.
         self.progress: Callable[[], int] = lambda: 0
@@ -105,10 +109,13 @@ class Monitor:
         self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
 
         self._watch: HangWatch | None = None
+        self._guard: Guard | None = None
         self._next_heartbeat = 0.0
         self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
         self._inspecting_since: float | None = None
+        self._of_hang: dict[int, Position] = {}  # the positions that show a hang
         self._states: dict[int, ProcessState] = {}  # of processes that do not respond
+        self._stacks_requested: set[int] = set()  # from the guards of these ranks
         self._hang_announced = False
 
         self._acknowledged: set[int] = set()
@@ -142,6 +149,7 @@ class Monitor:
         """Look for hangs from now on, and end this process when the ranks hang."""
         with self._lock:
             self._watch = watch
+            self._guard = Guard([connection.fileno() for connection in self._peers])
         self._wake()
 
     def leave(self, cause: str) -> None:
@@ -160,6 +168,8 @@ class Monitor:
             self._send_all({"left": cause, "first_cause": known})
         self._wake()
         self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
+        if self._guard:
+            self._guard.dismiss()
         self._left = True
         self._wake()
 
@@ -294,14 +304,18 @@ class Monitor:
         if "heartbeat" in message and self._watch is not None:
             self._watch.receive(peer.rank, Heartbeat(*message["heartbeat"]))
         if "send_position" in message:
-            states = self._states_of(message.get("silent") or {})
             position = self._position(bool(message.get("ends")))
-            connection.send({"position": position, "states": states} if position else {})
+            connection.send({"position": position} if position else {})
         if message.get("position"):
-            entered, location, last, work = message["position"]
-            self._positions[peer.rank] = Position(entered, location, tuple(last), Work(*work))
-            states = message["states"]
-            self._states.update({int(rank): ProcessState(*state) for rank, state in states.items()})
+            entered, location, last, work, groups = message["position"]
+            groups = {name: Group(*group) for name, group in groups.items()}
+            self._positions[peer.rank] = Position(
+                entered, location, tuple(last), Work(*work), groups
+            )
+        if "state" in message:
+            self._states[peer.rank] = ProcessState(*message["state"])
+            if message["ends"]:
+                self._stacks_requested.discard(peer.rank)
         if "hang" in message:
             self._end_hang(str(message["folder"]), str(message["hang"]))
 
@@ -377,7 +391,7 @@ class Monitor:
         missing = unreported(self._positions, running)
         if missing and not last_chance:
             return ""
-        self._hung = {*behind(self._positions, running), *missing}
+        self._hung = {*late(self._positions, running), *missing}
         return describe(self._positions, self._hosts, running)
 
     def _mismatch_is_known(self, last_chance: bool) -> bool:
@@ -390,6 +404,11 @@ class Monitor:
         mismatch = describe_mismatch(self._positions, self._hosts)
         if mismatch:
             self._first_cause = f"{mismatch}. Then {self._known_cause()}"
+        elif example := describe_waiting(self._positions):
+            self._first_cause = (
+                f"{self._known_cause()}. {example}. gloo aborts a rank (SIGABRT, status 134) that "
+                "has entered a smaller collective instead"
+            )
         return True
 
     def _request_positions(self, *, ends: bool = True) -> list[int]:
@@ -400,10 +419,7 @@ class Monitor:
         running = sorted(set(self._hosts) - set(self._departed))
         if not self._positions_requested:
             self._positions_requested = True
-            silent = [rank for rank in running if self._watch and self._watch.silent(rank)]
-            hosts = {rank: self._hosts[rank] for rank in silent}
-            self._send_all({"send_position": True, "silent": hosts, "ends": ends})
-            self._states.update(self._states_of(hosts))
+            self._send_all({"send_position": True, "ends": ends})
             position = self._position(ends)
             if position:
                 self._positions[self._rank] = position
@@ -413,25 +429,9 @@ class Monitor:
         entered = self.entered_collectives()
         if entered is None:
             return None
-        last = tuple(self.last_collectives(ends))
-        work = Work(*process.work_done(), self.gpu_use())
-        return Position(entered, main_thread_location(), last, work)
-
-    def _states_of(self, silent: Mapping[int, str]) -> dict[int, ProcessState]:
-        """Return what this host knows of processes that do not respond."""
-        pids = {}
-        for rank, place in silent.items():
-            host, _, pid = place.partition(" (pid ")  # "node17 (pid 4711)"
-            if host == self._this_host() and pid.rstrip(")").isdecimal():
-                pids[rank] = int(pid.rstrip(")"))
-        states, uses = {}, process.cpu_use(pids.values())
-        for rank, number in pids.items():
-            if stopped := process.stopped_state(number):
-                states[rank] = ProcessState(stopped, False)
-            elif uses[number] > BUSY_CPU:
-                text = f"busy in native code ({100 * uses[number]:.0f} % of a core)"
-                states[rank] = ProcessState(text, True)
-        return states
+        last, groups = self.read_collectives(ends)
+        work = Work(*process.work_done(self._guard.pid if self._guard else None), self.gpu_use())
+        return Position(entered, main_thread_location(), tuple(last), work, groups)
 
     def _this_host(self) -> str:
         return self._hosts[self._rank].partition(" ")[0]
@@ -462,6 +462,8 @@ class Monitor:
         if watch is None or self._leaving or self._hang_announced or not self._started[self._rank]:
             return
         if now >= self._next_heartbeat:
+            if now > self._next_heartbeat + watch.limit / 4:  # the job may have been suspended
+                watch.restart()
             self._next_heartbeat = now + watch.interval
             entered = self.entered_collectives() or 0
             heartbeat = Heartbeat(self.progress(), entered, main_thread_location())
@@ -470,11 +472,12 @@ class Monitor:
 
         if self._rank == 0 or 0 in self._departed:
             self._inspect(watch, now)
-        elif (
-            watch.seconds_without_progress() > 1.1 * watch.limit + 5
-            and watch.silent(0)
-            and self._waits()
-        ):
+            return
+        stalled = watch.seconds_without_progress()
+        if not watch.silent(0) or stalled < 1.1 * watch.limit + 5:
+            return
+        # A rank that does not wait may be busy, and has the limit of busy ranks.
+        if self._waits() or stalled > 1.1 * BUSY_FACTOR * watch.limit + 5:
             self._announce_hang(
                 f"rank 0 on {self._hosts[0]} does not respond to {self._this_host()}: it is "
                 "stopped or busy in native code, its host is down, or the network between them is "
@@ -483,31 +486,45 @@ class Monitor:
 
     def _waits(self) -> bool:
         """Whether this rank waits in a collective; True where these are not recorded."""
-        last = self.last_collectives(False)
-        return not last or any(collective["pending"] for collective in last)
+        last, _ = self.read_collectives(False)
+        return not last or any(collective["blocks"] for collective in last)
 
     def _inspect(self, watch: HangWatch, now: float) -> None:
         """Request all positions when no rank makes progress, and find the cause."""
         if self._inspecting_since is None:
             if not watch.is_due():
                 return
-            self._inspecting_since = now
-            self._positions_requested = False
-            self._positions.clear()
-            self._states.clear()
-        running = self._request_positions(ends=False)
-        is_late = now - self._inspecting_since > _DECIDE_SECONDS
-        if unreported(self._positions, running) and not is_late:
+            self._request_again(now)
+        running = self._request_positions(ends=bool(self._of_hang))
+        is_late = now - (self._inspecting_since or now) > _DECIDE_SECONDS
+        missing = unreported(self._positions, self._of_hang or running)
+        if (missing or self._stacks_requested) and not is_late:
             return
 
-        self._inspecting_since = None
+        if self._of_hang:  # with the locations of collectives, where they have arrived
+            self._positions = {**self._of_hang, **self._positions}
+            known = self._first_cause if self._waits() else ""  # from rank 0, before it left
+            self._announce_hang(
+                known or watch.describe(self._positions, self._hosts, self._departed, self._states)
+            )
+            return
         cause = watch.find_cause(self._positions, self._hosts, self._departed, self._states)
         sys.stderr.write(watch.notice)
         sys.stderr.flush()
         watch.notice = ""
         if cause:
-            self._announce_hang(cause)
+            self._of_hang = dict(self._positions)
+            self._stacks_requested = self._states.keys() - self._positions.keys()
+            self._request_again(now)
+        else:
+            self._inspecting_since, self._positions_requested = None, False
+
+    def _request_again(self, now: float) -> None:
+        self._inspecting_since = now
         self._positions_requested = False
+        self._positions.clear()
+        if not self._of_hang:
+            self._states.clear()
 
     def _announce_hang(self, cause: str) -> None:
         """Print what is known of a hang, and end all ranks."""
@@ -564,7 +581,7 @@ class Monitor:
             writer.join(_REPORT_SECONDS)  # the file system may be what hangs
             time.sleep(1 + (self._rank == 0))  # until the other ranks have written theirs
             if self._leaving:  # the main thread has reported it
-                os._exit(1)
+                process.end(1)
             _exit_with(f"rank {self._rank} on {socket.gethostname()} stops, because {cause}")
 
         threading.Thread(target=end, daemon=True, name="hang report").start()
@@ -617,10 +634,12 @@ class _Query(NamedTuple):
 def _exit_with(message: str) -> None:
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
-    os._exit(1)
+    process.end(1)
 
 
 def _close_in_child(reference: weakref.ref[Monitor]) -> None:
     monitor = reference()
     if monitor is not None:
         monitor._close_sockets()
+        if monitor._guard:
+            monitor._guard.close()

@@ -7,14 +7,16 @@ for does so, it is busy, and the job has BUSY_FACTOR times the limit.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .hangs import Position, ProcessState, behind, describe, describe_mismatch, unreported, waiting
+from .guard import BUSY_CPU
+from .hangs import Position, ProcessState, describe, describe_mismatch, late, unreported, waits
 
 BUSY_FACTOR = 3
-BUSY_CPU, _BUSY_MEGABYTES, _BUSY_GPU = 0.2, 1.0, 0.2  # per second
+_BUSY_MEGABYTES, _BUSY_GPU = 1.0, 0.2  # per second
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
 _IDLE_MEGABYTES = 1.0  # read and written between two inspections
@@ -63,6 +65,7 @@ class HangWatch:
         self._received: dict[int, float] = {}
         self._first: dict[int, Position] = {}  # positions at the first inspection
         self._first_time = 0.0
+        self._busy: dict[int, str] = {}  # ranks and what they work with
         self._noticed = False
         self.notice = ""  # that a rank is busy: to be printed once
 
@@ -70,7 +73,7 @@ class HangWatch:
         """Take a rank's heartbeat."""
         previous = self._heartbeats.get(rank)
         if previous is None or heartbeat.progress != previous.progress:
-            self._restart()
+            self.restart()
         self._heartbeats[rank] = heartbeat
         self._received[rank] = self._clock()
 
@@ -110,49 +113,81 @@ class HangWatch:
         if not first or not positions or not all(map(self.silent, missing)):
             return ""
         if any(_entered(first.get(rank, now)) != _entered(now) for rank, now in positions.items()):
-            self._restart()
+            self.restart()
             return ""
 
-        recorded = self._recorded or any(position.last for position in positions.values())
-        if not waiting(positions) and (recorded or not self._behind(positions, missing)):
-            idle = not missing and all(
+        waiting = waits(positions, running)
+        if self._none_waits(positions, running):
+            is_idle = not missing and all(
                 rank in first and _is_idle(first[rank], position, elapsed)
                 for rank, position in positions.items()
             )
-            return self._describe_idle(positions, hosts, departed) if idle else ""
+            return self.describe(positions, hosts, departed, states) if is_idle else ""
+        awaited = set(late(positions, running))
+        others = [wait.awaited for its_waits in waiting.values() for wait in its_waits]
+        if self._recorded:  # waiting takes no CPU then
+            awaited |= positions.keys() & {rank for ranks in others for rank in ranks}
+        if not all(others):  # unknown for whom
+            awaited |= positions.keys() - waiting.keys()
+        if awaited & positions.keys() - first.keys():  # what these have done since is unknown
+            return ""
         busy = {
             rank: use
-            for rank in self._awaited(positions, recorded)
-            if rank in first and (use := _use(first[rank], positions[rank], elapsed))
+            for rank in sorted(awaited & first.keys() & positions.keys())
+            if (use := _use(first[rank], positions[rank], elapsed))
         }
         native = {rank: states[rank].text for rank in missing if states.get(rank, _UNKNOWN).is_busy}
         is_waited_for = native.keys() == set(missing) and not describe_mismatch(positions, hosts)
         if (busy or native) and is_waited_for:
             if self.seconds_without_progress() < BUSY_FACTOR * self.limit:
-                self._notice({**busy, **native}, positions, hosts)
+                self._notice({**busy, **native}, positions, hosts, states)
                 return ""
+        self._busy = busy
+        return self.describe(positions, hosts, departed, states)
+
+    def describe(
+        self,
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        departed: Mapping[int, str],
+        states: Mapping[int, ProcessState],
+    ) -> str:
+        """Return the cause of the hang that find_cause() has found, from these positions."""
+        running = [rank for rank in sorted(hosts) if rank not in departed]
+        missing = unreported(positions, running)
+        if self._none_waits(positions, running):
+            return self._describe_idle(positions, hosts, departed)
         left = next((cause for cause in departed.values() if cause), "")
-        if left and not missing and not behind(positions, running):
+        if left and not late(positions, running):
             return left
         cause = describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
-        return cause + "".join(f". Rank {rank} is {use}" for rank, use in busy.items())
+        return cause + "".join(f". Rank {rank} is {use}" for rank, use in self._busy.items())
 
-    def _awaited(self, positions: Mapping[int, Position], recorded: bool) -> list[int]:
-        """Return the ranks that wait in no collective, while others do."""
-        return [
-            rank
-            for rank in (positions if recorded else behind(positions, positions))
-            if not any(call["pending"] for call in positions[rank].last)
+    def _none_waits(self, positions: Mapping[int, Position], running: list[int]) -> bool:
+        if waits(positions, running):
+            return False
+        if self._recorded or any(position.last for position in positions.values()):
+            return True
+        # Whether a rank that does not respond had entered fewer collectives than another.
+        beats = [
+            self._heartbeats[r] for r in unreported(positions, running) if r in self._heartbeats
         ]
+        fewest = min((beat.entered for beat in beats), default=sys.maxsize)
+        return all(position.collectives <= fewest for position in positions.values())
 
     def _notice(
-        self, busy: Mapping[int, str], positions: Mapping[int, Position], hosts: Mapping[int, str]
+        self,
+        busy: Mapping[int, str],
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        states: Mapping[int, ProcessState],
     ) -> None:
         if self._noticed:
             return
         self._noticed = True
         places = {rank: f"last seen at {beat.location}" for rank, beat in self._heartbeats.items()}
         places |= {rank: f"at {position.location}" for rank, position in positions.items()}
+        places |= {rank: f"at {state.location}" for rank, state in states.items() if state.location}
         ranks = "; ".join(
             f"rank {rank} on {hosts[rank]} is {use} {places.get(rank, '')}"
             for rank, use in list(busy.items())[:8]
@@ -164,17 +199,11 @@ class HangWatch:
             f"{BUSY_FACTOR * self.limit:.0f} s\n"
         )
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Begin the limit again: there is progress, or this process did not run for a while."""
         self._last_progress = self._clock()
         self._first = {}
         self._noticed = False
-
-    def _behind(self, positions: Mapping[int, Position], missing: list[int]) -> list[int]:
-        known = dict(positions)
-        for rank in missing:
-            if rank in self._heartbeats:
-                known[rank] = Position(self._heartbeats[rank].entered, "")
-        return behind(known, known)
 
     def _describe_silent(
         self, missing: list[int], hosts: Mapping[int, str], states: Mapping[int, ProcessState]
@@ -189,7 +218,9 @@ class HangWatch:
             elif _name(hosts[rank]) not in responding_hosts:
                 state = "no rank of this host does, so the host is down or its network is cut"
             known[rank] = state
-            if rank in self._heartbeats:
+            if location := states.get(rank, _UNKNOWN).location:
+                known[rank] += f". It is at {location}"
+            elif rank in self._heartbeats:
                 beat = self._heartbeats[rank]
                 known[rank] += (
                     f". Its last report: {beat.entered} collectives entered, at {beat.location}"
