@@ -209,11 +209,11 @@ def cpu_use(pids: Collection[int]) -> dict[int, float]:
 
 
 def work_done(ignored: int | None = None) -> tuple[float, float, bool]:
-    """Return what this process and its descendants have used: seconds of CPU, megabytes of I/O.
+    """Return CPU seconds, megabytes of I/O, and whether a thread of this process waits for a disk.
 
-    The seconds include those in which a Python thread, other than this one, was ready while others
-    had the cores; they shrink when a thread or a child ends. The last value is whether a thread of
-    this process waits for a disk. Zeros without /proc. ignored: a child process not to count.
+    The first two include all descendants, except `ignored`. CPU seconds include the time in which
+    other Python threads of this process waited for a core. They decrease when a thread or a child
+    ends. Zeros without /proc.
     """
     # Not the threads of gloo: they look for work a hundred times a second.
     own = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}

@@ -72,7 +72,7 @@ KINDS = {
     "hsdp": Kind(LATE.format("4-7", "4,6-7")),
     "recv-unsent": Kind(CIRCLE.format(2, 5, "all_reduce", "2") + " in recv from rank 2 at LINE", ()),
     "pipeline": Kind(r"rank 4 on h3 .* waits in send to rank 5 at .* rank 5 .* does not take part: it is at LINE"),
-    "pipeline-async": Kind(r"rank 5 on h3 .* is in no collective or transfer, in which rank .* It is at LINE"),
+    "pipeline-async": Kind(r"rank 5 on h3 .* is in no collective or transfer, but rank .* waits in one. It is at LINE"),
     "thread": Kind(LATE.format("0-7", "0-4,6-7")),
     "gil": Kind(r"rank 5 on h3 .* does not respond: its process is in native code. It is at LINE.*waits in all_reduce"),
     "aborted-itself": Kind(r"rank 5 on h3 .* ended without a report.*Rank \d waits in all_reduce of \[\[4000\]\] at .*"

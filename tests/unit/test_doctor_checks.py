@@ -312,7 +312,7 @@ def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, A
     below = [one.effects for result in results for one in result.findings if one.level is not Level.GOOD]
     assert below == ([("BAD links: slow",)] if is_below else [(), ()])
     assert report.level is Level.BAD and bool(report.hosts_to_exclude) is (not is_below and bool(effect.get("hosts")))
-    assert ("  May follow from it: BAD links: slow." in report.as_text()) is is_below
+    assert ("  Possible effect: BAD links: slow." in report.as_text()) is is_below
 
 
 # the exchange ----------------------------------------------------------------------------------------------------

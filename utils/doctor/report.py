@@ -77,7 +77,7 @@ class Report:
             lines += ["", f"{LABELS[finding.level]} {name}: {finding.message}."]
             if finding.remedy:
                 lines.append(f"  Remedy: {finding.remedy}.")
-            lines += [f"  May follow from it: {effect}." for effect in finding.effects]
+            lines += [f"  Possible effect: {effect}." for effect in finding.effects]
         if self.hosts_to_exclude:
             lines += ["", f"Hosts to exclude: {','.join(self.hosts_to_exclude)}"]
         return "\n".join(lines)

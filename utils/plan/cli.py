@@ -81,13 +81,17 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--model", metavar="MODULE:FUNCTION")
     what.add_argument("--parameters", type=float, metavar="N")
     what.add_argument(
-        "--trace-timeout", type=float, default=300, metavar="S", help="for two steps of SCRIPT"
+        "--trace-timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="seconds for two steps of SCRIPT, or of --model with real tensors (300)",
     )
     what.add_argument(
         "--selected",
         type=float,
         metavar="SHARE",
-        help="of elements that masks and nonzero() select; default: that of a run on the CPU",
+        help="share of elements that masks and nonzero() select; default: from a run on the CPU",
     )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")

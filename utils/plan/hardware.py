@@ -76,8 +76,8 @@ class Hardware:
         """Return what the usable memory of a GPU excludes."""
         process = self._table["process"].items()
         return (
-            f"Usable on {gpu.name}: {self._table['attainable']['memory']:.0%} of its memory, the "
-            "rest being gaps between blocks, less what a process needs beside tensors, in GB: "
+            f"Usable on {gpu.name}: {self._table['attainable']['memory']:.0%} of its memory (the "
+            "rest is fragmentation), minus the memory that no tensor uses, in GB: "
             f"{', '.join(f'{name} {size}' for name, size in process)} (jobs/hardware.yaml)."
         )
 

@@ -716,10 +716,11 @@ def trace_steps(
             trace = attempt(Values(assumed=assumed, selected=1.0 if selected is None else selected))
         except Exception:
             continue
-        trace.notes.append(f"A run with real tensors, which would know the values, {why}.")
+        trace.notes.append(f"Values are assumed, because a run with real tensors {why}.")
         return trace
     raise PlanError(
-        f"Values decide how the steps go on: {text}. A run with real tensors {why}. {_REMEDIES}"
+        f"The steps depend on values, which fake tensors do not have: {text}. A run with real "
+        f"tensors {why}. {_REMEDIES}"
     ) from needed
 
 

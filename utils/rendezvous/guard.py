@@ -1,10 +1,10 @@
-"""Watch one rank from a process of its own, as a rank that cannot run Python can do nothing itself.
+"""Watch one rank from a separate process, which responds when the rank cannot run Python.
 
-A rank that is stopped, or that keeps Python's lock in native code, does not read its connections.
-The guard looks at them without reading: it responds in the rank's place with the state of the
-process, and ends the rank when the job has ended. When the rank dies without leaving, it ends the
-children, such as DataLoader workers that wait for a disk: they keep the output open, and `| tee`
-would never end. Standard library only.
+A rank that is stopped, or that holds the GIL in native code, does not read its connections. The
+guard peeks at them (MSG_PEEK). It responds in place of the rank with the state of the process, and
+ends the rank when the job has ended. When the rank dies, the guard ends its child processes, such
+as DataLoader workers that wait for a disk: they keep the output open, and `| tee` would not end.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .hangs import ProcessState, user_frame
 
 BUSY_CPU = 0.2  # of a core
 _INTERVAL = 0.5  # seconds
-_UNREAD_SECONDS = 5.0  # that a rank has to read that the job has ended
+_UNREAD_SECONDS = 5.0  # in which a rank must read that the job has ended
 _UNREAD_BYTES = 1 << 20
 _SIGNAL = signal.SIGRTMIN + 5  # dumps the stacks
 
@@ -103,10 +103,10 @@ def _peek(connection: socket.socket) -> bytes:
 
 
 def _state(rank: int, stacks: int | None) -> ProcessState:
-    """Return what a rank does that does not respond.
+    """Return the state of a rank that does not respond.
 
-    stacks: where it writes its stacks, None to leave it alone: the signal may interrupt what it
-    waits for, so it is for jobs that end.
+    stacks: the file to which the rank writes its stacks; None to send no signal. The signal may
+    interrupt a system call of the rank, so it is sent only if the job ends.
     """
     if stopped := process.stopped_state(rank):
         return ProcessState(stopped, False)

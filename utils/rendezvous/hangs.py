@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 
 class ProcessState(NamedTuple):
-    """What the guard of a rank sees that does not respond."""
+    """The state of a rank that does not respond, as its guard sees it."""
 
     text: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"
     is_busy: bool
@@ -71,7 +71,7 @@ class Position(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What a rank waits in, and for which ranks."""
+    """A collective or transfer that a rank waits in, and the ranks that it waits for."""
 
     call: Collective
     awaited: tuple[int, ...]  # empty where unknown
@@ -156,7 +156,7 @@ def _assumed_calls(position: Position) -> list[Collective]:
 def late(
     positions: Mapping[int, Position], running: Iterable[int]
 ) -> dict[int, list[tuple[int, Wait]]]:
-    """Return the ranks that do not wait, but others wait for: the first of these, and in what.
+    """Return the ranks that others wait for, with the first waiting rank of each collective.
 
     A rank that waits itself is not late, unless another of its threads should have entered.
     """
@@ -203,8 +203,8 @@ def describe(
         w.call["between_two"] and not w.awaited for ws in waiting.values() for w in ws
     ):
         causes = [
-            f"rank {rank} on {hosts[rank]} is in no collective or transfer, in which rank "
-            f"{format_ranges(waiting)} waits. It is at {position.location}"
+            f"rank {rank} on {hosts[rank]} is in no collective or transfer, but rank "
+            f"{format_ranges(waiting)} waits in one. It is at {position.location}"
             for rank, position in positions.items()
             if rank not in waiting
         ]
@@ -251,7 +251,7 @@ def _describe_late(
 def _describe_unknown(
     positions: Mapping[int, Position], hosts: Mapping[int, str], running: Iterable[int]
 ) -> str:
-    """Return what is known where all ranks wait: for each other, or for nothing to be seen."""
+    """Return what is known if all ranks wait: for each other, or for an unknown cause."""
     waiting = waits(positions, running)
     waiters: dict[int, set[int]] = {}
     for rank, its_waits in waiting.items():
@@ -273,8 +273,8 @@ def _describe_unknown(
     ]
     if len(circle) > 1 or (end in waiting and waiting[end][0].call["between_two"]):
         return (
-            f"unknown: no rank is seen that the others wait for and that does not wait itself. "
-            f"{'; '.join(shown[:_SHOWN_RANKS])}"
+            "unknown: every rank that others wait for also waits. Check that these ranks enter the "
+            f"same collectives in the same order: {'; '.join(shown[:_SHOWN_RANKS])}"
         )
     call = waiting[end][0].call if end in waiting else None
     last = _number(call) if call else f"collective {_last_collective(positions)}"

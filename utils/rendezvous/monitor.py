@@ -407,7 +407,7 @@ class Monitor:
         elif example := describe_waiting(self._positions):
             self._first_cause = (
                 f"{self._known_cause()}. {example}. gloo aborts a rank (SIGABRT, status 134) that "
-                "has entered a smaller collective instead"
+                "has entered a smaller collective than the others: compare the sizes of tensors"
             )
         return True
 

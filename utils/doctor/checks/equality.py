@@ -125,7 +125,7 @@ class Equality(Check[Facts]):
             Finding(
                 Level.WARNING,
                 trap.replace("HOST", one.place.host),
-                "Rename that file, and delete __pycache__ in the working directory",
+                "Rename the file if it hides a module. Delete __pycache__ in the working directory",
                 hosts=(one.place.host,),
                 subject=_TRAP,
             )
@@ -244,7 +244,7 @@ def traps(folder: Path) -> list[str]:
             )
     for path in filter(_is_stale, [*folder.glob("*.py"), *folder.glob("*/*.py")]):
         found.append(
-            f"Python on HOST runs another code for {path.relative_to(folder)} in the working "
+            f"Python on HOST runs code that differs from {path.relative_to(folder)} in the working "
             "directory: the file in __pycache__ is not compiled from it"
         )
     return found

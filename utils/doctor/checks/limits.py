@@ -133,7 +133,7 @@ def processes_left(root: Path = Path("/")) -> int | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return how many CPUs' time the control groups allow; None: no limit."""
+    """Return the CPU quota of the control groups, in CPUs; None: no limit."""
     quotas = []
     for folder in _control_groups(root, "cpu"):
         files = (folder / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
@@ -299,7 +299,7 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
             Level.WARNING,
             f"the control group on {host} allows the time of {facts.cpu_quota:.3g} CPUs. Expected "
             f"at least one for each of {facts.ranks} ranks",
-            "Request a CPU for each rank at least (containers: --cpus)",
+            "Request at least one CPU for each rank (containers: --cpus)",
         )
         yield replace(found, subject=CPUS)
 

@@ -71,8 +71,8 @@ class TorchImportCheck(Check[ImportFacts]):
             yield Finding(
                 Level.BAD,
                 f"torch cannot be imported on {one.place.host}: {one.facts.error}",
-                "Install what the message names again in the environment of the training, and "
-                "unset PYTHONPATH if it names packages of another Python",
+                "Reinstall the package or library that the message names. Unset PYTHONPATH if it "
+                "contains packages of another Python",
                 hosts=(one.place.host,),
                 follows=("installation", "Python", "torch", "installed packages"),
             )
