@@ -173,12 +173,13 @@ def _blocks(thread: int, frames: dict[int, FrameType]) -> bool:
 
 def _calls_wait(frame: FrameType) -> bool:
     """Whether a frame is in a wait() that is no Python function: that would have its own frame."""
-    names = [
-        instruction.argval
-        for instruction in dis.get_instructions(frame.f_code)
-        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and instruction.offset < frame.f_lasti
-    ]
-    return names[-1:] == ["wait"]
+    lines = dis.findlinestarts(frame.f_code)
+    start = min((offset for offset, line in lines if line == frame.f_lineno), default=0)
+    return any(
+        one.argval == "wait" and start <= one.offset < frame.f_lasti
+        for one in dis.get_instructions(frame.f_code)
+        if one.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    )
 
 
 def _device_of_rank() -> contextlib.AbstractContextManager[object]:
@@ -237,6 +238,7 @@ def _collective(
     name = str(entry["process_group"][0])
     group, ranks = members.get(name, (name, []))
     thread = int(entry.get("thread_id") or 0)
+    caller = thread if thread in frames else threading.main_thread().ident or 0  # as of a Group
     pending = not entry.get("retired", False)  # the state of gloo's stays "scheduled"
     operation = str(entry["profiling_name"]).partition(":")[2]
     peer = re.fullmatch(r"(?:send \d+->|recv \d+<-)(\d+)", operation)  # of NCCL
@@ -249,7 +251,7 @@ def _collective(
         "between_two": bool(entry.get("is_p2p")),
         "peer": ranks[int(peer[1])] if peer and int(peer[1]) < len(ranks) else None,
         "location": user_frame(places),
-        "thread": thread,
+        "thread": caller,
         "pending": pending,
         "blocks": pending and _blocks(thread, frames),
     }

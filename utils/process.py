@@ -75,6 +75,12 @@ def parent(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def session(pid: int) -> int | None:
+    """Return the session of a process; None where there is no such process."""
+    fields = _stat(f"/proc/{pid}/stat")[1]
+    return int(fields[3]) if fields else None
+
+
 def children(pid: int) -> dict[int, int | None]:
     """Return the start times of the processes that a process has started, by their ids."""
     found: dict[int, int | None] = {}
@@ -92,17 +98,20 @@ def with_descendants(pids: Iterable[int]) -> list[int]:
     return family
 
 
-def kill(pids: Iterable[int]) -> None:
-    """Kill processes and all that they have started, but not this process."""
+def kill(pids: Iterable[int], session_id: int | None) -> None:
+    """Kill processes and all that they have started in a session, but not this process.
+
+    What has a session of its own was detached on purpose.
+    """
     for pid in with_descendants(pids):
-        if pid != os.getpid():
+        if pid != os.getpid() and session(pid) == session_id:
             with contextlib.suppress(OSError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
 
 
 def end(status: int) -> NoReturn:
     """End this process at once, and all that it has started."""
-    kill([os.getpid()])
+    kill([os.getpid()], os.getsid(0))
     os._exit(status)
 
 
@@ -208,10 +217,10 @@ def cpu_use(pids: Collection[int]) -> dict[int, float]:
     return {pid: (after[pid] - before[pid]) / seconds for pid in pids}
 
 
-def work_done(ignored: int | None = None) -> tuple[float, float, bool]:
+def work_done() -> tuple[float, float, bool]:
     """Return CPU seconds, megabytes of I/O, and whether a thread of this process waits for a disk.
 
-    The first two include all descendants, except `ignored`. CPU seconds include the time in which
+    The first two include all descendants. CPU seconds include the time in which
     other Python threads of this process waited for a core. They decrease when a thread or a child
     ends. Zeros without /proc.
     """
@@ -220,8 +229,6 @@ def work_done(ignored: int | None = None) -> tuple[float, float, bool]:
     ticks = waited = 0
     megabytes = 0.0
     for pid in with_descendants([os.getpid()]):
-        if pid == ignored:
-            continue
         fields = _stat(f"/proc/{pid}/stat")[1]
         ticks += sum(map(int, fields[11:15]))  # with the children that have ended
         for thread in own if pid == os.getpid() else {pid}:

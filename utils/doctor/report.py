@@ -19,10 +19,12 @@ def fold(results: Sequence[Result]) -> None:
     roots = list(range(len(found)))
     for index, (_, finding) in enumerate(found):
         for other, (result, cause) in enumerate(found):
-            is_cause = not {result.name, cause.subject}.isdisjoint(finding.follows)
-            together = not finding.hosts or not set(finding.hosts).isdisjoint(
-                cause.hosts or finding.hosts
+            on_same_host = not set(finding.hosts).isdisjoint(cause.hosts or finding.hosts)
+            # A failure without a host follows from no mere warning of another check.
+            is_cause = cause.subject in finding.follows or (
+                result.name in finding.follows and (on_same_host or cause.level >= finding.level)
             )
+            together = not finding.hosts or on_same_host
             is_same = cause.subject and cause.subject == finding.subject
             if is_cause and (together or is_same) and roots[other] not in (index, roots[index]):
                 roots = [roots[other] if root == index else root for root in roots]

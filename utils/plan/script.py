@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from .. import process
+from ..checkpoint import Checkpointer
 from ..script_modules import name_conflict, script_modules
 from .communication import PlanError
 from .hardware import PROGRAM
@@ -68,11 +71,20 @@ def trace_script(
     output = io.StringIO()
     variables: dict[str, str] = {}
 
+    folder = str(Path(path).resolve().parent)
+
     def run(tracer: StepTracer) -> None:
         output.truncate(output.seek(0))
-        _run(path, arguments, variables, tracer, output)
+        before = set(sys.modules)
+        try:
+            _run(path, arguments, variables, tracer, output)
+        finally:  # what the script's own modules have made belongs to this attempt
+            for name in sys.modules.keys() - before:
+                file = str(getattr(sys.modules[name], "__file__", ""))
+                if os.path.dirname(file) == folder:
+                    del sys.modules[name]
 
-    with _time_limit(path, timeout), script_modules(str(Path(path).resolve().parent)):
+    with _time_limit(path, timeout), script_modules(folder):
         try:
             try:
                 trace = trace_steps(run, seconds=timeout / 2, selected=selected)
@@ -139,7 +151,7 @@ def _time_limit(path: str, seconds: float) -> Iterator[None]:
         )
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
-        os._exit(1)
+        process.end(1)
 
     timer = threading.Timer(seconds, stop)
     timer.daemon = True
@@ -252,6 +264,10 @@ class _Patches:
             (torch.optim.Optimizer, "__init__", make_optimizer),
             (torch.autocast, "__init__", make_autocast),
             (torch, "compile", self._not_compiled),
+            (torch, "save", lambda *args, **options: None),  # the weights mean nothing
+            (torch.distributed.checkpoint, "save", lambda *args, **options: None),
+            (torch.distributed.checkpoint, "async_save", lambda *args, **options: None),
+            (Checkpointer, "save", lambda *args, **options: None),
             (torch.cuda, "set_device", lambda device: None),
             (torch.multiprocessing, "spawn", lambda run, args=(), *a, **k: run(0, *args)),
             (dist, "init_process_group", init_process_group),

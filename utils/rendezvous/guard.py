@@ -39,25 +39,28 @@ class Guard:
         """Start the guard. sockets: descriptors of the connections to the other ranks."""
         root = Path(__file__).resolve().parents[__name__.count(".")]
         path = f"import sys; sys.path.insert(0, {str(root)!r})"
+        code = f"{path}; from {__name__} import run; run()"
         stacks = os.memfd_create("ddpkit-stacks")
         if signal.getsignal(_SIGNAL) == signal.SIG_DFL:
             faulthandler.register(_SIGNAL, stacks)
         words = [str(number) for number in (os.getpid(), stacks, *sockets)]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", f"{path}; from {__name__} import run; run()", *words],
+            # No child of this process: the user's program may wait for all of its children.
+            [sys.executable, "-I", "-c", f"import os; os.fork() and os._exit(0); {code}", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[stacks, *sockets],
             start_new_session=True,  # it outlives what ends the rank
         )
-        self.pid = self._process.pid
+        self._process.wait()
 
     def dismiss(self) -> None:
         """End the guard: this rank leaves by itself."""
-        with contextlib.suppress(OSError):
-            self._process.kill()
-            self._process.wait()
+        if self._process.stdin:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(b"x")
+                self._process.stdin.close()
 
     def close(self) -> None:
         """Close the pipe in a child process: its end tells the guard that the rank has ended."""
@@ -73,8 +76,11 @@ def run() -> None:
     requests = [0] * len(sockets)  # that have been responded to
     seen = list(requests)
     ended_at: float | None = None
-    while not select.select([0], [], [], _INTERVAL)[0] and os.getppid() == rank:
-        children = process.children(rank)
+    born, session = process.start_time(rank), process.session(rank)
+    while not select.select([0], [], [], _INTERVAL)[0] and process.start_time(rank) == born:
+        found = process.children(rank)
+        if process.start_time(rank) == born:  # else they have another parent now
+            children = found
         now = time.monotonic()
         unread = [_peek(connection) for connection in sockets]
         for number, content in enumerate(unread):
@@ -90,9 +96,11 @@ def run() -> None:
         if not any(b'"hang":' in content or b'"end":' in content for content in unread):
             ended_at = None
         elif now - (ended_at := ended_at or now) > _UNREAD_SECONDS:
-            process.kill([rank])
-    orphans = [pid for pid in children if process.parent(pid) not in (None, rank, os.getpid())]
-    process.kill(pid for pid in orphans if process.start_time(pid) == children[pid])
+            process.kill([rank], session)
+    if select.select([0], [], [], 0)[0] and os.read(0, 1):
+        return  # dismissed
+    orphans = [pid for pid in children if process.parent(pid) not in (None, rank)]
+    process.kill([pid for pid in orphans if process.start_time(pid) == children[pid]], session)
 
 
 def _peek(connection: socket.socket) -> bytes:

@@ -149,7 +149,8 @@ class Monitor:
         """Look for hangs from now on, and end this process when the ranks hang."""
         with self._lock:
             self._watch = watch
-            self._guard = Guard([connection.fileno() for connection in self._peers])
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # only a witness more
+                self._guard = Guard([one.fileno() for one in self._peers if one.fileno() >= 0])
         self._wake()
 
     def leave(self, cause: str) -> None:
@@ -430,7 +431,7 @@ class Monitor:
         if entered is None:
             return None
         last, groups = self.read_collectives(ends)
-        work = Work(*process.work_done(self._guard.pid if self._guard else None), self.gpu_use())
+        work = Work(*process.work_done(), self.gpu_use())
         return Position(entered, main_thread_location(), tuple(last), work, groups)
 
     def _this_host(self) -> str:

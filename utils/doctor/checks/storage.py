@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import heapq
+import itertools
 import os
 import shutil
 import statistics
@@ -25,6 +26,7 @@ from .limits import size_of
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
 LISTED_FILES = 256
+LONGEST_LIST = 10_000  # of a folder, to find its first files
 ROUNDS = 3  # the fastest one counts: other programs use the disk, too
 ROUND_SECONDS = 0.8  # no further round after this time
 VISIBLE_SECONDS = 1.5  # network file systems show a new file a little later
@@ -246,13 +248,17 @@ class _Trial:
         names = [self._path]
         if not os.path.isfile(self._path):
             with os.scandir(self._path) as entries:
-                names = heapq.nsmallest(LISTED_FILES, (entry.path for entry in entries))
-        files, left = self.found["files"], READ_BYTES
+                names = [entry.path for entry in itertools.islice(entries, LONGEST_LIST + 1)]
+        if len(names) > LONGEST_LIST:  # which of them the first are is unknown
+            names, can_compare = names[:SMALL_FILES], False
+        else:
+            names, can_compare = heapq.nsmallest(LISTED_FILES, names), True
+        files, left = self.found["files"] if can_compare else {}, READ_BYTES
         for number, path in enumerate(filter(os.path.isfile, names)):
             name = os.path.basename(path)
-            files[name] = f"{os.path.getsize(path)} bytes"
-            if number < SMALL_FILES:
-                with contextlib.suppress(PermissionError):  # a file of somebody else
+            with contextlib.suppress(OSError):  # of somebody else, or deleted meanwhile
+                files[name] = f"{os.path.getsize(path)} bytes"
+                if number < SMALL_FILES:
                     content = _read(path, left)
                     left -= len(content)
                     files[name] += f", checksum {zlib.crc32(content):08x}"
