@@ -77,7 +77,7 @@ def test_script_that_imports_the_kit_gets_the_modules_of_the_command(tmp_path: P
     (tmp_path / "train.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                                        "from utils.plan.communication import PlanError; raise PlanError('the same')")
     done = run(tmp_path, "plan.py", "train.py")
-    assert done.returncode == 1 and done.stderr == "plan.py: error: the same\n"
+    assert done.returncode == 1 and done.stderr == "plan.py: error: train.py could not be traced. the same\n"
 
 
 @pytest.mark.parametrize("command", ["plan.py", "tune.py"])

@@ -220,7 +220,8 @@ def plan(case: int, compute_seconds: float) -> Workload:
 
 @functools.cache
 def _trace(name: str, batch: int, micro_steps: int) -> Any:
-    return traced.trace_factory(f"tests.validation.step_time:{name}", batch, "sgd", "fp32", micro_steps)
+    return traced.trace_factory(f"tests.validation.step_time:{name}", batch, "sgd", "fp32", micro_steps,
+                                seconds=60, selected=None)
 
 
 def predict(row: Row, links: Links = NOMINAL) -> float:

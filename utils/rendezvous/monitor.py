@@ -103,7 +103,7 @@ class Monitor:
         self._queries: dict[Connection | None, _Query] = {}  # None: from this process
         self._response = threading.Event()
         self._positions: dict[int, Position] = {}
-        self._positions_requested = False
+        self._positions_requested = self._has_timed_out = False
         self._hung: set[int] = set()  # ranks, as far as rank 0 knows
         self._killed: set[int] = set()  # ranks that ended without a report
         self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
@@ -183,6 +183,7 @@ class Monitor:
             rank_0_left = self._rank != 0 and 0 in self._departed
             if self._first_cause or self._leaving or rank_0_left:
                 return self._known_cause()
+            self._has_timed_out = kind == "timeout"
             self._response.clear()
             if self._rank == 0:
                 self._queries[None] = _Query(kind, time.monotonic())
@@ -431,6 +432,8 @@ class Monitor:
         if entered is None:
             return None
         last, groups = self.read_collectives(ends)
+        if last and self._has_timed_out:  # an exception has ended the wait
+            last[-1]["blocks"] = True
         work = Work(*process.work_done(), self.gpu_use())
         return Position(entered, main_thread_location(), tuple(last), work, groups)
 
