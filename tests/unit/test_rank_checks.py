@@ -187,3 +187,10 @@ def test_table_shows_the_cores_and_their_nodes() -> None:
 def test_ranks_are_written_as_ranges() -> None:
     assert ranges([1, 2, 3, 7]) == "1-3,7"
     assert ranges(range(0, 100, 2)) == ",".join(map(str, range(0, 40, 2))) + " ..."
+
+
+def test_number_of_threads_that_a_rank_was_given_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert make_report(Placement("mpich", 0, 1, None, None))["omp_num_threads"] == "3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert make_report(Placement("mpich", 0, 1, None, None))["omp_num_threads"] == ""
