@@ -152,5 +152,5 @@ def test_a_site_that_requires_an_account_says_so() -> None:
 def test_a_time_above_the_limit_says_which_and_what_to_do() -> None:
     job = Job(account="a", queue="batch", nodes=4, walltime=3 * 3600, command=("true",))
     problem, = profile_problems(profiles.load("frontier"), job, "batch")
-    assert problem.startswith("walltime: 03:00:00 is more than the 02:00:00 of partition batch for 4 nodes. Request less "
-                              "time and continue from a checkpoint, or take another partition"), problem
+    assert problem.startswith("walltime: 03:00:00 is more than the 02:00:00 of partition batch for 4 nodes. Request "
+                              "less time and continue from a checkpoint, or take another partition"), problem
