@@ -108,11 +108,12 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
 
 # A rank that is killed, as for lack of memory, while a worker of it waits for a disk.
 KILLED = """\
-import os, signal, subprocess, time
+import os, signal, subprocess, sys, time
 from utils.rendezvous.guard import Guard
 guard = Guard([])
 worker = subprocess.Popen(["sleep", "600"])
-time.sleep(3)  # the guard looks twice a second
+subprocess.run([sys.executable, "-c", "import utils.rendezvous.guard"])  # takes as long as the start of the guard
+time.sleep(3)  # it looks twice a second
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
