@@ -27,6 +27,7 @@ from .hangs import ProcessState, user_frame
 
 BUSY_CPU = 0.2  # of a core
 _INTERVAL = 0.5  # seconds
+_CLOSED_INTERVAL = 0.05  # the same once the rank's end of the pipe is closed: it is ending
 _UNREAD_SECONDS = 5.0  # in which a rank must read that the job has ended
 _UNREAD_BYTES = 1 << 20
 _SIGNAL = signal.SIGRTMIN + 5  # dumps the stacks
@@ -77,7 +78,9 @@ def run() -> None:
     seen = list(requests)
     ended_at: float | None = None
     born, session = process.start_time(rank), process.session(rank)
-    while not select.select([0], [], [], _INTERVAL)[0] and process.start_time(rank) == born:
+    while process.start_time(rank) == born:
+        if _is_dismissed(_INTERVAL):
+            return
         found = process.children(rank)
         if process.start_time(rank) == born:  # else they have another parent now
             children = found
@@ -97,10 +100,23 @@ def run() -> None:
             ended_at = None
         elif now - (ended_at := ended_at or now) > _UNREAD_SECONDS:
             process.kill([rank], session)
-    if select.select([0], [], [], 0)[0] and os.read(0, 1):
-        return  # dismissed
+    if _is_dismissed(0):
+        return
     orphans = [pid for pid in children if process.parent(pid) not in (None, rank)]
     process.kill([pid for pid in orphans if process.start_time(pid) == children[pid]], session)
+
+
+def _is_dismissed(seconds: float) -> bool:
+    """Wait that long for the rank's byte.
+
+    The kernel closes the rank's end of the pipe some time before its children have another parent.
+    """
+    if not select.select([0], [], [], seconds)[0]:
+        return False
+    dismissed = bool(os.read(0, 1))
+    if not dismissed:
+        time.sleep(min(seconds, _CLOSED_INTERVAL))
+    return dismissed
 
 
 def _peek(connection: socket.socket) -> bytes:
