@@ -225,7 +225,9 @@ def work_done() -> tuple[float, float, bool]:
     ends. Zeros without /proc.
     """
     # Not the threads of gloo: they look for work a hundred times a second.
-    own = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
+    main = threading.main_thread()  # its native_id is that of the parent after a fork
+    own = {os.getpid() if one is main else one.native_id for one in threading.enumerate()}
+    own.discard(threading.get_native_id())
     ticks = waited = 0
     megabytes = 0.0
     for pid in with_descendants([os.getpid()]):

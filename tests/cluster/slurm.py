@@ -90,7 +90,7 @@ class SlurmCluster(Hosts):
     topology: the lines of topology.conf.
     """
 
-    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 5, slurmd_timeout: int = 30,
+    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 15, slurmd_timeout: int = 30,
                  subnet: str = "10.79.2", topology: str = "") -> None:
         self.programs = search_path(CLEAN_ENV["PATH"])
         super().__init__(nodes, prefix="node", subnet=subnet, names=names)

@@ -765,7 +765,7 @@ def in_own_mount_namespace() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("faults", nargs="*", metavar="FAULT", help="; ".join(FAULTS))
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help="; ".join(FAULTS).replace("%", "%%"))
     parser.add_argument("--healthy", type=int, default=0, metavar="N", help="runs without a fault")
     parser.add_argument("--times", type=int, default=0, metavar="N", help="time N healthy runs of each kind")
     parser.add_argument("--torchrun", action="store_true", help="run bare torchrun, too")

@@ -126,7 +126,7 @@ def slow_disk(image: Path, folder: Path) -> str:
     """Mount a disk at a folder, for hosts that start later; return its device number, such as "7:3"."""
     with open(image, "wb") as file:
         file.truncate(4 << 30)
-    subprocess.run(["mkfs.ext2", "-q", "-F", "-N", "1024", image], check=True)
+    subprocess.run(["mkfs.ext2", "-q", "-F", "-N", "4096", image], check=True)
     subprocess.run(["mount", "-o", "loop", image, folder], check=True)
     device = os.stat(folder).st_dev
     return f"{os.major(device)}:{os.minor(device)}"

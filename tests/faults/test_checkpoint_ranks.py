@@ -1,6 +1,6 @@
 """utils/checkpoint on two ranks: one checkpoint of both; what goes wrong on one is known on both.
 
-This file is also the program of the ranks: each runs the scenarios in their order, with a model in one of FORMS.
+This file is also the program of the ranks: each runs the scenarios in their order, with a model in each of FORMS.
 """
 from __future__ import annotations
 
@@ -260,19 +260,19 @@ def one_is_slow(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert list_steps(checkpoints.folder) == [1, 4, 6]
 
 
-def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
+def one_dies(dist: Distributed, folder: Path) -> None:
     state = state_of(dist.rank)
     disk.system = ChangedDisk(fsync=lambda _: os._exit(0)) if dist.rank == 1 else os
-    with Checkpointer(checkpoints.folder, timeout=600.0) as patient:
+    with Checkpointer(folder, timeout=600.0) as patient:
         patient.save(7, state)
         error = error_of(patient.wait)
     assert "lost the connection to rank 1, which has ended: rank 1 on" in error
-    assert list_steps(checkpoints.folder) == [1, 4, 6]
+    assert list_steps(folder) == [1, 4, 6]
 
 
 SCENARIOS = [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current, rank_1_writes_what_ddp_keeps_equal,
              one_finds_damage, one_disk_is_full, states_differ, one_has_what_cannot_be_saved, made_too_early,
-             folders_differ, one_is_slow, one_dies]
+             folders_differ, one_is_slow]
 EARLY: list[Checkpointer] = []
 
 
@@ -295,35 +295,41 @@ def resume_on_one_rank(folder: Path) -> None:
     assert torch.equal(model.norm.running_mean, zero[mean]) and not torch.equal(zero[mean], one[mean])
 
 
-def main(folder: Path, form: str) -> None:
+def main(folder: Path) -> None:
     global wrap
-    wrap = FORMS[form]  # type: ignore[assignment, misc]
     logging.getLogger("ddpkit").addHandler(LOG)
     if os.environ["WORLD_SIZE"] == "1":
-        return resume_on_one_rank(folder)
+        return [resume_on_one_rank(folder / form) for form in FORMS][0]
 
     checkpoint_snapshot.MIN_SHARE_BYTES = 1  # both ranks write parts of these small states
     rank = os.environ.pop("RANK")  # as under a launcher with variables of its own
     EARLY.append(Checkpointer(f"{folder} early"))
     os.environ["RANK"] = rank
-    with setup_distributed("gloo", timeout=60) as dist, Checkpointer(folder, timeout=TIMEOUT) as checkpoints:
+    with setup_distributed("gloo", timeout=60) as dist:
         logging.getLogger("ddpkit").addHandler(LOG)  # setup_distributed() has removed it
-        for step in (1, 2):
-            checkpoints.save(step, state_of(dist.rank))
-        for scenario in SCENARIOS:
-            scenario(dist, checkpoints)
-            sys.stdout.write(f"rank {rank}: {scenario.__name__}\n")  # at once: print() writes the line's end separately
-            sys.stdout.flush()
+        for form in FORMS:
+            wrap = FORMS[form]  # type: ignore[assignment, misc]
+            with Checkpointer(folder / form, timeout=TIMEOUT) as checkpoints:
+                for step in (1, 2):
+                    checkpoints.save(step, state_of(dist.rank))
+                for scenario in SCENARIOS:
+                    scenario(dist, checkpoints)
+                    sys.stdout.write(f"rank {rank}: {form}, {scenario.__name__}\n")  # at once, unlike print()
+                    sys.stdout.flush()
+            LOG.buffer.clear()
+        one_dies(dist, folder / form)
+        sys.stdout.write(f"rank {rank}: {one_dies.__name__}\n")
+        sys.stdout.flush()
         os._exit(0)  # the other rank is dead
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_agree_and_one_rank_resumes(form: str, tmp_path: Path) -> None:
-    output = run_ranks(tmp_path, __file__, *[(ranks, [str(tmp_path / "checkpoints"), form]) for ranks in (2, 1)])
+def test_two_ranks_agree_and_one_rank_resumes(tmp_path: Path) -> None:
+    output = run_ranks(tmp_path, __file__, *[(ranks, [str(tmp_path / "checkpoints")]) for ranks in (2, 1)])
     printed = [line for line in output.splitlines() if line.startswith("rank ")]
-    expected = [f"rank {rank}: {scenario.__name__}" for scenario in SCENARIOS for rank in range(2)]
-    assert sorted(printed) == sorted(expected[:-1]), output
+    expected = [f"rank {rank}: {form}, {scenario.__name__}" for form in FORMS for scenario in SCENARIOS
+                for rank in range(2)]
+    assert sorted(printed) == sorted([*expected, f"rank 0: {one_dies.__name__}"]), output
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

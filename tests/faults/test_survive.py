@@ -39,7 +39,7 @@ def wait_for_progress(folder: Path) -> None:
 @pytest.mark.parametrize("words", [
     ["--kills", "2", "--ranks", "3", *SURVIVE],  # the sum of two is the same in either order
     *(["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--compile", where, "--compiler", compiler]
-      for where, compiler in (("inside", "inductor"), ("inside", "eager"), ("outside", "aot_eager"))),
+      for where, compiler in (("inside", "inductor"), ("outside", "aot_eager"))),
 ], ids=lambda words: " ".join(words[words.index("--compile"):]) if "--compile" in words else "plain")
 def test_ranks_killed_at_random_moments(words: list[str]) -> None:
     """kills.py does it as often as it is asked to."""

@@ -33,7 +33,7 @@ def ranks(command: str, folder: object, number: int, groups: int = 1) -> dict[st
 def test_checkpoint_of_4_ranks_loads_bit_for_bit_on_4_2_and_1(tmp_path: Path) -> None:
     saved = ranks("save", tmp_path, 4)
     assert saved.pop("gradient error") < 1e-5
-    for number, groups in ((4, 1), (4, 2), (2, 1), (1, 1)):
+    for number, groups in ((4, 2), (2, 1), (1, 1)):
         assert ranks("load", tmp_path, number, groups) == {**saved, "step": 2}, (number, groups)
 
 

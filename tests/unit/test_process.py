@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.unit.programs import ROOT
 from utils import process
 
 
@@ -43,6 +44,34 @@ def test_work_of_descendants_and_of_children_that_have_ended_counts() -> None:
         assert process.work_done()[0] - before >= 0.25  # the shell waits
         shell.communicate("\n")
     assert process.work_done()[0] - before >= 0.25
+
+
+FORKED = """\
+import os, threading, time
+from tests.unit.programs import ROOT
+from utils import process
+def measure():
+    before = process.work_done()[0]
+    time.sleep(1)
+    print(process.work_done()[0] - before, flush=True)
+    os._exit(0)
+if os.fork() == 0:
+    threading.Thread(target=measure).start()
+    while True: pass
+os.wait()
+"""
+
+
+def test_forked_process_that_waits_for_a_core_works() -> None:
+    core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    others = [subprocess.Popen([*core, sys.executable, "-S", "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        done = subprocess.run([*core, sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert float(done.stdout) > 0.6, done.stderr
 
 
 def test_process_that_runs_uses_a_core_and_one_that_waits_none() -> None:
