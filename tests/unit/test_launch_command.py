@@ -1,6 +1,7 @@
 """scripts/launch.py as a command: what it refuses, and what it starts on this host."""
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from utils import process
 from utils.launch.cli import main
 from utils.launch.environment import RANK_VARIABLES
+from utils.launch.nested import GroupWatch
+from utils.rank_variables import LAUNCH_RANK
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
@@ -205,3 +209,19 @@ def test_mpiexec_that_starts_no_rank_is_a_failure(folder: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "mpiexec ended with exit status 0 before all ranks had joined" in done.stderr
     assert "2 of 2 ranks did not join: ranks 0, 1" in done.stderr
+
+
+def test_group_whose_new_connection_was_seen_at_one_end_is_within_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not write the table of connections at once."""
+    one, other = ("0A4F020A:9C40", "0A4F020A:9C41"), ("0A4F020A:9C41", "0A4F020A:9C40")
+    tables = [{"5": one}, {"5": one}, *[{"5": one, "6": other}] * 4]  # one for each process and look
+    environ = {b"DDPKIT_LAUNCH": b"1.0", LAUNCH_RANK.encode(): b"1/2"}
+    for name, result in {"process_ids": [10, 11], "environment": environ, "thread_names": ["pt_gloo_runloop"],
+                         "parent": 1}.items():
+        monkeypatch.setattr(process, name, lambda *_, result=result: result)
+    monkeypatch.setattr(process, "sockets", lambda pid: {10: {"5"}, 11: {"6"}}.get(pid, set()))
+    monkeypatch.setattr(process, "tcp_connections", lambda pid: tables.pop(0))
+    watch = GroupWatch("1.0", 1)
+    for _ in range(3):
+        watch.look(math.inf)
+    assert watch.groups == {1: 2}

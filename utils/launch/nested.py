@@ -227,9 +227,11 @@ def _peers(pid: int, rank_of: Mapping[str, int]) -> Iterator[int | None]:
     for inode in process.sockets(pid) & ends.keys() & rank_of.keys():
         local, remote = ends[inode]
         peer = inodes.get((remote, local), "")
+        here, there = local.partition(":")[0], remote.partition(":")[0]
         if peer in rank_of:
             yield rank_of[peer]
-        elif not peer and remote.partition(":")[0] not in _NO_HOST:
+        # The table is not read at once: of a new connection within this host, it may have one end.
+        elif not peer and there not in (here, *_NO_HOST):
             yield None
 
 
