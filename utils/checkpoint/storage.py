@@ -5,8 +5,8 @@ A power cut at any moment leaves a checkpoint complete under its name, or not th
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import math
 import os
 import re
 import secrets
@@ -198,10 +198,15 @@ def remove_leftovers(
 
 
 def _last_change(folder: Path) -> float:
+    """Return the newest modification time; that of a folder that cannot be read is never old."""
     times = [0.0]
-    with contextlib.suppress(OSError):  # it may have been removed meanwhile
+    try:
         times.append(os.lstat(folder).st_mtime)
         times += [os.lstat(folder / name).st_mtime for name in os.listdir(folder)]
+    except FileNotFoundError:  # it was removed meanwhile
+        pass
+    except OSError:  # such as a stale handle of NFS: another job may write there
+        return math.inf
     return max(times)
 
 
