@@ -77,6 +77,22 @@ def test_the_end_of_a_training_waits_for_its_save(
     assert "cannot save step 5" in caplog.text
 
 
+def test_a_signal_handler_that_raises_while_a_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As submitit's does: a thread that the interpreter's end surprised in the store would abort the process."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "checkpoint":
+            return start(thread)
+        start(threading.Timer(0.3, start, [thread]))
+        raise SystemExit(144)
+
+    with pytest.raises(SystemExit), Checkpointer(tmp_path) as checkpoints:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        checkpoints.save(3, {"x": torch.rand(1000)})
+    assert list_steps(tmp_path) == [3]
+
+
 def test_a_process_that_ends_without_close_finishes_its_save(tmp_path: Path) -> None:
     code = ("import sys, torch; from utils.checkpoint import Checkpointer\n"
             "Checkpointer(sys.argv[1]).save(1, {'x': torch.zeros(1_000_000)})")

@@ -32,6 +32,7 @@ _log = get_logger(__name__)
 
 # When the training ends early: for this rank's part of the save, then for the other ranks'.
 _OWN_PART_TIMEOUT, _OTHER_RANKS_TIMEOUT = 60.0, 10.0
+_START_SECONDS = 3.0  # of a thread, on a busy machine
 _FIRST_RETRY_PAUSE_SECONDS, _LONGEST_RETRY_PAUSE_SECONDS = 0.5, 5.0
 
 
@@ -275,7 +276,13 @@ class Checkpointer:
         self._thread = threading.Thread(
             target=self._run, args=(job,), daemon=True, name="checkpoint"
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # by a signal handler: the thread may run in a moment
+            limit = time.monotonic() + _START_SECONDS
+            while not self._thread.is_alive() and time.monotonic() < limit:
+                time.sleep(0.01)
+            raise
 
     def _run(self, job: SaveJob | RefusedJob) -> None:
         """Write the checkpoint, in the background thread."""
