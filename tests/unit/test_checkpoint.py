@@ -5,7 +5,9 @@ import itertools
 import json
 import os
 import random
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,8 +79,10 @@ def test_the_end_of_a_training_waits_for_its_save(
     assert "cannot save step 5" in caplog.text
 
 
-def test_a_signal_handler_that_raises_while_a_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As submitit's does: a thread that the interpreter's end surprised in the store would abort the process."""
+@pytest.mark.parametrize("moment", ["start", "wait"])
+def test_a_signal_handler_that_raises_while_a_save_runs(
+        moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As submitit's does: a thread that the interpreter's end surprises in the store would abort the process."""
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -87,9 +91,21 @@ def test_a_signal_handler_that_raises_while_a_save_begins(tmp_path: Path, monkey
         start(threading.Timer(0.3, start, [thread]))
         raise SystemExit(144)
 
+    def stop(*_: object) -> None:
+        raise SystemExit(144)
+
+    def fsync(file: int) -> None:
+        time.sleep(0.3)
+        os.fsync(file)
+
+    monkeypatch.setattr(disk, "system", ChangedDisk(fsync=fsync))
+    earlier = signal.signal(signal.SIGALRM, stop)
     with pytest.raises(SystemExit), Checkpointer(tmp_path) as checkpoints:
-        monkeypatch.setattr(threading.Thread, "start", interrupted)
-        checkpoints.save(3, {"x": torch.rand(1000)})
+        if moment == "start":
+            monkeypatch.setattr(threading.Thread, "start", interrupted)
+        signal.setitimer(signal.ITIMER_REAL, 0.2 * (moment == "wait"))
+        checkpoints.save_and_wait(3, {"x": torch.rand(1000)})
+    signal.signal(signal.SIGALRM, earlier)
     assert list_steps(tmp_path) == [3]
 
 

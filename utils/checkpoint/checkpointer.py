@@ -32,7 +32,6 @@ _log = get_logger(__name__)
 
 # When the training ends early: for this rank's part of the save, then for the other ranks'.
 _OWN_PART_TIMEOUT, _OTHER_RANKS_TIMEOUT = 60.0, 10.0
-_START_SECONDS = 3.0  # of a thread, on a busy machine
 _FIRST_RETRY_PAUSE_SECONDS, _LONGEST_RETRY_PAUSE_SECONDS = 0.5, 5.0
 
 
@@ -112,8 +111,11 @@ class Checkpointer:
 
         self._turn = 0  # number of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
-        self._thread: threading.Thread | None = None
         self._own_part_written = threading.Event()
+        # Not Thread.join(): where a signal handler raises in it, the thread counts as ended.
+        self._ended = threading.Event()  # the save in flight, well or not
+        self._ended.set()
+        self._pid = os.getpid()
         self._unraised: CheckpointError | None = None  # a failure that no call has raised yet
         self._try_again = False  # whether save_and_wait() has time for it, the same on all ranks
         self._closed = False
@@ -199,11 +201,11 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._close_without_raising)
-        if self._thread is not None and self._thread.is_alive():  # it is not in a forked process
+        if os.getpid() == self._pid and not self._ended.is_set():  # no thread in a forked process
             self._own_part_written.wait(_OWN_PART_TIMEOUT)
-            self._thread.join(_OTHER_RANKS_TIMEOUT)
-            self._ranks.cancel()
-            self._thread.join(_OTHER_RANKS_TIMEOUT)
+            if not self._ended.wait(_OTHER_RANKS_TIMEOUT):
+                self._ranks.cancel()
+                self._ended.wait(_OTHER_RANKS_TIMEOUT)
         if self._unraised is not None and self._ranks.rank != 0:  # rank 0 has logged it
             _log.error("%s", self._unraised)
 
@@ -273,15 +275,12 @@ class Checkpointer:
 
     def _start(self, job: SaveJob | RefusedJob) -> None:
         self._own_part_written.clear()
-        self._thread = threading.Thread(
-            target=self._run, args=(job,), daemon=True, name="checkpoint"
-        )
+        self._ended.clear()
         try:
-            self._thread.start()
-        except BaseException:  # by a signal handler: the thread may run in a moment
-            limit = time.monotonic() + _START_SECONDS
-            while not self._thread.is_alive() and time.monotonic() < limit:
-                time.sleep(0.01)
+            threading.Thread(target=self._run, args=(job,), daemon=True, name="checkpoint").start()
+        except RuntimeError:  # the limit of processes
+            self._own_part_written.set()
+            self._ended.set()
             raise
 
     def _run(self, job: SaveJob | RefusedJob) -> None:
@@ -304,6 +303,7 @@ class Checkpointer:
             if isinstance(job, SaveJob):
                 job.checksums.start()  # ends its thread where nothing was written
             self._own_part_written.set()
+            self._ended.set()
 
     def _note_failure(self, error: Exception, job: SaveJob | RefusedJob) -> None:
         if isinstance(error, CheckpointError):
@@ -319,9 +319,7 @@ class Checkpointer:
 
     def _join(self) -> None:
         """Wait until the save in flight has ended, well or not."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._ended.wait()
 
     def _check_ranks(self) -> None:
         try:
