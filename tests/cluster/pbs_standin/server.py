@@ -35,7 +35,7 @@ from tests.cluster.pbs_standin.jobs import (
     placed,
 )
 
-KILL_DELAY = 10.0  # seconds from SIGTERM to SIGKILL
+KILL_DELAY = 30.0  # seconds from SIGTERM to SIGKILL; 10 in PBS, too few for a save on a busy machine of two cores
 # What a task runs on its host: become the user, and execute the program.
 START = """\
 import os, sys
