@@ -106,7 +106,8 @@ def cgroup(controller: str, settings: dict[str, str]) -> Iterator[Callable[[Host
 
     def enter(hosts: Hosts, host: str) -> None:
         for pid in processes_on(hosts, host):
-            (folder / "cgroup.procs").write_text(str(pid))
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                (folder / "cgroup.procs").write_text(str(pid))
     try:
         for name, value in settings.items():
             (folder / name).write_text(value)
