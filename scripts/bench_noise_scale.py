@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the overhead of utils.noise_scale per optimizer step.
+"""Measure the overhead of utils.training.noise_scale per optimizer step.
 
 python scripts/bench_noise_scale.py                     a transformer of width 128
 torchrun --standalone --nproc-per-node 2 scripts/bench_noise_scale.py 256
@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils import setup_distributed
-from utils.noise_scale import GradientNoiseScale
 from utils.training import accumulate
+from utils.training.noise_scale import GradientNoiseScale
 
 # isort: split
 import torch

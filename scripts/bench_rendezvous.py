@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils import __version__
 from utils.launchers import Placement
 from utils.launchers.slurm import Slurm
-from utils.rendezvous import Rendezvous, agree
-from utils.rendezvous.checks import RankReport, check_reports, make_report
+from utils.startup import Rendezvous, agree
+from utils.startup.reports import RankReport, check_reports, make_report
 
 SIZES = (100, 500, 1000, 2000, 4000)
 PROCESSES = 4

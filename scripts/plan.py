@@ -1,18 +1,10 @@
 #!/usr/bin/env python3
 """Predict memory, step time and scaling of a training; see --help."""
 
-import os
+import os.path
+import runpy
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # the kit
-
-if sys.version_info < (3, 10):  # too old for the kit: interpreter.py starts this again
-    sys.path.insert(0, os.path.join(sys.path[0], "utils", "launch"))
-    import interpreter
-
-    interpreter.restart_under_newer_python()
-
-from utils import cli
-
-if __name__ == "__main__":
-    sys.exit(cli.main(["plan", *sys.argv[1:]]))
+sys.argv.insert(1, "plan")
+kit = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+runpy.run_path(os.path.join(kit, "utils"), run_name="__main__")

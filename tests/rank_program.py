@@ -53,7 +53,7 @@ def identity(rank: Placement, words: list[str]) -> None:
 
 
 def gpu_of(rank: Placement) -> str:
-    """The GPU that setup_distributed() would pin, by the rule of utils/rendezvous/checks.py."""
+    """The GPU that setup_distributed() would pin, by the rule of utils/startup/reports.py."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "none").split(",")
     if len(visible) == 1:
         return visible[0]
@@ -77,8 +77,8 @@ def fail_at_the_start(fault: str, timeout: float) -> None:
 def join(rank: Placement, args: argparse.Namespace) -> None:
     """Meet the other ranks without torch, and start MPI before or after it."""
     from utils.launchers.detect import find_launcher
-    from utils.rendezvous import agree
-    from utils.rendezvous.checks import make_report
+    from utils.startup import agree
+    from utils.startup.reports import make_report
 
     if args.mpi4py == "before":
         from mpi4py import MPI
@@ -143,7 +143,8 @@ def all_reduce(timeout: float) -> None:
 
 def train_with_fault(fault: str, what: str, timeout: float) -> None:
     """setup_distributed() and a DDP training, in which the faulty rank does something wrong."""
-    from utils import device, setup_distributed
+    from utils import setup_distributed
+    from utils.host import device
 
     if fault == "interface":
         os.environ["GLOO_SOCKET_IFNAME"] = "ib7"

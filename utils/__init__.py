@@ -19,12 +19,12 @@ _hold_signals()
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .distributed import Distributed, setup_distributed
-    from .launchers.base import LaunchError
+    from .launch_error import LaunchError
 
 
 def __getattr__(name: str) -> object:
     if name == "LaunchError":
-        from .launchers.base import LaunchError
+        from .launch_error import LaunchError
 
         return LaunchError
     if name in __all__:

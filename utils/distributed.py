@@ -29,18 +29,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import __version__, collectives, coordination, device, failure, gloo, transport
-from .binding import bind_process
-from .launchers.base import Launcher, LaunchError, Placement
+from . import __version__, coordination
+from .host import device, gloo
+from .host import nccl_log as transport
+from .host.binding import bind_process
+from .host.topology import parse_ranges
+from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
+from .launchers.launcher import Launcher, Placement
+from .launchers.rank_variables import set_variables
 from .log import get_logger, setup_logging
-from .rank_variables import set_variables
-from .rendezvous.address import Rendezvous
-from .rendezvous.checks import RankReport, make_report
-from .rendezvous.monitor import Monitor
-from .rendezvous.watch import HangWatch
-from .store import rendezvous
-from .topology import parse_ranges
+from .monitor import collectives
+from .monitor import shutdown as failure
+from .monitor.monitor import Monitor
+from .monitor.positions import HangWatch
+from .startup.address import Rendezvous
+from .startup.reports import RankReport, make_report
+from .startup.store import rendezvous
 
 START_UP_SECONDS = 100.0
 _log = get_logger(__name__)

@@ -11,7 +11,7 @@ import signal
 import threading
 from types import FrameType
 
-from . import process
+from .host import process
 
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
 VARIABLE = "DDPKIT_SIGNALS_BLOCKED"  # set by launch.py where it blocks the signals of a rank

@@ -1,7 +1,7 @@
 """Train on two ranks, one of which has a slow loader, and measure the steps of each rank.
 
 ./scripts/launch.py -n 2 docs/guide/slow_rank.py
-python -m utils.steps steps.csv
+python -m utils.training.step_timer steps.csv
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of the kit
 from utils import setup_distributed
-from utils.steps import StepTimer
+from utils.training.step_timer import StepTimer
 
 
 def batches(rank: int) -> Iterator[torch.Tensor]:

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch.distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils import host_pairs, setup_distributed
-from utils.bench import operations, pairs
+from utils import setup_distributed
+from utils.tools import host_pairs
+from utils.tools.bench import operations
+from utils.tools.bench import pair_bench as pairs
 
 with setup_distributed("gloo", bind=False) as dist:
     ranks = operations.Ranks(dist.rank, dist.world_size, dist.device)

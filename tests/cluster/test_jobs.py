@@ -27,7 +27,7 @@ import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from utils import setup_distributed
 from utils.preemption import StopSignal, requeue
-from utils.schedulers import current_allocation
+from utils.tools.schedulers import current_allocation
 with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
     again = os.path.exists("saved")
     dist.barrier()

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.hosts import killed_at_end
 from tests.docs import pages
 from tests.docs.pages import GUIDE, ROOT, Shell
-from utils.submission import sites
+from utils.tools.submission import sites_cli as sites
 
 FENCES = {"console", "console slurm", "console pbs", "console site", "diff", "python"}
 NOT_RUN = {"README.md": 1, "pbs.md": 1}  # blocks that cannot run here, and say so
@@ -41,7 +41,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path])
 def test_commands_write_what_the_page_shows(shell: Shell, name: str) -> None:
     found = pages.steps(GUIDE / name, "here")
     if not HAS_MATPLOTLIB:
-        found = [step for step in found if "utils.steps" not in step.command]
+        found = [step for step in found if "utils.training.step_timer" not in step.command]
         for step in found:
             step.command = re.sub(r" --png \S+", "", step.command)
     shell.follow(found)

@@ -36,7 +36,7 @@ from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
 from tests.conftest import find_or_skip
 from tests.faults import host_faults, packets
 from tests.launch.launchers import LAUNCH, MPIS, ROOT, TORCHRUN, Lab
-from utils import process
+from utils.host import process
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
 BAD, OTHER, LAST = "h3", "h2", "h4"
@@ -319,7 +319,7 @@ def another_python(run: Run) -> None:
 
 
 def another_kit(run: Run) -> None:
-    file = ROOT / "utils" / "training.py"
+    file = ROOT / "utils" / "training" / "batch.py"
     host_faults.replace_file(run.hosts, BAD, file, file.read_text() + "# an older version\n")
 
 

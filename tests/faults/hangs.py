@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.cluster.hosts import Hosts, wait_until
-from utils import process
-from utils.schedulers import exclude_file
+from utils.host import process
+from utils.job import exclude_file
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
 HEALTHY = ("compute", "write", "evaluate", "compile", "busy", "busy-pair-blocked", "busy-three-levels",
@@ -90,7 +90,7 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
     import torch.distributed as dist
 
     from utils import setup_distributed
-    from utils.rendezvous import monitor
+    from utils.monitor import monitor
 
     monitor.HOST_LOST_SECONDS = lost_seconds or monitor.HOST_LOST_SECONDS
     with setup_distributed("gloo", timeout=60, hang_timeout=limit or None) as job:

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.cluster.hosts import Hosts
 from tests.faults.packets import run
 from tests.launch.launchers import ROOT
-from utils import process
+from utils.host import process
 
 # clock_gettime() and its relatives of the C library, for all programs of a host; the monotonic clocks stay.
 CLOCK = """\

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order in each start
 from tests.faults import kills
-from utils.run_log import FILE_NAME, parse_line
+from utils.metrics.run_log import FILE_NAME, parse_line
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "03_text_lm.py")

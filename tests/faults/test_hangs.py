@@ -9,8 +9,8 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.faults.hangs import HangLab, problem
-from utils.rendezvous.hangs import Collective, Group, Position, ProcessState, Work, describe
-from utils.rendezvous.watch import HangWatch, Heartbeat
+from utils.monitor.hang import Collective, Group, Position, ProcessState, Work, describe
+from utils.monitor.positions import HangWatch, Heartbeat
 
 
 @pytest.fixture(scope="module")

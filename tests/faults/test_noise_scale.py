@@ -1,4 +1,4 @@
-"""utils/noise_scale.py: estimates against exact noise scales; ranks and accumulation give the same.
+"""utils/training/noise_scale.py: estimates against exact noise scales; ranks and accumulation give the same.
 
 This file is also the program of the ranks.
 """
@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.faults.programs import run_ranks
 from utils import Distributed, setup_distributed
-from utils.noise_scale import GradientNoiseScale, recommend
 from utils.training import accumulate, prime_ddp_buckets
+from utils.training.noise_scale import GradientNoiseScale, recommend
 
 STEPS, MICRO_BATCH, SAMPLES = 100, 16, 512
 

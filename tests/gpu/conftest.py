@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from utils.gpus import count_gpus
+from utils.host.gpus import count_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = str(ROOT / "tests" / "gpu" / "programs.py")

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.unit.plan_models import GPT
 from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer, PerRank
-from utils.device import device_nodes
-from utils.plan import traced
-from utils.plan.trace import trace_training
+from utils.host.device import device_nodes
+from utils.tools.plan import traced
+from utils.tools.plan.trace import trace_training
 
 Figures = dict[str, Any]
 MEGABYTE = 1e6

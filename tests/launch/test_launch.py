@@ -18,7 +18,7 @@ import pytest
 
 from tests.cluster.hosts import CLEAN_ENV, killed_at_end, wait_until
 from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, Lab, Result, launch_py
-from utils import process as processes
+from utils.host import process as processes
 
 VALUE = "two\nlines, 'quotes' \"too\" $HOME"
 PUBLIC = str(ROOT / "tests" / "launch" / "public_code.py")

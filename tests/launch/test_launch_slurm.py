@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, Result, assert_met, launch_py
-from utils import process
+from utils.host import process
 
 GROUPS = str(ROOT / "tests/launch/groups.py")
 PUBLIC = str(ROOT / "tests/launch/public_code.py")

@@ -25,7 +25,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     monkeypatch.delenv("PBS_EXEC", raising=False)
     monkeypatch.setenv("PBS_CONF_FILE", str(made.folder / "pbs.conf"))
     monkeypatch.setenv("SLURM_CONF", str(made.folder / "slurm.conf"))
-    monkeypatch.setattr("utils.schedulers.pbs.programs.DEFAULT_PREFIX", "")  # may hold a real PBS
+    monkeypatch.setattr("utils.job.pbs_programs.DEFAULT_PREFIX", "")  # may hold a real PBS
     monkeypatch.chdir(ROOT)
     return made
 
@@ -34,7 +34,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 def login(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
           capfd: pytest.CaptureFixture[str]) -> Login:
     """A login host of Slurm that shares all its folders with the nodes."""
-    monkeypatch.setattr("utils.schedulers.checks.NODE_LOCAL", ())
+    monkeypatch.setattr("utils.tools.schedulers.job_checks.NODE_LOCAL", ())
     commands.add_submitter("sbatch")
     commands.add("scancel")
     folder = tmp_path / "my work"

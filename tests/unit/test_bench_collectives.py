@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import ROOT, TORCHRUN, python
-from utils import host_pairs
-from utils.bench import cli, links, timing
+from utils.tools import host_pairs
+from utils.tools.bench import bench_cli as cli
+from utils.tools.bench import links, timing
 
 EVERY_OPERATION = """
 from utils import setup_distributed
-from utils.bench.operations import DATA_TYPES, OPERATIONS, Ranks
+from utils.tools.bench.operations import DATA_TYPES, OPERATIONS, Ranks
 with setup_distributed("gloo") as dist:
     ranks = Ranks(dist.rank, dist.world_size, dist.device)
     for name, kind in OPERATIONS.items():

@@ -17,9 +17,10 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.programs import ROOT, python
-from utils.bench import causes, cli, scaling, tune, worker
-from utils.bench.trials import TrialFailed
-from utils.bench.worker import VARIABLE, Phase, Report, Settings, Trial
+from utils.tools.bench import bench_cli as cli
+from utils.tools.bench import causes, scaling, tune, worker
+from utils.tools.bench.trials import TrialFailed
+from utils.tools.bench.worker import VARIABLE, Phase, Report, Settings, Trial
 
 TRAINING = "tests/bench/training.py"
 HEALTHY = Report(host="h1", losses=[], passes=1, exchanges=1, backend="nccl", threads=4, cpus=[0, 1, 2, 3],
@@ -124,7 +125,7 @@ def run_worker(script: str, folder: Path, world_size: int) -> tuple[subprocess.C
     path.write_text(script)
     phases = [("sync", 2), ("local", 3), ("sync", 2)]  # with 2 settling steps before each
     trial = worker.Trial(Settings(), phases, 1, str(output))
-    return python("-m", "utils.bench.worker", str(path), env={
+    return python("-m", "utils.tools.bench.worker", str(path), env={
         worker.VARIABLE: json.dumps(dataclasses.asdict(trial)), "RANK": "0", "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}), output
 
@@ -263,10 +264,10 @@ def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
     assert problems == {"hook powersgd-8": "the loss is 10.0% higher",
                         "hook fp16, static_graph, fused optimizer": "no fused optimizer"}
     assert tune.code(best.settings) == (
-        f"import utils.hooks  # utils must be importable: PYTHONPATH={ROOT}\n"
+        f"import utils.tools.bench.hooks  # utils must be importable: PYTHONPATH={ROOT}\n"
         "ddp = DistributedDataParallel(..., static_graph=True)  # add to your arguments\n"
         "# ddp is your DistributedDataParallel:\n"
-        "ddp.register_comm_hook(None, utils.hooks.fp16_hook)")
+        "ddp.register_comm_hook(None, utils.tools.bench.hooks.fp16_hook)")
 
 
 def test_tuner_keeps_the_script_where_nothing_gains() -> None:
@@ -366,7 +367,7 @@ def test_iterable_dataset_gets_at_most_one_worker(tmp_path: Path, workers: int) 
                       "    def __iter__(self): return iter(range(4))\n"
                       "print(sorted(DataLoader(Numbers(), None)))\n")
     trial = Trial(Settings(workers=workers), [("sync", 1)], 0, str(report))
-    done = python("-m", "utils.bench.worker", str(script), env={VARIABLE: json.dumps(dataclasses.asdict(trial))})
+    done = python("-m", "utils.tools.bench.worker", str(script), env={VARIABLE: json.dumps(dataclasses.asdict(trial))})
     repeats = "an IterableDataset would repeat its samples in each of 4 workers" in done.stderr
     assert repeats == (workers == 4) and ("[0, 1, 2, 3]" in done.stdout) == (workers == 1), done.stderr
 

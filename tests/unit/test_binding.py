@@ -6,10 +6,10 @@ import random
 import pytest
 
 from tests.unit.topologies import NAMES, load_site
-from utils.binding import Cpus, cores_in, divide, is_far, mask_of_cpus, openmp_binding, parse_binding
-from utils.cores import HostMasks, choose_cores, notes_on_cores
-from utils.submission.profiles import load
-from utils.topology import Core, Topology, parse_ranges
+from utils.host.binding import Cpus, cores_in, divide, is_far, mask_of_cpus, openmp_binding, parse_binding
+from utils.host.cores import HostMasks, choose_cores, notes_on_cores
+from utils.host.topology import Core, Topology, parse_ranges
+from utils.tools.submission.profiles import load
 
 
 def host(*nodes: tuple[int, int], threads: int = 1) -> Topology:

@@ -16,10 +16,10 @@ import torch
 
 from tests.cluster.hosts import killed_at_end
 from tests.unit.checkpoint_states import ChangedDisk
-from utils import process
 from utils.checkpoint import Checkpointer, CheckpointError, disk, owner
 from utils.checkpoint.checksums import checksum
 from utils.checkpoint.format import MANIFEST, rank_file_name
+from utils.host import process
 
 FILE = rank_file_name(0)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils import device
-from utils.gpus import MASKS
+from utils.host import device
+from utils.host.gpus import MASKS
 
 Install = Callable[..., None]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from utils import device
 from utils.distributed import Distributed, setup_distributed
-from utils.rendezvous.address import Rendezvous
+from utils.host import device
+from utils.startup.address import Rendezvous
 
 
 @pytest.mark.parametrize(("argument", "values", "expected"), [

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from tests.unit.programs import ROOT
-from utils.doctor.check import Check, Finding, Level, RankPlace, Reported
-from utils.doctor.checks import equality, installation, limits, placement
-from utils.doctor.exchange import Exchange, Server
-from utils.doctor.report import Report, fold
-from utils.doctor.run import Result, merge
+from utils.tools.doctor.check import Check, Finding, Level, RankPlace, Reported
+from utils.tools.doctor.checks import equality, installation, limits, placement
+from utils.tools.doctor.doctor_exchange import Exchange, Server
+from utils.tools.doctor.report import Report, fold
+from utils.tools.doctor.run_checks import Result, merge
 
 DOCTOR = [sys.executable, str(ROOT / "scripts" / "doctor.py")]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
@@ -184,7 +184,7 @@ def test_compiled_code_of_another_file_is_noticed(tmp_path: Path, source: str, m
 
 
 def test_options_of_python_and_the_locale_are_compared() -> None:
-    program = "import json; from utils.doctor.checks import equality; print(json.dumps(equality.software()))"
+    program = "import json; from utils.tools.doctor.checks import equality; print(json.dumps(equality.software()))"
 
     def software(*options: str, **environ: str) -> dict[str, str]:
         done = subprocess.run([sys.executable, *options, "-c", program], cwd=ROOT, capture_output=True, text=True,

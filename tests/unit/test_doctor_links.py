@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from utils import network, process
-from utils.doctor.check import Check, Level, RankPlace, Ranks, Reported
-from utils.doctor.checks.clock import Clock
-from utils.doctor.link import LinkEnd, Measured
-from utils.doctor.peers import connect, data_address, in_threads, listen, listen_spread, serve, stop, tcp_info
-from utils.doctor.probes import Probes, connect_all, respond, round_trips
+from utils.host import network, process
+from utils.tools.doctor.check import Check, Level, RankPlace, Ranks, Reported
+from utils.tools.doctor.checks.clock import Clock
+from utils.tools.doctor.link import LinkEnd, Measured
+from utils.tools.doctor.peers import connect, data_address, in_threads, listen, listen_spread, serve, stop, tcp_info
+from utils.tools.doctor.probes import Probes, connect_all, respond, round_trips
 
 HERE = "127.0.0.1"
 

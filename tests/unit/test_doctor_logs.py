@@ -18,14 +18,14 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.unit.programs import ROOT
-from utils import failure
 from utils.checkpoint.disk import explain
-from utils.doctor import cli
-from utils.doctor.causes import CAUSES, Cause
-from utils.doctor.logs import diagnose
-from utils.launch.result import LaunchResult
-from utils.launchers.base import LaunchError
+from utils.launch_error import LaunchError
 from utils.log import get_logger, setup_logging
+from utils.monitor import shutdown as failure
+from utils.tools.doctor import doctor_cli as cli
+from utils.tools.doctor.causes import CAUSES, Cause
+from utils.tools.doctor.logs import diagnose
+from utils.tools.launch.launch_result import LaunchResult
 
 NAMES = set("""watchdog_timeout client_socket_timeout ipv6_addresses duplicate_gpu no_socket_interface store_key_timeout
 libfabric_not_found unhandled_system_error invalid_device_ordinal peer_died cuda_oom host_oom xid lustre_eviction quota

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from utils.doctor.check import Check, Finding, Level, RankPlace, Reported
-from utils.doctor.checks.clock import Clock, ClockFacts
-from utils.doctor.checks.collectives import CollectiveFacts, Collectives
-from utils.doctor.checks.connections import ConnectionFacts, Connections
-from utils.doctor.checks.gpus import GpuFacts, Gpus, parse_rocm
-from utils.doctor.checks.links import LinkFacts, Links
-from utils.doctor.checks.names import NameFacts, Names
-from utils.doctor.checks.torch_import import ImportFacts, TorchImportCheck
-from utils.doctor.link import Measured
-from utils.doctor.nvml import Gpu, xid_errors
-from utils.doctor.peers import interface_problem, names_of, nccl_interfaces, partners
+from utils.tools.doctor.check import Check, Finding, Level, RankPlace, Reported
+from utils.tools.doctor.checks.clock import Clock, ClockFacts
+from utils.tools.doctor.checks.collective_calls import CollectiveFacts, Collectives
+from utils.tools.doctor.checks.connections import ConnectionFacts, Connections
+from utils.tools.doctor.checks.gpu_health import GpuFacts, Gpus, parse_rocm
+from utils.tools.doctor.checks.links import LinkFacts, Links
+from utils.tools.doctor.checks.names import NameFacts, Names
+from utils.tools.doctor.checks.torch_import import ImportFacts, TorchImportCheck
+from utils.tools.doctor.link import Measured
+from utils.tools.doctor.nvml import Gpu, xid_errors
+from utils.tools.doctor.peers import interface_problem, names_of, nccl_interfaces, partners
 
 ADDRESS = "10.0.0.{}".format
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from utils.doctor.check import Finding, Level, RankPlace, Ranks, Reported
-from utils.doctor.checks.storage import Folder, StorageCheck, StorageFacts
-from utils.doctor.checks.torch_import import ImportFacts, TorchImportCheck
+from utils.tools.doctor.check import Finding, Level, RankPlace, Ranks, Reported
+from utils.tools.doctor.checks.shared_storage import Folder, StorageCheck, StorageFacts
+from utils.tools.doctor.checks.torch_import import ImportFacts, TorchImportCheck
 
 GIB = 1 << 30
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import ROOT, python
-from utils.launch.script_imports import imports_this_package
 from utils.preemption import StopSignal
+from utils.tools.launch.script_imports import imports_this_package
 
 RAISE = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)  # while torch is imported\n"
 TRAIN = f"""

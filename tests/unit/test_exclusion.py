@@ -10,9 +10,13 @@ import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_recording
 from tests.unit.submission import Login
-from utils.schedulers import Job, Pbs, SchedulerError, Slurm, exclude_file
-from utils.schedulers.requeue import requeue
-from utils.submission import preflight
+from utils.job import exclude_file
+from utils.job.commands import SchedulerError
+from utils.job.requeue import requeue
+from utils.tools.schedulers.job_spec import Job
+from utils.tools.schedulers.pbs_scheduler import Pbs
+from utils.tools.schedulers.slurm_scheduler import Slurm
+from utils.tools.submission import preflight
 
 NODES = "".join(f"node{number} host{number}\n" for number in range(1, 5))
 SLURM_JOB = "JobId=21 JobName=x\n   JobState=PENDING Reason=None\n   Partition=main AllocNode:Sid=head:1\n" \
@@ -221,7 +225,7 @@ class Queue:
 def test_preflight_decides_what_becomes_of_the_job(
         status: int, bad: list[str], problem: str | Exception, expected: int | None, message: str, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    from utils.submission import records
+    from utils.tools.submission import submissions as records
 
     folder = tmp_path / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
@@ -239,7 +243,7 @@ def test_preflight_decides_what_becomes_of_the_job(
             exclude_file.add(tmp_path / "jobs-out" / "bad-hosts.txt", dict.fromkeys(bad, "storage: read-only"))
         return status
 
-    monkeypatch.setattr("utils.launch.cli.main", launch)
+    monkeypatch.setattr("utils.tools.launch.launch_cli.main", launch)
     queue = Queue(problem)
     assert preflight.check(queue, folder, "12.head", ["--quick"],  # type: ignore[arg-type]
                            ["--torchrun", "--", "train.py", "--", "x"]) == expected

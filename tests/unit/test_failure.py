@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from tests.unit.programs import python
 from utils.checkpoint import CheckpointError, contents
-from utils.failure import Shutdown, peer_failure
+from utils.monitor.shutdown import Shutdown, peer_failure
 
 HOST = socket.gethostname()
 
@@ -79,7 +79,7 @@ def test_errors_of_torch_because_of_another_rank(error: BaseException, kind: str
 
 
 def test_start_that_hangs_is_ended_with_its_location() -> None:
-    done = python("-c", "import time\nfrom utils.failure import start_up_time_out\n"
+    done = python("-c", "import time\nfrom utils.monitor.shutdown import start_up_time_out\n"
                   "with start_up_time_out(1, 2, 0.1):\n    time.sleep(60)")
     assert done.returncode == 1
     assert "[rank 1/2 " in done.stderr and "line 4, in <module>" in done.stderr

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel as DDP
 import utils
 from utils import setup_distributed
-from utils.bench import tune, worker
-from utils.hooks import bf16_hook, fp16_hook, in_order
+from utils.tools.bench import tune, worker
+from utils.tools.bench.hooks import bf16_hook, fp16_hook, in_order
 with setup_distributed("gloo") as dist:
     def train(hook, state=None, steps=1):
         torch.manual_seed(0)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.pythons import make_environment
-from utils.launch import interpreter
-from utils.launch.interpreter import InterpreterError, choose
+from utils.tools import interpreter
+from utils.tools.interpreter import InterpreterError, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"
@@ -167,7 +167,7 @@ def test_old_python_alone_is_an_error_that_says_what_to_do(
     assert "Expected Python 3.10 or newer" in done.stderr
 
 
-@pytest.mark.parametrize("file", [*COMMANDS, "utils/launch/interpreter.py"])
+@pytest.mark.parametrize("file", [*COMMANDS, "utils/tools/interpreter.py"])
 def test_python_3_6_can_parse_what_starts_first(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text(), feature_version=(3, 6))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -187,8 +187,9 @@ def test_submit_restarts_under_the_kits_python_for_yaml(kit: Path, pythons: dict
 def test_bench_restarts_under_a_python_with_torch(kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:
     done = run(pythons["base"], kit, "scripts/bench.py", "--help")
     assert "No module named 'torch.distributed'" in done.stderr  # the stand-in for torch in the kit's .venv
-    shutil.copy(kit / "scripts/bench.py", kit / "scripts/ddpkit")  # as pip installs it
-    done = run(pythons["base"], kit, "scripts/ddpkit", "--help")
+    (kit / "scripts/ddpkit").write_text(  # as pip installs it
+        "import sys\nsys.path[0] = '.'\nfrom utils.tools.main import main\nsys.exit(main())\n")
+    done = run(pythons["base"], kit, "scripts/ddpkit", "bench", "--help")
     assert done.returncode == 1 and "ddpkit is installed for it alone. Expected both in one Python" in done.stderr
     shutil.copytree(kit, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv"))
     done = run(pythons["base"], tmp_path, "scripts/bench.py", "--help")
@@ -201,5 +202,5 @@ def test_plan_without_torch_is_an_error_that_says_what_to_do(
     yaml = str(Path(importlib.import_module("yaml").__file__ or "").parents[1])
     done = run(pythons["base"], tmp_path, "-c", f"""
 import sys; sys.path.append({yaml!r}); import yaml; sys.path.pop()
-from utils import cli; sys.exit(cli.main(["plan", "--gpus", "8", "train.py"]))""")
+from utils.tools import main; sys.exit(main.main(["plan", "--gpus", "8", "train.py"]))""")
     assert done.returncode == 1 and "has no torch. Expected torch for --model and for a script" in done.stderr

@@ -21,7 +21,7 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 SET_UP = "# Your set-up lines go here: module load ..., source .../activate\n"
 LAUNCH = """\
 import json, os, pathlib, sys
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "launch"))
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tools"))
 import interpreter
 command, *words = sys.argv[1:]
 assert command == "launch"
@@ -39,8 +39,8 @@ class Kit:
         self.top = top
         self.folder = top / "a kit with spaces"
         shutil.copytree(ROOT / "jobs", self.folder / "jobs")
-        (self.folder / "utils" / "launch").mkdir(parents=True)
-        shutil.copy(ROOT / "utils" / "launch" / "interpreter.py", self.folder / "utils" / "launch")
+        (self.folder / "utils" / "tools").mkdir(parents=True)
+        shutil.copy(ROOT / "utils" / "tools" / "interpreter.py", self.folder / "utils" / "tools")
         (self.folder / "utils" / "__main__.py").write_text(LAUNCH)
         for name in ("elsewhere", "programs", "spool", "home"):
             (top / name).mkdir()

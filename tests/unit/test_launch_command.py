@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from utils import process
-from utils.launch.cli import main
-from utils.launch.environment import RANK_VARIABLES
-from utils.launch.nested import GroupWatch
-from utils.rank_variables import LAUNCH_RANK
+from utils.host import process
+from utils.launchers.rank_variables import LAUNCH_RANK
+from utils.tools.launch.launch_cli import main
+from utils.tools.launch.nested import GroupWatch
+from utils.tools.launch.rank_environment import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]

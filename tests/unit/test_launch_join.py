@@ -16,15 +16,15 @@ from unittest.mock import Mock
 import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
-from utils.binding import cpus_of_mask
-from utils.launch.bootstrap import module_command
-from utils.launch.connection import JoinReport
-from utils.launch.cores import RankMask, cpus_of_ranks
-from utils.launch.event_loop import CaughtSignals, EventLoop
-from utils.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
-from utils.launch.plan import Plan
-from utils.launch_report import VARIABLE, ReportListener, parse_address, report_saved
-from utils.topology import parse_ranges
+from utils.host.binding import cpus_of_mask
+from utils.host.topology import parse_ranges
+from utils.monitor.launch_report import VARIABLE, ReportListener, parse_address, report_saved
+from utils.tools.launch.agent_connection import JoinReport
+from utils.tools.launch.bootstrap import module_command
+from utils.tools.launch.event_loop import CaughtSignals, EventLoop
+from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
+from utils.tools.launch.launch_plan import Plan
+from utils.tools.launch.rank_cores import RankMask, cpus_of_ranks
 
 Joining = tuple[ReportListener, EventLoop, JoinServer]
 

@@ -15,11 +15,11 @@ import pytest
 
 from tests.unit.launch_plans import INTEL, MPICH, OPENMPI4, OPENMPI5, PALS, het, line, make, pbs, slurm
 from tests.unit.scheduler_commands import Commands
-from utils.launch import remote_shell
-from utils.launch.methods.srun import Srun
-from utils.launch.plan import Plan, PlanError
-from utils.launch.srun_errors import SrunErrors, TaskFailure
-from utils.schedulers import current_allocation
+from utils.job import current_allocation
+from utils.tools.launch import remote_shell
+from utils.tools.launch.launch_plan import Plan, PlanError
+from utils.tools.launch.methods.srun import Srun
+from utils.tools.launch.srun_errors import SrunErrors, TaskFailure
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "slurm-25.11"
 END = "/env/bin/python -u train.py --name 'a b'"

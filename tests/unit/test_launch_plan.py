@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.launch_plans import MPICH, PALS, PBS, PYTHON, Programs, alone, het, job, make, pbs, slurm
-from utils.launch.dry_run import shell_lines
-from utils.launch.environment import clean, rank_environment
-from utils.launch.host_processes import host_processes
-from utils.launch.methods import NAMES
-from utils.launch.plan import Plan, PlanError
+from utils.tools.launch.dry_run import shell_lines
+from utils.tools.launch.host_processes import host_processes
+from utils.tools.launch.launch_plan import Plan, PlanError
+from utils.tools.launch.methods import NAMES
+from utils.tools.launch.rank_environment import clean, rank_environment
 
 SSH = {"ssh": "/bin/ssh"}
 

@@ -15,16 +15,16 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.launch_plans import make
-from utils import process
-from utils.launch.connection import connect
-from utils.launch.cores import cpus_of_ranks, report_mask
-from utils.launch.host_ranks import start_on_host
-from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
-from utils.launch.reserved_port import ReservedPort
-from utils.launch.result import END_DELAY_AFTER_STOP, LaunchResult
-from utils.launch.run import run
-from utils.launch_report import FirstCause
-from utils.topology import parse_ranges
+from utils.host import process
+from utils.host.topology import parse_ranges
+from utils.monitor.launch_report import FirstCause
+from utils.tools.launch.agent_connection import connect
+from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
+from utils.tools.launch.host_ranks import start_on_host
+from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
+from utils.tools.launch.rank_cores import cpus_of_ranks, report_mask
+from utils.tools.launch.reserved_port import ReservedPort
+from utils.tools.launch.run_plan import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,7 +111,7 @@ def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytes
 
 def test_reservation_lasts_as_long_as_the_program_that_inherits_it() -> None:
     code = (f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); "
-            "from utils.launch.reserved_port import ReservedPort; "
+            "from utils.tools.launch.reserved_port import ReservedPort; "
             "ReservedPort([31000]).keep_over_exec(); os.execvp('cat', ['cat'])")
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as holder:
         wait_until(lambda: process.name(holder.pid) == "cat", "cat")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from utils.gpus import count_gpus, gpu_vendor
-from utils.launch.container import in_container
-from utils.launch.methods import OpenMpi, Pals
-from utils.launch.plan import Mpiexec, PlanError
-from utils.launch.programs import Programs
+from utils.host.gpus import count_gpus, gpu_vendor
+from utils.tools.launch.container import in_container
+from utils.tools.launch.launch_plan import Mpiexec, PlanError
+from utils.tools.launch.methods import OpenMpi, Pals
+from utils.tools.launch.programs import Programs
 
 OPENMPI5 = "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
 MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: Fri\n"

@@ -16,10 +16,10 @@ import torch
 
 from tests.faults.programs import run_ranks
 from tests.unit.programs import ROOT, python
-from utils import plot
 from utils.metrics import Metrics
-from utils.run_log import FILE_NAME, RunLog, read_run
-from utils.trackers import TensorBoard
+from utils.metrics.run_log import FILE_NAME, RunLog, read_run
+from utils.metrics.trackers import TensorBoard
+from utils.tools import plot
 
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from utils.connection import Connection
-from utils.launch_report import VARIABLE, ReportListener
-from utils.rendezvous.hangs import Group
-from utils.rendezvous.monitor import Monitor, Peer
+from utils.monitor.hang import Group
+from utils.monitor.launch_report import VARIABLE, ReportListener
+from utils.monitor.monitor import Monitor, Peer
 
 Sockets = list[list[socket.socket]]  # of each rank
 
@@ -109,10 +109,10 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
 # A rank that is killed, as for lack of memory, while a worker of it waits for a disk.
 KILLED = """\
 import os, signal, subprocess, sys, time
-from utils.rendezvous.guard import Guard
+from utils.monitor.guard import Guard
 guard = Guard([])
 worker = subprocess.Popen(["sleep", "600"])
-subprocess.run([sys.executable, "-c", "import utils.rendezvous.guard"])  # takes as long as the start of the guard
+subprocess.run([sys.executable, "-c", "import utils.monitor.guard"])  # takes as long as the start of the guard
 time.sleep(3)  # it looks twice a second
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from utils import process
+from utils.host import process
 from utils.launchers import LaunchError, Placement, pmi, pmix
 from utils.launchers.hydra import MPICH
 from utils.launchers.mpi import MpiBroadcast

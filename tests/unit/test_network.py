@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from utils import network
+from utils.host import network
 
 
 def test_loopback_interface_and_addresses() -> None:

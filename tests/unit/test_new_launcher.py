@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from utils.launch.environment import clean
 from utils.launchers import LAUNCHERS, LaunchError, Placement, detect
-from utils.launchers.base import Launcher
-from utils.rendezvous.endpoints import find_endpoints
+from utils.launchers.launcher import Launcher
+from utils.startup.endpoints import find_endpoints
+from utils.tools.launch.rank_environment import clean
 
 
 class Acme(Launcher):

@@ -11,11 +11,21 @@ from typing import Any
 
 import pytest
 
-from utils.plan import advice, cli, report
-from utils.plan.communication import Link, Network, sent_bytes
-from utils.plan.hardware import Hardware
-from utils.plan.predict import even_workload, expected_maximum, workload
-from utils.plan.step import BUCKET, FIRST_BUCKET, MIB, Computation, Gradient, even_computation, fill_buckets, simulate
+from utils.tools.plan import advice, report
+from utils.tools.plan import plan_cli as cli
+from utils.tools.plan.communication import Link, Network, sent_bytes
+from utils.tools.plan.hardware import Hardware
+from utils.tools.plan.predict import even_workload, expected_maximum, workload
+from utils.tools.plan.step import (
+    BUCKET,
+    FIRST_BUCKET,
+    MIB,
+    Computation,
+    Gradient,
+    even_computation,
+    fill_buckets,
+    simulate,
+)
 
 SEVEN_BILLION = "--parameters 7e9 --precision bf16"
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from tests.unit.plan_models import CASES, GPT, HELD_OUT, RECURRENT, Case, adamw, lbfgs, next_word, sgd
-from utils.plan.trace import trace_training
+from utils.tools.plan.trace import trace_training
 
 
 class CountedRun(TorchDispatchMode):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.unit.programs import ROOT
-from utils.plan.communication import PlanError
-from utils.plan.script import trace_script
+from utils.tools.plan.communication import PlanError
+from utils.tools.plan.script import trace_script
 
 GPU_SCRIPT = """
 import os, torch, torch.distributed as dist

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import wait_until
-from utils.launch_report import VARIABLE, ReportListener
+from utils.monitor.launch_report import VARIABLE, ReportListener
 from utils.preemption import EXIT_REQUEUE, StopSignal, shield_worker, stop_signal
 from utils.preemption.agreement import StopAgreement
 from utils.preemption.sources import SourceThreads, StopCommand, StopFile, TimeLimit

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.unit.programs import ROOT
-from utils import process
+from utils.host import process
 
 
 def test_a_process_is_described(tmp_path: Path) -> None:

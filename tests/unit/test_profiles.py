@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from utils.schedulers import Job
-from utils.submission import profiles
-from utils.submission.build import profile_problems
-from utils.submission.profiles import Origin, ProfileError
+from utils.tools.schedulers.job_spec import Job
+from utils.tools.submission import profiles
+from utils.tools.submission.build_job import profile_problems
+from utils.tools.submission.profiles import Origin, ProfileError
 
 TOP = "title: Ours\nscheduler: slurm\n"
 # The kit's profiles, and the vendor of each cluster's GPUs.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from utils.launchers import LaunchError, Placement
-from utils.rendezvous.checks import RankReport, check_reports, make_report, ranges
+from utils.startup.reports import RankReport, check_reports, make_report, ranges
 
 
 def report(host: str = "n1", **changes: Any) -> RankReport:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from utils.launchers import detect
-from utils.rank_variables import set_variables, without_inherited
+from utils.launchers.rank_variables import set_variables, without_inherited
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -64,7 +64,7 @@ def test_a_job_submitted_by_a_rank_has_no_rank() -> None:
 AFTER_EXEC = f"""
 import os, sys
 from utils.launchers import detect
-from utils.rank_variables import set_variables
+from utils.launchers.rank_variables import set_variables
 set_variables({VALUES})
 print(detect().launcher, flush=True)
 os.execv(sys.executable, [sys.executable, "-c", "from utils.launchers import detect; print(detect().launcher)"])

@@ -19,14 +19,14 @@ from unittest.mock import create_autospec
 import pytest
 
 from tests.cluster.hosts import wait_until
-from utils import network
+from utils.host import network
 from utils.launchers import LAUNCHERS, LaunchError, Placement
-from utils.launchers.base import Launcher
+from utils.launchers.launcher import Launcher
 from utils.launchers.name_service import NameService, NameServiceUnavailable
-from utils.rendezvous import Rendezvous, agree, endpoints
-from utils.rendezvous.checks import make_report
-from utils.rendezvous.endpoints import candidate_ports, find_endpoints
-from utils.rendezvous.exchange import PROTOCOL
+from utils.startup import Rendezvous, agree, endpoints
+from utils.startup.endpoints import candidate_ports, find_endpoints
+from utils.startup.exchange import PROTOCOL
+from utils.startup.reports import make_report
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings"
 LIMIT = 60.0  # seconds until a rank has to end

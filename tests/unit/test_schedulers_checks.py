@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
-from utils.schedulers import Job, Pbs, Scheduler, Slurm
-from utils.schedulers.checks import check_paths
+from utils.tools.schedulers.job_checks import check_paths
+from utils.tools.schedulers.job_spec import Job
+from utils.tools.schedulers.pbs_scheduler import Pbs
+from utils.tools.schedulers.scheduler import Scheduler
+from utils.tools.schedulers.slurm_scheduler import Slurm
 
 SCRIPT = ("examples/01_ddp_minimal.py",)
 
@@ -137,7 +140,7 @@ def test_a_dependency_that_can_no_longer_be_met(commands: Commands, name: str, c
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A folder that all hosts share and one that each node has, both with train.py."""
     shared, local = tmp_path / "shared", tmp_path / "local"
-    monkeypatch.setattr("utils.schedulers.checks.NODE_LOCAL", (str(local),))
+    monkeypatch.setattr("utils.tools.schedulers.job_checks.NODE_LOCAL", (str(local),))
     for folder in (shared, local, local / "empty", local / "filled"):
         folder.mkdir()
     for file in (shared / "train.py", local / "train.py", local / "filled" / "shard-0"):

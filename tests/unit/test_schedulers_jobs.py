@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_recording
-from utils.schedulers import Pbs, Scheduler, SchedulerError, Slurm, get_scheduler
-from utils.schedulers.command import run_command
+from utils.job.commands import SchedulerError, run_command
+from utils.tools.schedulers.find_scheduler import get_scheduler
+from utils.tools.schedulers.pbs_scheduler import Pbs
+from utils.tools.schedulers.scheduler import Scheduler
+from utils.tools.schedulers.slurm_scheduler import Slurm
 
 
 @pytest.mark.parametrize(("scheduler", "output", "job_id"), [

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
-from utils.schedulers import Job, JobError, Pbs, Scheduler, Slurm, format_walltime, parse_walltime
-from utils.schedulers.units import parse_duration
+from utils.job.units import format_walltime, parse_duration
+from utils.tools.schedulers.job_spec import Job, JobError, parse_walltime
+from utils.tools.schedulers.pbs_scheduler import Pbs
+from utils.tools.schedulers.scheduler import Scheduler
+from utils.tools.schedulers.slurm_scheduler import Slurm
 
 TEMPLATE = """\
 #!/bin/bash

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
-from utils.schedulers import Pbs, SchedulerError, Slurm
+from utils.job.commands import SchedulerError
+from utils.tools.schedulers.pbs_scheduler import Pbs
+from utils.tools.schedulers.slurm_scheduler import Slurm
 
 FORGOTTEN = ("", "slurm_load_jobs error: Invalid job id specified\n", 1)
 NO_ACCOUNTING = ("", "Slurm accounting storage is disabled\n", 1)

@@ -28,7 +28,7 @@ LAYOUTS = {
     "no_init": ("train.py", "from utils.metrics import accuracy", "utils/more.py"),
     "parent": ("tools/train.py", "import sys; sys.path.append({folder!r})\nfrom utils import accuracy", "utils.py"),
     "beside_a_copy": ("train.py", "from utils import accuracy\nfrom kit import setup_distributed\n"
-                      "from kit.steps import StepTimer", "utils.py"),
+                      "from kit.training import StepTimer", "utils.py"),
     "kit": ("train.py", "import sys; sys.path.insert(0, {root!r})\nfrom utils import setup_distributed\n"
             "from utils.training import linear_warmup as accuracy; accuracy = lambda: None", "utils.py")}
 
@@ -75,7 +75,8 @@ def test_factory_imports_its_own_package(tmp_path: Path) -> None:
 def test_script_that_imports_the_kit_gets_the_modules_of_the_command(tmp_path: Path) -> None:
     """plan.py prints its own kind of error as it is, and describes others."""
     (tmp_path / "train.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-                                       "from utils.plan.communication import PlanError; raise PlanError('the same')")
+                                       "from utils.tools.plan.communication import PlanError\n"
+                                       "raise PlanError('the same')")
     done = run(tmp_path, "plan.py", "train.py")
     assert done.returncode == 1 and done.stderr == "plan.py: error: train.py could not be traced. the same\n"
 

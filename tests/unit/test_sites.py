@@ -11,10 +11,11 @@ import pytest
 
 from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_recording, slurm_output
 from tests.unit.submission import Login
-from utils import network
-from utils.launch import interpreter
-from utils.submission import profiles, site_checks, sites
-from utils.submission.profiles import ProfileError
+from utils.host import network
+from utils.tools import interpreter
+from utils.tools.submission import profiles, site_checks
+from utils.tools.submission import sites_cli as sites
+from utils.tools.submission.profiles import ProfileError
 
 OLD = RECORDINGS / "profiles"
 TOP = "title: Ours\nscheduler: slurm\n"
@@ -202,7 +203,7 @@ def test_new_profile_of_a_slurm_cluster(commands: Commands, tmp_path: Path) -> N
 
 def test_new_profile_of_a_pbs_cluster_names_what_it_did_not_find(
         commands: Commands, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("utils.submission.new_profile.gpu_vendor", lambda: None)
+    monkeypatch.setattr("utils.tools.submission.new_profile.gpu_vendor", lambda: None)
     for name, option in (("qstat_Qf_json", "-Qf"), ("qstat_Bf_json", "-Bf")):
         commands.add("qstat", pbs_recording(f"commands/{name}")["stdout"], when=option)
     commands.add("pbsnodes", pbs_recording("commands/pbsnodes_a_json")["stdout"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.programs import run_ranks
-from utils.steps import append, describe_slowest, split
+from utils.training.step_timer import append, describe_slowest, split
 
 HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
 
@@ -47,7 +47,7 @@ def test_file_has_a_line_for_each_rank_and_comparison(tmp_path: Path) -> None:
 PROGRAM = """\
 import sys, time, torch, torch.distributed
 from utils import setup_distributed
-from utils.steps import StepTimer
+from utils.training.step_timer import StepTimer
 with setup_distributed("gloo") as dist:
     timer = StepTimer(dist, every=10)
     for step in timer.batches(range(20)):

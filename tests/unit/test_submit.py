@@ -13,9 +13,10 @@ import pytest
 from tests.unit.pythons import make_environment
 from tests.unit.scheduler_commands import ROOT
 from tests.unit.submission import Login
-from utils.launch import interpreter
-from utils.submission import profiles, records
-from utils.submission.files import PROGRAM
+from utils.tools import interpreter
+from utils.tools.submission import profiles
+from utils.tools.submission import submissions as records
+from utils.tools.submission.paths import PROGRAM
 
 REFUSAL = "sbatch: error: invalid partition specified: nosuch\n"
 

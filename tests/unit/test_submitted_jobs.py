@@ -14,9 +14,13 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
-from utils.schedulers import Job, SchedulerError, Status
-from utils.submission import following, in_job, records
-from utils.submission.records import NOT_STARTED, TIME_LIMIT, Submission
+from utils.job.commands import SchedulerError
+from utils.tools.schedulers.job_spec import Job
+from utils.tools.schedulers.job_status import Status
+from utils.tools.submission import following
+from utils.tools.submission import job_start as in_job
+from utils.tools.submission import submissions as records
+from utils.tools.submission.submissions import NOT_STARTED, TIME_LIMIT, Submission
 
 DOWN = SchedulerError("scontrol does not respond")
 DONE = Status("1", "completed", 0)
@@ -227,7 +231,7 @@ class InJob:
 
         self.scheduler = Scripted({"1": before, "2": Status("2", state)})
         self._monkeypatch.setattr(in_job, "get_scheduler", lambda name: self.scheduler)
-        self._monkeypatch.setattr("utils.launch.cli.main", start)
+        self._monkeypatch.setattr("utils.tools.launch.launch_cli.main", start)
         return in_job.main([str(self.folder), "1" if before else "", "--", "train.py"])
 
     @property

@@ -1,4 +1,4 @@
-"""utils/training.py: every split is exact; accumulated gradients are those of the global batch.
+"""utils/training/batch.py: every split is exact; accumulated gradients are those of the global batch.
 
 This file is also a program of three ranks: `python -m tests.unit.test_training FOLDER`.
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.transport import Expected, classify, describe, expected_network, log_of_nccl
+from utils.host.nccl_log import Expected, classify, describe, expected_network, log_of_nccl
 
 RECORDINGS = Path(__file__).parents[1] / "recordings" / "transport"
 NOTHING_FOUND = [

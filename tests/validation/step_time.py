@@ -33,10 +33,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.cluster.hosts import Hosts
 from tests.faults import packets
-from utils.plan import traced
-from utils.plan.communication import Link, Network
-from utils.plan.hardware import Hardware
-from utils.plan.predict import Workload, scaling, workload
+from utils.tools.plan import traced
+from utils.tools.plan.communication import Link, Network
+from utils.tools.plan.hardware import Hardware
+from utils.tools.plan.predict import Workload, scaling, workload
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = ("<!-- step time -->", "<!-- end of step time -->")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.validation.step_time import PAYLOAD, Grid, measure, predict
-from utils.plan import cli
+from utils.tools.plan import plan_cli as cli
 
 WIDE = 2  # of CASES: the longest communication for its computation
 

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 
-from .. import process
+from ..host import process
 
 _OWNER = re.compile(
     r"(?P<host>[\w-]{0,60})\.(?P<boot>[0-9a-f]*)\.(?P<namespace>\d*)\.(?P<pid>\d+)\.(?P<start>\d*)"

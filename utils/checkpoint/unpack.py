@@ -25,15 +25,7 @@ from .entries import (
     is_dense,
     show_path,
 )
-from .values import (
-    DTYPES,
-    StateError,
-    Tree,
-    checked_shape,
-    decode_array,
-    decode_value,
-    is_value,
-)
+from .values import DTYPES, StateError, Tree, checked_shape, decode_array, decode_value, is_value
 
 CLASS_TAGS = ("dataclass", "namedtuple", "enum")  # restored as a class of the given state
 _OBJECT_TAGS = ("object", "generator", "per rank")  # restored into an object of the given state

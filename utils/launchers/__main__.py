@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..launch_error import LaunchError
 from ..log import print_result
-from .base import LaunchError, shown
 from .detect import LAUNCHERS, find_launcher
+from .launcher import shown
 
 _UNKNOWN = "not reported by the launcher; the start-up exchange determines it"
 

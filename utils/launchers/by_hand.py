@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .base import Launcher, Placement, is_set, node_file, number, shown
+from .launcher import Launcher, Placement, is_set, node_file, number, shown
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

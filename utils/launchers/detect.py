@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..process import parent_command_lines
-from ..rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
-from .base import Launcher, LaunchError, Placement, is_set, shown
+from ..host.process import parent_command_lines
+from ..launch_error import LaunchError
 from .by_hand import RANK_VARIABLES, ByHand, Single, is_stale
 from .flux import Flux
 from .hydra import MPICH, MVAPICH, PMI, IntelMPI
 from .jsrun import Jsrun
+from .launcher import Launcher, Placement, is_set, shown
 from .openmpi import OpenMPI
 from .pals import PALS
+from .rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
 from .slurm import Slurm
 from .submitit import Submitit
 from .torchrun import Torchrun

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Launcher, Placement, number
+from .launcher import Launcher, Placement, number
 from .name_service import NameService
 
 

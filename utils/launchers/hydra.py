@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from .. import process
-from .base import Launcher, LaunchError, Placement, is_set
+from ..host import process
+from ..launch_error import LaunchError
+from .launcher import Launcher, Placement, is_set
 from .name_service import NameService
 
 # The processes, one on each host, that start the ranks. mpiexec itself is not one of them: a user's

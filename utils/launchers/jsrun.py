@@ -5,7 +5,7 @@ Source: IBM's jsrun manual. Tested only against the documentation.
 
 from __future__ import annotations
 
-from .base import Launcher
+from .launcher import Launcher
 
 
 class Jsrun(Launcher):

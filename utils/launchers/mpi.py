@@ -9,7 +9,8 @@ import faulthandler
 import sys
 from types import ModuleType
 
-from .base import Launcher, LaunchError, Placement
+from ..launch_error import LaunchError
+from .launcher import Launcher, Placement
 from .name_service import NameService, NameServiceUnavailable
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Launcher
+from .launcher import Launcher
 from .name_service import NameService
 
 

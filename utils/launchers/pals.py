@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Launcher, LaunchError, Placement, is_set, node_file, number
+from ..launch_error import LaunchError
+from .launcher import Launcher, Placement, is_set, node_file, number
 
 _APPLICATION = "PALS_APID"  # "7b6dd8f0-6c30-4d4c-9f1c-0a8e5b1f3e52", one for each mpiexec
 

@@ -15,8 +15,8 @@ import stat
 import time
 from collections.abc import Mapping
 
+from ..launch_error import LaunchError
 from . import mpi
-from .base import LaunchError
 from .name_service import SERVICE, NameService, NameServiceUnavailable, poll
 
 _TIMEOUT = 10.0  # seconds for a response that depends on no other rank

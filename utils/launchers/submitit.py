@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Launcher, Placement
+from .launcher import Launcher, Placement
 
 
 class Submitit(Launcher):

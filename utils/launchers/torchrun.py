@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..rank_variables import InheritedVariables
-from .base import Launcher, is_set, number
 from .by_hand import RANK_VARIABLES
+from .launcher import Launcher, is_set, number
+from .rank_variables import InheritedVariables
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 

@@ -6,8 +6,8 @@ sources.py holds everything that requests a stop. schedulers/requeue.py puts the
 
 from __future__ import annotations
 
-from ..schedulers.exit_status import EXIT_REQUEUE as EXIT_REQUEUE
-from ..schedulers.requeue import requeue as requeue
+from ..job.exit_status import EXIT_REQUEUE as EXIT_REQUEUE
+from ..job.requeue import requeue as requeue
 from .sources import SIGNALS as SIGNALS
 from .stop_signal import StopSignal as StopSignal
 from .workers import shield_worker as shield_worker

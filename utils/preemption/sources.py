@@ -279,7 +279,8 @@ class StopCommand:
 
 def scheduler_time_left() -> Callable[[], float | None] | None:
     """Return what queries the scheduler for the seconds left of this job; None outside of a job."""
-    from ..schedulers import AllocationError, current_allocation
+    from ..job import current_allocation
+    from ..job.allocation import AllocationError
 
     try:
         allocation = current_allocation(query=False)

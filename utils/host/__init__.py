@@ -1,0 +1,1 @@
+"""This host: processes, network, devices, cores, and what NCCL logs."""

@@ -1,0 +1,148 @@
+"""Choose the backend and this rank's device: CUDA and ROCm (nccl), Intel XPU (xccl), CPU (gloo).
+
+The visible devices are those that the scheduler's mask leaves. The mask itself is never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+
+import torch
+
+from ..launch_error import LaunchError
+from .gpus import INTEL_MASKS, MASKS, count_gpus, gpu_vendor, intel_addresses, nvidia_address
+from .topology import pci_node
+
+BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
+
+
+def choose_backend(backend: str | None) -> str:
+    """Return `backend`, or the backend of the accelerator that torch sees, or gloo for the CPU.
+
+    Raises LaunchError when the backend needs an accelerator that torch does not see.
+    """
+    if backend is None:
+        return "nccl" if _count("cuda") else "xccl" if _count("xpu") else "gloo"
+    device_type = BACKENDS[backend]
+    if device_type != "cpu" and not _count(device_type):
+        raise LaunchError(
+            f"backend {backend} was requested, but torch {torch.__version__} sees no "
+            f"{device_type} device on {socket.gethostname()} ({masks()}). Request GPUs from the "
+            "scheduler, install a torch build for them, or leave the backend out to use gloo"
+        )
+    return backend
+
+
+def visible_devices(backend: str) -> list[str]:
+    """Return an identity of each device that this process may use, in the order of their indices.
+
+    Empty for the CPU. Two ranks of a host with the same identity share a device.
+    """
+    device_type = BACKENDS[backend]
+    if device_type == "cpu":
+        return []
+    found = [_identity(device_type, index) for index in range(_count(device_type))]
+    if len(set(found)) == len(found):
+        return found
+    # Some drivers of AMD give all GPUs one placeholder, or the partitions of a GPU its UUID.
+    return [f"{identity} index {index}" for index, identity in enumerate(found)]
+
+
+def device_nodes(backend: str) -> list[int | None]:
+    """Return the NUMA node of each device in visible_devices(backend); None where unknown."""
+    device_type = BACKENDS[backend]
+    count = 0 if device_type == "cpu" else _count(device_type)
+    addresses = (_pci_address(device_type, index, count) for index in range(count))
+    return [pci_node(address) if address else None for address in addresses]
+
+
+def device_at(backend: str, index: int | None) -> torch.device:
+    """Return the device of that index among the visible ones. index: None for the CPU."""
+    device_type = BACKENDS[backend]
+    return torch.device(device_type) if index is None else torch.device(device_type, index)
+
+
+def pin(device: torch.device) -> None:
+    """Make `device` the current one of this process."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+
+
+def utilization(device: torch.device) -> float:
+    """Return how much of the last second a GPU was in use, 0 to 1; 0 where torch does not know.
+
+    torch needs nvidia-ml-py or amdsmi for it.
+    """
+    found = [0.0]
+
+    def read() -> None:
+        with contextlib.suppress(Exception):  # of these packages
+            found[0] = torch.cuda.utilization(device) / 100
+
+    if device.type == "cuda":
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(1.0)  # the driver of a faulty GPU may not respond
+    return found[0]
+
+
+def unused_gpus() -> str:
+    """Return a warning where this host has GPUs that its torch cannot use; "" where it has not."""
+    count = count_gpus()
+    if not count or _count("cuda") or _count("xpu"):
+        return ""
+    return (
+        f"{socket.gethostname()} has {count} GPU(s) ({gpu_vendor()}), but torch "
+        f"{torch.__version__} detects none; training runs on CPUs. Install a torch build for them, "
+        "or pass backend='gloo' to train on CPUs without this warning"
+    )
+
+
+def masks() -> str:
+    """Return the variables that hide devices, for messages."""
+    found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
+    return " ".join(found) or "no device mask is set"
+
+
+def _count(device_type: str) -> int:
+    """Return the number of visible devices of a type; 0 where torch has no support for it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        return 0
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _identity(device_type: str, index: int) -> str:
+    # MIG instances of one GPU have one UUID, but may belong to several ranks.
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(mask) and mask[index].startswith("MIG-"):
+        return mask[index]
+
+    properties = torch.get_device_module(torch.device(device_type)).get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    if not uuid:
+        return f"{masks()} index {index}"
+    return f"{uuid} {masks()}" if torch.version.hip else str(uuid)
+
+
+def _pci_address(device_type: str, index: int, count: int) -> str:
+    """Return the PCI address of a device, such as "0000:c1:00.0"; "" where it is unknown.
+
+    count: of the visible devices.
+    """
+    if device_type == "xpu":  # torch does not report it; each tile of a GPU may be a device
+        addresses = intel_addresses()
+        whole = bool(addresses) and count % len(addresses) == 0
+        masked = any(name in os.environ for name in INTEL_MASKS)
+        return addresses[index * len(addresses) // count] if whole and not masked else ""
+
+    properties = torch.get_device_module(torch.device(device_type)).get_device_properties(index)
+    if hasattr(properties, "pci_domain_id"):
+        domain, bus, number = (
+            getattr(properties, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        )
+        return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+    return nvidia_address(str(properties.uuid)) if hasattr(properties, "uuid") else ""

@@ -1,0 +1,277 @@
+"""Define Placement and Launcher, the base class of every launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ..launch_error import LaunchError
+from .name_service import NameService
+from .rank_variables import InheritedVariables
+
+
+class Placement:
+    """The place of this process among the processes of its launch.
+
+    All values come from one launcher. Treat them as constants; replace() makes a changed copy.
+
+    launcher: its name. rank, world_size: among all processes of the launch.
+    local_rank, local_world_size: among those of this host; None where the launcher does not
+    report them, and the start-up exchange determines them. notes: messages for the user.
+
+    Raises LaunchError when the numbers contradict each other.
+    """
+
+    def __init__(
+        self,
+        launcher: str,
+        rank: int,
+        world_size: int,
+        local_rank: int | None,
+        local_world_size: int | None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.launcher = launcher
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
+        self.notes = notes
+        self._check()
+
+    # A dataclass would save these three methods, and cost more to import than all the launchers.
+    def replace(self, **changes: object) -> Placement:
+        """Return a copy in which the named fields have other values."""
+        return Placement(**{**vars(self), **changes})
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if isinstance(other, Placement) else NotImplemented
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"Placement({fields})"
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks are known to be on this host."""
+        return self.local_world_size == self.world_size
+
+    def _check(self) -> None:
+        local_size = self.world_size if self.local_world_size is None else self.local_world_size
+        for name, value in (("world size", self.world_size), ("local world size", local_size)):
+            if value < 1:
+                raise LaunchError(
+                    f"{self.launcher}: the {name} is {value}; expected at least 1. "
+                    "Unset the variables that were set by hand"
+                )
+
+        world, local = self.world_size, local_size
+        for name, value, limit, expected in (
+            ("rank", self.rank, world - 1, f"less than {world}"),
+            ("local rank", self.local_rank or 0, local - 1, f"less than {local}"),
+            ("local world size", local, world, f"at most {world}, the world size"),
+        ):
+            if not 0 <= value <= limit:
+                raise LaunchError(
+                    f"{self.launcher}: the {name} is {value}; expected {expected}. The variables "
+                    "contradict each other: unset those that were set by hand"
+                )
+
+
+class Launcher:
+    """One launcher: how to recognise its ranks, and how they find each other.
+
+    A subclass gives names of variables and programs below, and overrides the methods where its
+    launcher differs. A new launcher is one such class and its entry in detect.LAUNCHERS.
+    """
+
+    name = ""  # as users write it, for example "openmpi"
+
+    # Names of the variables that hold the numbers of Placement; "" where there is no such variable.
+    rank_variable = ""
+    world_size_variable = ""
+    local_rank_variable = ""
+    local_world_size_variable = ""
+
+    # Further variables that only a rank has.
+    marker_variables: tuple[str, ...] = ()
+    # Variables of the job, or of other launchers, that read() uses. They do not make a rank.
+    job_variables: tuple[str, ...] = ()
+    # Variables that have the same values on all ranks of a launch, and others in another launch.
+    identity_variables: tuple[str, ...] = ()
+
+    # Names of the programs whose child processes are ranks. "mpiexec*" is any name that begins so.
+    parent_programs: tuple[str, ...] = ()
+    # Names of the launchers whose variables this launcher sets as well.
+    also_sets: tuple[str, ...] = ()
+    # How the version text of an MPI library that belongs to this launcher may begin. Empty where
+    # the ranks are not MPI processes.
+    mpi_libraries: tuple[str, ...] = ()
+
+    # Whether it starts the ranks, rather than a person or a script.
+    starts_processes = True
+    # Whether MASTER_ADDR and MASTER_PORT are part of the launch, and so must be set.
+    requires_master_address = False
+    # Whether this launcher itself sets RANK and the variables like it.
+    sets_rank_variables = False
+    # Whether the local world size counts all ranks of this host.
+    counts_all_local_ranks = True
+    # Whether variables of this launcher are worth a note when another one has started the process.
+    is_noted_when_ignored = True
+
+    # Recognising a rank
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        """Return whether this launcher's variables are set, also if they are incomplete."""
+        return bool(is_set(environ, *self.number_variables))
+
+    def is_undecided(self, environ: Mapping[str, str]) -> bool:
+        """Return whether variables that is_present() rejects may still be a rank's.
+
+        Then the parent processes decide, and read() reports what is wrong with the variables.
+        """
+        return False
+
+    def is_parent(self, command: str) -> bool:
+        """Return whether a command line is of a program whose child processes are ranks."""
+        program = command.split(maxsplit=1)[0] if command.strip() else ""
+        program = program.rpartition("/")[2]
+        return any(
+            program.startswith(name[:-1]) if name.endswith("*") else program == name
+            for name in self.parent_programs
+        )
+
+    def starts_shell(self, command: str, environ: Mapping[str, str]) -> bool:
+        """Return whether a command line is of a program that starts a job's script or a shell.
+
+        Below it the variables of outer launchers are inherited: they do not make a rank.
+        """
+        return False
+
+    def may_start_below(self, inherited: InheritedVariables) -> bool:
+        """Return whether this launcher may have started a process below a rank.
+
+        False rejects the launcher; otherwise the parent processes decide.
+        """
+        return True
+
+    def agents(self, environ: Mapping[str, str]) -> int | None:
+        """Return how many agents of this launcher belong to the launch; None where it has none."""
+        return None
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        """Return the placement that the variables describe.
+
+        Raises LaunchError when they are incomplete, malformed or contradictory.
+        """
+        required = (self.rank_variable, self.world_size_variable)
+        missing = [name for name in required if not is_set(environ, name)]
+        if missing:
+            present = [name for name in self.variables if name in environ]
+            found = ", ".join(f"{name}={environ[name]!r}" for name in present)
+            raise LaunchError(
+                f"{self.name}: {' and '.join(missing)} not set, but {found}. Expected both or "
+                "none: start the script by a launcher, or unset what was set by hand"
+            )
+        rank, world_size = (number(environ, name) for name in required)
+        assert rank is not None and world_size is not None
+        return Placement(
+            self.name,
+            rank,
+            world_size,
+            number(environ, self.local_rank_variable),
+            number(environ, self.local_world_size_variable),
+        )
+
+    def notes(self, environ: Mapping[str, str], placement: Placement) -> Iterator[str]:
+        """Yield messages for the user about a placement that was detected, not requested."""
+        yield from ()
+
+    # Finding rank 0
+
+    def identity(self, environ: Mapping[str, str], placement: Placement) -> str:
+        """Return a text that all ranks of this launch have and no other launch has, or ""."""
+        values = [environ.get(name, "") for name in self.identity_variables]
+        return ":".join([self.name, *values]) if any(values) else ""
+
+    def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
+        """Return hosts where rank 0 may be, the likeliest first, and the variable that lists them.
+
+        By default they are the job's hosts, as PBS or LSF lists them. Raises LaunchError when the
+        list is malformed.
+        """
+        hosts = node_file(environ).split()
+        if hosts:
+            return list(dict.fromkeys(hosts)), "PBS_NODEFILE"
+        # "batch1 1 h41n01 42 h41n02 42": host names and slots in turn
+        hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
+        return hosts, "LSB_MCPU_HOSTS"
+
+    def resolve(self, host: str) -> list[str]:
+        """Return the IP addresses of a host whose name the system does not resolve."""
+        return []
+
+    def name_service(self, environ: Mapping[str, str]) -> NameService | None:
+        """Return the launcher's name service; None where it has none.
+
+        Raises NameServiceUnavailable when this process cannot use it.
+        """
+        return None
+
+    def has_store(self, environ: Mapping[str, str]) -> bool:
+        """Return whether the launcher runs a torch store at MASTER_ADDR and MASTER_PORT."""
+        return False
+
+    # Names of variables
+
+    @property
+    def number_variables(self) -> tuple[str, ...]:
+        """The variables that hold the numbers of Placement."""
+        names = (
+            self.rank_variable,
+            self.world_size_variable,
+            self.local_rank_variable,
+            self.local_world_size_variable,
+        )
+        return tuple(name for name in names if name)
+
+    @property
+    def rank_variables(self) -> tuple[str, ...]:
+        """The variables that only a rank has. A program that starts a new launch removes them."""
+        return (*self.number_variables, *self.marker_variables)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All variables that detection looks at."""
+        return tuple(dict.fromkeys((*self.rank_variables, *self.job_variables)))
+
+
+def number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return a variable's value as a whole number; None where it is unset or empty."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise LaunchError(
+            f"{name} is {text!r}; expected a whole number of zero or more. "
+            "Unset it if it was set by hand"
+        )
+    return int(text)
+
+
+def is_set(environ: Mapping[str, str], *names: str) -> list[str]:
+    """Return those of the variables that are set to more than white space."""
+    return [name for name in names if environ.get(name, "").strip()]
+
+
+def shown(environ: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return those of the variables that are set, for messages: "RANK=3 WORLD_SIZE=4"."""
+    return " ".join(f"{name}={environ[name]}" for name in is_set(environ, *names))
+
+
+def node_file(environ: Mapping[str, str]) -> str:
+    """Return the text of PBS_NODEFILE: a host name for each slot. Empty where it is unreadable."""
+    try:
+        with open(environ.get("PBS_NODEFILE", ""), encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except (OSError, ValueError):  # ValueError: the name contains a null byte
+        return ""

@@ -1,0 +1,257 @@
+"""Read which collectives this rank has entered, from torch's process groups and flight recorder."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import os
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ..host.topology import format_ranges
+from .hang import Collective, Group, thread_location, user_frame
+
+# Recorders of torch 2.13: one for every backend but NCCL, which has its own.
+_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+
+
+def total_collectives() -> int:
+    """Return how many collectives of all groups this rank has entered; 0 where torch counts none.
+
+    Private API: torch lists its groups nowhere else.
+    """
+    return sum(_sequence_number(group) or 0 for group in list(c10d._world.pg_map))
+
+
+def are_recorded(backend: str) -> bool:
+    """Whether torch always records the collectives of a backend."""
+    return backend == "gloo" and hasattr(torch._C._distributed_c10d, _RECORDERS[0])
+
+
+def read_collectives(
+    count: int = 20, locations: bool = False
+) -> tuple[list[Collective], dict[str, Group]]:
+    """Return the last collectives of this rank, oldest first, and its process groups.
+
+    The collectives are from torch's flight recorder: the last `count`, the newest of each group,
+    and all that have not ended. Empty where torch records none: torch 2.13 records those of gloo,
+    and NCCL's where TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before 2.9) is not 0.
+    Private API: torch offers the recorder to Python only there. Sends and receives of gloo are in
+    no recorder; the Python stacks show those in which a thread waits.
+
+    locations: find out where they were called. Only for a job that ends: see _without_inductor().
+    """
+    entries: list[dict[str, Any]] = []
+    for name in _RECORDERS:
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+                with _device_of_rank(), _without_inductor():
+                    entries += pickle.loads(dump(True, locations, False)).get("entries", [])
+    frames = sys._current_frames()
+    members: dict[str, tuple[str, list[int]]] = {}  # of each group: what it is called, its ranks
+    groups = {}
+    with contextlib.suppress(AttributeError, KeyError, RuntimeError):
+        for process_group in list(c10d._world.pg_map):
+            ranks = dist.get_process_group_ranks(process_group)
+            label = _label(process_group, format_ranges(ranks))
+            members[str(process_group.group_name)] = label, ranks
+            groups[label] = Group(format_ranges(ranks), _sequence_number(process_group))
+    try:
+        entries.sort(key=lambda entry: int(entry["time_created_ns"]))
+        calls = [_collective(entry, members, frames) for entry in entries]
+        is_complete = not entries or not entries[0]["record_id"]  # none was overwritten
+    except (KeyError, IndexError, TypeError, ValueError):  # another version of the format
+        calls, is_complete = [], False
+    are_known = bool(calls) or are_recorded(_backend())
+
+    newest = {call["group"]: call for call in calls if not call["between_two"]}
+    main = threading.main_thread().ident or 0
+    for label, group in groups.items():
+        last, entered = newest.get(label), group.entered
+        if are_known:
+            entered = last["number"] if last else 0 if is_complete or entered == 0 else None
+        thread = last["thread"] if last and last["thread"] in frames else main
+        location = thread_location(frames.get(thread))
+        groups[label] = Group(group.ranks, entered, location, thread)
+
+    old = [c for c in calls[:-count] if c["pending"] or c is newest.get(c["group"])]
+    kept = old + calls[-count:]
+    blocked = {call["thread"] for call in kept if call["blocks"]}
+    if are_known:
+        waiting = (_transfer(t, f, t == main) for t, f in frames.items() if t not in blocked)
+        kept += [call for call in waiting if call]
+    return kept, groups
+
+
+def _backend() -> str:
+    try:
+        return str(dist.get_backend())
+    except (RuntimeError, ValueError):
+        return ""
+
+
+def _sequence_number(group: dist.ProcessGroup) -> int | None:
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def _label(group: dist.ProcessGroup, ranks: str) -> str:
+    """Return "" for the group of all ranks, else what distinguishes a group from all others.
+
+    The subgroups of a mesh have the same name.
+    """
+    if group is dist.group.WORLD:
+        return ""
+    name, description = str(group.group_name), group.group_desc
+    words = [name] if description in ("", "undefined") else [name, description]
+    return f"{', '.join(words)} (ranks {ranks})"
+
+
+def _transfer(thread: int, frame: FrameType, is_main: bool) -> Collective | None:
+    """Return the send, the receive or the like in which a thread waits; None where it does not.
+
+    In a thread other than the main one, only what names a transfer counts: others may serve.
+    """
+    operation, peer, location = "", None, thread_location(frame)
+    if is_main and _calls_wait(frame):
+        operation = "wait()"  # of a transfer: a collective would be recorded
+    here: FrameType | None = frame
+    while here is not None and here.f_code.co_filename.startswith(_TORCH):
+        function = here.f_code.co_name
+        if here.f_code.co_filename == c10d.__file__:
+            if function in ("send", "recv"):
+                operation, peer = function, _peer(here.f_locals)
+                break
+            if is_main and function != "wrapper":
+                operation = function
+        here = here.f_back
+    if not operation:
+        return None
+    if peer is not None:
+        operation += f" {'to' if operation == 'send' else 'from'} rank {peer}"
+    return {
+        "group": "", "number": 0, "operation": operation, "sizes": "", "between_two": True,
+        "peer": peer, "location": location, "thread": thread, "pending": True, "blocks": True,
+    }  # fmt: skip
+
+
+def _peer(names: dict[str, Any]) -> int | None:
+    """Return the other rank of torch's send() or recv() from its local variables."""
+    for rank, group_rank in (("dst", "group_dst"), ("src", "group_src")):
+        if names.get(rank) is not None:
+            return int(names[rank])
+        if names.get(group_rank) is not None:
+            group: Any = names.get("group") or dist.group.WORLD
+            return int(dist.get_global_rank(group, names[group_rank]))
+    return None
+
+
+def _blocks(thread: int, frames: dict[int, FrameType]) -> bool:
+    """Whether a thread that has started a collective waits for it, as far as that can be seen.
+
+    It waits in a function of torch, or in the wait() of what an asynchronous collective returned.
+    With a GPU, any line may wait for the collectives before it.
+    """
+    frame = frames.get(thread)  # None: a thread of autograd, which has no frames
+    if frame is None or getattr(c10d.GroupMember.WORLD, "bound_device_id", None) is not None:
+        return True
+    return frame.f_code.co_filename.startswith(_TORCH) or _calls_wait(frame)
+
+
+def _calls_wait(frame: FrameType) -> bool:
+    """Whether a frame is in a wait() that is no Python function: that would have its own frame."""
+    lines = dis.findlinestarts(frame.f_code)
+    start = min((offset for offset, line in lines if line == frame.f_lineno), default=0)
+    return any(
+        one.argval == "wait" and start <= one.offset < frame.f_lasti
+        for one in dis.get_instructions(frame.f_code)
+        if one.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    )
+
+
+def _device_of_rank() -> contextlib.AbstractContextManager[object]:
+    """Use this rank's GPU in this thread: torch asks it which collectives have ended.
+
+    In a new thread that would be GPU 0, where each rank would take some hundred megabytes:
+    https://github.com/meta-pytorch/torchcomms/pull/777
+    """
+    device: torch.device | None = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
+    if device is None:
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device)
+    current: contextlib.AbstractContextManager[object] = module.device(device)
+    return current
+
+
+@contextlib.contextmanager
+def _without_inductor() -> Iterator[None]:
+    """Let torch look for stack frames without importing its compiler, which takes seconds.
+
+    torch 2.13 tests whether `torch._inductor` exists, and this imports it.
+    """
+    if "torch._inductor" in sys.modules:
+        yield
+        return
+    torch._inductor = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if torch._inductor is None:
+            del torch._inductor
+
+
+def show_collectives() -> str:
+    """Return a text with the last collectives of this rank."""
+    lines = [
+        f"{call['number']:>8} {call['operation']} of {call['sizes']}, "
+        f"group {call['group'] or '0'}, "
+        f"{'NOT ENDED' if call['pending'] else 'ended'}, at {call['location']}\n"
+        for call in read_collectives(2000, locations=True)[0]
+    ]
+    if not lines:
+        return (
+            f"This torch ({torch.__version__}) has not recorded the collectives. This rank has "
+            f"entered {total_collectives()}.\n"
+        )
+    return "The last collectives, oldest first:\n\n" + "".join(lines)
+
+
+def _collective(
+    entry: dict[str, Any],
+    members: dict[str, tuple[str, list[int]]],
+    frames: dict[int, FrameType],
+) -> Collective:
+    places = ((f["filename"], f["line"], f["name"]) for f in entry.get("frames") or ())
+    name = str(entry["process_group"][0])
+    group, ranks = members.get(name, (name, []))
+    thread = int(entry.get("thread_id") or 0)
+    caller = thread if thread in frames else threading.main_thread().ident or 0  # as of a Group
+    pending = not entry.get("retired", False)  # the state of gloo's stays "scheduled"
+    operation = str(entry["profiling_name"]).partition(":")[2]
+    peer = re.fullmatch(r"(?:send \d+->|recv \d+<-)(\d+)", operation)  # of NCCL
+    return {
+        "group": group,
+        # Collectives and transfers between two ranks are counted separately.
+        "number": int(entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]),
+        "operation": operation,
+        "sizes": str(entry["input_sizes"]),
+        "between_two": bool(entry.get("is_p2p")),
+        "peer": ranks[int(peer[1])] if peer and int(peer[1]) < len(ranks) else None,
+        "location": user_frame(places),
+        "thread": caller,
+        "pending": pending,
+        "blocks": pending and _blocks(thread, frames),
+    }

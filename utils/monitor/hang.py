@@ -1,0 +1,376 @@
+"""Find the ranks for which the others wait in a collective, from reported positions. No torch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import NamedTuple, TypedDict
+
+from ..host.topology import format_ranges, parse_ranges
+
+_SHOWN_RANKS = 8
+# Sizes that have to be equal on all ranks. Those of a gather or an all-to-all may differ.
+_EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce")
+
+
+class Collective(TypedDict):
+    """One collective or transfer that a rank has entered."""
+
+    group: str  # "" for all ranks, else its name and ranks: "1 (ranks 0-2)"
+    number: int  # within the group, and equal on its ranks
+    operation: str  # "all_reduce"
+    sizes: str  # of its inputs: "[[4]]"
+    between_two: bool  # a send or a receive
+    peer: int | None  # of a transfer: the other rank, None where unknown
+    location: str
+    thread: int  # that entered it
+    pending: bool  # it has not ended
+    blocks: bool  # and its thread waits for that
+
+
+class Group(NamedTuple):
+    """A process group, as one of its ranks sees it."""
+
+    ranks: str  # "0-3"
+    entered: int | None  # the number of its newest collective; None where unknown
+    location: str = ""  # now, of the thread that entered it
+    thread: int = 0
+
+
+class Work(NamedTuple):
+    """What a rank and its child processes have used since they were started."""
+
+    cpu_seconds: float = 0.0
+    megabytes: float = 0.0  # read and written
+    waits_for_disk: bool = False  # now
+    gpu: float = 0.0  # how much of the last second its GPU was in use, 0 to 1
+
+
+class ProcessState(NamedTuple):
+    """The state of a rank that does not respond, as its guard sees it."""
+
+    text: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"
+    is_busy: bool
+    location: str = ""  # of its main thread, now
+
+
+class Position(NamedTuple):
+    """How far a rank has progressed."""
+
+    collectives: int  # that it has entered
+    location: str  # of its main thread: "/home/me/train.py, line 40, in main"
+    last: tuple[Collective, ...] = ()  # the last collectives, oldest first; empty if unknown
+    work: Work = Work()
+    groups: Mapping[str, Group] = {}  # by their names in Collective
+
+
+class Wait(NamedTuple):
+    """A collective or transfer that a rank waits in, and the ranks that it waits for."""
+
+    call: Collective
+    awaited: tuple[int, ...]  # empty where unknown
+
+
+def main_thread_location() -> str:
+    """Return the innermost frame of the main thread that is in user code."""
+    main = threading.main_thread().ident or 0
+    return thread_location(sys._current_frames().get(main)) or "an unknown location"
+
+
+def thread_location(frame: FrameType | None) -> str:
+    """Return the first frame from a thread's innermost on that is in user code; "" without one."""
+    # faulthandler shows the same frames, but only as text in a file.
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return user_frame(frames)
+
+
+def user_frame(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Return the first frame that is in no library; the very first if all are; "" without frames.
+
+    frames: file, line and function, innermost first.
+    """
+    found = list(frames)
+    chosen = next((frame for frame in found if not frame[0].startswith(_libraries())), None)
+    file, line, function = chosen or (found[0] if found else ("", 0, ""))
+    return f"{file}, line {line}, in {function}" if file else ""
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    folders = ("stdlib", "platstdlib", "purelib", "platlib")
+    kit = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return (*(sysconfig.get_path(name) for name in folders), os.path.join(kit, ""), "<")
+
+
+def unreported(positions: Mapping[int, Position], running: Iterable[int]) -> list[int]:
+    """Return the running ranks that have not reported their position."""
+    return [rank for rank in running if rank not in positions]
+
+
+def waits(positions: Mapping[int, Position], running: Iterable[int]) -> dict[int, list[Wait]]:
+    """Return what each rank waits in. Ranks without a position may be what it waits for."""
+    running = set(running)
+    silent = running - positions.keys()
+    newest: dict[str, dict[int, Group]] = {}
+    for rank, position in positions.items():
+        for name, group in position.groups.items():
+            newest.setdefault(name, {})[rank] = group
+
+    @functools.cache
+    def awaited(name: str, number: int) -> tuple[int, ...]:
+        groups = newest.get(name, {})
+        members = parse_ranges(next((group.ranks for group in groups.values()), ""))
+        late = (rank for rank, g in groups.items() if g.entered is not None and g.entered < number)
+        return (*sorted(late), *sorted(silent.intersection(members)))
+
+    found: dict[int, list[Wait]] = {}
+    for rank, position in sorted(positions.items()):
+        for call in position.last or _assumed_calls(position):
+            others = awaited(call["group"], call["number"])
+            if call["between_two"]:
+                others = (call["peer"],) if call["peer"] in running else ()
+            if call["blocks"] and (position.last or set(others) & positions.keys()):
+                found.setdefault(rank, []).append(Wait(call, others))
+    return found
+
+
+def _assumed_calls(position: Position) -> list[Collective]:
+    """Return the newest collective of each group of a rank whose torch does not record them."""
+    return [
+        Collective(group=name, number=group.entered, operation="", sizes="", between_two=False,
+                   peer=None, location="", thread=group.thread, pending=True, blocks=True)
+        for name, group in position.groups.items()
+        if group.entered
+    ]  # fmt: skip
+
+
+def late(
+    positions: Mapping[int, Position], running: Iterable[int]
+) -> dict[int, list[tuple[int, Wait]]]:
+    """Return the ranks that others wait for, with the first waiting rank of each collective.
+
+    A rank that waits itself is not late, unless another of its threads should have entered.
+    """
+    waiting = waits(positions, running)
+    found: dict[int, dict[tuple[str, int], tuple[int, Wait]]] = {}
+    for rank, its_waits in waiting.items():
+        for wait in its_waits:
+            call = wait.call
+            for other in wait.awaited:
+                threads = {own.call["thread"] for own in waiting.get(other, ())}
+                group = positions[other].groups.get(call["group"]) if threads else None
+                if not threads or (group and group.thread and group.thread not in threads):
+                    key = call["group"], call["number"]
+                    found.setdefault(other, {}).setdefault(key, (rank, wait))
+    return {rank: list(by_collective.values()) for rank, by_collective in sorted(found.items())}
+
+
+def describe(
+    positions: Mapping[int, Position],
+    hosts: Mapping[int, str],
+    running: list[int],
+    silent: Mapping[int, str] | None = None,
+) -> str:
+    """Return the cause of a collective's time-out, as far as the positions show it.
+
+    hosts: the host of each rank. running: the ranks that have not left. silent: what is known of
+    ranks that do not respond.
+    """
+    silent = silent or {}
+    causes = [mismatch] if (mismatch := describe_mismatch(positions, hosts)) else []
+    found, waiting = late(positions, running), waits(positions, running)
+    no_response = [r for r in unreported(positions, running) if r in found or not found]
+    causes += [
+        _describe_late(rank, found[rank], waiting, positions, hosts)
+        for rank in found
+        if rank in positions
+    ]
+    causes += [
+        f"rank {rank} on {hosts[rank]} does not respond: "
+        f"{silent.get(rank, 'it is stopped, or busy in native code')}"
+        for rank in no_response
+    ]
+    if not causes and any(
+        w.call["between_two"] and not w.awaited for ws in waiting.values() for w in ws
+    ):
+        causes = [
+            f"rank {rank} on {hosts[rank]} is in no collective or transfer, but rank "
+            f"{format_ranges(waiting)} waits in one. It is at {position.location}"
+            for rank, position in positions.items()
+            if rank not in waiting
+        ]
+    if len(causes) > _SHOWN_RANKS:
+        causes[_SHOWN_RANKS:] = [f"... and {len(causes) - _SHOWN_RANKS} more ranks"]
+    if causes and not mismatch:
+        first = next((its[0] for its in found.values()), None)
+        if first and not first[1].call["between_two"]:
+            causes[-1] += f". Rank {first[0]} waits in {_show(first[1].call, positions[first[0]])}"
+    return "; ".join(causes) or _describe_unknown(positions, hosts, running)
+
+
+def _describe_late(
+    rank: int,
+    by: list[tuple[int, Wait]],
+    waiting: Mapping[int, list[Wait]],
+    positions: Mapping[int, Position],
+    hosts: Mapping[int, str],
+) -> str:
+    calls = [wait.call for _, wait in by if not wait.call["between_two"]][:3]
+    location = positions[rank].location
+    if not calls:
+        first, call = by[0][0], by[0][1].call
+        return (
+            f"rank {first} on {hosts[first]} waits in {_show(call, positions[first])}, and "
+            f"rank {rank} on {hosts[rank]} does not take part: it is at {location}"
+        )
+    shown = []
+    for call in calls:
+        key = call["group"], call["number"]
+        members = [
+            member
+            for member, its_waits in waiting.items()
+            if any(key == (wait.call["group"], wait.call["number"]) for wait in its_waits)
+        ]
+        shown.append(f"{_number(call)}, in which rank {format_ranges(members)} waits")
+    group = positions[rank].groups.get(calls[0]["group"])
+    return (
+        f"rank {rank} on {hosts[rank]} did not enter {', and '.join(shown)}. It is at "
+        f"{(group and group.location) or location}"
+    )
+
+
+def _describe_unknown(
+    positions: Mapping[int, Position], hosts: Mapping[int, str], running: Iterable[int]
+) -> str:
+    """Return what is known if all ranks wait: for each other, or for an unknown cause."""
+    waiting = waits(positions, running)
+    waiters: dict[int, set[int]] = {}
+    for rank, its_waits in waiting.items():
+        for wait in its_waits:
+            for other in wait.awaited:
+                waiters.setdefault(other, set()).add(rank)
+
+    # The last rank from which no earlier one is reached lies where the waits end: those that it
+    # waits for wait for it in turn, or it is the only one.
+    end, seen = -1, set[int]()
+    for rank in sorted(waiting):
+        if rank not in seen:
+            end, seen = rank, seen | _reachable(rank, lambda r: waiters.get(r, ()))
+    circle = _reachable(end, lambda r: [o for wait in waiting.get(r, ()) for o in wait.awaited])
+    shown = [
+        f"rank {rank} on {hosts[rank]} waits{_for(wait)} in {_show(wait.call, positions[rank])}"
+        for rank in sorted(circle & waiting.keys())
+        for wait in waiting[rank][:1]
+    ]
+    if len(circle) > 1 or (end in waiting and waiting[end][0].call["between_two"]):
+        return (
+            "unknown: every rank that others wait for also waits. Check that these ranks enter the "
+            f"same collectives in the same order: {'; '.join(shown[:_SHOWN_RANKS])}"
+        )
+    call = waiting[end][0].call if end in waiting else None
+    last = _number(call) if call else f"collective {_last_collective(positions)}"
+    return (
+        f"a collective timed out although all ranks have entered {last} by now: "
+        "one was late, or a connection between the hosts is interrupted"
+    )
+
+
+def _reachable(start: int, following: Callable[[int], Iterable[int]]) -> set[int]:
+    reached, unvisited = {start}, [start]
+    for rank in unvisited:  # grows
+        new = set(following(rank)) - reached
+        reached |= new
+        unvisited += new
+    return reached
+
+
+def describe_waiting(positions: Mapping[int, Position]) -> str:
+    """Return the collective that the first waiting rank is in; "" where none is known."""
+    for rank, its_waits in waits(positions, positions).items():
+        for wait in its_waits:
+            if wait.call["operation"] and not wait.call["between_two"]:
+                return f"Rank {rank} waits in {_show(wait.call, positions[rank])}"
+    return ""
+
+
+def describe_mismatch(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
+    """Return which ranks entered another collective than the majority; "" where none did."""
+    calls: dict[tuple[str, int], dict[int, Collective]] = {}
+    for rank, position in positions.items():
+        for call in position.last:
+            if not call["between_two"]:
+                calls.setdefault((call["group"], call["number"]), {})[rank] = call
+
+    for _, by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
+        counts = Counter(map(_signature, by_rank.values())).most_common(2)
+        if len(counts) > 1:
+            usual, most = counts[0]
+            shown = {rank: _show(call, positions[rank]) for rank, call in by_rank.items()}
+            number = _number(next(iter(by_rank.values())))
+            is_even = most == counts[1][1]
+            causes = [
+                f"rank {rank} on {hosts[rank]} entered another {number}: {shown[rank]}"
+                for rank, call in sorted(by_rank.items())
+                if is_even or _signature(call) != usual
+            ][:_SHOWN_RANKS]
+            if is_even:
+                return f"unknown which rank is wrong: {'; '.join(causes)}"
+            example = next(rank for rank, call in by_rank.items() if _signature(call) == usual)
+            return f"{'; '.join(causes)}. The other ranks entered {shown[example]}"
+    return ""
+
+
+def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
+    """Return a line for each group of ranks that are at the same place."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, position in sorted(positions.items()):
+        pending = next((call for call in reversed(position.last) if call["blocks"]), None)
+        doing = (
+            f"in {'' if pending['between_two'] else f'{_number(pending)}, '}{_name(pending)}"
+            if pending
+            else (f"{position.collectives} collectives entered, in none")
+        )
+        places.setdefault((doing, position.location), []).append(rank)
+    lines = []
+    for (doing, location), ranks in places.items():
+        names = ", ".join(dict.fromkeys(hosts[rank].partition(" ")[0] for rank in ranks[:64]))
+        lines.append(f"  rank {format_ranges(ranks)} on {names}: {doing}; at {location}\n")
+    silent = unreported(positions, sorted(hosts))
+    if silent:
+        lines.append(f"  rank {format_ranges(silent)}: no position\n")
+    return "".join(lines)
+
+
+def _signature(call: Collective) -> tuple[str, str]:
+    return call["operation"], call["sizes"] if call["operation"] in _EQUAL_SIZES else ""
+
+
+def _number(call: Collective) -> str:
+    return f"collective {call['number']}" + (f" of group {call['group']}" if call["group"] else "")
+
+
+def _for(wait: Wait) -> str:
+    return f" for rank {format_ranges(wait.awaited)}" if wait.awaited else ""
+
+
+def _name(call: Collective) -> str:
+    sizes = f" of {call['sizes']}" if call["sizes"] else ""
+    return f"{call['operation'] or _number(call)}{sizes}"
+
+
+def _show(call: Collective, position: Position) -> str:
+    """Return what a collective is, and where it was called: where it waits, if not recorded."""
+    return f"{_name(call)} at {call['location'] or position.location}"
+
+
+def _last_collective(positions: Mapping[int, Position]) -> int:
+    return max((position.collectives for position in positions.values()), default=0)

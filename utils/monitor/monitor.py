@@ -1,0 +1,649 @@
+"""Find out which rank ended, failed or hangs first, so that every rank can report the same cause.
+
+Every rank keeps the connection of the start-up exchange until it leaves, and a thread listens to
+it. A rank reports on it before it leaves or when it fails. A connection that ends without a report
+belongs to a rank that was killed or crashed, or whose host is down. A rank whose collective fails
+or times out queries rank 0 for the cause. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..connection import Connection, Message
+from ..host import process
+from ..job import exclude_file
+from .guard import Guard
+from .hang import (
+    Collective,
+    Group,
+    Position,
+    ProcessState,
+    Work,
+    describe,
+    describe_mismatch,
+    describe_waiting,
+    late,
+    main_thread_location,
+    summary,
+    unreported,
+)
+from .launch_report import report_first_cause
+from .positions import BUSY_FACTOR, HangWatch, Heartbeat
+
+HUNG_RANK_TIMEOUT = 10.0
+HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
+_ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
+_REPORT_SECONDS = 10.0  # that a hung rank has for its files
+_DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
+
+
+class Peer(NamedTuple):
+    """The rank at the other end of a connection."""
+
+    rank: int
+    host: str  # "node17 (pid 4711)"
+
+
+class Monitor:
+    """One rank's end of the connections between rank 0 and the others.
+
+    Until started(), a rank that ends makes the start fail: the thread then ends this process,
+    unless the main thread has called start_failure() and reports the cause itself.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[Connection, Peer],
+        *,
+        rank: int,
+        host: str,
+        hung_rank_timeout: float = HUNG_RANK_TIMEOUT,
+    ) -> None:
+        """Start to listen.
+
+        connections: to rank 0, or on rank 0 to every other rank. host: of this rank, for messages.
+        hung_rank_timeout: seconds until a rank for which all others have waited in vain is ended,
+        after they have stopped.
+        """
+        self._rank = rank
+        self._peers = dict(connections)
+        self._hosts = {rank: host, **{peer.rank: peer.host for peer in connections.values()}}
+        self._hung_rank_timeout = hung_rank_timeout
+        # Called by the thread: the number of collectives that this rank has entered.
+        self.entered_collectives: Callable[[], int | None] = lambda: None
+        # The last of them, oldest first, with or without locations, and the process groups.
+        self.read_collectives: Callable[[bool], tuple[list[Collective], dict[str, Group]]]
+        self.read_collectives = lambda locations: ([], {})
+        self.gpu_use: Callable[[], float] = lambda: 0.0  # of the last second, 0 to 1
+        # A number that grows with this rank's progress.
+        self.progress: Callable[[], int] = lambda: 0
+        # Writes this rank's file; its arguments are a folder, "" for none, and the cause.
+        self.write_report: Callable[[str, str], None] = lambda folder, cause: None
+
+        self._lock = threading.RLock()
+        self._started = dict.fromkeys(self._hosts, False)
+        self._start_failure = ""
+        self._start_failure_found = threading.Event()
+        self._start_failure_handled = threading.Event()  # the main thread reports it
+
+        self._first_cause = ""  # the cause that every rank reports
+        self._departed: dict[int, str] = {}  # rank -> cause for the ranks that still need it
+        self._failed: dict[int, str] = {}  # rank -> its own failure
+        self._queries: dict[Connection | None, _Query] = {}  # None: from this process
+        self._response = threading.Event()
+        self._positions: dict[int, Position] = {}
+        self._positions_requested = self._has_timed_out = False
+        self._hung: set[int] = set()  # ranks, as far as rank 0 knows
+        self._killed: set[int] = set()  # ranks that ended without a report
+        self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
+
+        self._watch: HangWatch | None = None
+        self._guard: Guard | None = None
+        self._next_heartbeat = 0.0
+        self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
+        self._inspecting_since: float | None = None
+        self._of_hang: dict[int, Position] = {}  # the positions that show a hang
+        self._states: dict[int, ProcessState] = {}  # of processes that do not respond
+        self._stacks_requested: set[int] = set()  # from the guards of these ranks
+        self._hang_announced = False
+
+        self._acknowledged: set[int] = set()
+        self._all_acknowledged = threading.Event()
+        self._leaving = self._left = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        # A forked child, such as a DataLoader's worker, must not keep the connections of a dead
+        # rank open.
+        close_in_child = functools.partial(_close_in_child, weakref.ref(self))
+        os.register_at_fork(after_in_child=close_in_child)
+        for connection in self._peers:
+            connection.keep_alive(HOST_LOST_SECONDS)
+        threading.Thread(target=self._run, daemon=True, name="rank monitor").start()
+
+    # Called by the main thread -------------------------------------------------------------------
+
+    def start_failure(self, timeout: float) -> str:
+        """Return which rank ended during the start; "" if unknown after `timeout` seconds."""
+        self._start_failure_handled.set()
+        self._start_failure_found.wait(timeout)
+        return self._start_failure
+
+    def started(self) -> None:
+        """Report that torch has connected this rank."""
+        with self._lock:
+            self._start_failure_handled.set()
+            self._started[self._rank] = True
+            self._send_all({"started": True})
+
+    def watch(self, watch: HangWatch) -> None:
+        """Look for hangs from now on, and end this process when the ranks hang."""
+        with self._lock:
+            self._watch = watch
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # only a witness more
+                self._guard = Guard([one.fileno() for one in self._peers if one.fileno() >= 0])
+        self._wake()
+
+    def leave(self, cause: str) -> None:
+        """Report that this rank leaves, and close the connections.
+
+        cause: what the ranks that still need this one should report; "" where another rank's
+        failure stops this one. Waits at most two seconds for the report to arrive.
+        """
+        with self._lock:
+            if self._leaving:
+                return
+            self._leaving = True
+            self._end_hung_ranks(running=set())
+            # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
+            known = self._known_cause() if self._rank == 0 else ""
+            self._send_all({"left": cause, "first_cause": known})
+        self._wake()
+        self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
+        if self._guard:
+            self._guard.dismiss()
+        self._left = True
+        self._wake()
+
+    def find_cause(self, kind: str) -> str:
+        """Return the first cause, as rank 0 knows it; "" where it is not known.
+
+        kind: what this rank has seen, "lost" for a connection and "timeout" for a collective.
+        """
+        with self._lock:
+            rank_0_left = self._rank != 0 and 0 in self._departed
+            if self._first_cause or self._leaving or rank_0_left:
+                return self._known_cause()
+            self._has_timed_out = kind == "timeout"
+            self._response.clear()
+            if self._rank == 0:
+                self._queries[None] = _Query(kind, time.monotonic())
+            else:
+                self._send_all({"query": kind})
+        self._wake()
+        self._response.wait(2 * _DECIDE_SECONDS + 1)
+        return self._known_cause()
+
+    def departed_ranks(self) -> dict[int, str]:
+        """Return the ranks that have ended, and why, as far as this rank is connected to them."""
+        with self._lock:
+            return dict(self._departed)
+
+    def report_failure(self, cause: str) -> str:
+        """Report a failure of this rank, before it leaves; return the cause that came first."""
+        with self._lock:
+            self._failed[self._rank] = cause
+            if self._rank == 0:
+                self._first_cause = self._first_cause or cause
+                return self._first_cause
+            if self._first_cause or self._leaving or 0 in self._departed:
+                return self._first_cause or cause
+            self._response.clear()
+            self._send_all({"failed": cause})
+        self._response.wait(_ACKNOWLEDGE_SECONDS)
+        return self._first_cause or cause
+
+    def report_to_launcher(self, cause: str) -> None:
+        """Report the first cause to launch.py: rank 0 does, the rank at fault, and any without 0.
+
+        In a thread, for which the end of the program waits: launch.py may be cut off.
+        """
+        with self._lock:
+            known = {**self._departed, **self._failed}
+            same = [rank for rank, reason in known.items() if reason and reason in cause]
+            rank = same[0] if len(same) == 1 else None  # several raise what is wrong with another
+            is_over = self._hang_announced or bool(self._lost)
+            if self._rank in (0, *same) or 0 in self._departed or self._hang_announced:
+                threading.Thread(target=report_first_cause, args=(cause, rank, is_over)).start()
+
+    # The thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            for connection in self._peers:
+                selector.register(connection, selectors.EVENT_READ)
+                self._read(connection)  # what arrived behind the result of the exchange
+            while not self._start_failure and not self._left:
+                self._serve(selector)
+
+        self._start_failure_found.set()
+        self._all_acknowledged.set()
+        self._response.set()
+        self._close_sockets()
+        if self._start_failure and not self._start_failure_handled.wait(2):
+            _exit_with(self._start_failure)
+
+    def _serve(self, selector: selectors.BaseSelector) -> None:
+        """Handle what arrives next, and what rank 0 can decide then."""
+        for key, _ in selector.select(self._pause()):
+            if key.fileobj is self._wake_read:
+                self._wake_read.recv(4096)
+            elif isinstance(key.fileobj, Connection):
+                self._read(key.fileobj)
+                if key.fileobj.closed:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+        with self._lock:
+            self._respond_to_queries()
+            if self._hung:
+                self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
+            self._watch_lost_hosts()
+            self._watch_ranks()
+            others = {peer.rank for peer in self._peers.values()}
+            if self._leaving and self._acknowledged >= others:
+                self._all_acknowledged.set()
+
+    def _pause(self) -> float | None:
+        """Return the seconds until something has to be done without a message."""
+        if self._queries or self._inspecting_since is not None:
+            return 0.05
+        if self._watch is None:
+            return 1.0 if self._lost else None
+        return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
+
+    def _read(self, connection: Connection) -> None:
+        with self._lock:
+            for message in connection.receive():
+                self._handle(connection, self._peers[connection], message)
+            if connection.closed:
+                self._handle_end(connection, self._peers[connection])
+
+    def _handle(self, connection: Connection, peer: Peer, message: Message) -> None:
+        if "error" in message:  # the start failed on another rank
+            self._fail_start(str(message["error"]))
+        if "started" in message:
+            self._started[peer.rank] = True
+        if "left" in message:
+            self._departed[peer.rank] = str(message["left"])
+            self._acknowledged.add(peer.rank)  # it needs no report any more
+            connection.send({"acknowledged": True})
+            self._first_cause = self._first_cause or str(message.get("first_cause") or "")
+            if self._rank != 0:  # nobody responds any more
+                self._response.set()
+        if "acknowledged" in message:
+            self._acknowledged.add(peer.rank)
+        if "failed" in message:
+            self._failed[peer.rank] = str(message["failed"])
+            self._first_cause = self._first_cause or str(message["failed"])
+            connection.send({"cause": self._first_cause})
+        if "query" in message:
+            self._queries[connection] = _Query(str(message["query"]), time.monotonic())
+        if "cause" in message:
+            self._first_cause = self._first_cause or str(message["cause"])
+            self._response.set()
+        if "end" in message:
+            self._end_later(str(message["end"]))
+        if "heartbeat" in message and self._watch is not None:
+            self._watch.receive(peer.rank, Heartbeat(*message["heartbeat"]))
+        if "send_position" in message:
+            position = self._position(bool(message.get("ends")))
+            connection.send({"position": position} if position else {})
+        if message.get("position"):
+            entered, location, last, work, groups = message["position"]
+            groups = {name: Group(*group) for name, group in groups.items()}
+            self._positions[peer.rank] = Position(
+                entered, location, tuple(last), Work(*work), groups
+            )
+        if "state" in message:
+            self._states[peer.rank] = ProcessState(*message["state"])
+            if message["ends"]:
+                self._stacks_requested.discard(peer.rank)
+        if "hang" in message:
+            self._end_hang(str(message["folder"]), str(message["hang"]))
+
+    def _handle_end(self, connection: Connection, peer: Peer) -> None:
+        self._acknowledged.add(peer.rank)
+        self._queries.pop(connection, None)
+        if self._leaving or peer.rank in self._departed:
+            return
+
+        rank = f"rank {peer.rank} on {peer.host}"
+        lost = (
+            f"{rank} does not respond to {self._this_host()}: its host is down, or the network "
+            "between them is cut"
+        )
+        this_rank_started = self._rank != 0 and self._started[self._rank]
+        if not self._started[peer.rank] and not this_rank_started:
+            died = f"{rank} died while torch was connecting the ranks. Look for its own message"
+            self._fail_start(lost if connection.host_lost else died)
+            return
+        if connection.host_lost:
+            self._departed[peer.rank] = self._lost[peer.rank] = lost
+            self._last_progress, self._progressed_at = self.progress(), time.monotonic()
+        else:
+            self._killed.add(peer.rank)
+            self._departed[peer.rank] = (
+                f"{rank} ended without a report. It was killed (out of memory, or a signal), "
+                "crashed, or called os._exit(). The launcher's output has its exit status"
+            )
+        if self._rank != 0:
+            self._response.set()
+
+    def _fail_start(self, cause: str) -> None:
+        """A rank ended during the start: those that still start cannot go on."""
+        if self._rank == 0:
+            self._send_all({"error": cause})
+        if self._started[self._rank]:
+            self._first_cause = self._first_cause or cause
+        else:
+            self._start_failure = cause
+
+    def _known_cause(self) -> str:
+        """The first cause, else what the first rank that departed gave as the cause."""
+        given = (cause for cause in self._departed.values() if cause)
+        return self._first_cause or next(given, "")
+
+    # Decisions of rank 0 -------------------------------------------------------------------------
+
+    def _respond_to_queries(self) -> None:
+        """Respond as soon as the cause is known, or after some seconds with what is known."""
+        if not self._queries or self._rank != 0:
+            return
+        waited = time.monotonic() - min(query.since for query in self._queries.values())
+        last_chance = waited > _DECIDE_SECONDS
+
+        if not self._first_cause and self._killed and not self._mismatch_is_known(last_chance):
+            return
+        self._first_cause = self._known_cause()
+        if not self._first_cause and any(q.kind == "timeout" for q in self._queries.values()):
+            self._first_cause = self._find_hung_ranks(last_chance)
+        if not self._first_cause and not last_chance:
+            return
+
+        for connection in self._queries:
+            if connection is None:
+                self._response.set()
+            else:
+                connection.send({"cause": self._first_cause})
+        self._queries.clear()
+
+    def _find_hung_ranks(self, last_chance: bool) -> str:
+        """Return why a collective timed out; "" while ranks may still report their position."""
+        running = self._request_positions()
+        missing = unreported(self._positions, running)
+        if missing and not last_chance:
+            return ""
+        self._hung = {*late(self._positions, running), *missing}
+        return describe(self._positions, self._hosts, running)
+
+    def _mismatch_is_known(self, last_chance: bool) -> bool:
+        """Find out whether the ranks entered different collectives; False while that is unknown.
+
+        gloo ends the process of a rank that receives more than it expects.
+        """
+        if unreported(self._positions, self._request_positions()) and not last_chance:
+            return False
+        mismatch = describe_mismatch(self._positions, self._hosts)
+        if mismatch:
+            self._first_cause = f"{mismatch}. Then {self._known_cause()}"
+        elif example := describe_waiting(self._positions):
+            self._first_cause = (
+                f"{self._known_cause()}. {example}. gloo aborts a rank (SIGABRT, status 134) that "
+                "has entered a smaller collective than the others: compare the sizes of tensors"
+            )
+        return True
+
+    def _request_positions(self, *, ends: bool = True) -> list[int]:
+        """Request the positions of the running ranks, once; return these ranks.
+
+        ends: the job ends in any case.
+        """
+        running = sorted(set(self._hosts) - set(self._departed))
+        if not self._positions_requested:
+            self._positions_requested = True
+            self._send_all({"send_position": True, "ends": ends})
+            position = self._position(ends)
+            if position:
+                self._positions[self._rank] = position
+        return running
+
+    def _position(self, ends: bool) -> Position | None:
+        entered = self.entered_collectives()
+        if entered is None:
+            return None
+        last, groups = self.read_collectives(ends)
+        if last and self._has_timed_out:  # an exception has ended the wait
+            last[-1]["blocks"] = True
+        work = Work(*process.work_done(), self.gpu_use())
+        return Position(entered, main_thread_location(), tuple(last), work, groups)
+
+    def _this_host(self) -> str:
+        return self._hosts[self._rank].partition(" ")[0]
+
+    # Hangs and lost hosts ------------------------------------------------------------------------
+
+    def _watch_lost_hosts(self) -> None:
+        """End the job when hosts are lost and this rank makes no progress without them.
+
+        The collectives may use another network than the connections of the monitor, and a rank
+        that computes or saves needs no other one for a while.
+        """
+        if not self._lost or self._leaving or self._hang_announced:
+            return
+        now, progress = time.monotonic(), self.progress()
+        if progress != self._last_progress:
+            self._last_progress, self._progressed_at = progress, now
+        seconds = now - self._progressed_at
+        if seconds < HOST_LOST_SECONDS * (1 / 3 if self._waits() else 5):
+            return
+        cause = "; ".join(cause for _, cause in sorted(self._lost.items())[:8])
+        found = f"no response for {HOST_LOST_SECONDS} s, then no collective for {seconds:.0f} s"
+        self._end_all(f"A host is lost: {found}.\n  {cause}\n", cause)
+
+    def _watch_ranks(self) -> None:
+        """Send a heartbeat when it is time, and look for a hang: rank 0, or this rank alone."""
+        watch, now = self._watch, time.monotonic()
+        if watch is None or self._leaving or self._hang_announced or not self._started[self._rank]:
+            return
+        if now >= self._next_heartbeat:
+            if now > self._next_heartbeat + watch.limit / 4:  # the job may have been suspended
+                watch.restart()
+            self._next_heartbeat = now + watch.interval
+            entered = self.entered_collectives() or 0
+            heartbeat = Heartbeat(self.progress(), entered, main_thread_location())
+            watch.receive(self._rank, heartbeat)
+            self._send_all({"heartbeat": heartbeat})
+
+        if self._rank == 0 or 0 in self._departed:
+            self._inspect(watch, now)
+            return
+        stalled = watch.seconds_without_progress()
+        if not watch.silent(0) or stalled < 1.1 * watch.limit + 5:
+            return
+        # A rank that does not wait may be busy, and has the limit of busy ranks.
+        if self._waits() or stalled > 1.1 * BUSY_FACTOR * watch.limit + 5:
+            self._announce_hang(
+                f"rank 0 on {self._hosts[0]} does not respond to {self._this_host()}: it is "
+                "stopped or busy in native code, its host is down, or the network between them is "
+                "cut"
+            )
+
+    def _waits(self) -> bool:
+        """Whether this rank waits in a collective; True where these are not recorded."""
+        last, _ = self.read_collectives(False)
+        return not last or any(collective["blocks"] for collective in last)
+
+    def _inspect(self, watch: HangWatch, now: float) -> None:
+        """Request all positions when no rank makes progress, and find the cause."""
+        if self._inspecting_since is None:
+            if not watch.is_due():
+                return
+            self._request_again(now)
+        running = self._request_positions(ends=bool(self._of_hang))
+        is_late = now - (self._inspecting_since or now) > _DECIDE_SECONDS
+        missing = unreported(self._positions, self._of_hang or running)
+        if (missing or self._stacks_requested) and not is_late:
+            return
+
+        if self._of_hang:  # with the locations of collectives, where they have arrived
+            self._positions = {**self._of_hang, **self._positions}
+            known = self._first_cause if self._waits() else ""  # from rank 0, before it left
+            self._announce_hang(
+                known or watch.describe(self._positions, self._hosts, self._departed, self._states)
+            )
+            return
+        cause = watch.find_cause(self._positions, self._hosts, self._departed, self._states)
+        sys.stderr.write(watch.notice)
+        sys.stderr.flush()
+        watch.notice = ""
+        if cause:
+            self._of_hang = dict(self._positions)
+            self._stacks_requested = self._states.keys() - self._positions.keys()
+            self._request_again(now)
+        else:
+            self._inspecting_since, self._positions_requested = None, False
+
+    def _request_again(self, now: float) -> None:
+        self._inspecting_since = now
+        self._positions_requested = False
+        self._positions.clear()
+        if not self._of_hang:
+            self._states.clear()
+
+    def _announce_hang(self, cause: str) -> None:
+        """Print what is known of a hang, and end all ranks."""
+        seconds = self._watch.seconds_without_progress() if self._watch else 0
+        folder = os.path.abspath(time.strftime("hang-%Y%m%d-%H%M%S"))
+        self._end_all(
+            f"The ranks hang: no progress for {seconds:.0f} s.\n  {cause}\n"
+            f"{summary(self._positions, self._hosts)}"
+            f"Each rank writes its stacks and last collectives to {folder}, then ends with "
+            "status 1\n",
+            cause,
+            folder,
+        )
+
+    def _end_all(self, message: str, cause: str, folder: str = "") -> None:
+        """Print a message, and end all ranks that can still be reached. folder: for their files."""
+        sys.stderr.write(message)
+        sys.stderr.flush()
+        self._send_all({"hang": cause, "folder": folder})
+        self._hang_announced = True
+        self.report_to_launcher(cause)
+        # In a thread: the file system may be what hangs.
+        threading.Thread(target=self._list_unreachable_hosts, daemon=True).start()
+        self._end_hang(folder, cause)
+
+    def _list_unreachable_hosts(self) -> None:
+        """Let later jobs avoid hosts that are down or cut off, where the job has such a list.
+
+        Only rank 0 has connections to all hosts. If half of them are unreachable, it may be the
+        host of rank 0 that is cut off.
+        """
+        file = os.environ.get(exclude_file.VARIABLE)
+        if self._rank != 0 or not file:
+            return
+        reachable = {self._hosts[0].partition(" ")[0]}
+        unreachable: set[str] = set()
+        for connection, peer in self._peers.items():
+            name = peer.host.partition(" ")[0]
+            (unreachable if connection.is_unacknowledged() else reachable).add(name)
+        unreachable -= reachable
+        if unreachable and 2 * len(unreachable) < len(unreachable | reachable):
+            reason = "hang: the host did not acknowledge what rank 0 sent to it"
+            with contextlib.suppress(OSError):
+                exclude_file.add(file, dict.fromkeys(sorted(unreachable), reason))
+
+    def _end_hang(self, folder: str, cause: str) -> None:
+        """Write this rank's file and end the process, whatever its main thread does."""
+        self._hang_announced = True
+        self._first_cause = self._first_cause or cause
+
+        def end() -> None:
+            writer = threading.Thread(target=self.write_report, args=(folder, cause), daemon=True)
+            writer.start()
+            writer.join(_REPORT_SECONDS)  # the file system may be what hangs
+            time.sleep(1 + (self._rank == 0))  # until the other ranks have written theirs
+            if self._leaving:  # the main thread has reported it
+                process.end(1)
+            _exit_with(f"rank {self._rank} on {socket.gethostname()} stops, because {cause}")
+
+        threading.Thread(target=end, daemon=True, name="hang report").start()
+
+    def _end_hung_ranks(self, running: set[int]) -> None:
+        """End the hung ranks when no other ranks are running: they may never notice themselves."""
+        if not self._hung >= running:
+            return
+        for connection, peer in self._peers.items():
+            if peer.rank in self._hung:
+                connection.send({"end": self._first_cause})
+        if 0 in self._hung:
+            self._end_later(self._first_cause)
+        self._hung = set()
+
+    def _end_later(self, cause: str) -> None:
+        def end() -> None:
+            if not self._leaving:
+                _exit_with(
+                    f"rank {self._rank} on {socket.gethostname()} is ended, because all other "
+                    f"ranks have stopped: {cause}"
+                )
+
+        timer = threading.Timer(self._hung_rank_timeout, end)
+        timer.daemon = True
+        timer.start()
+
+    def _send_all(self, message: Message) -> None:
+        for connection in self._peers:
+            connection.send(message)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"x")
+
+    def _close_sockets(self) -> None:
+        for connection in self._peers:
+            connection.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+class _Query(NamedTuple):
+    """A rank's query for the cause, which waits for rank 0's response."""
+
+    kind: str  # "lost" or "timeout"
+    since: float  # monotonic seconds
+
+
+def _exit_with(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+    process.end(1)
+
+
+def _close_in_child(reference: weakref.ref[Monitor]) -> None:
+    monitor = reference()
+    if monitor is not None:
+        monitor._close_sockets()
+        if monitor._guard:
+            monitor._guard.close()

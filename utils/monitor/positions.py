@@ -1,0 +1,273 @@
+"""Decide whether the ranks hang, from their heartbeats and positions. No torch, no input or output.
+
+A hang is a time without progress in which ranks wait in a collective, or in which all ranks are
+idle. A pause in which all ranks compute, read or write is none. If the rank that the others wait
+for does so, it is busy, and the job has BUSY_FACTOR times the limit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from .guard import BUSY_CPU
+from .hang import Position, ProcessState, describe, describe_mismatch, late, unreported, waits
+
+BUSY_FACTOR = 3
+_BUSY_MEGABYTES, _BUSY_GPU = 1.0, 0.2  # per second
+_IDLE_CPU = 0.01  # seconds of CPU per second
+_INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
+_IDLE_MEGABYTES = 1.0  # read and written between two inspections
+# Within the limit: what a stopped process does not read must not fill its kernel's buffer, which
+# holds a thousand and more.
+_MOST_HEARTBEATS = 300
+_RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
+_UNKNOWN = ProcessState("", False)
+
+
+class Heartbeat(NamedTuple):
+    """What a rank sends regularly."""
+
+    progress: int  # any number that grows with the rank's progress
+    entered: int  # collectives of the default group
+    location: str  # of its main thread
+
+
+class HangWatch:
+    """The heartbeats of the ranks, and what they mean.
+
+    Positions are requested twice, half the limit and the whole limit after the last progress:
+    what has changed between the two shows which rank works.
+    """
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        world_size: int,
+        *,
+        recorded: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start to watch.
+
+        limit_seconds: without progress. recorded: positions show each collective that a rank waits
+        in. Ranks that have entered fewer then need not be late: gloo counts sends and receives.
+        """
+        self._recorded = recorded
+        self.limit = limit_seconds
+        interval = min(max(1.0, limit_seconds / _MOST_HEARTBEATS), limit_seconds / 8)
+        self.interval = max(interval, world_size / _RANKS_PER_SECOND)
+        self._clock = clock
+        self._last_progress = clock()
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._received: dict[int, float] = {}
+        self._first: dict[int, Position] = {}  # positions at the first inspection
+        self._first_time = 0.0
+        self._busy: dict[int, str] = {}  # ranks and what they work with
+        self._noticed = False
+        self.notice = ""  # that a rank is busy: to be printed once
+
+    def receive(self, rank: int, heartbeat: Heartbeat) -> None:
+        """Take a rank's heartbeat."""
+        previous = self._heartbeats.get(rank)
+        if previous is None or heartbeat.progress != previous.progress:
+            self.restart()
+        self._heartbeats[rank] = heartbeat
+        self._received[rank] = self._clock()
+
+    def seconds_without_progress(self) -> float:
+        """Return the time since the last progress of any rank."""
+        return self._clock() - self._last_progress
+
+    def is_due(self) -> bool:
+        """Whether the positions of all ranks should be requested now."""
+        stalled = self.seconds_without_progress()
+        if not self._first:
+            return stalled >= self.limit / 2
+        since_first = self._clock() - self._first_time
+        return stalled >= self.limit and since_first >= self.limit / 2
+
+    def silent(self, rank: int) -> bool:
+        """Whether a rank has sent no heartbeat for half the limit."""
+        received = self._received.get(rank, self._clock() - self.seconds_without_progress())
+        return self._clock() - received > max(self.limit / 2, 2 * self.interval)
+
+    def find_cause(
+        self,
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        departed: Mapping[int, str],
+        states: Mapping[int, ProcessState],
+    ) -> str:
+        """Return the cause of a hang; "" where there is none, or none yet.
+
+        positions: of the ranks that have responded. hosts: of all ranks, "node17 (pid 4711)".
+        departed: ranks that have left, and why. states: of processes that do not respond.
+        """
+        first, elapsed = self._first, self._clock() - self._first_time
+        self._first, self._first_time = dict(positions), self._clock()
+        running = [rank for rank in sorted(hosts) if rank not in departed]
+        missing = unreported(positions, running)
+        if not first or not positions or not all(map(self.silent, missing)):
+            return ""
+        if any(_entered(first.get(rank, now)) != _entered(now) for rank, now in positions.items()):
+            self.restart()
+            return ""
+
+        waiting = waits(positions, running)
+        if self._none_waits(positions, running):
+            is_idle = not missing and all(
+                rank in first and _is_idle(first[rank], position, elapsed)
+                for rank, position in positions.items()
+            )
+            return self.describe(positions, hosts, departed, states) if is_idle else ""
+        awaited = set(late(positions, running))
+        others = [wait.awaited for its_waits in waiting.values() for wait in its_waits]
+        if self._recorded:  # waiting takes no CPU then
+            awaited |= positions.keys() & {rank for ranks in others for rank in ranks}
+        if not all(others):  # unknown for whom
+            awaited |= positions.keys() - waiting.keys()
+        if awaited & positions.keys() - first.keys():  # what these have done since is unknown
+            return ""
+        busy = {
+            rank: use
+            for rank in sorted(awaited & first.keys() & positions.keys())
+            if (use := _use(first[rank], positions[rank], elapsed))
+        }
+        native = {rank: states[rank].text for rank in missing if states.get(rank, _UNKNOWN).is_busy}
+        is_waited_for = native.keys() == set(missing) and not describe_mismatch(positions, hosts)
+        if (busy or native) and is_waited_for:
+            if self.seconds_without_progress() < BUSY_FACTOR * self.limit:
+                self._notice({**busy, **native}, positions, hosts, states)
+                return ""
+        self._busy = busy
+        return self.describe(positions, hosts, departed, states)
+
+    def describe(
+        self,
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        departed: Mapping[int, str],
+        states: Mapping[int, ProcessState],
+    ) -> str:
+        """Return the cause of the hang that find_cause() has found, from these positions."""
+        running = [rank for rank in sorted(hosts) if rank not in departed]
+        missing = unreported(positions, running)
+        if self._none_waits(positions, running):
+            return self._describe_idle(positions, hosts, departed)
+        left = next((cause for cause in departed.values() if cause), "")
+        if left and not late(positions, running):
+            return left
+        cause = describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
+        return cause + "".join(f". Rank {rank} is {use}" for rank, use in self._busy.items())
+
+    def _none_waits(self, positions: Mapping[int, Position], running: list[int]) -> bool:
+        if waits(positions, running):
+            return False
+        if self._recorded or any(position.last for position in positions.values()):
+            return True
+        # Whether a rank that does not respond had entered fewer collectives than another.
+        beats = [
+            self._heartbeats[r] for r in unreported(positions, running) if r in self._heartbeats
+        ]
+        fewest = min((beat.entered for beat in beats), default=sys.maxsize)
+        return all(position.collectives <= fewest for position in positions.values())
+
+    def _notice(
+        self,
+        busy: Mapping[int, str],
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        states: Mapping[int, ProcessState],
+    ) -> None:
+        if self._noticed:
+            return
+        self._noticed = True
+        places = {rank: f"last seen at {beat.location}" for rank, beat in self._heartbeats.items()}
+        places |= {rank: f"at {position.location}" for rank, position in positions.items()}
+        places |= {rank: f"at {state.location}" for rank, state in states.items() if state.location}
+        ranks = "; ".join(
+            f"rank {rank} on {hosts[rank]} is {use} {places.get(rank, '')}"
+            for rank, use in list(busy.items())[:8]
+        )
+        self.notice = (
+            f"{ranks}. The other ranks have waited in a collective for "
+            f"{self.seconds_without_progress():.0f} s. If that is intended, call "
+            "report_progress() there, or set a larger hang_timeout. Otherwise the job ends after "
+            f"{BUSY_FACTOR * self.limit:.0f} s\n"
+        )
+
+    def restart(self) -> None:
+        """Begin the limit again: there is progress, or this process did not run for a while."""
+        self._last_progress = self._clock()
+        self._first = {}
+        self._noticed = False
+
+    def _describe_silent(
+        self, missing: list[int], hosts: Mapping[int, str], states: Mapping[int, ProcessState]
+    ) -> dict[int, str]:
+        """Return what is known of the ranks that do not respond."""
+        responding_hosts = {_name(hosts[rank]) for rank in hosts if rank not in missing}
+        known = {}
+        for rank in missing:
+            state = "it is stopped, or busy in native code"
+            if rank in states:
+                state = f"its process is {states[rank].text}"
+            elif _name(hosts[rank]) not in responding_hosts:
+                state = "no rank of this host does, so the host is down or its network is cut"
+            known[rank] = state
+            if location := states.get(rank, _UNKNOWN).location:
+                known[rank] += f". It is at {location}"
+            elif rank in self._heartbeats:
+                beat = self._heartbeats[rank]
+                known[rank] += (
+                    f". Its last report: {beat.entered} collectives entered, at {beat.location}"
+                )
+        return known
+
+    def _describe_idle(
+        self,
+        positions: Mapping[int, Position],
+        hosts: Mapping[int, str],
+        departed: Mapping[int, str],
+    ) -> str:
+        after = " after the other ranks have left" if departed else ""
+        return "; ".join(
+            f"rank {rank} on {hosts[rank]} is idle{after}. It is at {position.location}"
+            for rank, position in list(positions.items())[:8]
+        )
+
+
+def _entered(position: Position) -> tuple[object, ...]:
+    newest = position.last[-1:]
+    return position.collectives, [(c["group"], c["number"], c["operation"]) for c in newest]
+
+
+def _is_idle(before: Position, now: Position, seconds: float) -> bool:
+    cpu, megabytes = _difference(before, now)
+    # The numbers shrink when a child process ends, which is work, too.
+    quiet = abs(cpu) < _INSPECTION_CPU + _IDLE_CPU * seconds and abs(megabytes) < _IDLE_MEGABYTES
+    return quiet and not now.work.waits_for_disk
+
+
+def _use(before: Position, now: Position, seconds: float) -> str:
+    """Return what a rank has worked with between two inspections; "" where it was not busy."""
+    cpu, megabytes = _difference(before, now)
+    uses = (
+        (cpu > BUSY_CPU * seconds, f"{100 * cpu / seconds:.0f} % of a core"),
+        (megabytes > _BUSY_MEGABYTES * seconds, f"{megabytes / seconds:.0f} MB/s"),
+        (min(before.work.gpu, now.work.gpu) > _BUSY_GPU, f"GPU {100 * now.work.gpu:.0f} %"),
+    )
+    found = ", ".join(use for is_busy, use in uses if is_busy)
+    return f"busy ({found})" if found else ""
+
+
+def _difference(before: Position, now: Position) -> tuple[float, float]:
+    early, late = before.work, now.work
+    return late.cpu_seconds - early.cpu_seconds, late.megabytes - early.megabytes
+
+
+def _name(host: str) -> str:
+    return host.partition(" ")[0]

@@ -1,0 +1,398 @@
+"""End a rank: which rank failed first, orderly close, start-up time-out.
+
+The first rank to fail shows its traceback. The others name it, without the traceback of the
+collective that failed because of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from ..host import gloo, process
+from ..job.exit_status import EXIT_REQUEUE
+from ..launch_error import LaunchError
+from ..launchers.launcher import Placement
+from ..log import get_logger
+from .collectives import show_collectives
+from .hang import user_frame
+from .launch_report import report_first_cause
+from .monitor import Monitor
+
+_log = get_logger(__name__)
+
+_DESTROY_SECONDS = 20.0
+_SLOWEST_RANK_SECONDS = 1800.0  # for a last evaluation or save while the other ranks close
+_ORDERLY_EXITS = (None, 0, EXIT_REQUEUE)  # of SystemExit
+_LEFT = "left normally"
+_REPORTED = "_ddpkit_reported"  # attribute of an exception that has been printed
+_FAILED_KEY, _CLOSING_KEY = "ddpkit/failed", "ddpkit/closing"  # in the store
+
+# Messages of torch 2.13. gloo raises a plain RuntimeError: "[.../gloo/transport/tcp/pair.cc:553]
+# Connection closed by peer [10.0.0.2]:57993". NCCL and the store raise DistError: "... Watchdog
+# caught collective operation timeout".
+_RUNTIME_ERROR_OF_TORCH = (
+    r"gloo/[\w./-]+:\d+\] |\AOperation timed out!\Z|monitoredBarrier (after|in) \d+ ?ms"
+    r"|lost the connection to rank (0's store|\d+, which has ended)"
+    r"|the store that rank 0 or torchrun serves is no longer reachable"
+)
+# Errors that the kit raises on all ranks name the one that failed: "cannot load /scratch/run/step-
+# 000000001 on rank 1 on n2: the state does not match".
+_FAILED_RANK = r" on (rank \d+ on [\w.-]+): "
+_PEER_FAILURES = {
+    "lost": r"(closed|reset) by (remote )?peer|Broken pipe|Connection (was likely )?closed"
+    r"|remote process exited|ncclRemoteError|lost the connection"
+    r"|store that rank 0 or torchrun serves is no longer reachable",
+    "timeout": r"[Tt]im(e|ed|ing) ?out|monitoredBarrier",
+}
+_TORCH_AND_KIT = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(path)), "")
+    for path in (torch.__file__, os.path.dirname(__file__))
+)
+
+
+class Shutdown:
+    """The end of one rank: orderly, or with a report of the first failure."""
+
+    def __init__(
+        self, rank: int, world_size: int, backend: str, store: Store, monitor: Monitor | None
+    ) -> None:
+        """Prepare the end.
+
+        store: shared by all ranks. monitor: of the connections to the other ranks; None where
+        there are none.
+        """
+        self.store = store
+        self._monitor = monitor
+        self._world_size, self._backend = world_size, backend
+        self._this_rank = f"rank {rank} on {socket.gethostname()}"
+        self._closed = False
+
+    def register_hooks(self) -> None:
+        """Report also what ends a program without a with statement: exceptions and sys.exit()."""
+        atexit.register(self._at_exit)
+        previous = sys.excepthook
+
+        def hook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            if not self._closed:
+                self.report(error)
+            if not getattr(error, _REPORTED, False):
+                previous(kind, error, trace)
+
+        sys.excepthook = hook
+
+    def exit(self, error: BaseException | None) -> None:
+        """Leave the with statement: report `error`, if there is one, and close."""
+        if error is not None:
+            self.report(error)
+        how = _LEFT
+        if error is not None:
+            frames = reversed(traceback.extract_tb(error.__traceback__))
+            place = user_frame((f.filename, f.lineno or 0, f.name) for f in frames)
+            how = f"left by sys.exit() at {place}"
+        self.close(orderly=error is None or _is_orderly(error), how=how)
+
+    def close(self, *, orderly: bool = True, how: str = _LEFT) -> None:
+        """Leave the other ranks and destroy the process group; a second call does nothing.
+
+        orderly: the other ranks are expected to close, too. The end of NCCL waits for the ranks
+        of the same host, so this rank first waits for all ranks. how: what the other ranks report
+        if they still need this one.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._leave(self._departure(how))
+        if orderly and self._backend != "gloo" and self._world_size > 1:
+            self._wait_for_all()
+
+        self.store = HashStore()  # rank 0's store and its port end with their last reference
+        if dist.is_initialized() and not _ends_within(_DESTROY_SECONDS, dist.destroy_process_group):
+            _log.error(
+                "the process group could not be destroyed within %.0f s: a collective is still "
+                "waiting for another rank. Ending this process",
+                _DESTROY_SECONDS,
+            )
+            _exit_now()
+        gloo.wait_for_threads()
+
+    def report(self, error: BaseException) -> None:
+        """Print why this rank stops, once, and report it to the other ranks.
+
+        The connections are still open: no other rank has noticed yet, so a traceback comes first.
+        """
+        if _is_orderly(error) or getattr(error, _REPORTED, False):
+            return
+        with contextlib.suppress(AttributeError):  # an exception class with __slots__
+            setattr(error, _REPORTED, True)
+
+        description = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        named = re.search(_FAILED_RANK, description) if _raised_by_torch(error) else None
+        failed_rank = named[1] if named else self._this_rank
+        failure = f"{failed_rank} failed: {description}"
+        kind = peer_failure(error) if self._world_size > 1 else ""
+        first = self._first_cause(kind, failure)
+        if first and self._monitor is not None:
+            self._monitor.report_to_launcher(first)
+        self._release_closing_ranks()
+
+        is_root_cause = first == failure and failed_rank == self._this_rank
+        another_rank_shows_it = not is_root_cause and (
+            bool(first) and _raised_by_torch(error) if kind else description in first
+        )
+        message = failure
+        if not first:
+            message = (
+                f"{self._this_rank} stops: {description}. No rank reported a cause: look for the "
+                "first message of the others"
+            )
+        elif not is_root_cause:
+            message = f"{self._this_rank} stops, because {first}"
+
+        # Where an exit was called explains nothing.
+        is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
+        if not is_exit and not another_rank_shows_it:
+            sys.stderr.write("".join(traceback.format_exception(error)))
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
+        _write_error_file(message, is_root_cause=is_root_cause)
+        self._leave(failure if is_root_cause else "")
+
+    def _first_cause(self, kind: str, failure: str) -> str:
+        """Return what failed first; "" where no rank knows. kind: see peer_failure()."""
+        if self._monitor is None:
+            return "" if kind else failure
+        if kind:
+            return self._monitor.find_cause(kind)
+        return self._monitor.report_failure(failure)
+
+    def _leave(self, cause: str) -> None:
+        if self._monitor is not None:
+            self._monitor.leave(cause)
+
+    def _departure(self, how: str) -> str:
+        """What the other ranks report if they still need this rank, which has not failed."""
+        entered = entered_collectives()
+        after = "" if entered is None else f" after {entered} collectives"
+        return (
+            f"{self._this_rank} {how}{after}, and other ranks need it for more. The ranks have "
+            "uneven work: give each the same number of steps (DistributedSampler, "
+            "drop_last=True), or train under DistributedDataParallel.join()"
+        )
+
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks close, one has failed, or the slowest takes half an hour."""
+        limit = time.monotonic() + _SLOWEST_RANK_SECONDS
+        pause = max(0.05, self._world_size / 5000)
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+            closing = self.store.add(_CLOSING_KEY, 1)
+            while closing < self._world_size and time.monotonic() < limit:
+                if self.store.check([_FAILED_KEY]):
+                    return
+                time.sleep(pause)
+                closing = self.store.add(_CLOSING_KEY, 0)
+
+    def _release_closing_ranks(self) -> None:
+        """End _wait_for_all() on the ranks that are closing already."""
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+            self.store.set_timeout(timedelta(seconds=3))
+            self.store.set(_FAILED_KEY, "")
+
+    def _at_exit(self) -> None:
+        """Record the exit for waiting ranks: without a with statement they would not see it."""
+        if not self._closed:
+            self._leave(self._departure("ended its program (by its last line or sys.exit())"))
+        # The end of NCCL might wait for ranks that are still at work; the process's end does not.
+        if self._backend == "gloo":
+            self.close(orderly=False)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+def peer_failure(error: BaseException) -> str:
+    """Return "lost" or "timeout" for torch's error because of another rank, "" for other errors."""
+    text = str(error)
+    is_of_torch = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and re.search(_RUNTIME_ERROR_OF_TORCH, text)
+    )
+    if not is_of_torch:
+        return ""
+    return next((kind for kind, pattern in _PEER_FAILURES.items() if re.search(pattern, text)), "")
+
+
+def _is_orderly(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS
+
+
+def _raised_by_torch(error: BaseException) -> bool:
+    """Whether the innermost frame is in torch or in this package, as for a collective."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_TORCH_AND_KIT)
+
+
+def entered_collectives() -> int | None:
+    """Return how many collectives of the default group this rank has entered.
+
+    None where torch does not count them. Private API: it is the only count that the backends keep
+    themselves, also of DistributedDataParallel's reductions.
+    """
+    try:
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def write_hang_report(rank: int, folder: str, cause: str) -> None:
+    """Write the Python stacks of all threads and the last collectives of this rank to a file.
+
+    The file goes to `folder`, or to the folder for temporary files where that is not writable.
+    folder: "" for no file. torchrun's agent gets the cause in any case.
+    """
+    name = f"rank{rank}-{socket.gethostname()}.txt"
+    temporary = os.path.join(tempfile.gettempdir(), os.path.basename(folder))
+    for place in (folder, temporary) if folder else ():
+        try:
+            os.makedirs(place, exist_ok=True)
+            with open(os.path.join(place, name), "w", encoding="utf-8") as file:
+                file.write(f"{cause}\n\nStacks, innermost frame first:\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write(f"\n{show_collectives()}")
+        except OSError as error:
+            _log.error("no hang report in %s: %s", place, error.strerror)
+            continue
+        break
+    _write_error_file(cause, is_root_cause=False)
+
+
+def _write_error_file(cause: str, *, is_root_cause: bool) -> None:
+    """Give torchrun's agent the cause. It takes its worker with the earliest time for the root.
+
+    A killed worker has no file; its time is when the agent noticed. Other ranks' times are later.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    timestamp = int(time.time()) + (0 if is_root_cause else 60)
+    details = {"py_callstack": cause, "timestamp": str(timestamp)}
+    message = {"message": cause, "extraInfo": details}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)
+
+
+# A failed start ----------------------------------------------------------------------------------
+
+
+def connection_failure(
+    placement: Placement, backend: str, error: Exception, monitor: Monitor
+) -> LaunchError:
+    """Return why torch could not connect the ranks: a rank that has died, or torch's error."""
+    cause = monitor.start_failure(timeout=2)
+    if cause:
+        return LaunchError(cause)
+    interfaces = " ".join(
+        f"{name}={os.environ.get(name, '')!r}"
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    )
+    return LaunchError(
+        f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}: all ranks "
+        f"joined, but {backend} could not connect them: {' '.join(str(error).split())[:600]}. "
+        "Another rank may have died since (look for its message). Otherwise check "
+        f"{interfaces} and the firewalls between hosts"
+    )
+
+
+def print_without_traceback(failure: LaunchError) -> None:
+    """Print an uncaught LaunchError without its traceback.
+
+    Where all ranks have the same message, rank 0 prints it and the others refer to it.
+    """
+    message = f"LaunchError: {failure}"
+    if failure.reported_by_rank_0:
+        message = (
+            f"LaunchError: this rank ({socket.gethostname()}, pid {os.getpid()}) does not start. "
+            "Look for the message of rank 0"
+        )
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is failure:
+            if not failure.reported_by_rank_0:
+                report_first_cause(str(failure))
+            _write_error_file(str(failure), is_root_cause=not failure.reported_by_rank_0)
+            sys.stderr.write(f"{message}\n")
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def start_up_time_out(rank: int, world_size: int, timeout: float) -> Iterator[None]:
+    """End this process when the start takes 10 % longer than `timeout` seconds.
+
+    Every step of the start has the timeout itself, but native code may wait without a limit.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        if done.wait(timeout * 1.1 + 1):
+            return
+        # faulthandler would show the frames without their source lines.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        sys.stderr.write(
+            f"[rank {rank}/{world_size} {socket.gethostname()}] ERROR: the start did not end "
+            f"within {timeout:.0f} s: another rank died or hangs (look for its message), or the "
+            "hosts cannot reach each other on the chosen network interface. Stack of the main "
+            "thread:\n"
+            f"{stack}"
+        )
+        _exit_now()
+
+    threading.Thread(target=watch, daemon=True, name="start-up time-out").start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _ends_within(seconds: float, action: Callable[[], None]) -> bool:
+    """Run `action` in a thread; return whether it ended in time. Its errors are logged."""
+
+    def run() -> None:
+        try:
+            action()
+        except (RuntimeError, ValueError) as error:
+            _log.warning("destroying the process group: %s", error)
+
+    thread = threading.Thread(target=run, daemon=True, name="close")
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _exit_now() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process.end(1)

@@ -1,1 +1,0 @@
-"""OpenPBS and PBS Professional: allocations and jobs."""

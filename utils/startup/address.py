@@ -1,0 +1,279 @@
+"""Agree on the host and port where rank 0 listens, and exchange the ranks' reports there.
+
+Rank 0 binds a port and keeps it: the listening socket serves the start-up exchange and then
+torch's store. The other ranks try the places where endpoints.py expects rank 0. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..host import network
+from ..launch_error import LaunchError
+from ..launchers.launcher import Launcher, Placement
+from ..launchers.name_service import NameService, NameServiceUnavailable
+from ..monitor.monitor import Monitor
+from .endpoints import Endpoints, find_endpoints
+from .exchange import NotRank0, RendezvousServer, join
+from .listener import allow_connections, open_listener
+from .reports import Assignment, RankReport, check_reports
+
+_MAX_ADDRESSES = 8  # of rank 0's host that are published, within 200 bytes
+_TRIED_ADDRESSES = 4  # of one host name
+
+
+@dataclass
+class Rendezvous:
+    """What a rank knows after the start-up exchange.
+
+    master_addr, master_port: rank 0's, the same on every rank.
+    rank_0_addr: the address of rank 0 by which this rank has reached it.
+    local_addr: this host's address on the way to rank 0.
+    listener: on rank 0 the socket bound to master_port, for torch's store; else None.
+    monitor: of the ranks' connections to rank 0; None for a single rank.
+    table: on rank 0 one row per host. token: identifies the launch, the same on every rank.
+    """
+
+    master_addr: str
+    master_port: int
+    assignment: Assignment
+    rank_0_addr: str
+    local_addr: str
+    listener: socket.socket | None = None
+    monitor: Monitor | None = None
+    notes: tuple[str, ...] = ()
+    table: str = ""
+    token: str = ""
+
+
+def agree(
+    placement: Placement,
+    report: RankReport,
+    *,
+    launcher: Launcher,
+    timeout: float,
+    environ: Mapping[str, str] = os.environ,
+    name_service: NameService | None = None,
+) -> Rendezvous:
+    """Find rank 0, report to it, and return what it has assigned to this rank.
+
+    launcher: the one that `placement` is from. timeout: seconds until a missing rank is an error.
+    environ: without the variables that a rank has set for other programs.
+    name_service: to use instead of the launcher's.
+
+    Raises LaunchError on every rank, with rank 0's message where it can be reached.
+    """
+    if placement.world_size == 1:
+        return _alone(report)
+    deadline = time.monotonic() + timeout
+    endpoints = find_endpoints(
+        launcher, placement, environ, name_service=name_service, timeout=timeout
+    )
+    if placement.rank == 0:
+        return _serve(placement, endpoints, report, deadline)
+    return _join(placement, endpoints, report, deadline, timeout)
+
+
+def _alone(report: RankReport) -> Rendezvous:
+    if report["error"]:
+        raise LaunchError(report["error"])
+    result = check_reports([report])
+    return Rendezvous(
+        master_addr="127.0.0.1",
+        master_port=0,
+        assignment=result.assignments[0],
+        rank_0_addr="127.0.0.1",
+        local_addr="127.0.0.1",
+        notes=tuple(result.notes),
+        table=result.table,
+    )
+
+
+# Rank 0
+
+
+def _serve(
+    placement: Placement, endpoints: Endpoints, report: RankReport, deadline: float
+) -> Rendezvous:
+    """Let the other ranks join, check all reports, and send the results."""
+    notes = [*endpoints.notes, *allow_connections(placement.world_size)]
+    listener = open_listener(endpoints, placement.world_size)
+    port = int(listener.getsockname()[1])
+    try:
+        token = _publish(endpoints, port, deadline) or endpoints.token
+        hints = list(placement.notes)
+        # In a thread: to resolve a name may take long, and the others are connecting already.
+        threading.Thread(
+            target=lambda: hints.extend(_hints(endpoints)), daemon=True, name="hints"
+        ).start()
+        with RendezvousServer(listener, placement.world_size, token, hints) as server:
+            try:
+                result = check_reports(server.collect(report, deadline))
+            except LaunchError as error:
+                server.refuse(str(error), deadline)
+                raise
+            monitor = server.send(result.assignments)
+    except BaseException:
+        listener.close()
+        raise
+    return Rendezvous(
+        master_addr=server.address,
+        master_port=port,
+        assignment=result.assignments[0],
+        rank_0_addr="127.0.0.1",
+        local_addr=server.address,
+        listener=listener,
+        monitor=monitor,
+        notes=(*result.notes, *notes),
+        table=result.table,
+        token=token,
+    )
+
+
+def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
+    """Publish token, port and addresses through the name service; return the new token.
+
+    Returns "" where there is no name service.
+    """
+    if endpoints.name_service is None:
+        return ""
+    addresses = [] if endpoints.loopback else network.local_addresses()
+    addresses = addresses or ["127.0.0.1"]
+    resolved = (address for host in endpoints.hosts for address in network.resolve(host))
+    chosen_by_user = [address for address in resolved if address in addresses]
+    addresses = list(dict.fromkeys([*chosen_by_user, *addresses]))[:_MAX_ADDRESSES]
+
+    token = os.urandom(12).hex()
+    text = f"{token}|{port}|{','.join(addresses)}"
+    try:
+        endpoints.name_service.publish(text, deadline - time.monotonic())
+    except NameServiceUnavailable as error:
+        raise LaunchError(
+            f"rank 0 on {socket.gethostname()} cannot publish its address: {error}. "
+            "Export MASTER_ADDR and MASTER_PORT to all ranks"
+        ) from None
+    return token
+
+
+def _hints(endpoints: Endpoints) -> Iterator[str]:
+    """Yield what may keep other ranks from joining, for the message that names them."""
+    by_master_addr = endpoints.source.startswith("MASTER_ADDR")
+    if not by_master_addr or not endpoints.hosts or endpoints.name_service is not None:
+        return
+    address = endpoints.hosts[-1]
+    resolved, local = network.resolve(address), network.local_addresses()
+    if not resolved:
+        yield f"MASTER_ADDR={address} does not resolve on rank 0's host"
+    elif not any(one in local or ":" in one or network.is_loopback(one) for one in resolved):
+        yield (
+            f"MASTER_ADDR={address} is no address of rank 0's host {socket.gethostname()}, which "
+            f"has {', '.join(local[:4])}"
+        )
+
+
+# The other ranks
+
+
+class _Candidate(NamedTuple):
+    """A place where rank 0 may listen; name: of the host, for messages."""
+
+    name: str
+    address: str
+    port: int
+    token: str
+
+
+def _join(
+    placement: Placement,
+    endpoints: Endpoints,
+    report: RankReport,
+    deadline: float,
+    timeout: float,
+) -> Rendezvous:
+    """Try the candidates until rank 0 is found there or the time is over."""
+    failures: dict[str, str] = {}  # by host, the latest last
+    attempt, pause = 0, 0.005
+    # A busy rank 0 responds to 4,000 ranks within 4 s. Where rank 0 must be, wait for longer.
+    response_timeout = 10.0 if endpoints.is_certain else 2 + placement.world_size / 500
+    while True:
+        for candidate in _candidates(placement, endpoints, attempt, deadline, failures):
+            try:
+                joined = join(
+                    candidate.address,
+                    candidate.port,
+                    candidate.token,
+                    placement,
+                    report,
+                    deadline=deadline,
+                    first_response_timeout=response_timeout,
+                )
+            except NotRank0 as found:
+                name, address = candidate.name, candidate.address
+                shown = name if name == address else f"{name} ({address})"
+                failures.pop(name, None)
+                failures[name] = f"{shown} port {candidate.port}: {found}"
+                if found.unresponsive:
+                    attempt += 3  # another program has the likeliest port: try the others soon
+                continue
+            return Rendezvous(
+                master_addr=joined.master_addr,
+                master_port=candidate.port,
+                assignment=joined.assignment,
+                rank_0_addr=candidate.address,
+                local_addr=joined.local_addr,
+                monitor=joined.monitor,
+                notes=tuple(endpoints.notes),
+                token=candidate.token,
+            )
+        attempt += 1
+        if time.monotonic() + pause > deadline:
+            break
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.5)
+
+    tried = "; ".join(list(failures.values())[-4:]) or "nothing: rank 0 has published no address"
+    source = f" (from {endpoints.source})" if endpoints.name_service is None else ""
+    raise LaunchError(
+        f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()} did not find "
+        f"rank 0 within {timeout:.0f} s{source}. Tried {tried}. Check that rank 0 runs there (look "
+        "for its message), and that no firewall is between the hosts"
+    )
+
+
+def _candidates(
+    placement: Placement,
+    endpoints: Endpoints,
+    attempt: int,
+    deadline: float,
+    failures: dict[str, str],
+) -> Iterator[_Candidate]:
+    """Yield the places to try: what rank 0 has published, or a growing part of the candidates."""
+    if endpoints.name_service is not None:
+        try:
+            text = endpoints.name_service.look_up(max(0.0, deadline - time.monotonic()))
+        except NameServiceUnavailable as error:
+            raise LaunchError(
+                f"rank {placement.rank} on {socket.gethostname()} cannot look up rank 0's address: "
+                f"{error}. Export MASTER_ADDR and MASTER_PORT to all ranks"
+            ) from None
+        if text:
+            token, published_port, addresses = text.split("|")
+            for address in addresses.split(","):
+                yield _Candidate(address, address, int(published_port), token)
+        return
+
+    # Almost always the first port on the first host is right: try the others less often.
+    places = [(host, port) for port in endpoints.ports for host in endpoints.hosts]
+    num_places = 1 + (1 << min(attempt, 20)) // 8
+    for host, port in places[:num_places]:
+        resolved = endpoints.resolve(host)
+        if not resolved:
+            failures[host] = f"{host}: the name does not resolve on {socket.gethostname()}"
+        for address in resolved[:_TRIED_ADDRESSES]:
+            yield _Candidate(host, address, port, endpoints.token)

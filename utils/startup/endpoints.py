@@ -1,0 +1,187 @@
+"""Find out where rank 0 of a launch may listen, before the ranks are connected.
+
+Under torchrun and by hand, MASTER_ADDR and MASTER_PORT tell. Otherwise, in this order: a broadcast,
+if MPI is running already; the launcher's name service, which rank 0 publishes its address to; the
+hosts that the launcher lists and MASTER_ADDR, at MASTER_PORT and at ports derived from the identity
+of the launch; a broadcast by mpi4py; MASTER_ADDR and MASTER_PORT alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..host import network
+from ..launch_error import LaunchError
+from ..launchers import mpi
+from ..launchers.by_hand import is_stale
+from ..launchers.launcher import Launcher, Placement
+from ..launchers.name_service import NameService, NameServiceUnavailable
+
+_NUM_CANDIDATES = 8
+
+
+@dataclass
+class Endpoints:
+    """Where rank 0 may listen.
+
+    token: identifies the launch; with a name service, rank 0 publishes another one.
+    hosts, ports: candidates, the likeliest first. name_service: used instead of them, if any.
+    source: where hosts and ports come from, for messages.
+    loopback: whether all ranks run on this host and need no other interface.
+    """
+
+    launcher: Launcher
+    token: str
+    hosts: list[str]
+    ports: list[int]
+    name_service: NameService | None = None
+    source: str = "MASTER_ADDR and MASTER_PORT"
+    loopback: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether there is only one place where rank 0 may listen."""
+        return self.name_service is not None or len(self.ports) == 1
+
+    def resolve(self, host: str) -> list[str]:
+        """Return the IP addresses of a host; empty where its name does not resolve."""
+        resolved = [*network.resolve_on_fabric(host), *network.resolve(host)]
+        return list(dict.fromkeys(resolved)) or self.launcher.resolve(host)
+
+
+def find_endpoints(
+    launcher: Launcher,
+    placement: Placement,
+    environ: Mapping[str, str],
+    *,
+    name_service: NameService | None = None,
+    timeout: float,
+) -> Endpoints:
+    """Return where rank 0 of this launch may listen.
+
+    name_service: the one to use, if the caller has one. timeout: seconds that MPI_Init may take.
+    Raises LaunchError when nothing leads to rank 0, or variables contradict the launch.
+    """
+    master, notes = _master_address(launcher, placement, environ)
+    identity = launcher.identity(environ, placement)
+    endpoints = Endpoints(
+        launcher=launcher,
+        token=hashlib.sha256(identity.encode()).hexdigest()[:24],
+        hosts=[master.host] if master.host else [],
+        ports=[master.port] if master.port and name_service is None else [],
+        name_service=name_service,
+        loopback=placement.on_one_host and (not master.host or network.is_loopback(master.host)),
+        notes=notes,
+    )
+    # A given name service uses the store at MASTER_PORT, so that rank 0 needs another port.
+    if name_service is not None or launcher.requires_master_address:
+        return endpoints
+
+    is_local = endpoints.loopback and bool(identity)
+    unavailable: list[NameServiceUnavailable] = []
+    for connect in _name_services(launcher, placement, environ, is_local):
+        try:
+            endpoints.name_service = connect()
+        except NameServiceUnavailable as error:
+            unavailable.append(error)
+        if endpoints.name_service is not None:
+            return endpoints
+
+    if is_local:
+        hosts, source = ["127.0.0.1"], "this host alone"
+    else:
+        hosts, source = launcher.candidate_hosts(environ)
+    if hosts and (identity or master.port):
+        # A stale MASTER_ADDR may match one rank by chance; that rank tries the other hosts, too.
+        endpoints.hosts = list(dict.fromkeys([*hosts, *endpoints.hosts]))
+        endpoints.ports += candidate_ports(identity) if identity else []
+        endpoints.source = f"MASTER_ADDR and {source}" if master.host else source
+        return endpoints
+
+    if launcher.mpi_libraries and not any(error.affects_mpi for error in unavailable):
+        try:
+            endpoints.name_service = mpi.MpiBroadcast(launcher, placement, timeout)
+            return endpoints
+        except NameServiceUnavailable as error:
+            unavailable.append(error)
+    if endpoints.hosts and endpoints.ports:
+        return endpoints
+    reasons = "; ".join(str(error) for error in unavailable) or "no node list"
+    raise LaunchError(
+        f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}, started by "
+        f"{launcher.name}: rank 0's address is unknown ({reasons}). "
+        "Export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to all ranks"
+    )
+
+
+def candidate_ports(identity: str) -> list[int]:
+    """Return the ports to try: the same for all ranks of a launch, others for another launch."""
+    digest = hashlib.sha256(b"port" + identity.encode()).digest()
+    numbers = (int.from_bytes(digest[4 * i : 4 * i + 4], "big") for i in range(_NUM_CANDIDATES))
+    return [network.LISTEN_PORTS[number % len(network.LISTEN_PORTS)] for number in numbers]
+
+
+def _name_services(
+    launcher: Launcher, placement: Placement, environ: Mapping[str, str], is_local: bool
+) -> list[Callable[[], NameService | None]]:
+    """Return functions that connect to a name service, in the order in which to try them."""
+    services: list[Callable[[], NameService | None]] = []
+    if launcher.mpi_libraries and mpi.is_running():
+        # From MPI_Init on, the launcher's name service belongs to the MPI library.
+        services.append(lambda: mpi.MpiBroadcast(launcher, placement))
+    if not is_local:  # on one host, ports derived from the identity are enough
+        services.append(lambda: launcher.name_service(environ))
+    return services
+
+
+@dataclass
+class _MasterAddress:
+    """MASTER_ADDR and MASTER_PORT; "" and 0 where they are not set or not of this launch."""
+
+    host: str = ""
+    port: int = 0
+
+
+def _master_address(
+    launcher: Launcher, placement: Placement, environ: Mapping[str, str]
+) -> tuple[_MasterAddress, list[str]]:
+    """Return MASTER_ADDR and MASTER_PORT, and notes. Raises LaunchError if they cannot be right."""
+    host, port = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
+    is_required = launcher.requires_master_address
+    if is_required and not (host and port):
+        raise LaunchError(
+            f"rank {placement.rank} of {placement.world_size} was set by hand (RANK, WORLD_SIZE), "
+            f"but MASTER_ADDR={host!r} MASTER_PORT={port!r}; expected both. Export the host of "
+            "rank 0 and a free port, or start the script by a launcher"
+        )
+
+    if not is_required and (host or port) and is_stale(environ, placement):
+        note = (
+            f"MASTER_ADDR={host} MASTER_PORT={port} was ignored: the RANK or WORLD_SIZE set with "
+            "it belongs to another launch"
+        )
+        return _MasterAddress(), [note]
+
+    is_number = port.isascii() and port.isdecimal() and len(port) < 6
+    if port and not (is_number and 0 < int(port) < 65536):
+        raise LaunchError(
+            f"MASTER_PORT is {port[:40]!r}; expected a port from 1 to 65535. Correct or unset it"
+        )
+
+    on_several_hosts = (
+        launcher.counts_all_local_ranks
+        and placement.local_world_size is not None
+        and not placement.on_one_host
+    )
+    if on_several_hosts and host and network.is_loopback(host):
+        if not is_required and environ.get("RANK", "").strip():
+            return _MasterAddress(), []  # of another launch, whose RANK is this rank's by chance
+        raise LaunchError(
+            f"MASTER_ADDR={host} is this host alone, but the {placement.world_size} ranks run on "
+            "several hosts. Set it to a name of rank 0's host that all hosts know, or unset it"
+        )
+    return _MasterAddress(host, int(port or 0)), []

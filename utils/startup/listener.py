@@ -1,0 +1,81 @@
+"""Open the socket that rank 0 listens on: for the start-up exchange, then for torch's store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+
+from ..host import process
+from ..launch_error import LaunchError
+from .endpoints import Endpoints
+
+_DESCRIPTORS_PER_RANK = 2  # its connections to the start-up exchange and to the store
+_OTHER_DESCRIPTORS = 256
+
+
+def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
+    """Return a socket bound to the first candidate port that is free.
+
+    With a name service it is any free port. Raises LaunchError when all ports are taken.
+    """
+    ports = endpoints.ports
+    if endpoints.name_service is not None and len(ports) != 1:
+        ports = [0]
+    taken = OSError()
+    for port in ports:
+        try:
+            return _bind(port, endpoints.loopback, world_size)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise LaunchError(
+                    f"rank 0 on {socket.gethostname()} cannot listen on port {port}: {error}"
+                ) from None
+            taken = error
+
+    if len(ports) == 1:
+        found = f"MASTER_PORT={ports[0]}"
+        remedy = "Choose another MASTER_PORT, or unset it: the kit picks a free port"
+    else:
+        found = f"ports {', '.join(map(str, ports))}"
+        remedy = "Set MASTER_PORT to a free port"
+    raise LaunchError(
+        f"rank 0 cannot listen on {found} of {socket.gethostname()}: "
+        f"{os.strerror(taken.errno or 0)}, by another program or launch. {remedy}"
+    )
+
+
+def _bind(port: int, loopback: bool, backlog: int) -> socket.socket:
+    if loopback:
+        return socket.create_server(("127.0.0.1", port), backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", port), backlog=backlog)
+
+
+def allow_connections(world_size: int) -> Iterator[str]:
+    """Raise the limit of open files to what the ranks need; yield a note on a short accept queue.
+
+    Raises LaunchError when the hard limit is too low.
+    """
+    import resource  # Unix only, like every launcher
+
+    needed = _DESCRIPTORS_PER_RANK * world_size + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LaunchError(
+            f"rank 0 on {socket.gethostname()} may open {hard} files, but {world_size} ranks need "
+            f"{needed}. Raise the hard limit (ulimit -Hn) on the compute nodes"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+    queue = process.system_setting("net/core/somaxconn")
+    if queue.isdecimal() and int(queue) < world_size:
+        yield (
+            f"net.core.somaxconn={queue} on {socket.gethostname()} is below the {world_size} "
+            "ranks: TCP retries connections beyond it, which takes seconds"
+        )

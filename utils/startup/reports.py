@@ -1,0 +1,396 @@
+"""Per-rank start-up report, rank 0's consistency checks, and the start-up table.
+
+check_reports() compares the reports of all ranks and assigns each rank its local rank, device,
+CPUs and threads. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ..host import binding, process
+from ..host.cores import HostMasks, RankCores, choose_cores, notes_on_cores
+from ..host.topology import read_topology
+from ..launch_error import LaunchError
+from ..launchers.launcher import Placement
+from ..launchers.rank_variables import INDEPENDENT, launch_rank
+
+_SHOWN_HOSTS = 16
+_SHOWN_RANKS = 16  # of the first host, with their CPUs
+_SHOWN_NOTES = 3
+_SHOWN_RANGES = 20
+
+# Fields of the reports that have to be the same on all ranks, and what the message calls them.
+_COMPARED = {
+    "torch_version": "torch version",
+    "kit_version": "kit version",
+    "launcher": "launcher",
+    "backend": "backend",
+}
+
+
+class RankReport(TypedDict):
+    """Where a rank runs and as what. It travels as JSON."""
+
+    host: str
+    boot_id: str  # distinguishes containers that are all called localhost
+    pid: int
+    launcher: str
+    local_rank: int | None  # from the launcher, if it has one
+    local_world_size: int | None
+    cores: str  # that the rank may run on: a hexadecimal mask
+    host_cores: int
+    topology: str  # of the host, from its local rank 0; "" from the others
+    bind: bool  # whether setup_distributed() may bind the rank
+    binding: str  # DDPKIT_CPU_BIND; "" if it is unset
+    omp_num_threads: str  # "" where it is not set
+    openmp_binding: str  # the variable that makes OpenMP bind threads, with its value; or ""
+    launch_rank: str  # "2/4": of the process that launch.py has started; "" where none counts
+    notes: list[str]
+    backend: str
+    devices: list[str]  # visible ones, by identity; empty for the CPU
+    device_nodes: list[int | None]  # the NUMA node of each device, where it is known
+    device_masks: str  # "CUDA_VISIBLE_DEVICES=0,1"
+    torch_version: str
+    kit_version: str
+    gloo_interfaces: str  # GLOO_SOCKET_IFNAME, "" where it is not set
+    error: str  # why this rank cannot start, "" where it can
+
+
+class Assignment(TypedDict):
+    """What rank 0 has decided for a rank. It travels as JSON."""
+
+    node_rank: int
+    num_nodes: int
+    local_rank: int
+    local_world_size: int
+    device_index: int | None  # among the rank's visible devices; None for the CPU
+    cpus: str  # the CPUs to bind the rank to, such as "0-7,64-71"; "": do not bind it
+    threads: int
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What rank 0 has found out from matching reports."""
+
+    assignments: list[Assignment]  # by rank
+    table: str  # one row per host
+    notes: list[str]
+
+
+def make_report(
+    placement: Placement,
+    *,
+    backend: str = "",
+    devices: Sequence[str] = (),
+    device_nodes: Sequence[int | None] = (),
+    device_masks: str = "",
+    torch_version: str = "",
+    kit_version: str = "",
+    gloo_interfaces: str = "",
+    bind: bool = True,
+    error: str = "",
+) -> RankReport:
+    """Report where this process runs. device_nodes: as many as devices, or none."""
+    # One report of each host is enough: 2 kB for 256 CPUs.
+    topology = read_topology() if bind and not placement.local_rank else None
+    return {
+        "host": socket.gethostname(),
+        "boot_id": process.boot_id(),
+        "pid": os.getpid(),
+        "launcher": placement.launcher,
+        "local_rank": placement.local_rank,
+        "local_world_size": placement.local_world_size,
+        "cores": binding.mask_of_cpus(binding.available_cpus()),
+        "host_cores": os.cpu_count() or 1,
+        "topology": topology.to_text() if topology else "",
+        "bind": bind,
+        "binding": os.environ.get(binding.VARIABLE, ""),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "openmp_binding": binding.openmp_binding(os.environ),
+        "launch_rank": launch_rank(os.environ),
+        "notes": list(placement.notes),
+        "backend": backend,
+        "devices": list(devices),
+        "device_nodes": list(device_nodes) or [None] * len(devices),
+        "device_masks": device_masks,
+        "torch_version": torch_version,
+        "kit_version": kit_version,
+        "gloo_interfaces": gloo_interfaces,
+        "error": error,
+    }
+
+
+def check_reports(reports: Sequence[RankReport]) -> CheckResult:
+    """Compare the reports of all ranks, given in rank order, and assign each rank its part.
+
+    Raises LaunchError when the ranks cannot train together: they differ in a version, the
+    launcher or the backend, the GPUs do not match the ranks, or gloo is bound to loopback.
+    """
+    _check_same_everywhere(reports)
+    _check_whole_launch(reports)
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, report in enumerate(reports):
+        hosts.setdefault((report["host"], report["boot_id"]), []).append(rank)
+    _check_gloo_interfaces(reports, len(hosts))
+
+    by_rank: dict[int, Assignment] = {}
+    for node_rank, ranks in enumerate(hosts.values()):
+        by_rank |= _assign_host(reports, ranks, node_rank, len(hosts))
+    assignments = [by_rank[rank] for rank in range(len(reports))]
+
+    host_ranks = list(hosts.values())
+    cores: list[list[RankCores]] = []
+    notes = list(_launch_notes(reports))
+    noted = False
+    for on_host in host_ranks:
+        ranks = sorted(on_host, key=lambda rank: assignments[rank]["local_rank"])
+        masks = _masks_of(reports, ranks, assignments)
+        cores.append(choose_cores(masks))
+        for rank, chosen in zip(ranks, cores[-1], strict=True):
+            assignments[rank]["threads"] = chosen.threads
+            assignments[rank]["cpus"] = chosen.cpus if chosen.bind else ""
+        if not noted:  # those of the first such host
+            first = reports[ranks[0]]
+            found = list(notes_on_cores(first["host"], first["host_cores"], ranks, masks))
+            notes += map(str, found)
+            noted = bool(found)
+    return CheckResult(assignments, _table(reports, host_ranks, assignments, cores), notes)
+
+
+def _masks_of(
+    reports: Sequence[RankReport], ranks: Sequence[int], assignments: Sequence[Assignment]
+) -> HostMasks:
+    """Return what the ranks of a host, by local rank, have reported about its cores."""
+    on_host = [reports[rank] for rank in ranks]
+    indices = [assignments[rank]["device_index"] for rank in ranks]
+    return HostMasks(
+        bind=all(one["bind"] for one in on_host),
+        topology=next((one["topology"] for one in on_host if one["topology"]), ""),
+        binding=on_host[0]["binding"],
+        masks=tuple(one["cores"] for one in on_host),
+        local_ranks=tuple(assignments[rank]["local_rank"] for rank in ranks),
+        gpu_nodes=tuple(
+            None if index is None else one["device_nodes"][index]
+            for one, index in zip(on_host, indices, strict=True)
+        ),
+        openmp=on_host[0]["openmp_binding"],
+    )
+
+
+# Checks ------------------------------------------------------------------------------------------
+
+
+def _check_same_everywhere(reports: Sequence[RankReport]) -> None:
+    for field, name in _COMPARED.items():
+        ranks_of: dict[str, list[int]] = {}
+        for rank, report in enumerate(reports):
+            ranks_of.setdefault(str(report.get(field)), []).append(rank)
+        if len(ranks_of) == 1:
+            continue
+        rows = "\n".join(
+            f"  {value}: {len(ranks)} ranks, the first is rank {ranks[0]} "
+            f"on {reports[ranks[0]]['host']}"
+            for value, ranks in ranks_of.items()
+        )
+        raise LaunchError(
+            f"the ranks differ in {name}; expected the same everywhere:\n{rows}\n"
+            "Use one environment on all hosts, and start all ranks by one launch"
+        )
+
+
+def _check_whole_launch(reports: Sequence[RankReport]) -> None:
+    """Raise LaunchError if processes that launch.py has started are missing in this group."""
+    started = {report["launch_rank"] for report in reports if report["launch_rank"]}
+    for text in sorted(started):
+        index, _, count = text.partition("/")
+        if len(started) < int(count):
+            world = f"{len(reports)} rank{'s' * (len(reports) > 1)}"
+            raise LaunchError(
+                f"{reports[0]['launcher']} has started a group of {world} below rank {index} of "
+                f"launch.py, which has started {count} ranks. Expected one group of all {count}. "
+                f"Leave {reports[0]['launcher']} out of the command of launch.py, or give "
+                f"--independent ({INDEPENDENT}=1) if each rank is a program of its own"
+            )
+
+
+def _check_gloo_interfaces(reports: Sequence[RankReport], num_hosts: int) -> None:
+    for rank, report in enumerate(reports):
+        if num_hosts > 1 and "lo" in report["gloo_interfaces"].split(","):
+            raise LaunchError(
+                f"rank {rank} on {report['host']} has "
+                f"GLOO_SOCKET_IFNAME={report['gloo_interfaces']}, the loopback interface, but the "
+                f"ranks run on {num_hosts} hosts. Unset it, or name the interface that connects "
+                "the hosts"
+            )
+
+
+# Assignments -------------------------------------------------------------------------------------
+
+
+def _assign_host(
+    reports: Sequence[RankReport], ranks: Sequence[int], node_rank: int, num_nodes: int
+) -> dict[int, Assignment]:
+    """Assign the ranks of one host. Raises LaunchError when its GPUs do not match them."""
+    on_host = [reports[rank] for rank in ranks]
+    known = all(one["local_rank"] is not None and one["local_world_size"] for one in on_host)
+    # Several agents of torchrun on one host report the same local ranks twice.
+    several_agents = known and len({one["local_rank"] for one in on_host}) < len(ranks)
+
+    assignments: dict[int, Assignment] = {}
+    for index, (rank, report) in enumerate(zip(ranks, on_host, strict=True)):
+        # One source for all ranks of a host: the launcher, or the order of the ranks.
+        local_rank, local_world_size = index, len(ranks)
+        if known and not several_agents:
+            local_rank = report["local_rank"] or 0
+            local_world_size = report["local_world_size"] or 1
+        assignments[rank] = {
+            "node_rank": node_rank,
+            "num_nodes": num_nodes,
+            "local_rank": local_rank,
+            "local_world_size": local_world_size,
+            "device_index": None,
+            "cpus": "",
+            "threads": 1,
+        }
+
+    for rank in ranks:
+        assignments[rank]["device_index"] = _choose_device(
+            reports, rank, assignments[rank], ranks if several_agents else None
+        )
+    _check_one_rank_per_device(reports, assignments)
+    return assignments
+
+
+def _choose_device(
+    reports: Sequence[RankReport],
+    rank: int,
+    assignment: Assignment,
+    several_agents_ranks: Sequence[int] | None,
+) -> int | None:
+    """Return the index of a rank's device among those that it sees; None for the CPU.
+
+    One visible device: that one. At least as many as ranks on this host: the one of the local
+    rank. Otherwise the mask and the number of ranks contradict each other: LaunchError.
+
+    several_agents_ranks: the ranks of a host that several agents share. Agents may have
+    different masks: only ranks that see the same devices are counted together.
+    """
+    visible = reports[rank]["devices"]
+    local_rank, local_world_size = assignment["local_rank"], assignment["local_world_size"]
+    if several_agents_ranks is not None:
+        alike = [other for other in several_agents_ranks if reports[other]["devices"] == visible]
+        local_rank, local_world_size = alike.index(rank), len(alike)
+
+    if not visible:
+        return None
+    if len(visible) == 1:
+        return 0
+    if len(visible) >= local_world_size:
+        return local_rank
+    raise LaunchError(
+        f"rank {rank} (local rank {local_rank}) on {reports[rank]['host']} sees {len(visible)} "
+        f"GPUs for {local_world_size} ranks ({reports[rank]['device_masks']}); expected one GPU, "
+        f"or one for each rank of the host. Start at most {len(visible)} ranks per host, request "
+        "more GPUs, or let the launcher give each rank its own"
+    )
+
+
+def _check_one_rank_per_device(
+    reports: Sequence[RankReport], assignments: dict[int, Assignment]
+) -> None:
+    """Raise LaunchError if two ranks of a host have the same device."""
+    device_of = {
+        rank: reports[rank]["devices"][assignment["device_index"]]
+        for rank, assignment in assignments.items()
+        if assignment["device_index"] is not None
+    }
+    if len(set(device_of.values())) == len(device_of):
+        return
+    rows = "\n".join(
+        f"  rank {rank} (local rank {assignments[rank]['local_rank']}): "
+        f"index {assignments[rank]['device_index']} = {device}, {reports[rank]['device_masks']}"
+        for rank, device in device_of.items()
+    )
+    host = reports[next(iter(assignments))]["host"]
+    raise LaunchError(
+        f"several ranks on {host} use the same GPU; expected a GPU for each rank:\n{rows}\n"
+        "Start at most one rank per GPU, or let the launcher give each its own GPU "
+        "(srun --gpus-per-task=1)"
+    )
+
+
+# Notes and the table -----------------------------------------------------------------------------
+
+
+def _launch_notes(reports: Sequence[RankReport]) -> Iterator[str]:
+    """What the launchers had to note, each note once with the number of ranks."""
+    counts = Counter(note for report in reports for note in report["notes"])
+    # Ranks word one finding differently, each with its rank: some examples are enough.
+    for note, count in list(counts.items())[:_SHOWN_NOTES]:
+        yield note if count == 1 else f"{note} ({count} ranks)"
+    if len(counts) > _SHOWN_NOTES:
+        yield f"... and {len(counts) - _SHOWN_NOTES} more notes of this kind"
+
+
+def _table(
+    reports: Sequence[RankReport],
+    host_ranks: Sequence[Sequence[int]],
+    assignments: Sequence[Assignment],
+    cores: Sequence[Sequence[RankCores]],
+) -> str:
+    """Format one row per host: ranks, devices, cores and their NUMA nodes, threads.
+
+    cores: of the ranks of each host, by local rank. A last line lists those of the first host.
+    """
+    rows: list[tuple[str, ...]] = [("host", "ranks", "device", "cores/rank", "NUMA", "threads")]
+    for ranks, chosen in list(zip(host_ranks, cores, strict=True))[:_SHOWN_HOSTS]:
+        devices = [
+            _device_name(reports[rank]["backend"], assignments[rank]["device_index"])
+            for rank in ranks
+        ]
+        counts = [str(one.cores) for one in chosen]
+        nodes = [one.nodes or "?" for one in chosen]
+        threads = [
+            reports[rank]["omp_num_threads"] or str(assignments[rank]["threads"]) for rank in ranks
+        ]
+        columns = (",".join(dict.fromkeys(values)) for values in (devices, counts, nodes, threads))
+        rows.append((reports[ranks[0]]["host"], ranges(ranks), *columns))
+
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    if len(host_ranks) > _SHOWN_HOSTS:
+        lines.append(f"  ... and {len(host_ranks) - _SHOWN_HOSTS} more hosts")
+    if all(one.nodes for one in cores[0]) and len(cores[0]) <= _SHOWN_RANKS:
+        cpus = ":".join(one.cpus for one in cores[0])  # as DDPKIT_CPU_BIND=list: expects it
+        of_ranks = f"rank{'s' * (len(cores[0]) > 1)} {ranges(host_ranks[0])}"
+        lines.append(f"  CPUs of {of_ranks}: {cpus}")
+    return "\n".join(lines)
+
+
+def _device_name(backend: str, index: int | None) -> str:
+    if index is None:
+        return "cpu"
+    return f"{'xpu' if backend == 'xccl' else 'cuda'}:{index}"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3,7", at most 20 parts."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    shown = [
+        str(first) if first == last else f"{first}-{last}" for first, last in parts[:_SHOWN_RANGES]
+    ]
+    return ",".join(shown) + (" ..." if len(parts) > _SHOWN_RANGES else "")

@@ -1,0 +1,1 @@
+"""What the commands are made of; nothing in the library imports it."""

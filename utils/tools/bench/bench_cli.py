@@ -1,0 +1,265 @@
+"""Implement scripts/bench.py: measure collectives, or the scaling of a training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...distributed import Distributed, setup_distributed
+from ...host.device import BACKENDS
+from ...log import get_logger
+from .. import host_pairs
+from ..arguments import ArgumentParser
+from . import causes, links, scaling
+from . import collective_bench as collectives
+from . import pair_bench as pairs
+from .bench_plot import draw_lines
+from .operations import DATA_TYPES, OPERATIONS, Ranks
+from .timing import gather_objects
+from .trials import TrialFailed, start_trials
+
+_log = get_logger(__name__)
+_EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "03_text_lm.py"
+EPILOG = """\
+Start it with any launcher, like a training:
+  torchrun --standalone --nproc-per-node 2 scripts/bench.py collectives
+  srun -N 2 --ntasks-per-node 4 --gpus-per-node 4 python scripts/bench.py collectives -b 8 -e 1G
+  python scripts/launch.py scripts/bench.py collectives --pairs
+
+columns, as nccl-tests defines them (GB is 10^9 bytes):
+  time     of one iteration: mean over the iterations and ranks, without the barrier
+  algbw    size / time
+  busbw    algbw * factor: all_reduce 2(n-1)/n; all_gather, reduce_scatter and all_to_all (n-1)/n;
+           broadcast and send_recv 1
+  #wrong   number of elements with a wrong value, over all ranks and checks
+  p50 p99  percentiles of the iterations; the slowest rank gives the time of an iteration
+all_reduce and broadcast run in place, the others out of place.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a benchmark and return its exit status. words: the arguments; None: sys.argv."""
+    args = _parse(words)
+    run: int = args.run(args)
+    return run
+
+
+def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="bench.py", description="Measure collectives, or the scaling of a training."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    one = commands.add_parser(
+        "collectives",
+        help="measure collectives and the links between hosts",
+        description="Measure collectives as nccl-tests does, on any backend of torch.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    one.set_defaults(run=_collectives)
+    one.add_argument(
+        "operations",
+        nargs="*",
+        metavar="OPERATION",
+        help=f"default: all of {', '.join(OPERATIONS)}",
+    )
+    one.add_argument("--backend", choices=BACKENDS, help="default: that of the device")
+    one.add_argument("--pairs", action="store_true", help="measure each pair of hosts")
+    sweep = one.add_argument_group("sizes and iterations, as in nccl-tests")
+    add = sweep.add_argument
+    add("-b", "--minbytes", type=_bytes, default=1 << 10, metavar="N", help="default: 1K")
+    add("-e", "--maxbytes", type=_bytes, default=1 << 25, metavar="N", help="default: 32M")
+    add("-f", "--stepfactor", type=int, default=4, metavar="N", help="between sizes; default: 4")
+    add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations; default: 20")
+    add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="default: 1")
+    add("-c", "--check", type=int, default=1, metavar="N", help="checks of each size; default: 1")
+    add("-d", "--datatype", choices=DATA_TYPES, default="float", help="default: float")
+    output = one.add_argument_group("output")
+    add = output.add_argument
+    add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON as nccl-tests does")
+    add("--png", type=Path, metavar="FILE", help="draw the bus bandwidth (needs matplotlib)")
+    add("--links", type=Path, metavar="FILE", help="write latency and bandwidth for plan.py")
+    add("--expect", type=float, metavar="GB/S", help="compare the bus bandwidth with this")
+    two = commands.add_parser(
+        "ddp",
+        help="measure how a training scales, and where its time goes",
+        description="Run a training script on 1, 2, 4, ... ranks of this launch. The script writes "
+        "its own files: start with an empty checkpoint folder.",
+        epilog=scaling.COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    two.set_defaults(run=_ddp)
+    add = two.add_argument
+    add("--batch", type=int, default=8, metavar="N", help="for {batch} in ARGUMENTS; default: 8")
+    add("--steps", type=int, default=10, metavar="N", help="measured per phase; default: 10")
+    add("--warm-up", type=int, default=5, metavar="N", help="steps not measured; default: 5")
+    add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
+    add("--full-only", action="store_true", help="weak scaling on one rank and on all ranks only")
+    add("--json", type=Path, metavar="FILE", help="write the table")
+    add("--png", type=Path, metavar="FILE", help="draw the efficiency (needs matplotlib)")
+    help_script = "training script and ARGUMENTS; default: examples/03_text_lm.py"
+    add("script", nargs=argparse.REMAINDER, help=help_script)
+    args = parser.parse_args(words)
+    if args.run is _ddp:
+        if min(args.batch, args.steps) < 1 or args.warm_up < 0 or not args.trial_timeout > 0:
+            two.error(
+                "expected --batch, --steps and --trial-timeout above 0, and --warm-up 0 or more. "
+                "Correct them"
+            )
+        return args
+    unknown = [name for name in args.operations if name not in OPERATIONS]
+    if unknown:
+        one.error(f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}")
+    in_order = 0 < args.minbytes <= args.maxbytes and args.stepfactor >= 2
+    if not in_order or args.iters < 1 or min(args.warmup_iters, args.check) < 0:
+        one.error(
+            "expected 0 < -b <= -e, -f at least 2, -n at least 1, -w and -c 0 or more. Correct them"
+        )
+    if args.expect is not None and not args.expect > 0:
+        one.error(f"--expect is {args.expect:g}. Expected a bandwidth above 0 GB/s")
+    args.operations = list(dict.fromkeys(args.operations))  # each once
+    return args
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; expected a number such as 8, 4K, 1G"
+        )
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+
+
+# collectives ------------------------------------------------------------------------------------
+
+
+def _collectives(args: argparse.Namespace) -> int:
+    with setup_distributed(args.backend) as job:
+        ranks = Ranks(job.rank, job.world_size, job.device)
+        if job.world_size == 1:
+            _log.error("found one rank. Expected at least two: start them with a launcher")
+            return 2
+        return _pairs(args, job) if args.pairs else _sweep(args, job, ranks)
+
+
+def _sweep(args: argparse.Namespace, job: Distributed, ranks: Ranks) -> int:
+    sizes = (args.minbytes, args.maxbytes, args.stepfactor)
+    sweep = collectives.Sweep(*sizes, args.iters, args.warmup_iters, args.check, args.datatype)
+    start, results = time.time(), list[collectives.Result]()
+    devices = gather_objects(collectives.describe_rank(ranks))
+    stop = collectives.StopRequest(ranks)
+    _log.info(collectives.HEADER)
+
+    def report(result: collectives.Result) -> None:
+        results.append(result)
+        _log.info(collectives.show(result))
+        if args.output_file and job.is_main:  # after each size: a kill loses no earlier result
+            text = collectives.as_json(results, sweep, devices, start)
+            collectives.write(args.output_file, text)
+
+    names = args.operations or list(OPERATIONS)
+    missing = collectives.measure_all(names, sweep, ranks, stop, report)
+    if args.links and not stop.agreed():
+        inside, between = links.measure_links(sweep, ranks, job.node_rank, results)
+        if job.is_main:
+            links.write_links(args.links, job.backend, job.num_nodes, inside, between)
+    if args.png and job.is_main:
+        lines: dict[str, list[tuple[float, float]]] = {
+            name: [(one.size, one.bus_bandwidth / 1e9) for one in results if one.operation == name]
+            for name in names
+        }
+        plural = "s" * (job.num_nodes > 1)
+        title = f"{job.backend}, {job.world_size} ranks on {job.num_nodes} host{plural}"
+        draw_lines(args.png, lines, title=title, x="bytes", y="bus bandwidth, GB/s", log=True)
+    expected = args.expect * 1e9 if args.expect else None
+    _log.info(collectives.summary(results, missing, expected))
+    return 1 if not results or any(result.wrong for result in results) else 0
+
+
+def _pairs(args: argparse.Namespace, job: Distributed) -> int:
+    if job.num_nodes < 2:
+        _log.error("--pairs: found one host. Expected at least two: start ranks on several hosts")
+        return 2
+    bandwidths, names, measured = _measure_hosts(job, args.maxbytes, args.iters)
+    _log.info(f"# {'host':>14} {'host':>14} {'GB/s':>8} {'us':>8}   both directions at once")
+    for (a, b), one in measured.items():
+        gigabytes, micro = one.bandwidth / 1e9, one.latency * 1e6
+        _log.info(f"  {names[a]:>14} {names[b]:>14} {gigabytes:>8.4f} {micro:>8.1f}")
+    if args.output_file and job.is_main:
+        rows = [{"hosts": [names[a], names[b]], **vars(one)} for (a, b), one in measured.items()]
+        collectives.write(args.output_file, json.dumps({"pairs": rows}, indent=1) + "\n")
+    _log.info(host_pairs.describe(bandwidths, names))
+    return 0
+
+
+def _measure_hosts(
+    job: Distributed, size: int, iterations: int
+) -> tuple[dict[host_pairs.Pair, float], list[str], dict[host_pairs.Pair, pairs.PairResult]]:
+    """Return the bandwidth of each pair of hosts, the names of the hosts, and all results."""
+    places = gather_objects((job.node_rank, socket.gethostname()))
+    node_ranks = [node for node, _ in places]
+    names = [name for _, name in sorted(set(places))]
+    ranks = Ranks(job.rank, job.world_size, job.device)
+    measured = pairs.measure_pairs(node_ranks, ranks, size, iterations)
+    return {pair: one.bandwidth for pair, one in measured.items()}, names, measured
+
+
+# ddp --------------------------------------------------------------------------------------------
+
+
+def _ddp(args: argparse.Namespace) -> int:
+    script = args.script or [str(_EXAMPLE), "--accumulate", "1", "--batch-size", "{batch}"]
+    kinds = ["weak"]
+    if "{batch}" in " ".join(script) and not args.full_only:
+        kinds.append("strong")  # the global batch can be kept
+    with start_trials(script, args.warm_up, args.trial_timeout) as (job, trials):
+        numbers = scaling.numbers_of_ranks(job.world_size)
+        numbers = [1, job.world_size] if args.full_only else numbers
+        points: list[scaling.Point] = []
+        _log.info(scaling.HEADER)
+        try:
+            for kind in kinds:
+                first = None
+                for ranks in numbers:
+                    batch = scaling.batch_per_rank(kind, args.batch, job.world_size, ranks)
+                    if batch is None:
+                        _log.info(
+                            f"# strong scaling on {ranks} ranks is not measured: they cannot share "
+                            f"a global batch of {args.batch * job.world_size} equally. Use another "
+                            "--batch"
+                        )
+                        continue
+                    reports = scaling.run(trials, ranks, args.steps, batch)
+                    point = scaling.split(kind, trials.hosts(ranks), reports, first)
+                    first = first or point
+                    points.append(point)
+                    _log.info(point.show())
+        except TrialFailed as error:
+            if job.is_main:
+                _log.error("%s", error)
+            return 1
+        weak = next(one for one in reversed(points) if one.kind == "weak")
+        between = None
+        if weak.hosts > 1 and weak.reports[0].backend == "gloo":  # what the trials use, too
+            between = causes.Links(*_measure_hosts(job, 1 << 20, 3)[:2])
+        if job.is_main:
+            _write_points(args, points, script)
+        _log.info(causes.explain(weak, causes.find_causes(weak, between)))
+    return 0
+
+
+def _write_points(args: argparse.Namespace, points: list[scaling.Point], script: list[str]) -> None:
+    if args.json:
+        rows = [{**vars(one), "reports": None} for one in points]
+        collectives.write(args.json, json.dumps({"script": script, "points": rows}, indent=1))
+    if args.png:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for one in points:
+            lines.setdefault(one.kind, []).append((one.ranks, one.efficiency * 100))
+        title = Path(script[0]).name
+        draw_lines(args.png, lines, title=title, x="ranks", y="efficiency, %")

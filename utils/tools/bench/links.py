@@ -1,0 +1,93 @@
+"""Fit latency and bandwidth to measured all-reduces, and write them for scripts/plan.py.
+
+The model is a ring: 2 (n - 1) steps of one latency each, and 2 (n - 1) / n of the bytes through
+the slowest connection of the ring.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .collective_bench import Result, Sweep, measure, write
+from .operations import AllReduce, Ranks
+from .timing import gather_objects
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection as the all-reduce of a ring sees it."""
+
+    bandwidth_bytes_per_second: float
+    latency_seconds: float  # of one step of the ring
+
+
+def fit(results: Sequence[tuple[int, float]], ranks: int) -> Link:
+    """Return the link that explains all-reduces best: least squares of the relative error.
+
+    results: bytes and seconds. ranks: in the ring, at least 2.
+    """
+    rows = [
+        (2 * (ranks - 1) / seconds, 2 * (ranks - 1) / ranks * size / seconds)
+        for size, seconds in results
+    ]
+    aa, bb = sum(a * a for a, _ in rows), sum(b * b for _, b in rows)
+    ab, a1, b1 = sum(a * b for a, b in rows), sum(a for a, _ in rows), sum(b for _, b in rows)
+    determinant = aa * bb - ab * ab
+    latency = (a1 * bb - b1 * ab) / determinant if determinant > 1e-9 * aa * bb else 0.0
+    latency = max(0.0, latency)
+    per_byte = (b1 - latency * ab) / bb
+    if per_byte <= 0:  # only latency shows: the sizes were too small for a bandwidth
+        latency, per_byte = a1 / aa, min(seconds / size for size, seconds in results)
+    return Link(1 / per_byte, latency)
+
+
+def measure_links(
+    sweep: Sweep, ranks: Ranks, node_rank: int, results: Sequence[Result]
+) -> tuple[Link | None, Link | None]:
+    """Return the link inside the hosts and between them; None where a host or ranks are missing.
+
+    Inside: the slowest host, while all hosts measure at once. Between: the ring of all ranks.
+    node_rank: this rank's host. results: those of all ranks, where there are any.
+    """
+    node_ranks = gather_objects(node_rank)
+    hosts = sorted(set(node_ranks))
+    inside = None
+    for host in hosts:
+        members = [rank for rank, node in enumerate(node_ranks) if node == host]
+        group = dist.new_group(members)  # called by all ranks
+        if node_rank == host:
+            own = Ranks(members.index(ranks.rank), len(members), ranks.device, group)
+    if own.size > 1:
+        inside = fit(_all_reduces(sweep, own), own.size)
+    found = [link for link in gather_objects(inside) if link]
+    slowest = min(found, key=lambda link: link.bandwidth_bytes_per_second, default=None)
+    if len(hosts) == 1:
+        return slowest, None
+    measured = [(one.size, one.seconds) for one in results if one.operation == AllReduce.name]
+    return slowest, fit(measured if len(measured) > 1 else _all_reduces(sweep, ranks), ranks.size)
+
+
+def _all_reduces(sweep: Sweep, ranks: Ranks) -> list[tuple[int, float]]:
+    measured = [measure(AllReduce, size, sweep, ranks) for size in sweep.sizes()]
+    return [(result.size, result.seconds) for result in measured]
+
+
+def write_links(
+    path: Path, backend: str, hosts: int, inside: Link | None, between: Link | None
+) -> None:
+    """Write the file that `plan.py --links` reads."""
+    content = {
+        "format": 1,
+        "date": time.strftime("%Y-%m-%d"),
+        "backend": backend,
+        "hosts": hosts,
+        "inside": asdict(inside) if inside else None,
+        "between": asdict(between) if between else None,
+    }
+    write(path, json.dumps(content, indent=1) + "\n")

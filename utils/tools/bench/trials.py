@@ -1,0 +1,178 @@
+"""Run a training script on some of the ranks of this launch, again and again.
+
+The ranks of bench.py and tune.py do not train. Each starts a process, which is a rank of a new
+launch (RANK, WORLD_SIZE, ...), and waits for it. A trial can therefore have fewer ranks, and
+settings that take effect when a process starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ...distributed import Distributed, setup_distributed
+from ..launch.rank_environment import rank_variables
+from .timing import gather_objects
+from .worker import VARIABLE, Phase, Report, Settings, Trial
+
+_FOLLOWER = "ended because another rank has failed"
+_ROOT = Path(__file__).resolve().parents[3]  # what `import utils` needs
+# Not -m: the folder that this command runs in would come first, and may have its own `utils`.
+_WORKER = (
+    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {__package__}.worker import main; main()"
+)
+
+
+class TrialFailed(RuntimeError):
+    """A rank of a trial failed; the message is its last output."""
+
+
+@contextlib.contextmanager
+def start_trials(
+    command: Sequence[str], warm_up: int, timeout: float
+) -> Iterator[tuple[Distributed, Trials]]:
+    """Join the ranks of this launch, which will run trials of a script."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    with setup_distributed("gloo", bind=False) as job:  # gloo: the GPUs stay free for the trials
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]  # the script chooses as it would by itself
+        # An exception lets _wait() end the rank of a trial.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        yield job, Trials(job, command, warm_up, timeout)
+
+
+class Trials:
+    """Runs of one script. Every rank of the launch creates a Trials; all call run() together."""
+
+    def __init__(
+        self, job: Distributed, command: Sequence[str], warm_up: int, timeout: float
+    ) -> None:
+        self._job, self._command = job, list(command)
+        self._warm_up, self._timeout = warm_up, timeout
+        self._count = 0
+        self._place = (job.node_rank, job.local_rank, job.rank)
+        self._places = sorted(gather_objects(self._place))  # host by host
+
+    def hosts(self, ranks: int) -> int:
+        """Return the number of hosts that the first `ranks` ranks are on."""
+        return len({node for node, _, _ in self._places[:ranks]})
+
+    def agree(self, value: bool) -> bool:
+        """Return the value that rank 0 has given."""
+        return gather_objects(value)[0]
+
+    def run(
+        self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]
+    ) -> list[Report]:
+        """Run the script on the first `ranks` ranks; return their reports.
+
+        phases: as in Trial. Raises TrialFailed on all ranks.
+        """
+        self._count += 1
+        port = gather_objects(_free_port())[0]  # rank 0 is on the first host
+        chosen = self._places[:ranks]
+        place = self._place
+        result: tuple[int, str, str] | None = None
+        if place in chosen:
+            number = chosen.index(place)
+            same_host = [other for other in chosen if other[0] == place[0]]
+            variables = rank_variables(
+                rank=number,
+                world_size=ranks,
+                local_rank=same_host.index(place),
+                local_world_size=len(same_host),
+                node_rank=place[0],
+                address=self._job.master_addr,
+                port=port,
+            )
+            with tempfile.TemporaryDirectory(prefix="ddpkit-trial-") as folder:
+                trial = Trial(settings, list(phases), self._warm_up, f"{folder}/report")
+                result = (number, *self._run_rank(trial, variables))
+        found = sorted(one for one in gather_objects(result) if one is not None)
+        failed = [(number, error) for number, _, error in found if error]
+        if failed:
+            number, error = min(failed, key=lambda one: one[1].startswith(_FOLLOWER))
+            raise TrialFailed(f"rank {number} of {ranks}: {error}")
+        return [_read_report(text) for _, text, _ in found]
+
+    def _run_rank(self, trial: Trial, variables: dict[str, str]) -> tuple[str, str]:
+        """Run this rank's process. Returns its report, or "" and an error."""
+        settings = trial.settings
+        command = [_fill(word, settings.placeholders) for word in self._command]
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_ASYNC"))
+        }
+        environ.update(variables)
+        environ[VARIABLE] = json.dumps(asdict(trial))
+        if settings.threads is not None:
+            environ["OMP_NUM_THREADS"] = str(settings.threads)
+        output = Path(f"{trial.output}.out")
+        words = [sys.executable, "-c", _WORKER, *command]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                words, env=environ, stdout=file, stderr=file, start_new_session=True
+            )
+        error = self._wait(process)
+        report, text = Path(trial.output), output.read_text(errors="replace").strip()
+        if not report.exists():
+            return "", "\n".join([error, *text.splitlines()[-8:]])
+        # setup_distributed() of the script warns where NCCL does not use the fabric.
+        warning = re.search(r"\w+ uses .*, although .* is expected.*", text)
+        content = json.loads(report.read_text())
+        return json.dumps({**content, "network": warning[0] if warning else ""}), ""
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait for a rank, and end it when another one has failed. Returns an error or ""."""
+        key, limit = f"trial/{self._count}", time.monotonic() + self._timeout
+        error = ""
+        try:
+            while process.poll() is None:
+                if self._job.store.check([key]):
+                    error = _FOLLOWER
+                    break
+                if time.monotonic() > limit:
+                    error = f"did not end within {self._timeout:.0f} s. Raise --trial-timeout"
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode and not error:
+            error = f"exit status {process.returncode}"
+        if error:
+            self._job.store.set(key, error)
+        return error
+
+
+def _fill(word: str, placeholders: dict[str, int]) -> str:
+    for name, value in placeholders.items():
+        word = word.replace(f"{{{name}}}", str(value))
+    return word
+
+
+def _read_report(text: str) -> Report:
+    content = json.loads(text)
+    phases = {kind: Phase(**phase) for kind, phase in content.pop("phases").items()}
+    return Report(**content, phases=phases)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port

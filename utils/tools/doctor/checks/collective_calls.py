@@ -1,0 +1,379 @@
+"""Start torch.distributed in child processes, and check all-reduces, the network that NCCL
+uses, and a matrix product on each GPU.
+
+gloo and NCCL connect every pair of ranks and would hang where one link is broken. So this check
+first connects the hosts by plain TCP, and does not start if that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+from ....host import gpus
+from ....launch_error import LaunchError
+from ....launchers.rank_variables import RANK_VARIABLES
+from ...launch.rank_environment import clean, rank_variables
+from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import data_address, interface_problem, listen, names_of, partners, serve, stop
+from ..probes import connect_all, respond, round_trips
+from .torch_import import import_torch
+
+FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
+SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
+LOW_SHARE = 0.5  # of the expected bandwidth: the all-reduces are short
+_CAUSES = ("connections", "links", CPUS, "names", "equality", "installation", "import")
+_SECONDS = 40.0  # for a process
+_LATE = "did not end within"
+_START_FAILED = "the ranks do not start: "
+_RESULT = "RESULT "  # before the last line of the output
+_DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
+
+
+@dataclass
+class CollectiveFacts:
+    """The result of one rank: a Trial of all_reduce.py, or the error.
+
+    ranks: that took part; 0 where this rank did not. network: the line about it; warning: what
+    is wrong with it. unreachable: numbers of hosts that this host cannot connect to, or only with
+    a long round trip.
+    """
+
+    ranks: int
+    trial: dict[str, Any] | None = None
+    error: str = ""
+    network: str = ""
+    warning: str = ""
+    unreachable: list[int] | None = None
+
+
+class Collectives(Check[CollectiveFacts]):
+    """All-reduces over gloo or NCCL, and the network that they use."""
+
+    name = "collectives"
+    per = "rank"
+    seconds = 60.0
+    facts = CollectiveFacts
+
+    def __init__(self, expected: float | None = None) -> None:
+        """Expect this bus bandwidth, in bytes per second."""
+        self.expected = expected
+
+    def collect(self, ranks: Ranks) -> CollectiveFacts:
+        """Run this rank's process: with GPUs one for each rank, otherwise one for each host.
+
+        Without a launcher, run two ranks of gloo here.
+        """
+        if len(ranks.everyone) == 1:
+            return _run_two_ranks() if not import_torch().error else CollectiveFacts(0)
+        unreachable, address = self._try_links(ranks)
+        status = {
+            "bad": unreachable,
+            "address": address,
+            "gpus": gpus.count_gpus(),
+            "can_start": not interface_problem(hosts=len(ranks.hosts))
+            and (ranks.me.local_rank > 0 or not import_torch().error),
+        }
+        gathered = ranks.all_gather("status", status)
+        known = [one for one in gathered if one is not None]
+        bad = [one["bad"] or not one["can_start"] for one in known]
+        has_gpus = all(one["gpus"] for one in known)
+        members = [place for place in ranks.everyone if has_gpus or place.local_rank == 0]
+        own = CollectiveFacts(0, unreachable=unreachable)
+        if any(bad) or len(known) < len(gathered) or len(members) < 2 or ranks.me not in members:
+            ranks.all_gather("port", None)
+            return own
+        port = ranks.all_gather("port", _free_port())[members[0].rank]
+        environ = _environment(ranks, members, gathered[members[0].rank]["address"], port)
+        return _run(environ, len(members))
+
+    def conclude(self, reported: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+        """Report wrong sums, failures, a slow network and slow GPUs."""
+        broken = [one for one in reported if one.facts.unreachable]
+        if broken:
+            yield Finding(
+                Level.GOOD,
+                "not run: see what the check of connections has found",
+            )
+            return
+        members = [one for one in reported if one.facts.ranks]
+        failed = [one for one in members if one.facts.error]
+        if failed:
+            yield replace(_failure(failed, members), follows=_CAUSES)
+            return
+        trials = [one for one in members if one.facts.trial]
+        if not trials:
+            return
+        bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
+        findings = [*_wrong_sums(trials), *_networks(trials), *_slow_gpus(trials)]
+        findings += [*_peer_access(trials), *self._low_bandwidth(bandwidth)]
+        yield from findings
+        if not findings:
+            first = trials[0].facts
+            assert first.trial is not None
+            size = max(map(int, first.trial["wrong"]))
+            network = f"; {first.network}" if first.network else ""
+            yield Finding(
+                Level.GOOD,
+                f"all-reduces of {first.ranks} ranks over {first.trial['backend']} are right, bus "
+                f"bandwidth {bandwidth / 1e9:.3g} GB/s at {size / 1e6:.3g} MB{network}",
+            )
+
+    def _low_bandwidth(self, bandwidth: float) -> Iterator[Finding]:
+        if self.expected and bandwidth < LOW_SHARE * self.expected:
+            yield Finding(
+                Level.WARNING,
+                f"all-reduces reach a bus bandwidth of {bandwidth / 1e9:.3g} GB/s; expected "
+                f"{self.expected / 1e9:.3g} (--expect)",
+                "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`), and at the check of links "
+                "for a slow host; `bench.py collectives` measures larger sizes",
+                follows=_CAUSES,
+            )
+
+    def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
+        """Return the hosts that collectives would hang or crawl with, and this host's address."""
+        address = data_address(ranks.address)
+        listener = None
+        if ranks.me.local_rank == 0:
+            listener = listen(address)
+            serve(listener, respond)
+        own = {"address": address, "ports": [listener.getsockname()[1]]} if listener else None
+        gathered = ranks.all_gather("listening", own)
+        places = {one.node: gathered[one.rank] for one in ranks.hosts}
+        others = partners(len(places), ranks.me.node) if listener else []
+        results = connect_all({node: places[node] for node in others if places[node]}, address)
+        reached = [node for node, problem, _ in results if not problem]
+        ranks.all_gather("connected", True)
+        trips = round_trips({node: places[node] for node in reached})
+        ranks.all_gather("measured", True)
+        if listener:
+            stop(listener)
+        near = [node for node in reached if (trips.get(node) or 0.0) < FAR_SECONDS]
+        return [node for node in others if node not in near], address
+
+
+def _environment(
+    ranks: Ranks, members: Sequence[RankPlace], address: str, port: int
+) -> dict[str, str]:
+    same_host = [one for one in members if one.node == ranks.me.node]
+    environ = {
+        name: value for name, value in clean(os.environ).items() if not name.startswith(_DROPPED)
+    }
+    environ |= rank_variables(
+        rank=members.index(ranks.me),
+        world_size=len(members),
+        local_rank=same_host.index(ranks.me),
+        local_world_size=len(same_host),
+        node_rank=ranks.me.node,
+        address=address,
+        port=port,
+    )
+    return environ
+
+
+def _run_two_ranks() -> CollectiveFacts:
+    """Try all-reduces of two processes on the CPUs of this host."""
+    no_gpus = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    port = _free_port()
+    environs = []
+    for rank in range(2):
+        values = (rank, 2, rank, 2, 0, 0, "127.0.0.1", port)
+        variables = dict(zip(RANK_VARIABLES, map(str, values), strict=True))
+        environs.append({**clean(os.environ), **no_gpus, **variables})
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda environ: _run(environ, 2), environs))
+    return next((one for one in done if one.error), done[0])
+
+
+def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
+    """Try all-reduces in a child process with a time limit."""
+    import_torch()  # once for all children
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of other threads. Those of this process do not hold locks for long.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        _become_rank(environ, writer)
+    os.close(writer)
+    output, is_late = _read_until(reader, time.monotonic() + _SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(reader)
+
+    # Indented lines are tables and the frames of a traceback.
+    lines = [line for line in output.splitlines() if line.strip() and line[0] != " "]
+    warning = re.search(r"\w+ uses .*, although .* is expected.*", output)
+    network = re.search(r"network: .*", output)
+    facts = CollectiveFacts(
+        ranks, network=network[0] if network else "", warning=warning[0] if warning else ""
+    )
+    if lines and lines[-1].startswith(_RESULT):
+        facts.trial = json.loads(lines[-1].removeprefix(_RESULT))
+    elif lines and lines[-1].startswith(_START_FAILED):
+        facts.error = lines[-1]
+    else:
+        problem = f"{_LATE} {_SECONDS:.0f} s" if is_late else f"exit status {status}"
+        facts.error = ": ".join([problem, *lines[-1:]])
+    return facts
+
+
+def _become_rank(environ: dict[str, str], output: int) -> NoReturn:
+    """Run this child process as a rank; its output ends with the result."""
+    status = 1
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(environ)
+        from ..all_reduce import try_all_reduces
+
+        print(_RESULT + json.dumps(asdict(try_all_reduces())), flush=True)
+        status = 0
+    except LaunchError as error:
+        print(_START_FAILED + str(error).splitlines()[0], flush=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _read_until(reader: int, limit: float) -> tuple[str, bool]:
+    """Return the output of a process until it ends, and whether it did not end in time."""
+    content = b""
+    while True:
+        left = limit - time.monotonic()
+        if left <= 0 or not select.select([reader], [], [], left)[0]:
+            return content.decode(errors="replace"), True
+        chunk = os.read(reader, 1 << 16)
+        if not chunk:
+            return content.decode(errors="replace"), False
+        content += chunk
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
+
+
+# Findings ----------------------------------------------------------------------------------------
+
+
+def _trial(one: Reported[CollectiveFacts]) -> dict[str, Any]:
+    return one.facts.trial or {}
+
+
+def _failure(
+    failed: Sequence[Reported[CollectiveFacts]], members: Sequence[Reported[CollectiveFacts]]
+) -> Finding:
+    common = [one.facts.error for one in failed if one.facts.error.startswith(_START_FAILED)]
+    if common:  # all ranks report what concerns all of them
+        return Finding(
+            Level.BAD,
+            f"all-reduces of {len(members)} ranks: {common[0]}",
+            "Correct what the message names, and what the other checks have found",
+        )
+    # The others wait for the rank that failed first.
+    first = next((one for one in failed if _LATE not in one.facts.error), None)
+    if first is None:
+        return Finding(
+            Level.WARNING,
+            f"all-reduces of {len(members)} ranks {_LATE} {_SECONDS:.0f} s on "
+            f"{names_of([one.place.host for one in failed])}",
+            "Look at what the checks of connections and links have found, and at other programs on "
+            "these hosts; check again with --only collectives",
+        )
+    return Finding(
+        Level.BAD,
+        f"an all-reduce of {len(members)} ranks failed on rank {first.place.rank} on "
+        f"{first.place.host}: {first.facts.error}",
+        "Correct what the message names. TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO show "
+        "more",
+        ranks=(first.place.rank,),
+        hosts=(first.place.host,),
+    )
+
+
+def _wrong_sums(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    for one in trials:
+        wrong = {size: count for size, count in _trial(one)["wrong"].items() if count}
+        if wrong:
+            size, count = next(iter(wrong.items()))
+            yield Finding(
+                Level.BAD,
+                f"rank {one.place.rank} on {one.place.host} received {count} wrong elements in an "
+                f"all-reduce of {size} bytes; expected none",
+                f"Exclude {one.place.host}: its memory, GPU or network adapter corrupts data",
+                ranks=(one.place.rank,),
+                hosts=(one.place.host,),
+                exclude=True,
+            )
+
+
+def _networks(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    for one in trials[:1]:  # rank 0 reads the log
+        if one.facts.warning:
+            yield Finding(
+                Level.WARNING,
+                one.facts.warning,
+                "See docs/troubleshooting.md, and check again with --only collectives",
+                hosts=(one.place.host,),
+            )
+
+
+def _peer_access(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    """Report GPUs without direct access to others of their host, if other ranks have it."""
+    lacking = [(one.place, _trial(one)["no_peer_access"]) for one in trials]
+    if all(missing for _, missing in lacking):
+        return
+    for place, missing in lacking:
+        if missing:
+            numbers = ", ".join(map(str, missing))
+            yield Finding(
+                Level.WARNING,
+                f"the GPU of rank {place.rank} on {place.host} cannot access the memory of GPU "
+                f"{numbers} there directly; other ranks have access to all GPUs of their host",
+                f"Compare `nvidia-smi topo -p2p r` on {place.host} and another host, and report it",
+                ranks=(place.rank,),
+                hosts=(place.host,),
+                exclude=True,
+            )
+
+
+def _slow_gpus(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
+    known = [(one.place, _trial(one)["flops"]) for one in trials if _trial(one)["flops"]]
+    if len(known) < 3:
+        return
+    median = statistics.median(flops for _, flops in known)
+    for place, flops in known:
+        if flops < SLOW_SHARE * median:
+            yield Finding(
+                Level.WARNING,
+                f"the GPU of rank {place.rank} on {place.host} computes {flops / 1e12:.0f} "
+                f"TFLOP/s, the median of {len(known)} GPUs {median / 1e12:.0f}",
+                f"Check its clock, power limit and temperature (`nvidia-smi -q -d PERFORMANCE`), "
+                f"and exclude {place.host}",
+                ranks=(place.rank,),
+                hosts=(place.host,),
+                exclude=True,
+            )

@@ -1,0 +1,393 @@
+"""Check that all ranks have the same software, code, options of Python and variables.
+
+torch is not imported: its version is read from its files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import locale
+import os
+import platform
+import re
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import FrozenImporter, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from .... import __version__
+from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..peers import names_of, show
+
+_KIT = Path(__file__).resolve().parents[3]
+_PREFIXES = (
+    "NCCL_",
+    "RCCL_",
+    "FI_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "CUDA_",
+    "UCX_",
+    "TORCH_",
+)
+_PATHS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
+_OTHERS = (
+    *_PATHS,
+    "PYTHONHOME",
+    "PYTHONHASHSEED",
+    "DDPKIT_CPU_BIND",
+    "DDPKIT_NETWORK",
+)
+_OF_RANK = ("CUDA_VISIBLE_DEVICES",)
+# Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
+_OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
+_MOST_FILES = 2000
+_SHOWN = 60  # characters of a value
+_UNSET = "(unset)"
+_TORCH = "torch"
+_KIT_CODE, _CODE = "code of the kit", "code in the working directory"
+_PACKAGES = "installed packages"
+_CODE_SUFFIXES = (".py", ".pyc", ".yaml", ".yml", ".toml")
+_VERSION = re.compile(r"^(?:__version__|version)\b[^=\n]*= ?['\"]([^'\"]+)", re.MULTILINE)
+_VERSIONS = ("Python", _TORCH, "kit version", "NCCL")
+_FLAGS = ("optimize", "dev_mode", "safe_path", "isolated", "no_user_site")
+# What every training imports, besides Python's own modules.
+_IMPORTED = ("torch", "numpy", "typing_extensions", "filelock", "sympy", "networkx", "jinja2")
+_TRAP = "other module"
+_ONE_ENVIRONMENT = "Use one environment, command line and locale on all hosts"
+SAME_FILES = "Copy the same files to all hosts, or use a shared file system"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What should be the same everywhere.
+
+    software: versions and options of Python, by name. code: digests of code and packages, by group;
+    from the first rank of each host. files: the checksum or version of each member, by group, if
+    the digests differ between hosts. traps: of the working directory, see traps().
+    """
+
+    software: dict[str, str]
+    code: dict[str, str]
+    files: dict[str, dict[str, str]]
+    variables: dict[str, str]
+    traps: list[str] = field(default_factory=list)
+
+
+class Equality(Check[Facts]):
+    """Software, code and variables of all ranks."""
+
+    name = "equality"
+    per = "rank"
+    quick = True
+    seconds = 15.0
+    facts = Facts
+
+    def collect(self, ranks: Ranks) -> Facts:
+        files: dict[str, dict[str, str]] = {}
+        is_first = ranks.me.local_rank == 0
+        if is_first:
+            files = {_KIT_CODE: checksums(_KIT), _CODE: checksums(Path.cwd())}
+            files[_PACKAGES] = packages()
+        code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
+        everyones = [one for one in ranks.all_gather("code", code) if one]
+        different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
+        return Facts(
+            software=software(),
+            code=code,
+            files={name: files[name] for name in different},
+            variables=relevant_variables(os.environ),
+            traps=traps(Path.cwd()) if is_first else [],
+        )
+
+    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+        findings: list[Finding] = []
+        for name in _names(one.facts.software for one in reported):
+            values = {one.place: one.facts.software.get(name, "none") for one in reported}
+            level = Level.BAD if name in _VERSIONS else Level.WARNING
+            findings += compare(name, values, level, _ONE_ENVIRONMENT, ("Python", _TORCH))
+        for name in _names(one.facts.files for one in reported):
+            items = {
+                one.place: one.facts.files[name] for one in reported if name in one.facts.files
+            }
+            if name == _PACKAGES:
+                follows: tuple[str, ...] = ("Python", _TORCH, "NCCL")
+                findings += compare_items(name, items, Level.WARNING, _ONE_ENVIRONMENT, follows)
+            else:
+                follows = ("kit version", _TRAP)
+                findings += compare_items(name, items, Level.BAD, SAME_FILES, follows)
+        findings += (
+            Finding(
+                Level.WARNING,
+                trap.replace("HOST", one.place.host),
+                "Rename the file if it hides a module. Delete __pycache__ in the working directory",
+                hosts=(one.place.host,),
+                subject=_TRAP,
+            )
+            for one in reported
+            for trap in one.facts.traps
+        )
+        for name in _names(one.facts.variables for one in reported):
+            values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
+            remedy = f"Set {name} to the same value on all ranks, or unset it on all"
+            if _depends_on_local_rank(name, values):
+                continue
+            findings += compare(name, values, Level.WARNING, remedy, (name,))
+        if not findings and reported:
+            facts = reported[0].facts
+            versions = ", ".join(
+                f"{name} {facts.software[name]}" for name in _VERSIONS if name in facts.software
+            )
+            same = "; the same code and variables on all ranks"
+            findings = [Finding(Level.GOOD, versions + (same if len(reported) > 1 else ""))]
+        yield from findings
+
+
+# Facts of this rank -------------------------------------------------------------------------------
+
+
+def software() -> dict[str, str]:
+    """Return the versions of what training uses. Without torch on this host it is "none"."""
+    found = {"Python": platform.python_version(), _TORCH: "none", "kit version": __version__}
+    folder = torch_folder()
+    if folder is not None:
+        values = torch_build()
+        builds = [f"{name} {values[name]}" for name in ("cuda", "hip") if values.get(name)]
+        build = f" ({', '.join(builds)})" if builds else ""
+        found[_TORCH] = values.get("__version__", "unknown") + build
+        # "nvidia_nccl_cu12-2.21.5.dist-info"
+        for info in sorted(folder.parent.glob("nvidia_nccl_*.dist-info")):
+            found["NCCL"] = info.name.removesuffix(".dist-info").rpartition("-")[2]
+    if driver := driver_version():
+        found["GPU driver"] = driver
+    for name in _FLAGS:
+        found[f"sys.flags.{name}"] = str(getattr(sys.flags, name, None))
+    # Where only LANG names the C locale, Python sets UTF-8, for C libraries, too.
+    found["text encoding of the locale"] = locale.nl_langinfo(locale.CODESET)
+    mode = sys._xoptions.get("utf8", os.environ.get("PYTHONUTF8", "default"))
+    found["Python's UTF-8 mode"] = str(mode)
+    return found
+
+
+def torch_folder() -> Path | None:
+    """Return the folder of torch, which is not imported; None without torch."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def torch_build() -> dict[str, str]:
+    """Return the values in torch/version.py that are set: __version__, cuda, hip, git_version."""
+    folder = torch_folder()
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
+    except OSError:
+        return {}
+    # "__version__ = '2.6.0+cu124'", "cuda: Optional[str] = '12.4'", "hip: ... = None"
+    return dict(re.findall(r"^(\w+)(?:: [^=]+)? = ['\"]([^'\"]*)['\"]$", text, re.MULTILINE))
+
+
+def driver_version() -> str:
+    """Return the version of the GPU driver's kernel module; "" without one."""
+    for module in (Path("/sys/module/nvidia"), Path("/sys/module/amdgpu")):
+        try:
+            return (module / "version").read_text().strip()
+        except OSError:
+            if module.is_dir():
+                return f"of kernel {os.uname().release}"
+    return ""
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that Python finds, but torch.
+
+    That in version.py of the package counts, since it is what Python imports.
+    """
+    distributions: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    for folder in filter(os.path.isdir, sys.path):
+        for name in os.listdir(folder):
+            if name.endswith(".dist-info"):  # "numpy-2.1.0.dist-info"
+                package, _, version = name.removesuffix(".dist-info").partition("-")
+                distributions.setdefault(package, version)
+            elif name not in versions:
+                try:
+                    text = Path(folder, name, "version.py").read_text(errors="replace")
+                except OSError:
+                    continue
+                if found := _VERSION.search(text):
+                    versions[name] = found[1]
+    versions.pop(_TORCH, None)
+    distributions.pop(_TORCH, None)
+    return distributions | versions
+
+
+def traps(folder: Path) -> list[str]:
+    """Return why Python may run other code than the files in the working directory suggest.
+
+    A file there has the name of a module that others import, or its compiled code is another.
+    """
+    found = []
+    hidden = {*_IMPORTED, *sys.stdlib_module_names} - {*sys.builtin_module_names, "test"}
+    if not (folder / _KIT.name / "tools" / "doctor").is_dir():  # a copy of the kit
+        hidden.add(_KIT.name)
+    for path in [*folder.glob("*.py"), *(one.parent for one in folder.glob("*/__init__.py"))]:
+        if path.stem in hidden and FrozenImporter.find_spec(path.stem) is None:
+            of_whom = "the kit" if path.stem == _KIT.name else "Python or torch"
+            found.append(
+                f"{path.name} in the working directory of HOST hides the module {path.stem} of "
+                f"{of_whom} from scripts there"
+            )
+    for path in filter(_is_stale, [*folder.glob("*.py"), *folder.glob("*/*.py")]):
+        found.append(
+            f"Python on HOST runs code that differs from {path.relative_to(folder)} in the working "
+            "directory: the file in __pycache__ is not compiled from it"
+        )
+    return found
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module as Python does, and writes nothing to __pycache__."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Leave the compiled code."""
+
+
+def _is_stale(path: Path) -> bool:
+    """Return whether Python would load compiled code that differs from the file."""
+    if not os.path.exists(importlib.util.cache_from_source(path)):
+        return False
+    loader = _Loader(path.stem, str(path))
+    try:
+        source = loader.source_to_code(path.read_bytes(), str(path))
+        return bool(loader.get_code(path.stem) != source)
+    except (OSError, SyntaxError):  # the program finds out by itself
+        return False
+    except (EOFError, ValueError, TypeError, ImportError):
+        return True
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the CRC-32 of code and settings in a folder and in the packages there, by path."""
+    found: dict[str, str] = {}
+    pending = [folder]
+    while pending and len(found) < _MOST_FILES:
+        try:
+            entries = sorted(os.scandir(pending.pop(0)), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in entries:
+            path = Path(entry.path)
+            try:
+                if entry.name.endswith(_CODE_SUFFIXES):
+                    found[str(path.relative_to(folder))] = f"{zlib.crc32(path.read_bytes()):08x}"
+                elif entry.is_dir() and (path / "__init__.py").is_file():
+                    pending.append(path)
+            except OSError:
+                found[str(path.relative_to(folder))] = "unreadable"
+    return found
+
+
+def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that change how a training runs."""
+    found = {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name.startswith(_PREFIXES) or name in _OTHERS) and name not in _OF_RANK
+    }
+    for name in _PATHS:  # Open MPI repeats entries and adds empty ones on other hosts
+        if name in found:
+            entries = filter(None, found[name].split(os.pathsep))
+            found[name] = os.pathsep.join(dict.fromkeys(entries))
+    return {name: value for name, value in found.items() if value or name not in _PATHS}
+
+
+# What rank 0 concludes ----------------------------------------------------------------------------
+
+
+def _names(values: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names in all of these, in the order in which they first appear."""
+    return list(dict.fromkeys(name for one in values for name in one))
+
+
+def compare(
+    name: str,
+    values: Mapping[RankPlace, str],
+    level: Level,
+    remedy: str,
+    follows: tuple[str, ...] = (),
+) -> Iterator[Finding]:
+    """Name those that differ from most ranks."""
+    counts = Counter(values.values())
+    if len(counts) < 2:
+        return
+    common, count = counts.most_common(1)[0]
+    odd = [place for place, value in values.items() if value != common]
+    others = list(dict.fromkeys(values[place] for place in odd))
+    parts = [
+        f"{_where([one for one in odd if values[one] == value], values)}: {_shorten(value, common)}"
+        for value in others[:4]
+    ]
+    if len(others) > 4:
+        parts.append(f"{len(others) - 4} other values")
+    rest = "the other ranks" if len(counts) == 2 else f"{count} ranks"
+    yield Finding(
+        level,
+        f"{name} differs. {'; '.join(parts)}; {rest}: {_shorten(common, others[0])}",
+        remedy,
+        tuple(one.rank for one in odd),
+        tuple(dict.fromkeys(one.host for one in odd)),
+        subject=name.partition(" (")[0],
+        follows=follows,
+    )
+
+
+def _depends_on_local_rank(name: str, values: Mapping[RankPlace, str]) -> bool:
+    """Return whether a variable is set in the same way on each host, for each local rank."""
+    of_hosts: dict[int, list[str]] = {}
+    for place, value in values.items():
+        of_hosts.setdefault(place.node, []).append(value)
+    if len(of_hosts) == 1:
+        return name.endswith(_OF_LOCAL_RANK)
+    return len({tuple(one) for one in of_hosts.values()}) == 1
+
+
+def _where(odd: Sequence[RankPlace], values: Mapping[RankPlace, str]) -> str:
+    """Return "h3", if all of its ranks differ, or "rank 3 on h2"."""
+    hosts = {one.node: one.host for one in odd}
+    is_whole = len([place for place in values if place.node in hosts]) == len(odd)
+    return names_of(list(hosts.values())) if is_whole else show(odd)
+
+
+def _shorten(value: str, other: str) -> str:
+    """Return a value for a message; of a long list of paths, the entries that another lacks."""
+    if len(value) <= _SHOWN:
+        return value or "(empty)"
+    entries = other.split(os.pathsep)
+    own = [entry for entry in value.split(os.pathsep) if entry not in entries]
+    shown = os.pathsep.join(own) or value
+    return f"...{shown[-_SHOWN:]}" if len(shown) > _SHOWN else f"...{shown}..."
+
+
+def compare_items(
+    name: str,
+    items: Mapping[RankPlace, Mapping[str, str]],
+    level: Level,
+    remedy: str,
+    follows: tuple[str, ...] = (),
+) -> Iterator[Finding]:
+    """Name those whose items differ from most ranks: one finding for items that differ together."""
+    different: dict[tuple[RankPlace, ...], list[str]] = {}
+    for item in sorted({item for one in items.values() for item in one}):
+        values = {place: one.get(item) for place, one in items.items()}
+        common = Counter(values.values()).most_common(1)[0][0]
+        if odd := tuple(place for place, value in values.items() if value != common):
+            different.setdefault(odd, []).append(item)
+    for names in different.values():
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        first = {place: one.get(names[0], "none") for place, one in items.items()}
+        yield from compare(f"{name} ({shown})", first, level, remedy, follows)

@@ -1,0 +1,268 @@
+"""Check the health of the GPUs: memory in use, errors, throttling, temperature, NVLink.
+
+NVIDIA's thresholds are those of its documentation; this check has not run on hardware yet.
+https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
+https://docs.nvidia.com/deploy/xid-errors/index.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ....host import gpus as host_gpus
+from ..check import Check, Finding, Level, Ranks, Reported
+from ..nvml import Gpu, count_on_bus, read_gpus, xid_errors
+
+_USED_SHARE = 0.05  # of the memory, before any rank uses the GPU
+_ROCM_SMI_SECONDS = 15.0
+_SLOWING = {  # nvmlClocksEventReasons that a healthy GPU does not have
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake by the power supply",
+}
+# Xid errors after which the GPU or the host needs attention; others come from programs.
+_SERIOUS_XIDS = {
+    48: "double-bit ECC error",
+    62: "halted microcontroller",
+    63: "row remapping or page retirement pending",
+    64: "row remapping or page retirement failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "many single-bit ECC errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GSP does not respond",
+    120: "GSP error",
+}
+
+
+@dataclass
+class GpuFacts:
+    """The GPUs that this rank sees, each as Gpu, and what the host knows of all of them.
+
+    driver: GPUs that the driver shows, None without a driver. bus: those on the PCI bus.
+    xids: serious Xid errors since boot by PCI address, where the kernel's log is readable.
+    """
+
+    gpus: list[dict[str, Any]]
+    driver: int | None
+    bus: int
+    xids: dict[str, list[int]]
+
+
+class Gpus(Check[GpuFacts]):
+    """Health of the GPUs."""
+
+    name = "GPUs"
+    per = "rank"
+    quick = True
+    seconds = 30.0
+    facts = GpuFacts
+
+    def collect(self, ranks: Ranks) -> GpuFacts:
+        """Read the GPUs that this rank sees."""
+        vendor = host_gpus.gpu_vendor()
+        if vendor == "amd":
+            found = _read_rocm()
+            return GpuFacts([asdict(one) for one in found], None, 0, {})
+        on_bus = count_on_bus()
+        if vendor != "nvidia" and not on_bus:
+            return GpuFacts([], None, 0, {})
+        every = read_gpus()
+        visible = host_gpus.visible_gpu_addresses(os.environ)
+        seen = [
+            one for one in every or [] if not all(visible) or one.address in visible or not visible
+        ]
+        serious = {
+            address: [xid for xid in xids if xid in _SERIOUS_XIDS]
+            for address, xids in xid_errors(_kernel_log()).items()
+        }
+        found_xids = {address: xids for address, xids in serious.items() if xids}
+        count = None if every is None else len(every)
+        return GpuFacts([asdict(one) for one in seen], count, on_bus, found_xids)
+
+    def conclude(self, reported: Sequence[Reported[GpuFacts]]) -> Iterator[Finding]:
+        """Report each GPU that is not healthy."""
+        seen: dict[tuple[str, str], Gpu] = {}
+        findings: list[Finding] = []
+        for one in reported:
+            host = one.place.host
+            if one.place.local_rank == 0:
+                findings += _of_host(host, one.facts)
+            for row in one.facts.gpus:
+                gpu = Gpu(**row)
+                seen.setdefault((host, gpu.uuid or gpu.address or str(gpu.index)), gpu)
+        for (host, _), gpu in seen.items():
+            findings += _of_gpu(host, gpu)
+        findings += _nvlinks(seen)
+        yield from findings
+        if seen and not findings:
+            names = ", ".join(sorted({gpu.name for gpu in seen.values() if gpu.name}))
+            hottest = max((gpu.temperature or 0 for gpu in seen.values()), default=0)
+            yield Finding(
+                Level.GOOD,
+                f"{len(seen)} GPUs ({names}): no errors, not throttled, memory free, at most "
+                f"{hottest} degrees Celsius",
+            )
+
+
+def _of_host(host: str, facts: GpuFacts) -> Iterator[Finding]:
+    if facts.driver is not None and facts.driver < facts.bus and facts.driver > 0:
+        # Fewer is normal where a control group hides some of them: those have no errors.
+        lost = [address for address, xids in facts.xids.items() if 79 in xids]
+        if lost:
+            yield Finding(
+                Level.BAD,
+                f"GPU {lost[0]} of {host} has fallen off the bus (Xid 79): the driver shows "
+                f"{facts.driver} of {facts.bus} GPUs",
+                f"Exclude {host}; a reboot or a repair is needed",
+                hosts=(host,),
+                exclude=True,
+            )
+    for address, xids in facts.xids.items():
+        if 79 in xids and facts.driver is not None and facts.driver < facts.bus:
+            continue
+        last = xids[-1]
+        yield Finding(
+            Level.WARNING,
+            f"GPU {address} of {host} has had Xid {last} ({_SERIOUS_XIDS[last]}), {len(xids)} "
+            "serious errors since boot; expected none",
+            f"Exclude {host} if it happened during your job, and report it to the administrators",
+            hosts=(host,),
+        )
+
+
+def _of_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
+    name = f"GPU {gpu.index} of {host}"
+    if gpu.memory_bytes and gpu.used_bytes and gpu.used_bytes > _USED_SHARE * gpu.memory_bytes:
+        ids = ", ".join(str(pid) for pid, _ in gpu.processes)
+        by = f"by other processes ({ids})" if ids else "by processes that are not visible here"
+        yield Finding(
+            Level.WARNING,
+            f"{name}: {gpu.used_bytes / 1e9:.1f} of {gpu.memory_bytes / 1e9:.1f} GB are in use "
+            f"{by}; expected an unused GPU",
+            f"End them if they are yours (`nvidia-smi` on {host}); otherwise exclude {host}",
+            hosts=(host,),
+            exclude=True,
+        )
+    if gpu.uncorrected_errors:
+        yield Finding(
+            Level.BAD,
+            f"{name} has had {gpu.uncorrected_errors} uncorrectable ECC errors since the driver "
+            "was loaded; expected none",
+            f"Exclude {host}; the GPU needs a reset (`nvidia-smi -q -d ECC`)",
+            hosts=(host,),
+            exclude=True,
+        )
+    if gpu.rows_failed:
+        yield Finding(
+            Level.BAD,
+            f"{name}: remapping of a damaged memory row has failed",
+            f"Exclude {host}; the GPU has to be replaced (`nvidia-smi -q -d ROW_REMAPPER`)",
+            hosts=(host,),
+            exclude=True,
+        )
+    elif gpu.rows_pending or gpu.pages_pending:
+        what = "a memory row waits to be remapped" if gpu.rows_pending else "pages wait to retire"
+        yield Finding(
+            Level.WARNING,
+            f"{name}: {what}, which takes effect at the next reset",
+            f"Ask for a reset of the GPU on {host}; exclude {host} until then",
+            hosts=(host,),
+            exclude=True,
+        )
+    slowing = [text for bit, text in _SLOWING.items() if (gpu.throttle_reasons or 0) & bit]
+    if slowing:
+        yield Finding(
+            Level.WARNING,
+            f"{name} is slowed down by {' and '.join(slowing)}: {gpu.clock_mhz} of "
+            f"{gpu.max_clock_mhz} MHz, {gpu.temperature} degrees Celsius, {gpu.power_watts} W",
+            f"Exclude {host}, and report it: check cooling and power supply",
+            hosts=(host,),
+            exclude=True,
+        )
+    elif gpu.temperature and gpu.slowdown_temperature:
+        if gpu.temperature >= gpu.slowdown_temperature:
+            yield Finding(
+                Level.WARNING,
+                f"{name} has {gpu.temperature} degrees Celsius; it slows down from "
+                f"{gpu.slowdown_temperature} on",
+                f"Exclude {host}, and report it: check its cooling",
+                hosts=(host,),
+                exclude=True,
+            )
+
+
+def _nvlinks(seen: Mapping[tuple[str, str], Gpu]) -> Iterator[Finding]:
+    """Report GPUs with fewer NVLinks than most GPUs of the same kind. Those on PCIe use a part."""
+    for kind in {gpu.name for gpu in seen.values()}:
+        up = {key: sum(gpu.nvlinks) for key, gpu in seen.items() if gpu.name == kind}
+        usual = statistics.mode(up.values())
+        for (host, key), count in up.items():
+            if count < usual:
+                yield Finding(
+                    Level.WARNING,
+                    f"GPU {seen[host, key].index} of {host} has {count} NVLinks that are up; "
+                    f"expected {usual}, as on the other GPUs",
+                    f"Exclude {host}, and report it (`nvidia-smi nvlink -s`)",
+                    hosts=(host,),
+                    exclude=True,
+                )
+
+
+def _kernel_log() -> Iterator[str]:
+    """Yield the lines of the kernel's log that are there, if this user may read it."""
+    with contextlib.suppress(OSError):
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                try:
+                    yield os.read(log, 8192).decode(errors="replace")
+                except BrokenPipeError:  # the oldest lines were overwritten meanwhile
+                    continue
+        except BlockingIOError:  # the end
+            return
+        finally:
+            os.close(log)
+
+
+def _read_rocm() -> list[Gpu]:
+    """Return the GPUs that rocm-smi shows; empty where it is missing or fails."""
+    if shutil.which("rocm-smi") is None:
+        return []
+    words = ["rocm-smi", "--showmeminfo", "vram", "--showtemp", "--showproductname", "--json"]
+    try:
+        output = subprocess.run(
+            words, capture_output=True, text=True, timeout=_ROCM_SMI_SECONDS, check=True
+        ).stdout
+        return parse_rocm(output)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def parse_rocm(output: str) -> list[Gpu]:
+    """Return the GPUs in the output of `rocm-smi --json`. Raises ValueError."""
+    found = []
+    for device, values in json.loads(output).items():
+        if not device.startswith("card"):
+            continue
+        gpu = Gpu(int(device[4:]), values.get("Card Series", values.get("Card series", "")))
+        for name, value in values.items():
+            with contextlib.suppress(ValueError):
+                if name == "VRAM Total Memory (B)":
+                    gpu.memory_bytes = int(value)
+                elif name == "VRAM Total Used Memory (B)":
+                    gpu.used_bytes = int(value)
+                elif name.startswith("Temperature") and "memory" not in name:
+                    gpu.temperature = max(gpu.temperature or 0, int(float(value)))
+        found.append(gpu)
+    return found

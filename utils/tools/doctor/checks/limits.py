@@ -1,0 +1,368 @@
+"""Check the limits of each host: locked memory, open files, shared memory, memory, time left."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ....host.gpus import gpu_vendor
+from ....job import current_allocation
+from ....job.allocation import AllocationError
+from ..check import CPUS, Check, Finding, Level, Ranks, Reported
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_UNLIMITED = -1
+_FABRICS = ("sys/class/infiniband", "sys/class/cxi", "sys/class/infiniband_verbs")
+# Containers of Docker have 64 MiB, which is enough for a training without many workers.
+_SHARED_MEMORY_BYTES = 48 * _MIB
+_MEMORY_BYTES_PER_RANK = 512 * _MIB  # Python with torch, and a small model
+_PROCESSES_PER_RANK = 64  # with its threads
+_SECONDS_LEFT = 180
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The limits of a host. -1 is unlimited, None is unknown.
+
+    ranks: on this host. world_size: of all hosts. fabric: the device that needs locked memory, such
+    as "mlx5_0", or "". memory_bytes: the smallest limit of a control group, or the memory of the
+    host. free_bytes: what is left of it. processes_left: of the control group, or
+    the limit of the user. cpu_quota: CPUs whose time the control group allows.
+    """
+
+    ranks: int
+    world_size: int
+    fabric: str
+    has_gpu: bool
+    locked_bytes: int
+    open_files: int
+    shared_bytes: int | None
+    shared_free_bytes: int | None
+    memory_bytes: int | None
+    free_bytes: int | None
+    processes_left: int | None
+    seconds_left: float | None
+    cpu_quota: float | None = None
+
+
+class Limits(Check[Facts]):
+    """Limits of memory, files, processes and time."""
+
+    name = "limits"
+    per = "host"
+    quick = True
+    seconds = 15.0
+    facts = Facts
+
+    def collect(self, ranks: Ranks) -> Facts:
+        shared, shared_free = _file_system("/dev/shm")
+        memory, free = memory_limit()
+        return Facts(
+            ranks=sum(one.node == ranks.me.node for one in ranks.everyone),
+            world_size=len(ranks.everyone),
+            fabric=_fabric(),
+            has_gpu=gpu_vendor() is not None,
+            locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
+            open_files=_soft(resource.RLIMIT_NOFILE),
+            shared_bytes=shared,
+            shared_free_bytes=shared_free,
+            memory_bytes=memory,
+            free_bytes=free,
+            processes_left=processes_left(),
+            cpu_quota=cpu_quota(),
+            seconds_left=_seconds_left() if ranks.me.rank == 0 else None,
+        )
+
+    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+        findings: list[Finding] = []
+        for one in reported:
+            findings += _check_host(one)
+            findings += _check_memory(one)
+        named = {host for finding in findings for host in finding.hosts}
+        findings += (one for one in _compare(reported) if named.isdisjoint(one.hosts))
+        left = next((one.facts.seconds_left for one in reported if one.place.rank == 0), None)
+        if left is not None and left < _SECONDS_LEFT:
+            findings.append(
+                Finding(
+                    Level.WARNING,
+                    f"the job has {left:.0f} s left until its time limit. Expected at least "
+                    f"{_SECONDS_LEFT} s",
+                    "Request more time",
+                )
+            )
+        if not findings and reported:
+            findings = [Finding(Level.GOOD, _describe([one.facts for one in reported], left))]
+        yield from findings
+
+
+# Facts of this host -------------------------------------------------------------------------------
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """Return the bytes of memory that this process may use, and how many of them are free.
+
+    The smallest limit among the control groups of this process counts. root: the folder with proc
+    and sys.
+    """
+    total, free = _host_memory(root)
+    for folder in _control_groups(root, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
+        if limit is None or (total is not None and limit > total):
+            continue
+        total = limit
+        # The kernel drops cached files when a group needs memory.
+        left = limit - (used or 0) + _cached(folder)
+        free = left if free is None else min(free, left)
+    return total, free
+
+
+def processes_left(root: Path = Path("/")) -> int | None:
+    """Return how many processes and threads limits and control groups allow; None: no limit."""
+    limit = _soft(resource.RLIMIT_NPROC)  # of the user; what others have started is not counted
+    left = [limit] if limit != _UNLIMITED else []
+    for folder in _control_groups(root, "pids"):
+        most, used = _number(folder / "pids.max"), _number(folder / "pids.current")
+        if most is not None and used is not None:
+            left.append(most - used)
+    return min(left, default=None)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return the CPU quota of the control groups, in CPUs; None: no limit."""
+    quotas = []
+    for folder in _control_groups(root, "cpu"):
+        files = (folder / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        # "50000 100000", or "max 100000"; version 1: "-1" for no limit
+        words = " ".join(file.read_text() for file in files if file.is_file()).split()
+        if len(words) == 2 and words[0].isdecimal():
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of those around it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    base = root / "sys/fs/cgroup"
+    for line in lines:
+        # Version 2: "0::/user.slice"; version 1: "4:memory:/slurm/uid_0/job_7"
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = base / controller if controllers else base
+        folder = top / path.lstrip("/")
+        # In a container the path may be that of the host, while its group is mounted at the top.
+        while folder != top and top in folder.parents:
+            if folder.is_dir():
+                yield folder
+            folder = folder.parent
+        yield top
+
+
+def _host_memory(root: Path) -> tuple[int | None, int | None]:
+    values: dict[str, int] = {}
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")  # "MemAvailable:   12345 kB"
+            values[name] = int(rest.split()[0]) << 10
+    except (OSError, ValueError, IndexError):
+        return None, None
+    return values.get("MemTotal"), values.get("MemAvailable")
+
+
+def _cached(folder: Path) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split()[:2] for line in lines if len(line.split()) == 2)
+    names = ("total_inactive_file", "inactive_file")  # of version 1, of version 2
+    return next((int(values[name]) for name in names if name in values), 0)
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for "max", or where it cannot be read."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _file_system(path: str) -> tuple[int | None, int | None]:
+    """Return the bytes of a file system, and how many of them are free."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None, None
+    return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+
+
+def _fabric() -> str:
+    for folder in _FABRICS:
+        try:
+            names = sorted(os.listdir(f"/{folder}"))
+        except OSError:
+            continue
+        names = [name for name in names if name != "abi_version"]
+        if names:
+            return names[0]
+    return ""
+
+
+def _soft(kind: int) -> int:
+    soft = resource.getrlimit(kind)[0]
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _seconds_left() -> float | None:
+    try:
+        allocation = current_allocation(query=False)
+    except AllocationError:  # placement.py reports it
+        return None
+    return allocation.seconds_left() if allocation else None
+
+
+# What rank 0 concludes ----------------------------------------------------------------------------
+
+
+def _check_host(one: Reported[Facts]) -> Iterator[Finding]:
+    facts, host = one.facts, one.place.host
+    if facts.fabric and facts.locked_bytes != _UNLIMITED and facts.locked_bytes < _GIB:
+        yield _of_host(
+            one,
+            Level.BAD,
+            f"{host} may lock {size_of(facts.locked_bytes)} of memory (ulimit -l), but "
+            f"{facts.fabric} needs it for its buffers. Expected: unlimited",
+            "Start from a login shell with ulimit -l unlimited, or ask the centre to raise memlock "
+            "for the daemons of the scheduler",
+        )
+    # torch's store and gloo have a connection for each rank; workers send tensors as files.
+    needed = 256 + 4 * facts.world_size
+    if facts.open_files != _UNLIMITED and facts.open_files < needed:
+        yield _of_host(
+            one,
+            Level.BAD,
+            f"a process on {host} may open {facts.open_files} files (ulimit -n). Expected at least "
+            f"{needed} for {facts.world_size} ranks",
+            "Run ulimit -n 65536 in the job script, or ask the centre to raise the hard limit",
+        )
+    shared, free = facts.shared_bytes, facts.shared_free_bytes
+    if shared is not None and free is not None and free < _SHARED_MEMORY_BYTES:
+        yield _of_host(
+            one,
+            Level.WARNING,
+            f"/dev/shm of {host} has {size_of(free)} free of {size_of(shared)}. Expected at least "
+            f"{size_of(_SHARED_MEMORY_BYTES)}: DataLoader workers and NCCL exchange data there",
+            "Delete leftovers there, or enlarge it (containers: --shm-size=8g or --ipc=host)",
+        )
+
+
+def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
+    facts, host = one.facts, one.place.host
+    needed = _MEMORY_BYTES_PER_RANK * facts.ranks
+    if facts.memory_bytes is not None and facts.memory_bytes < needed:
+        yield _of_host(
+            one,
+            Level.BAD,
+            f"the processes on {host} may use {size_of(facts.memory_bytes)} of memory in all. "
+            f"Expected at least {size_of(needed)} for {facts.ranks} ranks",
+            "Request more memory (--mem)",
+        )
+    elif facts.free_bytes is not None and facts.free_bytes < needed / 2:
+        yield _of_host(
+            one,
+            Level.WARNING,
+            f"{host} has {size_of(facts.free_bytes)} of memory free. Expected at least "
+            f"{size_of(needed / 2)} for {facts.ranks} ranks",
+            "End what uses it, or request whole hosts",
+        )
+    left = facts.processes_left
+    if left is not None and left < _PROCESSES_PER_RANK * facts.ranks:
+        yield _of_host(
+            one,
+            Level.WARNING,
+            f"{host} allows {left} processes and threads (ulimit -u, or the control group). "
+            f"Expected at least {_PROCESSES_PER_RANK * facts.ranks} for {facts.ranks} ranks",
+            "Raise the limit of processes (ulimit -u; containers: --pids-limit)",
+        )
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.ranks:
+        found = _of_host(
+            one,
+            Level.WARNING,
+            f"the control group on {host} allows the time of {facts.cpu_quota:.3g} CPUs. Expected "
+            f"at least one for each of {facts.ranks} ranks",
+            "Request at least one CPU for each rank (containers: --cpus)",
+        )
+        yield replace(found, subject=CPUS)
+
+
+def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+    """Name hosts whose limits are far below those of most hosts."""
+    if len(reported) < 3:  # of two hosts, nobody knows which one is right
+        return
+    for name, field in (
+        ("locked memory (ulimit -l)", "locked_bytes"),
+        ("open files (ulimit -n)", "open_files"),
+        ("size of /dev/shm", "shared_bytes"),
+        ("memory", "memory_bytes"),
+        ("processes and threads (ulimit -u, or the control group)", "processes_left"),
+        ("CPUs of the control group", "cpu_quota"),
+    ):
+        values = [_limit(one.facts, field) for one in reported]
+        usual = statistics.median_low(values)
+        for one, value in zip(reported, values, strict=True):
+            if value < usual / 2:
+                expected, found = (
+                    size_of(number) if field.endswith("bytes") else f"{number:.3g}"
+                    for number in (usual, value)
+                )
+                yield _of_host(
+                    one,
+                    Level.WARNING,
+                    f"{name} of {one.place.host}: {found}. Most hosts: {expected}",
+                    "Set the same limits on all hosts; report the host to the centre",
+                )
+
+
+def _limit(facts: Facts, field: str) -> float:
+    value = getattr(facts, field)
+    return math.inf if value in (None, _UNLIMITED) else float(value)
+
+
+def _of_host(one: Reported[Facts], level: Level, message: str, remedy: str) -> Finding:
+    return Finding(level, message, remedy, hosts=(one.place.host,))
+
+
+def _describe(hosts: Sequence[Facts], left: float | None) -> str:
+    """Return the smallest limits."""
+    parts = []
+    files = [one.open_files for one in hosts if one.open_files != _UNLIMITED]
+    parts.append(f"{min(files)} open files" if files else "open files unlimited")
+    for name, values in (
+        ("/dev/shm", [one.shared_bytes for one in hosts if one.shared_bytes is not None]),
+        ("memory", [one.memory_bytes for one in hosts if one.memory_bytes is not None]),
+    ):
+        if values:
+            parts.append(f"{name} {size_of(min(values))}")
+    if left is not None:
+        parts.append(f"{left / 60:.0f} min left")
+    return ("at least " if len(hosts) > 1 else "") + ", ".join(parts)
+
+
+def size_of(count: float) -> str:
+    """Return "64.0 MiB" or "2.0 GiB"."""
+    if count == math.inf:
+        return "unlimited"
+    for unit, factor in (("TiB", 1 << 40), ("GiB", _GIB), ("MiB", _MIB), ("KiB", 1 << 10)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} bytes"

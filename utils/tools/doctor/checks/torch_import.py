@@ -1,0 +1,102 @@
+"""Can torch be imported, and how long does that wait for files? Minutes on a busy file system."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ....host import process
+from ..check import CPUS, Check, Finding, Level, Ranks, Reported
+from .shared_storage import outliers
+
+LONGEST_SECONDS = 60.0  # then the check ends without a result: the cores may be busy
+# Of the time that an import waits for files:
+LONG_SECONDS = 20.0
+SLOW_FACTOR, SLOW_SECONDS = 3.0, 5.0  # times the median of the other hosts, and more than it
+
+
+@dataclass(frozen=True)
+class ImportFacts:
+    """Of one host. seconds: how long the import waited for files; None if that is unknown.
+
+    error: why torch cannot be imported; "" if it can.
+    """
+
+    seconds: float | None
+    error: str = ""
+
+
+_outcome: ImportFacts | None = None
+
+
+def import_torch() -> ImportFacts:
+    """Import torch; note the seconds that are spent neither running nor waiting for a CPU."""
+    global _outcome
+    if _outcome is None and "torch" in sys.modules:
+        _outcome = ImportFacts(None)
+    if _outcome is None:
+        began, busy = time.monotonic(), sum(process.thread_seconds())
+        error = ""
+        try:
+            import torch  # noqa: F401
+            import torch.distributed  # noqa: F401
+        except Exception as reason:  # whatever its modules raise
+            error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"[:300]
+        waited = time.monotonic() - began - (sum(process.thread_seconds()) - busy)
+        _outcome = ImportFacts(max(0.0, waited), error)
+    return _outcome
+
+
+class TorchImportCheck(Check[ImportFacts]):
+    """Import torch on every host at the same time, as a training does."""
+
+    name = "import"
+    per = "host"
+    quick = True
+    seconds = LONGEST_SECONDS + 10
+    facts = ImportFacts
+
+    def collect(self, ranks: Ranks) -> ImportFacts:
+        thread = threading.Thread(target=import_torch, daemon=True)
+        thread.start()
+        thread.join(LONGEST_SECONDS)
+        return _outcome or ImportFacts(None)
+
+    def conclude(self, reported: Sequence[Reported[ImportFacts]]) -> Iterator[Finding]:
+        failed = [one for one in reported if one.facts.error]
+        for one in failed:
+            yield Finding(
+                Level.BAD,
+                f"torch cannot be imported on {one.place.host}: {one.facts.error}",
+                "Reinstall the package or library that the message names. Unset PYTHONPATH if it "
+                "contains packages of another Python",
+                hosts=(one.place.host,),
+                follows=("installation", "Python", "torch", "installed packages"),
+            )
+        if failed:
+            return
+        seconds = {one.place.host: one.facts.seconds for one in reported}
+        slow = list(outliers(seconds, SLOW_FACTOR, SLOW_SECONDS))
+        for host, waited, usual in slow:
+            yield Finding(
+                Level.WARNING,
+                f"Importing torch waited {waited:.0f} s for files on {host}; the median of "
+                f"the other hosts is {usual:.0f} s",
+                "Exclude the host if that happens again, and report it. See there: iostat -x",
+                hosts=(host,),
+                follows=("storage", CPUS),
+            )
+        known = [one for one in seconds.values() if one is not None]
+        longest = max(known, default=0.0)
+        if not slow and longest > LONG_SECONDS:
+            yield Finding(
+                Level.WARNING,
+                f"Importing torch waited up to {longest:.0f} s for files. Expected at most "
+                f"{LONG_SECONDS:.0f} s",
+                "Copy the Python environment to a local disk of each host, or use a container",
+            )
+        elif known and not slow:
+            yield Finding(Level.GOOD, f"Importing torch waited at most {longest:.1f} s for files")

@@ -1,0 +1,259 @@
+"""Gather JSON values of all ranks at rank 0, which sends them to every rank. No torch.
+
+Each rank needs a connection to rank 0 only, so that a bad link between two other hosts does not
+hang the exchange. Each rank also sends a heartbeat: nobody waits for a rank that has been stopped,
+or whose host has vanished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...connection import Connection, Message
+
+_LONGEST_BYTES = 1 << 24  # of one message
+_SEND_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
+# How much longer than the time limit a rank waits for rank 0: by then rank 0 has ended or hangs.
+_GRACE_SECONDS = 30.0
+_SEGMENT_BYTES = 500
+_HEARTBEAT_SECONDS = 1.0
+SILENT_SECONDS = 10.0  # without a heartbeat: the process is stopped, or cannot be reached
+
+
+class Rank0Lost(RuntimeError):
+    """Rank 0 has ended or does not respond."""
+
+
+class Gathered:
+    """The values of one topic. Missing values are None.
+
+    values: by rank. ended: the ranks whose connection to rank 0 has ended.
+    """
+
+    def __init__(self, values: list[Any], ended: Sequence[int] = ()) -> None:
+        self.values = values
+        self.ended = set(ended)
+
+
+class Exchange:
+    """This rank's connection to rank 0. A thread receives, so that any thread may gather."""
+
+    def __init__(self, rank: int, world_size: int, address: str, port: int, token: str) -> None:
+        """Connect to the server on rank 0. Raises Rank0Lost if that fails."""
+        self.rank = rank
+        self._world_size = world_size
+        self._received: dict[str, Gathered] = {}
+        self._change = threading.Condition()
+        self._send_lock = threading.Lock()
+        self._lost = ""
+        try:
+            connected = _connect(address, port)
+        except OSError as error:
+            raise Rank0Lost(
+                f"rank {rank} on {socket.gethostname()} cannot connect to rank 0 at {address} port "
+                f"{port} again: {error}. Check for rank 0's own message"
+            ) from None
+        self._connection = Connection(connected, longest_bytes=_LONGEST_BYTES)
+        self._send({"token": token, "rank": rank})
+        self._closed = threading.Event()
+        threading.Thread(target=self._receive, daemon=True, name="doctor exchange").start()
+        threading.Thread(target=self._send_heartbeats, daemon=True, name="doctor beat").start()
+
+    def gather(
+        self, topic: str, value: Any, seconds: float, ranks: Sequence[int] | None = None
+    ) -> Gathered:
+        """Send a value, and wait for the values of all ranks, or of these.
+
+        topic: used once, by all these ranks. seconds: time limit for the others. Raises Rank0Lost.
+        """
+        members = None if ranks is None else list(ranks)
+        self._send({"topic": topic, "value": value, "seconds": seconds, "ranks": members})
+        limit = time.monotonic() + seconds + _GRACE_SECONDS
+        with self._change:
+            while topic not in self._received:
+                left = limit - time.monotonic()
+                if self._lost or left <= 0:
+                    raise Rank0Lost(
+                        f"rank {self.rank} on {socket.gethostname()} lost rank 0: "
+                        f"{self._lost or 'it does not respond'}. Check for rank 0's own message"
+                    )
+                self._change.wait(left)
+            return self._received.pop(topic)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._closed.set()
+        # The thread closes the socket: it may be waiting for it.
+        with contextlib.suppress(OSError):
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, message: Message) -> None:
+        with self._send_lock:
+            self._connection.send(message, _SEND_SECONDS)
+
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
+            self._send({})
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._connection.receive_one(3600.0)
+            except TimeoutError:
+                continue
+            with self._change:
+                if message is None:
+                    self._lost = self._connection.problem
+                else:
+                    self._received[message["topic"]] = Gathered(message["values"], message["ended"])
+                self._change.notify_all()
+            if message is None:
+                return
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, target = found[0]
+    connected = socket.socket(family, kind, protocol)
+    try:
+        _use_small_packets(connected)
+        connected.settimeout(_CONNECT_SECONDS)
+        connected.connect(target)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def _use_small_packets(one: socket.socket) -> None:
+    """Let a path that drops large packets carry the facts about it. Before connect()."""
+    with contextlib.suppress(OSError):
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+
+
+class _Topic:
+    """Values that are being gathered."""
+
+    def __init__(self, members: set[int]) -> None:
+        self.members = members
+        self.values: dict[int, Any] = {}
+        self.deadline = float("inf")
+        self.message: Message | None = None  # to the ranks, when it is complete
+
+
+class Server:
+    """Rank 0's end of all connections. A thread serves them until close()."""
+
+    def __init__(self, listener: socket.socket, world_size: int, token: str) -> None:
+        """listener: a listening socket. token: identifies the launch."""
+        self._listener, self._world_size, self._token = listener, world_size, token
+        self._rank_of: dict[Connection, int] = {}
+        self._connection_of: dict[int, Connection] = {}
+        self._topics: dict[str, _Topic] = {}
+        self._heard = dict.fromkeys(range(world_size), time.monotonic())  # the last time, by rank
+        self._ended: set[int] = set()
+        self._all_ended = threading.Event()
+        self._closing = False
+        listener.setblocking(False)
+        _use_small_packets(listener)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="doctor server")
+        self._thread.start()
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait until all ranks but rank 0 have closed their connections."""
+        if self._world_size > 1:
+            self._all_ended.wait(seconds)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._closing = True
+        self._thread.join(2)
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select(self._pause()):
+                if isinstance(key.fileobj, Connection):
+                    self._read(key.fileobj)
+                else:
+                    self._accept()
+            for connection in self._rank_of:
+                connection.flush()
+            self._complete_topics()
+        for connection in self._rank_of:
+            connection.close()
+        self._listener.close()
+
+    def _pause(self) -> float:
+        deadlines = [one.deadline for one in self._topics.values() if one.message is None]
+        unsent = any(connection.unsent_bytes for connection in self._rank_of)
+        longest = 0.02 if unsent else 0.2
+        return min(longest, max(0.0, min(deadlines, default=longest) - time.monotonic()))
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                connection = Connection(client, longest_bytes=_LONGEST_BYTES)
+                self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: Connection) -> None:
+        for message in connection.receive():
+            if connection not in self._rank_of:
+                if message.get("token") != self._token:
+                    connection.close()
+                    break
+                rank = int(message["rank"])
+                self._rank_of[connection] = rank
+                self._connection_of[rank] = connection
+                continue
+            rank = self._rank_of[connection]
+            self._heard[rank] = time.monotonic()
+            if message:  # not a heartbeat
+                self._add(rank, message)
+        if connection.closed:
+            self._selector.unregister(connection)
+            rank = self._rank_of.pop(connection, -1)
+            connection.close()
+            if rank >= 0:
+                self._ended.add(rank)
+            if len(self._ended - {0}) == self._world_size - 1:
+                self._all_ended.set()
+
+    def _add(self, rank: int, message: Message) -> None:
+        members = message["ranks"]
+        topic = self._topics.setdefault(
+            message["topic"], _Topic(set(range(self._world_size) if members is None else members))
+        )
+        if topic.message is not None:  # a late rank
+            self._connection_of[rank].send(topic.message)
+            return
+        topic.values[rank] = message["value"]
+        topic.deadline = min(topic.deadline, time.monotonic() + message["seconds"])
+
+    def _complete_topics(self) -> None:
+        now = time.monotonic()
+        for name, topic in self._topics.items():
+            if topic.message is not None:
+                continue
+            missing = topic.members - set(topic.values) - self._ended
+            present = [rank for rank in missing if now < self._heard[rank] + SILENT_SECONDS]
+            if present and now < topic.deadline:
+                continue
+            topic.message = {
+                "topic": name,
+                "values": [topic.values.get(rank) for rank in range(self._world_size)],
+                "ended": sorted(self._ended),
+            }
+            for rank in topic.values:
+                if rank not in self._ended:
+                    self._connection_of[rank].send(topic.message)
+            topic.values = {}

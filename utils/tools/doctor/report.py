@@ -1,0 +1,131 @@
+"""The results of all checks, as a table, as one line, or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .check import Finding, Level, RankPlace
+from .run_checks import Result
+
+LABELS = {Level.GOOD: "good", Level.WARNING: "WARNING", Level.BAD: "BAD"}
+
+
+def fold(results: Sequence[Result]) -> None:
+    """Put each finding that follows from another one below that, as one of its effects."""
+    found = [(one, finding) for one in results for finding in one.findings if finding.level]
+    roots = list(range(len(found)))
+    for index, (_, finding) in enumerate(found):
+        for other, (result, cause) in enumerate(found):
+            on_same_host = not set(finding.hosts).isdisjoint(cause.hosts or finding.hosts)
+            # A failure without a host follows from no mere warning of another check.
+            is_cause = cause.subject in finding.follows or (
+                result.name in finding.follows and (on_same_host or cause.level >= finding.level)
+            )
+            together = not finding.hosts or on_same_host
+            is_same = cause.subject and cause.subject == finding.subject
+            if is_cause and (together or is_same) and roots[other] not in (index, roots[index]):
+                roots = [roots[other] if root == index else root for root in roots]
+                break
+    for index, (result, finding) in enumerate(found):
+        below = [one for number, one in enumerate(found) if roots[number] == index != number]
+        result.findings.remove(finding)
+        if roots[index] == index:
+            shown = [f"{LABELS[one.level]} {check.name}: {one.message}" for check, one in below]
+            level = max([finding.level, *(one.level for _, one in below)])
+            result.findings.append(replace(finding, level=level, effects=tuple(shown)))
+        elif not result.findings:
+            name = found[roots[index]][0].name
+            result.findings.append(Finding(Level.GOOD, f"see what {name} has found"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of a run of `doctor`. launcher: its name, or "" without one."""
+
+    everyone: Sequence[RankPlace]
+    launcher: str
+    results: Sequence[Result]
+    seconds: float
+
+    @property
+    def level(self) -> Level:
+        """That of the most serious finding; it is the exit status."""
+        return max((one.level for one in self.results), default=Level.GOOD)
+
+    @property
+    def hosts_to_exclude(self) -> dict[str, str]:
+        """The hosts that a later job should avoid, each with the first reason."""
+        reasons: dict[str, str] = {}
+        for one in self.results:
+            for finding in one.findings:
+                for host in finding.hosts if finding.exclude else ():
+                    reasons.setdefault(host, f"{one.name}: {finding.message}")
+        return reasons
+
+    def as_text(self) -> str:
+        """Return one line per check, then each finding with its remedy."""
+        lines = [f"doctor: {LABELS[self.level]}: {self._scope()}"]
+        width = max((len(one.name) for one in self.results), default=0)
+        for one in self.results:
+            label, text = LABELS[one.level], _row(one)
+            lines.append(f"  {one.name:<{width}}  {label:<7}  {text}".rstrip())
+        findings = [(one.name, finding) for one in self.results for finding in one.findings]
+        for name, finding in sorted(findings, key=lambda pair: -pair[1].level):
+            if finding.level is Level.GOOD:
+                continue
+            lines += ["", f"{LABELS[finding.level]} {name}: {finding.message}."]
+            if finding.remedy:
+                lines.append(f"  Remedy: {finding.remedy}.")
+            lines += [f"  Possible effect: {effect}." for effect in finding.effects]
+        if self.hosts_to_exclude:
+            lines += ["", f"Hosts to exclude: {','.join(self.hosts_to_exclude)}"]
+        return "\n".join(lines)
+
+    def as_line(self) -> str:
+        """Return one line, for a run without findings."""
+        return f"doctor: {LABELS[self.level]}: {self._scope()}, {len(self.results)} checks"
+
+    def as_json(self) -> str:
+        """Return the whole report."""
+        content: dict[str, Any] = {
+            "result": LABELS[self.level].lower(),
+            "exit_status": int(self.level),
+            "launcher": self.launcher,
+            "ranks": [vars(one) for one in self.everyone],
+            "seconds": round(self.seconds, 2),
+            "exclude": list(self.hosts_to_exclude),
+            "checks": [
+                {
+                    "name": one.name,
+                    "result": LABELS[one.level].lower(),
+                    "seconds": round(one.seconds, 2),
+                    "findings": [_as_dict(finding) for finding in one.findings],
+                }
+                for one in self.results
+            ],
+        }
+        return json.dumps(content, indent=2)
+
+    def _scope(self) -> str:
+        ranks, hosts = len(self.everyone), len({one.node for one in self.everyone})
+        if not self.everyone:
+            return f"the ranks did not join, {self.seconds:.1f} s"
+        if not self.launcher:
+            return f"one process on {self.everyone[0].host}, {self.seconds:.1f} s"
+        counts = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
+        return f"{counts}, started by {self.launcher}, {self.seconds:.1f} s"
+
+
+def _row(result: Result) -> str:
+    """Return what the table says about a check."""
+    if result.level is Level.GOOD:
+        return "; ".join(one.message for one in result.findings)
+    count = sum(one.level is not Level.GOOD for one in result.findings)
+    return f"{count} finding{'s' * (count > 1)}, see below"
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    return {**vars(finding), "level": LABELS[finding.level].lower()}

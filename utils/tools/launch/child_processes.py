@@ -1,0 +1,285 @@
+"""Start, signal and end the processes of a launch on this host, and never leave one behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import IO
+
+from ... import signals as early_signals
+from ...host import process
+from .event_loop import STOP_SIGNALS
+from .launch_result import print_error
+from .script_imports import imports_this_package
+
+# In the environment of every process of a launch: "OUTER/INNER", the ids of the launches around it.
+LAUNCH_VARIABLE = "DDPKIT_LAUNCH"
+TERMINATE_SECONDS = 5.0  # from SIGTERM to SIGKILL
+_LEFTOVER_SECONDS = 2.0  # the same for what ended processes have left behind
+_POLL_SECONDS = 0.02
+
+
+class Processes:
+    """The processes that a launch has on this host. A context manager: none is left after it.
+
+    A reaper process ends them too, should this process be killed.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        """launch_id: a word that no other launch has."""
+        self._id = launch_id
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._running: dict[int, int] = {}  # process id -> index
+        self._unstarted: list[tuple[int, int]] = []  # index and exit status
+        self._kill_at: float | None = None
+
+    def __enter__(self) -> Processes:
+        self._reaper = _Reaper(self._id)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        end_all(self._find, TERMINATE_SECONDS if self._running else _LEFTOVER_SECONDS)
+        self._poll()
+        self._reaper.close()
+
+    def start(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        new_session: bool = False,
+        pass_fds: Sequence[int] = (),
+        stdin: bytes | int = b"",
+        hold_signals: bool = False,
+        cpus: Collection[int] = (),
+    ) -> subprocess.Popen[bytes] | None:
+        """Start a process in its own process group; None where it could not be started.
+
+        Processes are numbered from 0 in the order of these calls.
+
+        new_session: also in its own session, away from the signals that PBS and terminals send to a
+        whole session. stdin: a short text for the child, or a descriptor that it reads.
+        hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a
+        StopSignal receives them. cpus: to bind the process to; empty: those of this process.
+        """
+        index = len(self._children) + len(self._unstarted)
+        launches = [environ.get(LAUNCH_VARIABLE), self._id]
+        environ = {**environ, LAUNCH_VARIABLE: "/".join(filter(None, launches))}
+        hold_signals = hold_signals and imports_this_package(words)
+        if hold_signals:
+            environ[early_signals.VARIABLE] = "1"
+
+        def prepare() -> None:
+            # The group must exist before anything is signalled: made in the child, before exec().
+            if not new_session:
+                os.setpgrp()
+            if hold_signals:
+                early_signals.block()
+            if cpus:
+                with suppress(OSError):  # without the binding, the process is slower, not wrong
+                    os.sched_setaffinity(0, cpus)
+
+        source = os.dup(stdin) if isinstance(stdin, int) else _readable(stdin)
+        try:
+            child = subprocess.Popen(
+                words,
+                stdin=source,
+                stdout=stdout,
+                stderr=stderr,
+                env=environ,
+                start_new_session=new_session,
+                pass_fds=pass_fds,
+                preexec_fn=None if new_session and not hold_signals and not cpus else prepare,
+            )
+        except OSError as error:
+            print_error(
+                f"{words[0]} could not be started: {error.strerror}. Expected a program, or a "
+                "script whose name ends in .py"
+            )
+            # As a shell does: 127 not found, 126 not executable.
+            self._unstarted.append((index, 127 if error.errno == errno.ENOENT else 126))
+            return None
+        finally:
+            os.close(source)
+        self._children.append(child)
+        self._running[child.pid] = index
+        self._reaper.add(child.pid)
+        return child
+
+    @property
+    def running(self) -> bool:
+        """Whether a process runs, or the end of one was not yet returned by ended()."""
+        return bool(self._running or self._unstarted)
+
+    def ended(self) -> list[tuple[int, int]]:
+        """Return (index, exit status) of those that ended since the last call.
+
+        The status is 128 + N for signal N.
+        """
+        found, self._unstarted = self._unstarted, []
+        for child in self._children:
+            if child.pid in self._running and (code := child.poll()) is not None:
+                found.append((self._running.pop(child.pid), code if code >= 0 else 128 - code))
+        return found
+
+    def signal(self, number: int, *, to_workers: bool = False) -> None:
+        """Signal each process that runs, but not what it has started, such as data loader workers.
+
+        to_workers: signal the workers of each torchrun instead, which passes on only some signals.
+        """
+        if not to_workers:
+            _signal(self._running, number)
+            return
+
+        parents = process.parents_by_pid()
+        workers = [pid for pid, parent in parents.items() if parent in self._running]
+        _signal(workers, number)
+        # SIGUSR1 would terminate a torchrun without workers; a request to end is for itself.
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            with_workers = {parents[pid] for pid in workers}
+            _signal([pid for pid in self._running if pid not in with_workers], number)
+
+    def end(self, now: float) -> None:
+        """Terminate all processes; kill_late() kills those that are still there after a while."""
+        if self._kill_at is None:
+            self._kill_at = now + TERMINATE_SECONDS
+            _signal(self._find(), signal.SIGTERM)
+
+    def kill_late(self, now: float) -> float | None:
+        """Kill what did not end at end(); return the seconds until this is due, or None."""
+        if self._kill_at is None or not self.running:
+            return None
+        if now >= self._kill_at:
+            _signal(self._find(), signal.SIGKILL)
+            self._kill_at = now + 0.5
+        return self._kill_at - now
+
+    def _find(self) -> list[int]:
+        self._poll()
+        return find_processes(self._id, self._running)
+
+    def _poll(self) -> None:
+        for child in self._children:
+            child.poll()
+
+
+def _readable(text: bytes) -> int:
+    """Return a descriptor from which the text can be read, and then the end."""
+    if not text:
+        return os.open(os.devnull, os.O_RDONLY)
+    read_end, write_end = os.pipe()
+    os.write(write_end, text)
+    os.close(write_end)
+    return read_end
+
+
+def end_all(find: Callable[[], list[int]], seconds: float) -> None:
+    """End the processes that find() returns: by SIGTERM, and by SIGKILL after some seconds."""
+    kill_at = time.monotonic() + seconds
+    give_up_at = kill_at + 10
+    signalled: set[int] = set()
+    while (found := find()) and time.monotonic() < give_up_at:
+        if time.monotonic() >= kill_at:
+            _signal(found, signal.SIGKILL)
+        else:
+            _signal([pid for pid in found if pid not in signalled], signal.SIGTERM)
+        signalled.update(found)
+        time.sleep(_POLL_SECONDS)
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in list(pids):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def find_processes(launch_id: str, started: Iterable[int]) -> list[int]:
+    """Find the processes of a launch on this host, in any session and under any parent.
+
+    started: process ids that the launch has started; without /proc (macOS) only these are found.
+    """
+    pids = process.process_ids()
+    if not pids:
+        return [pid for pid in started if _exists(pid)]
+    variable, launch = LAUNCH_VARIABLE.encode(), launch_id.encode()
+    return [
+        pid
+        for pid in pids
+        if pid != os.getpid() and launch in process.environment(pid).get(variable, b"").split(b"/")
+    ]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+class _Reaper:
+    """A process that ends what this one has started, should this one be killed.
+
+    It has its own session, so that what kills this process does not reach it, and holds no
+    descriptor of this process open.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        read_end, self._write_end = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            code = 1
+            try:
+                os.close(self._write_end)
+                _reap(read_end, launch_id)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(read_end)
+
+    def add(self, pid: int) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._write_end, b"%d\n" % pid)
+
+    def close(self) -> None:
+        """End the reaper: all processes have ended."""
+        with contextlib.suppress(OSError):
+            os.write(self._write_end, b"done\n")
+        os.close(self._write_end)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _reap(read_end: int, launch_id: str) -> None:
+    """Wait until the parent closes the pipe; end its processes unless it has written "done"."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    os.closerange(3, read_end)
+    os.closerange(read_end + 1, 256)
+
+    received = b""
+    while chunk := os.read(read_end, 4096):
+        received += chunk
+    lines = received.split()
+    if b"done" not in lines:
+        started = [int(line) for line in lines]
+        end_all(lambda: find_processes(launch_id, started), TERMINATE_SECONDS)

@@ -1,0 +1,322 @@
+"""Start agents, send them work, collect exit statuses: the coordinator of a launch by agents."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from contextlib import suppress
+
+from ...host import network
+from . import agent, nested
+from .agent_connection import Check, Hello, LaunchConnection, Message, Ready, StartOrder
+from .agent_server import ConnectionServer
+from .bootstrap import module_command
+from .child_processes import Processes
+from .event_loop import CaughtSignals, EventLoop
+from .files import checksum_of
+from .host_processes import host_processes, signals_workers
+from .hosts import index_of
+from .launch_plan import Plan
+from .launch_result import LaunchResult, describe_status
+from .native_command import NativeCommand
+from .rank_output import labelled, write_output
+
+START_SECONDS = 120.0  # until every agent has connected
+END_SECONDS = 20.0  # an agent needs less to end everything
+_STARTER_SECONDS = 3.0
+_SHOWN = 8  # hosts in a message
+_INPUT_BYTES = 1 << 16
+
+
+def run_agents(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
+    """Run the plan with an agent on each host, and note the result."""
+    with (
+        Processes(launch_id) as processes,
+        NativeCommand(plan, processes) as native_command,
+        socket.create_server(("", 0), backlog=len(plan.hosts) + 16) as listener,
+        EventLoop(signals) as loop,
+    ):
+        coordinator = Coordinator(
+            plan, launch_id, processes, native_command, listener, loop, result
+        )
+        coordinator.run()
+        coordinator.wait_for_starters()
+
+
+class Coordinator(ConnectionServer):
+    """One launch by agents, from the start of the agents to the shutdown of the last one.
+
+    The index of a client is that of its host in the plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        launch_id: str,
+        processes: Processes,
+        native_command: NativeCommand,
+        listener: socket.socket,
+        loop: EventLoop,
+        result: LaunchResult,
+    ) -> None:
+        super().__init__(listener, loop)
+        self._plan, self._id, self._processes = plan, launch_id, processes
+        self._result = result
+        self._native_command = native_command
+        self._loop = loop
+        # Everybody on a host can read a command line. PBS gives each task of a job a secret;
+        # elsewhere agents get one in their environment or on their standard input.
+        self._token = plan.method.job_secret() or os.urandom(16).hex()
+        self._port = listener.getsockname()[1]
+
+        self._starters: list[tuple[int, ...]] = []  # hosts of each command that starts agents
+        self._host_names: dict[int, str] = {}  # as the agents report them
+        self._reached: Counter[str] = Counter()  # addresses by which agents have reached this host
+        self._ready: set[int] = set()  # hosts where the ranks can start
+        self._rank_0_port = 0  # reserved on the first host
+        self._ranks_started = False
+        self._running = plan.world_size
+        self._done: set[int] = set()  # hosts whose agent is done or lost
+        self._groups: dict[int, dict[int, int]] = {}  # of each host, from nested.GroupWatch
+        self._end_sent_at: float | None = None
+
+    def run(self) -> None:
+        """Run until every agent is done or lost."""
+        self._start_agents()
+        limit = time.monotonic() + START_SECONDS
+        while len(self._done) < len(self._plan.hosts):
+            # Before all ranks run, and once something has failed, deadlines are near.
+            calm = self._ranks_started and self._result.failed_at is None
+            self._loop.run_once(10.0 if calm else 0.2)
+            now = time.monotonic()
+            for number in self._loop.signals.take():
+                self._stop(number, now)
+            self._check_starters(now)
+            if not self._ranks_started and now > limit:
+                self._result.fail(
+                    f"no agent has connected from {self._missing_hosts()} within "
+                    f"{START_SECONDS:.0f} s. Expected {self._plan.method.name} to start one there. "
+                    f"Check these hosts, and that they can reach {socket.gethostname()} by TCP",
+                    now,
+                )
+            self._end_if_failed(now)
+        self.close()
+
+    def wait_for_starters(self) -> None:
+        """Let the commands that started agents end by themselves: they may have output left."""
+        limit = time.monotonic() + (_STARTER_SECONDS if self._ranks_started else 0)
+        while self._processes.running and time.monotonic() < limit:
+            self._loop.run_once(0.1)
+            self._loop.signals.take()
+            self._processes.ended()
+        if self._plan.method.kill_when_done:
+            self._processes.signal(signal.SIGKILL)
+
+    # Starting
+
+    def _start_agents(self) -> None:
+        addresses = ",".join(network.local_addresses() or ["127.0.0.1"])
+
+        def agent_words(index: str) -> list[str]:
+            arguments = [addresses, str(self._port), index]
+            return module_command(self._plan.python, "agent", arguments)
+
+        secret = {agent.SECRET_VARIABLE: self._token}
+        for start in self._plan.method.agent_starts(self._plan, agent_words, secret):
+            self._starters.append(start.hosts)
+            if start.by_native_launcher:
+                self._native_command.start(start.words, start.environ)
+            else:
+                self._processes.start(start.words, start.environ, stdin=start.stdin)
+
+    def _missing_hosts(self, hosts: tuple[int, ...] | None = None) -> str:
+        """Name the hosts, all or some by index, whose agents have not connected."""
+        indices = range(len(self._plan.hosts)) if hosts is None else hosts
+        names = [self._plan.hosts[index] for index in indices if index not in self.clients]
+        more = f" and {len(names) - _SHOWN} more hosts" if len(names) > _SHOWN else ""
+        return ", ".join(names[:_SHOWN]) + more
+
+    def _check_starters(self, now: float) -> None:
+        """Fail if a command has ended before its agents have connected."""
+        for index, status in self._processes.ended():
+            hosts = self._starters[index]
+            if missing := self._missing_hosts(hosts):
+                program = os.path.basename(self._plan.method.path)
+                self._result.fail(
+                    f"{program} {describe_status(status)} before an agent has connected from "
+                    f"{missing}. See its message above, and check that host",
+                    now,
+                )
+                self._done.update(host for host in hosts if host not in self.clients)
+
+    def identify(self, connection: LaunchConnection, message: Message) -> int | None:
+        hello = message.get("hello")
+        if not isinstance(hello, dict):
+            return None
+        index = hello.get("index")
+        # As bytes: compare_digest() takes no strings with other characters than ASCII.
+        token = str(hello.get("token")).encode(errors="replace")
+        known = hmac.compare_digest(token, self._token.encode())
+        in_plan = isinstance(index, int) and 0 <= index < len(self._plan.hosts)
+        if not known or not in_plan or index in self.clients:
+            return None
+        self._note_hello(hello)
+        return index
+
+    def _note_hello(self, hello: Hello) -> None:
+        self._host_names[hello["index"]] = str(hello["host"])
+        self._reached[hello["reached"]] += 1
+
+    def identified(self, index: int) -> None:
+        if len(self.clients) < len(self._plan.hosts):
+            return
+        if len(self._starters) < len(self._plan.hosts):  # a native launcher has numbered the agents
+            self._order_by_host()
+        script = self._plan.script
+        checksum = checksum_of(script) if script else None
+        self.send_to_all({"check": Check(folder=os.getcwd(), script=script, checksum=checksum)})
+
+    def _order_by_host(self) -> None:
+        """Give each agent the index of its host, where hosts have the names of the plan."""
+        planned = self._plan.hosts
+        indices = {agent: index_of(name, planned) for agent, name in self._host_names.items()}
+        if None in indices.values():
+            return
+        found = Counter(indices.values())
+        twice = next((host for host, count in found.items() if count > 1), None)
+        if twice is not None:
+            self._result.fail(
+                f"{self._plan.method.name} has started {found[twice]} agents on "
+                f"{planned[twice]}. Expected one on each of {', '.join(planned[:_SHOWN])}. Check "
+                "what else decides where it starts processes",
+                time.monotonic(),
+            )
+            return
+        self.renumber(
+            {index: self.clients[agent] for agent, index in indices.items() if index is not None}
+        )
+
+    def _note_ready(self, index: int, ready: Ready) -> None:
+        if self._ranks_started or self._end_sent_at is not None:
+            return
+        if ready["problem"]:
+            self._result.fail(
+                f"on {self._plan.hosts[index]} {ready['problem']}. Expected the same folders and "
+                "files on every host. Use a file system that all hosts share",
+                time.monotonic(),
+            )
+            return
+        self._ready.add(index)
+        if index == 0:
+            self._rank_0_port = ready["port"]
+        if len(self._ready) == len(self._plan.hosts) and self._result.failed_at is None:
+            self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        self._ranks_started = True
+        plan = self._plan
+        addresses = [self.clients[index].peer_address for index in range(len(plan.hosts))]
+        address = addresses[0]
+        if address in network.local_addresses() and len(addresses) > 1:
+            # Rank 0 is on this host: the others reach it as the agents have reached us.
+            address = self._reached.most_common(1)[0][0]
+
+        torchrun = plan.options.torchrun
+        for index, connection in self.clients.items():
+            order = StartOrder(
+                launch_id=f"{self._id}.{index}",
+                host=socket.gethostname(),
+                environ=dict(plan.method.agent_environment(plan.environ)),
+                new_session=torchrun,
+                output_dir="" if torchrun else plan.options.output_dir,
+                watched_ranks=plan.ranks[index] if plan.is_watched else 0,
+                input=plan.options.input and index == 0,
+                processes=[
+                    (process.words, process.variables)
+                    for process in host_processes(
+                        plan, index, address, str(self._rank_0_port), addresses[index]
+                    )
+                ],
+            )
+            connection.send({"start": order})
+
+    # Running
+
+    def handle(self, index: int, message: Message) -> None:
+        if "ready" in message:
+            self._note_ready(index, message["ready"])
+        if "output" in message:
+            stream, text, local_rank = message["output"]
+            written = text.encode(errors="surrogateescape")
+            if self._plan.options.label and not self._plan.options.torchrun:
+                written = labelled(written, self._plan.first_rank(index) + local_rank)
+            write_output(stream, written)
+        if "groups" in message:
+            self._groups[index] = dict(message["groups"])
+            if text := nested.problem(self._groups.values(), self._plan.world_size):
+                self._result.fail(text, time.monotonic())
+        if "exit" in message:
+            self._note_exit(index, *message["exit"])
+        if "done" in message:
+            self._done.add(index)
+        if "wants_input" in message:
+            try:
+                self._loop.add(0, self._send_input)
+            except PermissionError:  # a regular file, which can always be read
+                self._send_input(0)
+
+    def _send_input(self, events: int) -> None:
+        """Send what can be read of our standard input, once, to the agent of rank 0."""
+        if events:
+            self._loop.remove(0)
+        text = b""
+        with suppress(OSError):  # a connection that was reset
+            text = os.read(0, _INPUT_BYTES)
+        self.clients[0].send({"input": text.decode(errors="surrogateescape")})
+
+    def _note_exit(self, index: int, local_rank: int, status: int) -> None:
+        host, rank = self._plan.hosts[index], None
+        if self._plan.options.torchrun:
+            self._running -= self._plan.ranks[index]
+            who = f"torchrun on {host}"
+        else:
+            self._running -= 1
+            rank = self._plan.first_rank(index) + local_rank
+            who = f"rank {rank} on {host}"
+        others = self._running > 0
+        self._result.process_ended(who, status, time.monotonic(), others=others, rank=rank)
+
+    def client_lost(self, index: int) -> None:
+        if index not in self._done:
+            self._done.add(index)
+            self._result.fail(
+                f"the connection to {self._plan.hosts[index]} was lost. The host, its network or "
+                "the agent there has failed",
+                time.monotonic(),
+            )
+
+    # Ending
+
+    def _stop(self, number: int, now: float) -> None:
+        """Pass a stop signal on to the ranks, or end everything."""
+        if self._result.is_last_stop(number, now) or not self._ranks_started:
+            self._result.end_now(number, now)
+            return
+        self.send_to_all({"signal": (number, signals_workers(self._plan, number))})
+
+    def _end_if_failed(self, now: float) -> None:
+        due = self._result.end_at
+        if due is not None and self._end_sent_at is None:
+            if now >= due or not self._ranks_started:
+                self._end_sent_at = now
+                self.send_to_all({"end": True})
+        if self._end_sent_at is None:
+            return
+        # Agents that have not connected are ended together with what starts them.
+        late = now > self._end_sent_at + END_SECONDS
+        if late or not self._ranks_started:
+            self._done.update(range(len(self._plan.hosts)))

@@ -1,0 +1,188 @@
+"""Choose the hosts of a job that get ranks, and how many ranks each of them gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ...host.gpus import MASKS
+from ...job.allocation import Allocation
+from ...job.hostnames import short_name
+from ...job.slurm_hostlist import expand_hostlist
+from .launch_plan import HostInfo, Options, PlanError
+
+_SHOWN = 8  # hosts in a message
+
+
+class Hosts(NamedTuple):
+    """The hosts that get ranks, in rank order; the tuples have one entry for each of them."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    cores: tuple[int | None, ...]
+    gpus: tuple[int | None, ...]
+    partial: bool  # other hosts of the job, which could have ranks, are left out
+    notes: tuple[str, ...]  # for the user
+
+
+def choose_hosts(options: Options, allocation: Allocation | None, host_info: HostInfo) -> Hosts:
+    """Choose hosts and ranks. PlanError where no host gets a rank, or the options do not match."""
+    candidates, notes = _candidates(options, allocation, host_info)
+    with_ranks = [host for host in candidates if host.ranks]
+    if not with_ranks:
+        assert allocation is not None
+        raise PlanError(
+            f"no host of {job_name(allocation)} gets a rank. Expected at least one slot. Request "
+            "mpiprocs or tasks, or give --ntasks-per-node"
+        )
+
+    chosen = _selected(options, with_ranks)
+    if options.ntasks is not None:
+        if options.ntasks % len(chosen):
+            raise PlanError(
+                f"-n is {options.ntasks}, but there are {len(chosen)} hosts, and each gets the "
+                f"same number of ranks. Expected a multiple of {len(chosen)}. Change -n, or the "
+                "number of hosts by --nodes"
+            )
+        each = options.ntasks // len(chosen)
+        chosen = [host._replace(ranks=each) for host in chosen]
+        notes = []  # they suggest other numbers of ranks
+
+    names, ranks, cores, gpus = zip(*chosen, strict=True)
+    return Hosts(names, ranks, cores, gpus, len(chosen) < len(with_ranks), tuple(notes))
+
+
+class _Host(NamedTuple):
+    name: str
+    ranks: int
+    cores: int | None
+    gpus: int | None
+
+
+def _candidates(
+    options: Options, allocation: Allocation | None, host_info: HostInfo
+) -> tuple[list[_Host], list[str]]:
+    """Return all hosts that could get ranks, and notes for the user."""
+    index = None if allocation is None else index_of(host_info.name, allocation.hosts)
+    if allocation is None or options.launcher == "local" and index is None:
+        ranks = options.ntasks_per_node or host_info.gpus or 1
+        return [_Host(host_info.name, ranks, None, None)], []
+
+    counts, notes = _ranks_per_host(options, allocation, host_info)
+    hosts = [
+        _Host(*values)
+        for values in zip(
+            allocation.hosts,
+            counts,
+            allocation.cores_per_host,
+            allocation.gpus_per_host,
+            strict=True,
+        )
+    ]
+    if options.launcher == "local" and index is not None:
+        ranks = hosts[index].ranks or 1
+        return [hosts[index]._replace(name=host_info.name, ranks=ranks)], notes
+    return hosts, notes
+
+
+def _ranks_per_host(
+    options: Options, allocation: Allocation, host_info: HostInfo
+) -> tuple[list[int], list[str]]:
+    """Return --ntasks-per-node, else the slots of the job, else one rank for each GPU; and notes.
+
+    One slot on each host is what a job for torchrun requests: then each GPU gets a rank.
+    """
+    slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
+    if options.ntasks_per_node is not None:
+        each = options.ntasks_per_node
+        return [each if count or not any(slots) else 0 for count in slots], []
+
+    notes = []
+    if max(slots) > 1:
+        for host, slot, gpu in zip(allocation.hosts, slots, gpus, strict=True):
+            if gpu and slot > gpu:
+                notes.append(
+                    f"{job_name(allocation)} requests {slot} ranks but {gpu} GPUs on {host}. "
+                    f"For one rank on each GPU give --ntasks-per-node {gpu}"
+                )
+                break
+        return slots, notes
+
+    index = index_of(host_info.name, allocation.hosts)
+    has_slot_here = index is not None and slots[index] > 0
+    if all(count is None for count in gpus) and host_info.gpus > 1 and has_slot_here:
+        notes.append(
+            f"{job_name(allocation)} does not report how many GPUs it has. {host_info.gpus} are "
+            f"assumed on each host, as counted on {host_info.name}. Otherwise give "
+            "--ntasks-per-node"
+        )
+        gpus = [host_info.gpus] * len(slots)
+    return [(gpu or 1) if slot else 0 for slot, gpu in zip(slots, gpus, strict=True)], notes
+
+
+def _selected(options: Options, hosts: list[_Host]) -> list[_Host]:
+    """Return the hosts that --nodes or --nodelist selects; all of them without either."""
+    if options.nodes is None and options.nodelist is None:
+        return hosts
+
+    shown = ", ".join(host.name for host in hosts[:_SHOWN]) + ", ..." * (len(hosts) > _SHOWN)
+    available = f"the {len(hosts)} hosts with ranks: {shown}"
+    if options.nodes is not None:
+        if not 1 <= options.nodes <= len(hosts):
+            raise PlanError(
+                f"--nodes is {options.nodes}. Expected 1 to {len(hosts)}, out of {available}"
+            )
+        return hosts[: options.nodes]
+
+    try:
+        names = expand_hostlist(options.nodelist or "")
+    except ValueError as error:
+        raise PlanError(f"--nodelist: {error}") from None
+    selected = [host for host in hosts if index_of(host.name, names) is not None]
+    known = [host.name for host in selected]
+    missing = [name for name in names if index_of(name, known) is None]
+    if missing or not selected:
+        raise PlanError(
+            f"--nodelist is {options.nodelist!r}, but {', '.join(missing[:_SHOWN]) or 'no name'} "
+            f"is not a host with ranks. Expected names out of {available}"
+        )
+    return selected
+
+
+def notes_on_sharing(
+    hosts: Hosts, allocation: Allocation | None, host_info: HostInfo, environ: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield notes where ranks have to share cores, or may share GPUs with another job."""
+    index = None if allocation is None else index_of(host_info.name, allocation.hosts)
+    if allocation is not None and allocation.scheduler == "pbs" and index is not None:
+        gpus = allocation.gpus_per_host[index]
+        masked = any(environ.get(mask) for mask in MASKS)
+        if gpus and gpus < host_info.gpus and not masked:
+            yield (
+                f"{job_name(allocation)} holds {gpus} of the {host_info.gpus} GPUs of "
+                f"{host_info.name}, and PBS does not report which. Another job may use the same "
+                "ones. Request whole hosts (-l place=scatter:excl), or ask the site for the "
+                "cgroups hook of PBS"
+            )
+
+    for host, ranks, cores in zip(hosts.names, hosts.ranks, hosts.cores, strict=True):
+        if cores is not None and cores < ranks:
+            pbs = allocation is not None and allocation.scheduler == "pbs"
+            yield (
+                f"the {ranks} ranks on {host} share {cores} core{'s' * (cores > 1)}, all that the "
+                f"job has there. For more, request {'ncpus' if pbs else '--cpus-per-task'}; for "
+                f"fewer ranks, {'mpiprocs' if pbs else '--ntasks-per-node'}"
+            )
+            return
+
+
+def index_of(host: str, hosts: Sequence[str]) -> int | None:
+    """Return the index of a host among names with or without a domain; None where it is not."""
+    return next(
+        (index for index, name in enumerate(hosts) if short_name(name) == short_name(host)), None
+    )
+
+
+def job_name(allocation: Allocation) -> str:
+    scheduler = "Slurm" if allocation.scheduler == "slurm" else "PBS"
+    return f"{scheduler} job {allocation.job_id}"

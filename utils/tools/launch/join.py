@@ -1,0 +1,275 @@
+"""Check the ranks that a native launcher started against the plan, then send each its variables.
+
+rank_start.py is the other end of each connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ...host import network
+from ...job.hostnames import short_name
+from ...monitor.launch_report import ReportListener
+from . import rank_environment as environment
+from .agent_connection import JoinReport, LaunchConnection, Message
+from .agent_server import ConnectionServer
+from .event_loop import EventLoop
+from .launch_plan import Plan
+from .nested import problem
+from .rank_cores import RankMask
+
+START_SECONDS = 120.0  # from one rank to the next, until all have joined
+_SHOWN = 8  # ranks or hosts in a message
+
+
+class JoinedRank(NamedTuple):
+    """The report of a rank that has joined."""
+
+    rank: int
+    local_rank: int | None  # as its launcher sets it
+    host: tuple[str, ...]  # its name, and what distinguishes it from another host of that name
+    address: str  # of that host, as this one sees it
+    reached: str  # the address by which the rank has reached this host
+    port: int = 0  # of rank 0: reserved on its host
+    cores: RankMask = RankMask(mask="", gpu_nodes=[])
+
+
+class JoinServer(ConnectionServer):
+    """The ranks of one launch, until all of them have joined or one could not.
+
+    complete: all ranks were sent their variables. problem: why the launch has failed; empty while
+    it has not. lost_rank: a rank ended before all had joined.
+    """
+
+    def __init__(self, plan: Plan, report: ReportListener, loop: EventLoop) -> None:
+        super().__init__(report.listener, loop)
+        self._plan, self._report = plan, report
+        self._launcher = plan.method.name
+        self._joined: dict[int, JoinedRank] = {}
+        self._groups: dict[int, dict[int, int]] = {}  # from nested.GroupWatch, by local rank 0
+        self._limit = time.monotonic() + START_SECONDS
+        self.complete = self.lost_rank = False
+        self.problem = ""
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return the seconds until missing ranks are an error; None where none are expected."""
+        return None if self.complete or self.problem else max(0.0, self._limit - now)
+
+    def wait_longer(self, now: float) -> None:
+        """Start the time limit anew: the launcher itself waits for resources."""
+        self._limit = now + START_SECONDS
+
+    def check_time(self, now: float) -> None:
+        """Fail if the time limit is over."""
+        if not self.complete and not self.problem and now >= self._limit:
+            self._fail(
+                f"{self.missing()} within {START_SECONDS:.0f} s. Expected "
+                f"{self._plan.world_size} ranks on {', '.join(self._plan.hosts[:_SHOWN])}. Check "
+                f"these hosts, and that they can reach {socket.gethostname()} by TCP"
+            )
+
+    def missing(self) -> str:
+        """Return "2 of 4 ranks did not join: ranks 1, 3"."""
+        missing = [rank for rank in range(self._plan.world_size) if rank not in self._joined]
+        shown = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)
+        ranks = f"rank{'s' * (len(missing) > 1)} {shown}"
+        return f"{len(missing)} of {self._plan.world_size} ranks did not join: {ranks}"
+
+    def hosts_without_ranks(self) -> list[str]:
+        """Return hosts of the plan from which no rank has joined.
+
+        None are returned where the hosts have other names than those of the scheduler.
+        """
+        found = {short_name(joined.host[0]) for joined in self._joined.values()}
+        if not found <= {short_name(host) for host in self._plan.hosts}:
+            return []
+        return [host for host in self._plan.hosts if short_name(host) not in found][:_SHOWN]
+
+    def identify(self, connection: LaunchConnection, message: Message) -> int | None:
+        report = message.get("join", message)
+        if not self._report.note(report) or "join" not in message:
+            return None  # an unknown client, or rank 0's notice that all have saved
+        joined = self._checked(message["join"], connection)
+        if joined is None:
+            return None
+        self._joined[joined.rank] = joined
+        return joined.rank
+
+    def identified(self, index: int) -> None:
+        self._limit = time.monotonic() + START_SECONDS
+        if len(self._joined) < self._plan.world_size:
+            return
+        ranks = list(self._joined.values())
+        if hint := mismatch(self._plan, ranks):
+            self._fail(
+                f"{self._launcher} has started {_describe(ranks)}. Expected {self._expected()}. "
+                f"{hint}"
+            )
+            return
+        self.complete = True
+        own_addresses = set(network.local_addresses())
+        num_hosts = len({one.host for one in ranks})
+        variables_of = rank_variables(self._joined, own_addresses)
+        cores: dict[str, list[RankMask]] = {}  # of each host, by local rank
+        for rank in sorted(variables_of, key=lambda rank: int(variables_of[rank]["LOCAL_RANK"])):
+            cores.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank].cores)
+        for rank, variables in variables_of.items():
+            host_cores = cores[variables["NODE_RANK"]]
+            first = variables["LOCAL_RANK"] == "0"
+            self.clients[rank].send(
+                {
+                    "variables": variables,
+                    "num_hosts": num_hosts,
+                    "cores": host_cores,
+                    "watched_ranks": len(host_cores) if first and self._plan.is_watched else 0,
+                }
+            )
+
+    def handle(self, index: int, message: Message) -> None:
+        if "groups" in message:
+            self._groups[index] = dict(message["groups"])
+            self.problem = self.problem or problem(self._groups.values(), self._plan.world_size)
+
+    def client_lost(self, index: int) -> None:
+        if not self.complete:
+            self.lost_rank = True
+            host = self._joined[index].host[0]
+            self._fail(f"rank {index} on {host} ended before all ranks had joined")
+
+    def accept_failed(self, error: OSError) -> None:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            self._fail(
+                f"{self.missing()}, because launch.py may open no more files ({error.strerror}). "
+                "Expected one connection for each rank. Raise `ulimit -n` on "
+                f"{socket.gethostname()}"
+            )
+
+    def close(self) -> None:
+        # Rank 0's notice that all have saved may have arrived this moment.
+        for connection in self.unknown:
+            for message in connection.receive():
+                self._report.note(message)
+        super().close()
+
+    def _checked(self, report: JoinReport, connection: LaunchConnection) -> JoinedRank | None:
+        """Return a rank's report if it matches the plan; else fail the launch."""
+        host = tuple(map(str, report["host"]))
+        who = f"rank {report['rank']}" if "rank" in report else "a rank"
+        if report.get("problem"):
+            self._fail(
+                f"{who} on {host[0]}: {report['problem']}. Expected the same files on every host, "
+                "and one launcher. Correct that, and start again"
+            )
+            return None
+        if self.problem or self.complete:
+            self._fail(f"{who} on {host[0]} has joined a launch that is complete")
+            return None
+
+        rank, world_size = int(report["rank"]), int(report["world_size"])
+        if world_size != self._plan.world_size or rank in self._joined:
+            wrong_size = world_size != self._plan.world_size
+            found = f"{world_size} ranks" if wrong_size else f"rank {rank} twice"
+            self._fail(
+                f"{self._launcher} has started {found}, one of them on {host[0]}. Expected "
+                f"{self._expected()}. Check what was requested from the scheduler, and the "
+                f"{self._launcher} line above"
+            )
+            return None
+        return JoinedRank(
+            rank,
+            report.get("local_rank"),
+            host,
+            connection.peer_address,
+            str(report["reached"]),
+            int(report.get("port", 0)),
+            report["cores"],
+        )
+
+    def _expected(self) -> str:
+        pairs = list(zip(self._plan.hosts, self._plan.ranks, strict=True))
+        each = ", ".join(f"{count} on {host}" for host, count in pairs[:_SHOWN])
+        more = ", ..." * (len(pairs) > _SHOWN)
+        return f"{self._plan.world_size} ranks ({each}{more})"
+
+    def _fail(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        self.send_to_all({"failed": True})
+
+
+def mismatch(plan: Plan, joined: list[JoinedRank]) -> str:
+    """Return a hint if the ranks are on other hosts than planned; empty where they match.
+
+    Names of hosts count where they are the scheduler's. Where Slurm distributes a job's own tasks
+    over its hosts, only the number of hosts counts.
+    """
+    by_host = Counter(rank.host for rank in joined)
+    if len(by_host) != len(plan.hosts):
+        return "Check that the launcher sees all hosts of the job, and no others"
+
+    planned = {short_name(host): count for host, count in zip(plan.hosts, plan.ranks, strict=True)}
+    found = Counter({short_name(host[0]): count for host, count in by_host.items()})
+    same_hosts = set(planned) == set(found)
+    same_names = bool(set(planned) & set(found))
+    if same_names and not same_hosts:
+        unexpected = ", ".join(sorted(set(found) - set(planned))[:_SHOWN])
+        return f"Not expected: {unexpected}. Check --nodelist and the host file"
+
+    same_counts = (
+        planned == found if same_hosts else sorted(planned.values()) == sorted(by_host.values())
+    )
+    if not same_counts and not plan.method.keeps_job_layout:
+        return "Check what else decides how many ranks the launcher starts on a host"
+    return ""
+
+
+def rank_variables(
+    joined: Mapping[int, JoinedRank], own_addresses: set[str]
+) -> dict[int, dict[str, str]]:
+    """Return the variables of each rank. own_addresses: of the host of launch.py.
+
+    Hosts are numbered in the order of their lowest ranks. The local rank is that of the launcher,
+    which GPU masks and core bindings follow, if it numbers the ranks of a host from 0.
+    """
+    hosts: dict[tuple[str, ...], list[JoinedRank]] = {}
+    for rank in sorted(joined):
+        hosts.setdefault(joined[rank].host, []).append(joined[rank])
+
+    address = _address_of_rank_0(joined, own_addresses) if len(hosts) > 1 else "127.0.0.1"
+    variables = {}
+    for node_rank, ranks in enumerate(hosts.values()):
+        of_launcher = [rank.local_rank for rank in ranks if rank.local_rank is not None]
+        numbered = sorted(of_launcher) == list(range(len(ranks)))
+        local_ranks = of_launcher if numbered else range(len(ranks))
+        for one, local_rank in zip(ranks, local_ranks, strict=True):
+            variables[one.rank] = environment.rank_variables(
+                rank=one.rank,
+                world_size=len(joined),
+                local_rank=local_rank,
+                local_world_size=len(ranks),
+                node_rank=node_rank,
+                address=address,
+                port=joined[0].port,
+            )
+    return variables
+
+
+def _address_of_rank_0(joined: Mapping[int, JoinedRank], own_addresses: set[str]) -> str:
+    """Return the address by which the other hosts reach rank 0."""
+    first = joined[0]
+    if not network.is_loopback(first.address) and first.address not in own_addresses:
+        return first.address
+    # Rank 0 is on this host: the others reach it as they have reached launch.py.
+    reached = Counter(rank.reached for rank in joined.values() if rank.host != first.host)
+    return reached.most_common(1)[0][0]
+
+
+def _describe(joined: Iterable[JoinedRank]) -> str:
+    """Return "3 ranks (2 on n1, 1 on n2)"."""
+    counted = Counter(rank.host[0] for rank in joined)
+    shown = ", ".join(f"{count} on {host}" for host, count in counted.most_common(_SHOWN))
+    return f"{sum(counted.values())} ranks ({shown}{', ...' * (len(counted) > _SHOWN)})"

@@ -1,0 +1,250 @@
+"""The command `launch`: start a training script on every GPU of every host of this job."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import termios
+from collections.abc import Sequence
+
+from ...host.gpus import VENDORS, count_gpus, gpu_vendor
+from ...job import current_allocation
+from ...job.allocation import AllocationError
+from ...launch_error import LaunchError
+from ...launchers.detect import find_launcher
+from ...launchers.rank_variables import INDEPENDENT
+from .. import interpreter
+from ..arguments import ArgumentParser
+from .child_processes import LAUNCH_VARIABLE
+from .container import in_container
+from .dry_run import shell_lines
+from .launch_plan import HostInfo, Options, Plan, PlanError
+from .launch_result import print_error, print_status
+from .methods import MPIEXECS, NAMES
+from .nested import refusal
+from .planner import describe, make_plan
+from .programs import Programs
+from .rank_environment import RANK_VARIABLES
+from .run_plan import run
+
+_DESCRIPTION = """\
+Start a training script on every GPU of every host of this job.
+
+launch.py train.py --epochs 3          in a job of Slurm or PBS, or on a laptop
+launch.py -m package.module --lr 0.1   a module, as python -m would
+launch.py --torchrun train.py          one torchrun agent on each host
+launch.py --nodes 2 train.py           on the first two hosts of the job
+launch.py --launcher ssh train.py      with this launcher instead of the best available one
+launch.py --container a.sif train.py   in an image, with Apptainer or Singularity
+launch.py --dry-run train.py           print the exact commands and start nothing
+
+Without -n or --ntasks-per-node, one rank starts per slot of the job, or per GPU where no host has
+more than one slot. Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
+GROUP_RANK, MASTER_ADDR and MASTER_PORT in its environment, as torchrun sets them. A command whose
+first word does not end in .py is run as it is; "python" is the Python chosen for the ranks. Rank 0
+reads a file or pipe that is the standard input of launch.py alone; see also --input. The exit
+status is that of the rank that failed first, and 75 when all ranks have saved after a stop.
+"""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; exit with status 2 and a message where it is wrong."""
+    parser = ArgumentParser(
+        prog="launch.py",
+        usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n"
+        "       %(prog)s [OPTION ...] -m MODULE [ARGUMENT ...]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("how the ranks are started").add_argument
+    names = f"auto (default), {', '.join(NAMES)}, or the path of an mpiexec"
+    add("--launcher", default="auto", metavar="NAME", help=names)
+    add("--torchrun", action="store_true", help="start one torchrun agent on each host")
+    restarts = "restarts of the ranks by torchrun after a failure (default 0); implies --torchrun"
+    add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
+    module = "MODULE [ARGUMENT ...]: run a module instead of a script, as python -m does"
+    add("-m", nargs=argparse.REMAINDER, dest="module", help=module)
+    independent = "each rank is a program of its own, which may start ranks itself"
+    add("--independent", action="store_true", help=independent)
+    add("--dry-run", action="store_true", help="print the exact commands and start nothing")
+
+    add = parser.add_argument_group("where and how many").add_argument
+    add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, the same number on each host")
+    add("--ntasks-per-node", type=int, metavar="N", help="ranks on each host")
+    add("-N", "--nodes", type=int, metavar="N", help="use only the first N hosts of the job")
+    names = "use only these hosts of the job: node3,node4 or node[3-4]"
+    add("-w", "--nodelist", metavar="NAMES", help=names)
+
+    add = parser.add_argument_group("container").add_argument
+    add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
+    vendor = "GPUs to make available in the container (default: those of this host)"
+    add("--gpu-vendor", choices=VENDORS, help=vendor)
+
+    add = parser.add_argument_group("input and output").add_argument
+    shared = "pass standard input to rank 0 even if the program that started launch.py shares it"
+    add("-i", "--input", action="store_true", help=shared)
+    add("-l", "--label", action="store_true", help="put the rank before each line of output")
+    folder = "write the output of each rank to FOLDER/rank-N.log"
+    add("--output-dir", metavar="FOLDER", help=folder)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    args = parser.parse_args(arguments)
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if args.module is not None:
+        args.command = ["-m", *args.module]
+    if args.command == ["-m"]:
+        parser.error("-m needs the name of a module, for example: launch.py -m package.module")
+    if not args.command:
+        parser.error("no script is given. Expected one, for example: launch.py train.py --epochs 3")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run launch.py; return its exit status."""
+    args = parse(arguments)
+    args.independent = args.independent or bool(os.environ.get(INDEPENDENT))
+    try:
+        _check_started_once()
+        _check_command(args)
+        plan = _make_plan(args)
+        lines = list(shell_lines(plan, os.environ))
+    except (AllocationError, LaunchError, PlanError, interpreter.InterpreterError) as error:
+        print_error(str(error))
+        return 2
+
+    for line in describe(plan):
+        print_status(line)
+    if args.dry_run:
+        from ...log import print_result  # every launch would notice the time to load logging
+
+        print_result("\n".join(lines))
+        if plan.native_launcher_starts_ranks:
+            print_status(
+                f"launch.py itself also gives each rank {', '.join(RANK_VARIABLES)}; "
+                f"{os.path.basename(plan.method.path)} alone does not"
+            )
+        return 0
+    print_status(lines[0])
+    if len(lines) > 1:
+        print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
+    return run(plan)
+
+
+def _python_for_ranks(args: argparse.Namespace) -> str:
+    """Choose the Python for the ranks. InterpreterError where they need torch and none has it."""
+    is_script = not args.container and interpreter.is_python(args.command)
+    # An image brings its own Python, but no torchrun.
+    needs_torch = is_script or args.torchrun or args.max_restarts > 0
+    environ = dict(os.environ)
+    if args.container and not needs_torch:
+        environ.pop("PYTHON", None)  # that of the image
+    chosen = interpreter.choose(environ, torch=needs_torch)
+    for name in (interpreter.AT_START, interpreter.STARTED_BY):
+        os.environ.pop(name, None)  # for this start only
+    if needs_torch:
+        print_status(str(chosen))
+    return chosen.path
+
+
+def _make_plan(args: argparse.Namespace) -> Plan:
+    path = os.path.abspath(args.launcher) if os.sep in args.launcher else None
+    programs = Programs(mpiexec=path)
+    if path is not None and programs.mpiexec is None:
+        titles = ", ".join(method.title for method in MPIEXECS)
+        found = f"is not an mpiexec of {titles}" if os.path.exists(path) else "does not exist"
+        raise PlanError(
+            f"--launcher is {args.launcher}, which {found}. Expected the path of an mpiexec. "
+            "Check it, or leave --launcher out"
+        )
+    command = args.command
+    if args.container:
+        vendor = args.gpu_vendor or gpu_vendor()
+        command = in_container(args.container, command, vendor, programs)
+    options = Options(
+        launcher="mpiexec" if path else args.launcher,
+        torchrun=args.torchrun,
+        max_restarts=args.max_restarts,
+        ntasks_per_node=args.ntasks_per_node,
+        nodes=args.nodes,
+        nodelist=args.nodelist,
+        ntasks=args.ntasks,
+        label=args.label,
+        output_dir=os.path.abspath(args.output_dir) if args.output_dir else "",
+        independent=args.independent,
+        input=_rank_0_reads_input(shared_too=args.input),
+    )
+    allocation = current_allocation()
+    is_root = os.geteuid() == 0
+    python = _python_for_ranks(args)
+    host_info = HostInfo(socket.gethostname(), count_gpus(), python, programs, is_root)
+    environ = {**os.environ, INDEPENDENT: "1"} if args.independent else os.environ
+    return make_plan(command, options, allocation, host_info, environ)
+
+
+def _rank_0_reads_input(shared_too: bool) -> bool:
+    """Return whether our standard input is a file or pipe, and given to us alone or shared_too.
+
+    That of the process that started us is not ours to read: a shell may read its script from there,
+    or a loop its list.
+    """
+    try:
+        own = os.fstat(0)
+    except OSError:  # it is closed
+        return False
+    if not (stat.S_ISREG(own.st_mode) or stat.S_ISFIFO(own.st_mode) or stat.S_ISSOCK(own.st_mode)):
+        return False
+    try:
+        shared = os.path.samestat(own, os.stat(f"/proc/{os.getppid()}/fd/0"))
+    except OSError:  # of another user
+        shared = False
+    waiting = bytearray(4)  # an int of C: the bytes that can be read
+    with contextlib.suppress(OSError):  # a socket that listens
+        fcntl.ioctl(0, termios.FIONREAD, waiting)
+    if shared and any(waiting) and not shared_too:
+        print_status(
+            "no rank reads the standard input, which launch.py shares with the program that "
+            "started it. Give --input to pass it to rank 0, or redirect it from /dev/null"
+        )
+    return shared_too or not shared
+
+
+def _check_started_once() -> None:
+    """Raise LaunchError where a launcher has started several of us: each would start all ranks."""
+    found = find_launcher()
+    placement, by_launcher = found.placement, found.launcher.starts_processes
+    if placement.world_size > 1 and (by_launcher or os.environ.get(LAUNCH_VARIABLE)):
+        name = placement.launcher if by_launcher else "launch.py"
+        raise LaunchError(
+            f"launch.py itself was started as rank {placement.rank} of {placement.world_size} by "
+            f"{name}. It starts all ranks itself. Run it once, without a launcher"
+        )
+    # The job script has PBS_TASKNUM=1, and what pbsdsh has started 20000001.
+    task = os.environ.get("PBS_TASKNUM", "")
+    if os.environ.get("PBS_JOBID") and task not in ("", "1"):
+        raise LaunchError(
+            f"launch.py itself was started by pbsdsh or pbs_tmrsh (PBS_TASKNUM={task}). It starts "
+            "all ranks itself. Run it once, in the job script; --nodelist chooses hosts"
+        )
+
+
+def _check_command(args: argparse.Namespace) -> None:
+    """Raise PlanError where the command is no script or program of one rank."""
+    command = args.command
+    if not args.independent and (problem := refusal(command, "launch.py", "--independent")):
+        raise PlanError(problem)
+    if command[0].startswith("-") and command[0] != "-m":
+        raise PlanError(
+            f"the command starts with the option {command[0]}. Expected a script or a program. "
+            "Options of sbatch and qsub go before the job script, those of launch.py before the "
+            "script"
+        )
+    if not args.container and command[0].endswith(".py") and not os.path.isfile(command[0]):
+        raise PlanError(
+            f"there is no file {command[0]} in {os.getcwd()}. Expected the script to start. Check "
+            "its path"
+        )

@@ -1,0 +1,261 @@
+"""The plan of a launch: which processes start on which hosts, and by which method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol
+
+from ...job.allocation import Allocation
+from .child_processes import Processes
+from .srun_errors import SrunErrors
+
+HOST_FILE = "@hosts@"  # in a command: the path of a file with Method.host_file()
+REMOTE_SHELL = "@remote-shell@"  # in a command: the path of a script with remote_shell.script()
+
+
+class PlanError(RuntimeError):
+    """The ranks cannot be started in this way; the message has what was found and what to do."""
+
+
+class Options(NamedTuple):
+    """The options of launch.py that decide what is started where."""
+
+    launcher: str = "auto"  # or one of methods.NAMES
+    torchrun: bool = False  # one torchrun agent on each host starts the ranks
+    max_restarts: int = 0  # how often torchrun may restart the ranks
+    ntasks_per_node: int | None = None
+    nodes: int | None = None  # only the first hosts of the job
+    nodelist: str | None = None  # only these hosts of the job, such as "n3,n4" or "n[3-4]"
+    ntasks: int | None = None  # in all, the same number on each host
+    label: bool = False  # put the rank before each line of output
+    output_dir: str = ""  # absolute; one file per rank instead of our streams
+    independent: bool = False  # ranks need not form one process group
+    input: bool = False  # rank 0 reads our standard input
+
+
+class Mpiexec(NamedTuple):
+    """An mpiexec whose MPI implementation is known."""
+
+    path: str
+    method: type[Method]
+    major: int = 0  # main version of the MPI implementation; 0 where it does not matter
+    other_srun: bool = False  # its folder has an srun, but PATH leads to that of another Slurm
+
+
+class ProgramFinder(Protocol):
+    """What the planner queries about installed programs; see programs.Programs."""
+
+    def find(self, name: str) -> str | None: ...
+    @property
+    def mpiexec(self) -> Mpiexec | None: ...
+    @property
+    def pals(self) -> Mpiexec | None: ...
+
+
+class HostInfo(NamedTuple):
+    """The host and the process that launch.py runs on."""
+
+    name: str
+    gpus: int
+    python: str  # path of the Python that runs the ranks
+    programs: ProgramFinder
+    is_root: bool = False  # Open MPI refuses to run as root unless an option allows it
+
+
+class Request(NamedTuple):
+    """What a method has to start. The tuples have one entry for each host that gets ranks."""
+
+    options: Options
+    allocation: Allocation | None
+    host_info: HostInfo
+    environ: Mapping[str, str]  # of launch.py; for a part of a job, fitted to that part
+    hosts: tuple[str, ...]  # in rank order
+    ranks: tuple[int, ...]
+    cores: tuple[int | None, ...]
+    gpus: tuple[int | None, ...]
+    partial: bool  # other hosts of the job, which could have ranks, are left out
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Processes that a native launcher starts on each host: ranks or one torchrun agent."""
+        return (1,) * len(self.hosts) if self.options.torchrun else self.ranks
+
+
+class AgentStart(NamedTuple):
+    """A command that starts the agents of some hosts."""
+
+    words: list[str]
+    hosts: tuple[int, ...]  # indices of the hosts in the plan
+    environ: Mapping[str, str]
+    stdin: bytes = b""
+    by_native_launcher: bool = False  # one command for all hosts, whose words may stand for files
+
+
+class Plan(NamedTuple):
+    """What a launch starts. The tuples have one entry for each host that gets ranks."""
+
+    method: Method
+    hosts: tuple[str, ...]  # in rank order
+    ranks: tuple[int, ...]
+    cores: tuple[int | None, ...]
+    threads: tuple[int | None, ...]  # OMP_NUM_THREADS on each host; None leaves it unchanged
+    command: tuple[str, ...]  # the script or program of a rank, and its arguments
+    environ: Mapping[str, str]  # for the ranks, without their rank variables
+    options: Options
+    python: str  # path of the Python that runs the ranks
+    host: str  # name of the host of launch.py
+    notes: tuple[str, ...] = ()  # for the user
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Processes that a native launcher starts on each host: ranks or one torchrun agent."""
+        return (1,) * len(self.hosts) if self.options.torchrun else self.ranks
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the ranks must not form process groups without each other."""
+        return self.world_size > 1 and not self.options.torchrun and not self.options.independent
+
+    @property
+    def native_launcher_starts_ranks(self) -> bool:
+        """Whether one command, srun or an mpiexec, starts all ranks."""
+        return self.method.is_native_launcher and not self.options.torchrun
+
+    @property
+    def rank_0_reads_input(self) -> bool:
+        """Whether the command of a native launcher passes our standard input to rank 0."""
+        return self.options.input and self.native_launcher_starts_ranks
+
+    @property
+    def uses_agents(self) -> bool:
+        """Whether an agent of launch.py on each host starts the ranks or torchrun there."""
+        return not self.native_launcher_starts_ranks and not self.method.local
+
+    @property
+    def is_script(self) -> bool:
+        """Whether Python runs it: "train.py" or "-m package.module" with arguments."""
+        return self.command[0] == "-m" or self.command[0].endswith(".py")
+
+    @property
+    def script(self) -> str:
+        """The path of the script, which every host must have; empty for a module or a program."""
+        return self.command[0] if self.command[0].endswith(".py") else ""
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """The words of the process of each rank."""
+        if self.command[0] in ("python", "python3"):  # PATH may have none, or another one
+            return (self.python, *self.command[1:])
+        return (self.python, "-u", *self.command) if self.is_script else self.command
+
+    def first_rank(self, host: int) -> int:
+        """Return the lowest rank on the host with this index."""
+        return sum(self.ranks[:host])
+
+
+class Method:
+    """One way to start processes on the hosts of a plan. methods/ has a subclass for each."""
+
+    name: ClassVar[str]  # what --launcher calls it
+    title: ClassVar[str]  # in messages
+    is_native_launcher: ClassVar[bool] = False  # one command starts the processes of all hosts
+    local: ClassVar[bool] = False  # without agents, on this host alone
+    scheduler: ClassVar[str] = ""  # the only scheduler in whose jobs it works; empty for any
+    version_pattern: ClassVar[str] = ""  # of an mpiexec: what identifies its --version output
+    error_reader: ClassVar[type[SrunErrors] | None] = None  # of a native launcher's stderr
+    kill_when_done: ClassVar[bool] = False  # commands that start agents may fail to end
+
+    def __init__(self, path: str) -> None:
+        """path: of srun, an mpiexec, ssh, ...; empty for none."""
+        self.path = path
+
+    def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
+        """Adapt this method to a job; return the environment of its command.
+
+        environ: the environment of the ranks. PlanError where the method cannot start this.
+        """
+        return environ
+
+    def describe(self) -> str:
+        return f"by {self.title}"
+
+    # Starting agents
+
+    def reach(self, plan: Plan, host: str, words: Sequence[str]) -> list[str]:
+        """Return the command that runs `words` on one host of the plan."""
+        return list(words)
+
+    def starts_directly(self, plan: Plan, host: str) -> bool:
+        """Return whether the agent of that host is a child of launch.py with its environment."""
+        return self.local
+
+    def job_secret(self) -> str | None:
+        """Return a secret that only processes of this job know; None where there is none."""
+        return None
+
+    def agent_starts(
+        self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]
+    ) -> list[AgentStart]:
+        """Return the commands that start an agent on each host.
+
+        agent: the words of the agent of a host, by its index in the plan.
+        secret: the environment variable with the secret of the launch.
+        """
+        starts = []
+        for index, host in enumerate(plan.hosts):
+            # A stop of PBS signals all processes of a job's first host; stops travel in band.
+            script = "trap '' TERM INT USR1 USR2 HUP; exec \"$@\""
+            command = self.reach(plan, host, agent(str(index)))
+            words = ["/bin/sh", "-c", script, "launch", *command]
+            if self.starts_directly(plan, host):
+                start = AgentStart(words, (index,), {**plan.environ, **secret})
+            else:
+                text = "".join(f"{value}\n" for value in secret.values())
+                start = AgentStart(words, (index,), plan.environ, text.encode())
+            starts.append(start)
+        return starts
+
+    def agent_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return what agents give to their ranks of the environment of the plan."""
+        return environ
+
+    # Native launchers only
+
+    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
+        """Return the one command that starts `words` as every rank, or as one agent per host."""
+        raise NotImplementedError
+
+    def host_file(self, plan: Plan) -> str:
+        """Return the text that HOST_FILE stands for."""
+        return "".join(
+            f"{host}:{count}\n" for host, count in zip(plan.hosts, plan.processes, strict=True)
+        )
+
+    def variables(self, plan: Plan) -> dict[str, str]:
+        """Return what the command needs in its environment besides plan.environ."""
+        return {}
+
+    def sets_variable(self, name: str) -> bool:
+        """Return whether the command itself sets a variable for the processes that it starts."""
+        return False
+
+    def send_signal(self, number: int, pid: int, plan: Plan, processes: Processes) -> None:
+        """Pass a stop signal on to the ranks. pid: of the command, one of `processes`."""
+        processes.signal(number)
+
+    def listen_ports(self, plan: Plan) -> Sequence[int]:
+        """Return the ports of this host that ranks can reach; empty where they can reach any."""
+        return ()
+
+    @property
+    def keeps_job_layout(self) -> bool:
+        """Whether the scheduler distributes the job's own tasks over its hosts in its own order."""
+        return False

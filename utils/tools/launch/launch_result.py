@@ -1,0 +1,127 @@
+"""The result of a launch: the first failure decides its exit status and when the rest is ended."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+
+from ...monitor.launch_report import FirstCause
+
+# Seconds from the first failure until the other ranks are ended: they may report what they know.
+END_DELAY = 0.5
+# The same after a stop: a rank that leaves with its own exit status is no failure then, and another
+# one may still be writing its checkpoint.
+END_DELAY_AFTER_STOP = 120.0
+_SHOWN = 8  # ranks in a message
+_STOP_SECONDS = 600.0  # a failure so long after a stop has another cause
+
+
+def print_status(text: str) -> None:
+    """Print a line of launch.py on standard error."""
+    print(f"launch.py: {text}", file=sys.stderr, flush=True)
+
+
+def print_error(text: str) -> None:
+    """Print why the launch fails: doctor.py logs finds such lines by their first words."""
+    print_status(f"error: {text}")
+
+
+def describe_status(status: int) -> str:
+    """Convert 139 to "was ended by SIGSEGV (exit status 139)"."""
+    if status > 128:
+        try:
+            return f"was ended by {signal.Signals(status - 128).name} (exit status {status})"
+        except ValueError:
+            pass
+    return f"ended with exit status {status}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class LaunchResult:
+    """What has happened so far. Times are those of time.monotonic().
+
+    status: of the first process that failed; 0 while none has. failed_at: when that was.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.failed_at: float | None = None
+        self._ended: dict[int, tuple[str, int]] = {}  # ranks that ended by themselves, in order
+        self._interrupts = 0
+        self._at_once = False
+        self._stopped_at: float | None = None
+
+    def process_ended(
+        self, who: str, status: int, now: float, *, others: bool, rank: int | None = None
+    ) -> None:
+        """Note the end of a process. others: whether more are running. rank: None for torchrun."""
+        by_itself = not status or self.end_at is None or now < self.end_at
+        if rank is not None and by_itself:
+            self._ended[rank] = who, status
+        if status and self.failed_at is None:
+            rest = ", the others will be ended" if others else ""
+            self.fail(f"{who} {describe_status(status)}{rest}", now, status)
+
+    def fail(self, message: str, now: float, status: int = 1) -> None:
+        """Note and print a failure; only the first one counts."""
+        if self.failed_at is None:
+            print_error(message)
+            self.status, self.failed_at = status, now
+
+    def conclude(self, first: FirstCause | None) -> None:
+        """Print what failed first, where that is not the rank that failed first to end.
+
+        first: what the ranks have reported.
+        """
+        if not self.status or self._at_once:
+            return
+        if first is not None:
+            how = ""
+            if first.rank in self._ended:
+                who, status = self._ended[first.rank]
+                how = f". R{who[1:]} {describe_status(status)}"
+                self.status = status or self.status
+            print_status(f"the ranks report what failed first: {first.text}{how}")
+            return
+
+        ended = list(self._ended.values())
+        left = [who for who, _ in itertools.takewhile(lambda one: not one[1], ended)]
+        failed = [who for who, status in ended if status]
+        if left:
+            print_status(f"before that, {_some(left)} had ended with exit status 0")
+        elif len(failed) > 1:
+            print_status(
+                f"{_some(failed[1:])} failed, too, before the others were ended. The first to end "
+                "need not be the first that failed: see the tracebacks"
+            )
+
+    def end_now(self, number: int, now: float) -> None:
+        """Note that a signal ends everything at once."""
+        self._at_once = True
+        self.fail(f"{signal.Signals(number).name}: all will be ended", now, 128 + number)
+
+    @property
+    def end_at(self) -> float | None:
+        """When the other ranks are to be ended; None while nothing has failed."""
+        if self.failed_at is None or self._at_once:
+            return self.failed_at
+        return self.end_after(self.failed_at, END_DELAY)
+
+    def end_after(self, failed_at: float, seconds: float) -> float:
+        """Return when the others are to be ended, some seconds after the first failure."""
+        after_stop = self._stopped_at is not None and failed_at < self._stopped_at + _STOP_SECONDS
+        return failed_at + (END_DELAY_AFTER_STOP if after_stop else seconds)
+
+    def is_last_stop(self, number: int, now: float) -> bool:
+        """Note a stop signal; return whether it ends everything now.
+
+        The second interrupt (ctrl-C) does, and the loss of the terminal.
+        """
+        self._stopped_at = now
+        self._interrupts += number == signal.SIGINT
+        return number == signal.SIGHUP or self._interrupts > 1

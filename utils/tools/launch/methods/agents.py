@@ -1,0 +1,72 @@
+"""Methods that start an agent on each host: ssh, pbs_tmrsh and pbsdsh; and local, without agents.
+
+Source: ssh(1), pbs_tmrsh(8), pbsdsh(1B).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..launch_plan import Method, Plan
+
+
+class Ssh(Method):
+    """ssh starts an agent on each other host; that of this host is a child of launch.py."""
+
+    name = title = "ssh"
+
+    def reach(self, plan: Plan, host: str, words: Sequence[str]) -> list[str]:
+        if self.starts_directly(plan, host):
+            return list(words)
+        options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-T"]
+        return [self.path, *options, host, shlex.join(["exec", *words])]
+
+    def starts_directly(self, plan: Plan, host: str) -> bool:
+        return host == plan.host
+
+
+class PbsTmrsh(Method):
+    """pbs_tmrsh starts an agent on each host as a task of the PBS job."""
+
+    name = title = "pbs_tmrsh"
+    scheduler = "pbs"
+    # OpenPBS never informs a job's first host, where that has no slots (mpiprocs=0), that a task on
+    # the first host with slots has ended: pbs_tmrsh and pbsdsh wait for it. Seen with OpenPBS 23.
+    kill_when_done = True
+
+    def job_secret(self) -> str | None:
+        """Return the cookie that PBS gives to every task of a job and to nobody else."""
+        return os.environ.get("PBS_JOBCOOKIE")
+
+    def reach(self, plan: Plan, host: str, words: Sequence[str]) -> list[str]:
+        # Python itself may need this variable, and PBS passes none on.
+        library_path = plan.environ.get("LD_LIBRARY_PATH")
+        env = ["/usr/bin/env", f"LD_LIBRARY_PATH={library_path}"] if library_path else []
+        return [self.path, *self.host_options(host), *env, *words]
+
+    def host_options(self, host: str) -> list[str]:
+        return [host]
+
+
+class Pbsdsh(PbsTmrsh):
+    """pbsdsh starts an agent on each host as a task of the PBS job."""
+
+    name = title = "pbsdsh"
+
+    def host_options(self, host: str) -> list[str]:
+        # By its line in the node file: OpenPBS v23.06.06 has no -h yet.
+        lines = Path(os.environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+        return ["-n", str(lines.index(host)), "--"]
+
+
+class Local(Method):
+    """launch.py itself starts the ranks, on this host alone."""
+
+    name = title = "local"
+    local = True
+
+    def describe(self) -> str:
+        return "alone"

@@ -1,0 +1,283 @@
+"""Find a launcher below a launcher: in the command before the start, then by what processes do.
+
+A command may hide what it starts. So the process groups that ranks form are watched from outside:
+torch names the threads of a group, and /proc shows which processes are connected.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ...host import process
+from ...launchers.rank_variables import LAUNCH_RANK
+from .agent_connection import CONNECT_SECONDS, LaunchConnection
+from .child_processes import LAUNCH_VARIABLE
+
+# What starts ranks, by the name of a program or module, and the --launcher for the same.
+_LAUNCHERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate": "",
+    "accelerate.commands.launch": "",
+    "accelerate.commands.accelerate_cli": "",
+    "deepspeed": "",
+    "deepspeed.launcher.runner": "",
+    "deepspeed.launcher.launch": "",
+    "horovodrun": "",
+    "srun": "srun",
+    "pbs_tmrsh": "pbs_tmrsh",
+    "pbsdsh": "pbsdsh",
+    "jsrun": "",
+    "aprun": "",
+    "launch.py": "",
+}
+_MPIEXEC = re.compile(r"(mpi(exec|run)|orterun|prterun|prun)(\W|$)")
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+# Programs that run the command among their arguments.
+_WRAPPERS = frozenset(
+    "-m env nice ionice chrt numactl taskset stdbuf time timeout nohup setsid unshare sudo exec "
+    "command uv uvx conda mamba micromamba pixi poetry pipenv hatch apptainer singularity shifter "
+    "podman docker nsys ncu gdb strace perf".split()
+)
+_CONTAINERS = ("apptainer", "singularity", "shifter", "podman", "docker")  # images may be paths
+# What follows is a name or a path: uv run --with deepspeed, pixi run -e accelerate.
+_VALUE_OPTIONS = ("-e", "-o", "-B", "-w")
+_FLAGS = ("--", "--nv", "--rocm", "--no-capture-output", "--live-stream", "--isolated", "--frozen")
+_COMMAND = re.compile(r"-[a-z]*c[a-z]*")  # bash -lc
+_MODULE = re.compile(r"[A-Za-z_][\w.]*")
+_BEFORE_COMMAND = re.compile(r"\w+=.*|if|then|elif|else|while|until|do|!|\{", re.DOTALL)
+
+_FIRST_SECONDS = 0.5  # between two looks, longer with time
+_LONGEST_SECONDS = 10.0
+_NO_HOST = ("00000000", "0" * 32, "0100007F", "0" * 24 + "01000000")  # listening, loopback
+_GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")  # of torch 2.6 and newer
+
+
+def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
+    """Return the launcher that a command runs, and the --launcher for it; None for none.
+
+    Wrappers and the text of `bash -c` are looked through, up to the script.
+    """
+    name = os.path.basename(words[0]) if words else ""
+    if name in _LAUNCHERS or _MPIEXEC.match(name):
+        return name, _LAUNCHERS.get(name, "mpiexec")
+    if name in _SHELLS:
+        pairs = zip(words[1:], words[2:], strict=False)
+        texts = [text for option, text in pairs if _COMMAND.fullmatch(option)]
+        commands = (command for text in texts[:1] for command in _shell_commands(text))
+        return next(filter(None, map(launcher_in, commands)), None)
+    if name not in _WRAPPERS and not re.fullmatch(r"(python|pypy)[\d.]*", name):
+        return None
+
+    for index, word in enumerate(words[1:], start=1):
+        before, base = words[index - 1], os.path.basename(word)
+        is_value = before in _VALUE_OPTIONS or before.startswith("--") and before not in _FLAGS
+        if name.endswith(("conda", "mamba")):
+            is_value = is_value or before in ("-n", "-p")
+        if "=" in word or is_value or name in _CONTAINERS and "/" in word:
+            continue
+        if base in _SHELLS or (base in _LAUNCHERS or _MPIEXEC.match(base)) and words[index + 1 :]:
+            return launcher_in(words[index:])
+        if word.endswith(".py") or before == "-m" and _MODULE.fullmatch(word):
+            return None
+    return None
+
+
+def _shell_commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command in a shell's text."""
+    lexer = shlex.shlex(text.replace("\n", " ; "), posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError:  # an open quotation mark: the shell reports it
+        return
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if set(word) <= set("();<>|&"):
+            yield command
+            command = []
+        elif command or not _BEFORE_COMMAND.fullmatch(word):
+            command.append(word)
+
+
+def refusal(words: Sequence[str], program: str, option: str) -> str:
+    """Return why a command is no script or program of one rank; "" where it may be one.
+
+    program: the command that the user has typed. option: how it is told that this is on purpose.
+    """
+    found = launcher_in(words)
+    if found is None:
+        return ""
+    name, launcher = found
+    instead = f"--launcher {launcher}" if launcher else ""
+    if launcher == "torchrun" and program == "launch.py":
+        instead = "--torchrun"
+    example = " ".join(filter(None, [program, instead, "train.py"]))
+    verb = "is" if os.path.basename(words[0]) == name else "runs"
+    return (
+        f"the command {verb} {name}, which starts ranks itself, as launch.py does. Expected "
+        f"the script or program of one rank. Leave {name} and its options out, as in {example}; "
+        f"or give {option} if each rank is a program of its own"
+    )
+
+
+class GroupWatch:
+    """The process groups of torch that the ranks of this host form, seen from outside.
+
+    groups: each rank whose processes have a group without another rank, and how many they are.
+    """
+
+    def __init__(self, launch_id: str, ranks: int) -> None:
+        """launch_id: in the environment of the ranks. ranks: on this host; 0: do not watch."""
+        self.groups: dict[int, int] = {}
+        self._id, self._ranks = launch_id.encode(), ranks
+        self._joined: set[int] = set()  # ranks that have a group with others
+        self._found: set[int] = set()  # ranks without others at the last look
+        self._start = time.monotonic()
+        self._due = self._start + _FIRST_SECONDS
+
+    def look(self, now: float) -> float | None:
+        """Look if it is time; return the seconds until the next time, None if there is none."""
+        if len(self._joined) >= self._ranks and not self._found:
+            return None
+        if now >= self._due:
+            self._look()
+            seconds = (now - self._start) / 20
+            self._due = now + min(max(seconds, _FIRST_SECONDS), _LONGEST_SECONDS)
+        return self._due - now
+
+    def _look(self) -> None:
+        processes: dict[int, list[int]] = {}  # of each rank: it, and what it has started
+        found: dict[int, int] = {}
+        for pid in process.process_ids():
+            environ = process.environment(pid)
+            if environ.get(LAUNCH_VARIABLE.encode(), b"").split(b"/")[-1] != self._id:
+                continue
+            text, _, count = environ.get(LAUNCH_RANK.encode(), b"").partition(b"/")
+            if not count:
+                continue
+            processes.setdefault(int(text), []).append(pid)
+            agents = environ.get(b"GROUP_WORLD_SIZE", count)  # of torchrun, below a rank
+            nested = b"TORCHELASTIC_RUN_ID" in environ and int(agents) < int(count)
+            if nested and int(text) not in self._joined:
+                found[int(text)] = int(environ.get(b"WORLD_SIZE", b"1"))
+
+        members = {
+            rank: list(filter(_is_member, pids))
+            for rank, pids in processes.items()
+            if rank not in self._joined
+        }
+        if not any(members.values()):
+            members.clear()
+            processes.clear()
+        own = {pid for pids in processes.values() for pid in pids}
+        rank_of: dict[str, int] = {}
+        for rank, pids in processes.items():
+            for pid in pids:
+                rank_of |= dict.fromkeys(process.sockets(pid), rank)
+        # A rank may inherit the connections of the launcher that has started it.
+        for parent in {process.parent(pid) for pid in own} - own - {None}:
+            for inode in process.sockets(parent or 0):
+                rank_of.pop(inode, None)
+        for rank, pids in members.items():
+            peers = {peer for pid in pids for peer in _peers(pid, rank_of)}
+            if rank > 0 and any(map(_serves_rank_0, pids)) or peers == {rank}:
+                found[rank] = len(pids)
+            elif peers and rank not in found:
+                self._joined.add(rank)
+        # Twice: connections are made one after another, and closed so at the end.
+        self.groups = {rank: size for rank, size in found.items() if rank in self._found}
+        self._found = set(found)
+
+
+def _is_member(pid: int) -> bool:
+    return any(name.startswith(_GROUP_THREADS) for name in process.thread_names(pid))
+
+
+def _serves_rank_0(pid: int) -> bool:
+    """Whether a process has the store of its group at the port that launch.py gave to rank 0."""
+    port = process.environment(pid).get(b"MASTER_PORT", b"")
+    if not port.isdigit():
+        return False
+    ends = process.tcp_connections(pid)
+    listens = (ends[inode] for inode in process.sockets(pid) & ends.keys())
+    # The store listens on all addresses, gloo on that of one interface.
+    return any(
+        not local.partition(":")[0].strip("0")
+        and local.endswith(f":{int(port):04X}")
+        and remote.endswith(":0000")
+        for local, remote in listens
+    )
+
+
+def _peers(pid: int, rank_of: Mapping[str, int]) -> Iterator[int | None]:
+    """Yield the ranks that a process is connected to; None for a process of another host.
+
+    rank_of: the rank whose processes have a socket, by inode. Other programs of this host, such as
+    a logger, do not count.
+    """
+    ends = process.tcp_connections(pid)
+    inodes = {pair: inode for inode, pair in ends.items()}
+    for inode in process.sockets(pid) & ends.keys() & rank_of.keys():
+        local, remote = ends[inode]
+        peer = inodes.get((remote, local), "")
+        here, there = local.partition(":")[0], remote.partition(":")[0]
+        if peer in rank_of:
+            yield rank_of[peer]
+        # The table is not read at once: of a new connection within this host, it may have one end.
+        elif not peer and there not in (here, *_NO_HOST):
+            yield None
+
+
+def problem(groups: Iterable[Mapping[int, int]], world_size: int) -> str:
+    """Return what is wrong with the groups that were seen on each host; "" for nothing.
+
+    Rank 0 alone proves nothing: it is the last in its group while it saves, and the one that starts
+    an evaluation.
+    """
+    found = {rank: size for of_host in groups for rank, size in of_host.items()}
+    rank = max(found, default=0)
+    if rank == 0:
+        return ""
+    size = found[rank]
+    return (
+        f"rank {rank} of {world_size} has formed a process group of {size} "
+        f"process{'es' * (size > 1)} without the other ranks. Expected one group of all "
+        f"{world_size} ranks. Leave out what starts ranks in the script or program, such as "
+        "torchrun, or give --independent if each rank is a program of its own"
+    )
+
+
+def report_groups(connection: LaunchConnection, launch_id: str, ranks: int) -> None:
+    """Start a process that reports the groups of this host to launch.py, and return.
+
+    It is no child of this process, which becomes the user's program, and holds nothing but the
+    connection. It ends with it, or when no group is left to be found.
+    """
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork():
+            return
+        os.closerange(0, connection.fileno())
+        os.closerange(connection.fileno() + 1, 65536)
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(connection, select.POLLIN)
+        watch = GroupWatch(launch_id, ranks)
+        reported = watch.groups
+        while (seconds := watch.look(time.monotonic())) is not None:
+            if watch.groups != reported:
+                reported = watch.groups
+                connection.send({"groups": list(reported.items())}, timeout=CONNECT_SECONDS)
+            if poll.poll(1000 * seconds):
+                return
+    finally:
+        os._exit(0)

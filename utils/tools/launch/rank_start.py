@@ -1,0 +1,141 @@
+"""The program that srun or an mpiexec starts as each rank.
+
+It joins the launch, sets the rank's variables and becomes the user's program by exec(), so that the
+process tree, open descriptors (PMI_FD), GPU masks and signals are those of the native launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from ... import signals as early_signals
+from ...host import process
+from ...launch_error import LaunchError
+from ...launchers.detect import detect
+from ...monitor.launch_report import VARIABLE, parse_address
+from .agent_connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
+from .child_processes import LAUNCH_VARIABLE
+from .files import problem_with
+from .nested import report_groups
+from .rank_cores import bind, cpus_of_ranks, report_mask
+from .rank_environment import correct_slurm_variables
+from .rank_output import open_file
+from .reserved_port import ReservedPort
+from .script_imports import imports_this_package
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Join, then become the program; return an exit status where that is not possible.
+
+    arguments: working folder, script to compare (or ""), its checksum (or ""), folder for the
+    output (or ""), and the words of the program.
+    """
+    folder, script, checksum, output_dir, *program = arguments
+    addresses, launch_port, token = parse_address(os.environ.get(VARIABLE, ""))
+    reached = connect(addresses, launch_port)
+    if reached is None:
+        where = os.environ.get(VARIABLE, "").rpartition("/")[0] or "no address"
+        return _fail(
+            f"launch.py cannot be reached at {where}. Expected a network between the hosts of a "
+            "job, and its environment on each. Check both"
+        )
+    connection, address = reached
+    port: ReservedPort | None = None
+    output: int | None = None
+    report: JoinReport = {"token": token, "reached": address, "host": host_id()}
+    launcher = ""
+    try:
+        placement = detect()
+        launcher = placement.launcher
+        report["rank"] = placement.rank
+        report["world_size"] = placement.world_size
+        report["local_rank"] = placement.local_rank
+        report["cores"] = report_mask(os.environ)
+        if placement.rank == 0:
+            port = ReservedPort()
+            report["port"] = port.port
+        report["problem"] = problem_with(folder, script, int(checksum) if checksum else None)
+        if output_dir and not report["problem"]:
+            output = _open_output(output_dir, placement.rank)
+    except (LaunchError, OSError) as error:
+        report["problem"] = str(error)
+
+    response = _join(connection, report)
+    if response is None:  # launch.py prints the reason
+        return 1
+    os.environ.update(response["variables"])
+    if os.environ.get("SLURM_JOB_ID") and launcher != "slurm":
+        correct_slurm_variables(os.environ, response["num_hosts"])
+    if not imports_this_package(program):
+        try:
+            local_rank = int(response["variables"]["LOCAL_RANK"])
+            bind(cpus_of_ranks(response["cores"], os.environ)[local_rank])
+        except LaunchError as error:
+            return _fail(str(error))
+    if port is not None:
+        port.keep_over_exec()
+    if report["rank"] != 0:  # Intel's mpiexec lets it wait for an input that never comes
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if output is not None:
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.close(output)
+    _restore_signals(program)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        status = 127 if isinstance(error, FileNotFoundError) else 126  # as a shell does
+        return _fail(
+            f"{program[0]} could not be started: {error.strerror}. Expected a program, or a script "
+            "whose name ends in .py",
+            status,
+        )
+
+
+def _open_output(folder: str, rank: int) -> int:
+    """Open the file for the output of a rank. Raise LaunchError where it cannot be written."""
+    try:
+        return open_file(folder, rank)
+    except OSError as error:
+        raise LaunchError(
+            f"the output folder {folder} cannot be written ({error.strerror}). Expected a folder "
+            "in which this user may create files. Choose another --output-dir"
+        ) from error
+
+
+def host_id() -> list[str]:
+    """Return this host's name, and what distinguishes it from another host of that name."""
+    return [socket.gethostname(), process.boot_id(), process.namespace("net")]
+
+
+def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
+    """Report this rank and wait for its variables; None where the launch has failed."""
+    connection.send({"join": report}, timeout=CONNECT_SECONDS)
+    response = connection.receive_one()
+    if response and response.get("watched_ranks"):
+        launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
+        report_groups(connection, launch_id, response["watched_ranks"])
+    connection.close()
+    return response if response and "variables" in response else None
+
+
+def _restore_signals(program: Sequence[str]) -> None:
+    """Give the program the signals that it expects."""
+    if imports_this_package(program):
+        early_signals.block()
+        os.environ[early_signals.VARIABLE] = "1"
+        for number in early_signals.take():  # caught since the import of this package
+            os.kill(os.getpid(), number)  # stays pending for the program
+    else:
+        early_signals.release()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+
+def _fail(text: str, status: int = 1) -> int:
+    print(f"launch.py: error: on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+    return status

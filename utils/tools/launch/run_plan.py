@@ -1,0 +1,100 @@
+"""Run a plan: by a native launcher, by agents, or on this host alone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ...job.exit_status import EXIT_REQUEUE
+from ...monitor.launch_report import ReportListener
+from . import nested
+from .child_processes import Processes
+from .event_loop import CaughtSignals, EventLoop
+from .host_processes import host_processes, signals_workers
+from .host_ranks import start_on_host
+from .launch_plan import Plan
+from .launch_result import LaunchResult, print_status
+from .rank_output import Outputs, labelled, write_output
+from .reserved_port import ReservedPort
+
+_DRAIN_SECONDS = 1.0
+_BACKLOG = 16
+
+
+def run(plan: Plan) -> int:
+    """Start the ranks and wait for them; return the exit status of the launch.
+
+    It is that of the first rank that failed, and EXIT_REQUEUE when all ranks have saved after a
+    stop, whatever the launcher in between makes of that.
+    """
+    launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
+    result = LaunchResult()
+    ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
+    with ReportListener(_BACKLOG + plan.world_size, ports) as report, CaughtSignals() as signals:
+        plan = plan._replace(environ={**plan.environ, **report.variables})
+        # Modules are loaded only where they are needed: a short launch would notice.
+        if plan.native_launcher_starts_ranks:
+            from .native_launch import run_native_launcher
+
+            run_native_launcher(plan, launch_id, signals, report, result)
+        elif plan.uses_agents:
+            from .coordinator import run_agents
+
+            run_agents(plan, launch_id, signals, result)
+        else:
+            _run_local(plan, launch_id, signals, result)
+        report.receive()
+        if report.saved:
+            print_status(
+                "all ranks have saved, and the run can be continued from there (exit status "
+                f"{EXIT_REQUEUE})"
+            )
+            return EXIT_REQUEUE
+        result.conclude(report.first_cause)
+        return result.status
+
+
+def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
+    """Run the ranks of this host as children of this process."""
+    torchrun = plan.options.torchrun
+    port = ReservedPort()  # for as long as this process lives
+
+    def write(stream: int, text: bytes, rank: int) -> None:
+        write_output(stream, labelled(text, rank))
+
+    with Processes(launch_id) as processes, EventLoop(signals) as loop:
+        # Without labels the ranks share our streams.
+        outputs = Outputs(loop, write) if plan.options.label and not torchrun else None
+        start_on_host(
+            host_processes(plan, 0, "127.0.0.1", str(port.port), "127.0.0.1"),
+            plan.environ,
+            processes,
+            outputs,
+            output_dir="" if torchrun else plan.options.output_dir,
+            new_session=torchrun,  # PBS signals whole sessions; torchrun would be terminated by it
+            stdin=0 if plan.options.input else b"",
+        )
+        watch = nested.GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
+        while processes.running:
+            now = time.monotonic()
+            # First: whatever ends from now on wakes the loop.
+            stops = signals.take()
+            for index, status in processes.ended():
+                who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)
+                result.process_ended(who, status, now, others=processes.running, rank=rank)
+            for number in stops:
+                if result.is_last_stop(number, now):
+                    result.end_now(number, now)
+                else:
+                    processes.signal(number, to_workers=signals_workers(plan, number))
+            next_look = watch.look(now)
+            if text := nested.problem([watch.groups], plan.world_size):
+                result.fail(text, now)
+            due = None if result.end_at is None else max(0.0, result.end_at - now)
+            if due == 0.0:
+                processes.end(now)
+                due = processes.kill_late(now)
+            if processes.running:
+                loop.run_once(due, next_look, outputs.flush_partial_lines() if outputs else None)
+        if outputs is not None:
+            outputs.drain(_DRAIN_SECONDS, loop.run_once)

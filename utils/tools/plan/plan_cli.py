@@ -1,0 +1,455 @@
+"""`plan`: predict memory, step time and scaling before a job is submitted."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...log import print_result
+from ..arguments import ArgumentParser
+from ..submission import profiles
+from . import advice, report, sharded, traced
+from .communication import Link, Network, PlanError, read_links
+from .hardware import PROGRAM, Accelerator, Hardware, Node
+from .predict import (
+    OPTIMIZER_STATES,
+    PRECISIONS,
+    SPREAD,
+    Workload,
+    curve_sizes,
+    even_workload,
+    holds_up_to,
+    scaling,
+    state_memory,
+    workload,
+)
+
+if TYPE_CHECKING:
+    from .trace import Trace
+
+# Where nothing is given.
+_GPU, _GPUS_PER_NODE, _INSIDE, _BETWEEN = "a100-40", 8, "nvlink3", "4 slingshot-200"
+_LARGE_MEMORY = 72e9  # usable bytes of a GPU with 80 GB
+DESCRIPTION = """\
+Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
+
+  plan.py --site perlmutter --nodes 8 train.py --batch-size 32     an unchanged script
+  plan.py --model my_models:gpt --batch 8 --gpu a100-40            a factory function (see below)
+  plan.py --parameters 7e9 --precision bf16 --gpus 8 --bandwidth 50e9 --compute-seconds 0.2
+
+A factory function receives the size of the micro-batch, and returns (model, inputs) or (model,
+inputs, loss function). A script runs until its second optimizer step, with tensors that have shapes
+but no data; where values decide, with real ones on the CPU.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print a prediction; return 0, or 1 if something cannot be predicted."""
+    args = _parse(sys.argv[1:] if words is None else words)
+    try:
+        plan = make_plan(args)
+        if args.png:
+            report.write_picture(plan, args.png)
+        if args.html:
+            report.write_page(plan["inputs"], args.html)
+    except (PlanError, profiles.ProfileError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}. Expected a file in a writable folder"
+        print(f"{PROGRAM}: error: {problem}. Correct --png or --html.", file=sys.stderr)
+        return 1
+    print_result(json.dumps(plan, indent=1) if args.json else report.as_text(plan))
+    return 0
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what is trained (one of three)")
+    what.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
+    what.add_argument("--model", metavar="MODULE:FUNCTION")
+    what.add_argument("--parameters", type=float, metavar="N")
+    what.add_argument(
+        "--trace-timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="seconds for two steps of SCRIPT, or of --model with real tensors (300)",
+    )
+    what.add_argument(
+        "--selected",
+        type=float,
+        metavar="SHARE",
+        help="share of elements that masks and nonzero() select; default: from a run on the CPU",
+    )
+    how = parser.add_argument_group("how it is trained")
+    how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
+    how.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw")
+    how.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    how.add_argument("--accumulate", type=int, default=1, metavar="STEPS")
+    how.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of DDP")
+    how.add_argument("--bucket-view", action="store_true", help="gradient_as_bucket_view=True")
+    how.add_argument(
+        "--shard",
+        type=int,
+        metavar="N",
+        help="FSDP2: GPUs that share one copy of the model (all, if a script calls fully_shard())",
+    )
+    how.add_argument("--no-overlap", action="store_true", help="communicate after backward")
+    how.add_argument(
+        "--compute-seconds",
+        type=float,
+        metavar="S",
+        help="measured seconds of one forward and backward pass; default: from the GPU's peak",
+    )
+    how.add_argument(
+        "--spread",
+        type=float,
+        default=SPREAD,
+        metavar="R",
+        help=f"standard deviation of computation time across GPUs / its mean ({SPREAD:.3f})",
+    )
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--site", metavar="NAME|FILE", help="a profile (see sites.py list)")
+    where.add_argument("--gpu", metavar="TYPE", help="an accelerator of jobs/hardware.yaml")
+    where.add_argument("--gpus-per-node", type=int, metavar="N")
+    where.add_argument("--nodes", type=int, metavar="N")
+    where.add_argument("--gpus", type=int, metavar="N", help="instead of --nodes")
+    where.add_argument("--inside", metavar="LINK|B/S", help="link of each GPU within a node")
+    where.add_argument("--between", metavar="LINK|B/S", help="links of a node: '4 slingshot-200'")
+    where.add_argument("--bandwidth", metavar="B/S", help="of --inside and --between")
+    where.add_argument("--inside-latency", type=float, metavar="S")
+    where.add_argument("--between-latency", type=float, metavar="S")
+    where.add_argument("--links", type=Path, metavar="FILE", help="links measured by bench.py")
+    where.add_argument("--ring", action="store_true", help="rings only, as in gloo")
+    out = parser.add_argument_group("what is printed")
+    out.add_argument("--target", type=float, metavar="N", help="total number of training samples")
+    out.add_argument("--tokens-per-sample", type=int, metavar="N", help="--target counts tokens")
+    out.add_argument(
+        "--measured-efficiency", type=float, metavar="E", help="such as 0.5: print causes"
+    )
+    out.add_argument(
+        "--noise-scale", type=float, metavar="N", help="of GradientNoiseScale: batches worth it"
+    )
+    out.add_argument("--json", action="store_true")
+    out.add_argument("--png", type=Path, metavar="FILE")
+    out.add_argument("--html", type=Path, metavar="FILE", help="a page with sliders")
+    args = parser.parse_args(words)
+    if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
+        parser.error("expected one of SCRIPT, --model and --parameters")
+    counts = ("parameters", "batch", "accumulate", "shard", "gpus", "nodes", "gpus_per_node")
+    for name in (*counts, "target"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
+    if args.selected is not None and not 0 <= args.selected <= 1:
+        parser.error(f"--selected is {args.selected}; expected a number from 0 to 1")
+    if not 0 <= args.spread < 1:
+        parser.error(f"--spread is {args.spread}; expected a number from 0 to below 1")
+    return args
+
+
+def make_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a prediction as a dict that JSON can hold. Raises PlanError."""
+    hardware = Hardware()
+    site = _site(args, hardware)
+    network, assumed = _network(args, hardware, site)
+    gpus = args.gpus or (args.nodes or 1) * network.gpus_per_node
+    name = args.gpu or (site.gpu if site else None)
+    gpu = hardware.accelerator(name) if name else None
+    notes = [hardware.memory_note(gpu)] if gpu else []
+
+    bucket_view = args.bucket_view
+    trace = None if args.parameters else _trace(args, args.batch)
+    if trace and gpu is None and args.compute_seconds is not None:
+        assumed.append(f"operations take shares of the step as on {_GPU} (--gpu)")
+    shards = _shards(args, trace, gpus)
+    if trace is None:
+        memory = state_memory(
+            args.parameters, args.precision, args.optimizer, bucket_view=bucket_view
+        )
+        notes.append("The memory excludes activations. Give --model or a script to include them.")
+        if shards:
+            del memory["buckets"]
+            memory = {name: size / shards for name, size in memory.items()}
+            notes.append("The memory excludes what FSDP gathers. Give a script to include it.")
+        micro_batches: dict[str, tuple[float, int]] = {}
+    else:
+        bucket_view = bucket_view or bool(trace.ddp_options.get("gradient_as_bucket_view"))
+        memory_of = functools.partial(traced.memory, bucket_view=bucket_view)
+        if shards:
+            memory_of = functools.partial(sharded.memory, shards=shards)
+        memory = memory_of(trace)
+        micro_batches = _micro_batches(args, trace, hardware, memory_of, notes)
+        notes += trace.notes
+
+    work = None if shards else _workload(args, trace, gpu)
+    fit = advice.Fit()
+    if gpu is not None:
+        fit = advice.memory_advice(
+            memory,
+            gpu.memory,
+            gpus,
+            gpu.name,
+            complete=trace is not None,
+            sharded=bool(shards),
+            largest=micro_batches[gpu.name][1] if micro_batches else None,
+            batch=(trace.batch_size if trace else None) or args.batch,
+        )
+    texts, points = list(fit.texts), []
+    if shards:
+        notes.append(f"FSDP2 on groups of {shards} GPUs. Step times are predicted for DDP only.")
+    elif work is None:
+        gpu_option = "--gpu TYPE, a --site whose GPU is known, or " if trace else ""
+        notes.append(f"No step time: give {gpu_option}--compute-seconds.")
+    else:
+        points = scaling(work, network, curve_sizes(gpus), not args.no_overlap)
+        gradient_bytes = PRECISIONS[args.precision].gradient
+        texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
+        if args.measured_efficiency is not None:
+            texts += advice.first_checks(work, network, gpus, args.measured_efficiency)
+        if args.compute_seconds is None and gpu is not None:
+            notes.append(
+                f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
+                "Measure it with bench.py ddp, and give it as --compute-seconds."
+            )
+    if args.noise_scale is not None:
+        from ...training.noise_scale import recommend
+
+        texts += recommend(args.noise_scale, _samples(args, trace) * gpus).splitlines()
+    return {
+        "assumed": assumed,
+        "inputs": _inputs(args, network, gpus, work, trace),
+        "gpus": gpus,
+        "memory": memory,
+        "peak": trace.peak(without_gradients=bucket_view).where if trace and not shards else "",
+        "micro_batches": micro_batches,
+        "scaling": [point.as_dict() for point in points],
+        "holds_up_to": {
+            str(level): holds_up_to(points, level)
+            for level in (advice.GOOD, advice.LEAST)
+            if points
+        },
+        "target": _target(args, trace, work, network, gpus),
+        "advice": texts,
+        "notes": notes,
+    }
+
+
+def _shards(args: argparse.Namespace, trace: Trace | None, gpus: int) -> int:
+    """Return the number of GPUs that share one copy of the model; 0 for DDP."""
+    shards: int = args.shard or (gpus if trace and trace.shard_groups else 0)
+    if shards and gpus % shards:
+        raise PlanError(
+            f"--shard is {shards}, and there are {gpus} GPUs. Expected a divisor of {gpus}."
+        )
+    if shards and trace and not trace.shard_groups:
+        raise PlanError(
+            f"--shard is {shards}, but nothing in the trace calls fully_shard(), which determines "
+            "what is gathered together. Give a script that calls it, or --parameters."
+        )
+    return shards
+
+
+def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
+    if args.site is None:
+        return None
+    profile = profiles.load(args.site)
+    if hardware.has_site(profile.name):
+        return hardware.node(profile.name)
+    if args.gpus_per_node is None:
+        args.gpus_per_node = profile.gpus_per_node
+    missing = [f"--{key}" for key in ("gpu", "inside", "between") if getattr(args, key) is None]
+    if missing and not (args.links or args.bandwidth):
+        raise PlanError(
+            f"The hardware of {profile.name} is not in jobs/hardware.yaml. Give "
+            f"{', '.join(missing)}, or measured links with --links."
+        )
+    return None
+
+
+def _network(
+    args: argparse.Namespace, hardware: Hardware, site: Node | None
+) -> tuple[Network, list[str]]:
+    """Return the network, and what is assumed about it because nothing was given."""
+    assumed = []
+
+    def link(text: str | None, latency: float | None, default: Link) -> Link:
+        text = text or args.bandwidth
+        if text is not None:
+            try:
+                default = Link(float(text), default.latency)
+            except ValueError:
+                default = hardware.link(text)
+        return Link(default.bandwidth, default.latency if latency is None else latency)
+
+    per_node = args.gpus_per_node or (site.gpus_per_node if site else _GPUS_PER_NODE)
+    if not args.gpus_per_node and not site:
+        assumed.append(f"{per_node} GPUs per node (--gpus-per-node)")
+    inside, between = hardware.link(_INSIDE), hardware.link(_BETWEEN)
+    if args.links:
+        inside, between = read_links(args.links, per_node)
+    elif site:
+        inside, between = site.inside, site.between
+    elif not args.bandwidth:
+        if args.inside is None:
+            assumed.append(f"{_INSIDE} within a node (--inside)")
+        if args.between is None:
+            assumed.append(f"{_BETWEEN} between nodes (--between)")
+    network = Network(
+        link(args.inside, args.inside_latency, inside),
+        link(args.between, args.between_latency, between),
+        per_node,
+        tree=not args.ring,
+    )
+    return network, assumed
+
+
+def _trace(args: argparse.Namespace, batch: int) -> Trace:
+    if importlib.util.find_spec("torch") is None:
+        raise PlanError(
+            f"{sys.executable} has no torch. Expected torch for --model and for a script. Activate "
+            "an environment with torch, or use --parameters."
+        )
+    if args.model:
+        return traced.trace_factory(
+            args.model,
+            batch,
+            args.optimizer,
+            args.precision,
+            args.accumulate,
+            seconds=args.trace_timeout,
+            selected=args.selected,
+        )
+    from .script import trace_script
+
+    return trace_script(
+        args.script[0], args.script[1:], timeout=args.trace_timeout, selected=args.selected
+    )
+
+
+def _micro_batches(
+    args: argparse.Namespace,
+    trace: Trace,
+    hardware: Hardware,
+    memory_of: Callable[..., dict[str, float]],
+    notes: list[str],
+) -> dict[str, tuple[float, int]]:
+    def total(trace: Trace, optimizer: bool) -> float:
+        return sum(memory_of(trace, optimizer=optimizer).values())
+
+    peak = memory_of(trace, optimizer=False)
+    growing = sum(peak[name] for name in ("inputs", "activations", "temporary"))
+    fixed = total(trace, False) - growing
+    if args.model:
+        # A second trace near the limit of a large GPU.
+        limit = int(args.batch * (_LARGE_MEMORY - fixed) / growing)
+        other = max(2 * args.batch, min(limit, (2 if trace.is_real else 1000) * args.batch))
+        totals = {args.batch: fixed + growing, other: total(_trace(args, other), False)}
+    elif trace.batch_size:
+        notes.append(
+            "The largest micro-batch is extrapolated from one batch size: inputs, activations and "
+            "temporary memory are assumed to be proportional to it."
+        )
+        totals = {0: fixed, trace.batch_size: fixed + growing}
+    else:
+        return {}
+    return traced.largest_batches(totals, total(trace, True), hardware.accelerators())
+
+
+def _workload(
+    args: argparse.Namespace, trace: Trace | None, gpu: Accelerator | None
+) -> Workload | None:
+    bucket_mb = args.bucket_cap_mb
+    if trace is None:
+        if args.compute_seconds is None:
+            return None
+        return even_workload(
+            args.parameters,
+            args.precision,
+            args.compute_seconds,
+            args.accumulate,
+            bucket_mb,
+            args.spread,
+        )
+    if gpu is None and args.compute_seconds is None:
+        return None
+    shape = traced.computation(trace, gpu or Hardware().accelerator(_GPU))
+    if args.compute_seconds is not None:
+        shape = traced.scaled_to(shape, args.compute_seconds, trace.micro_steps)
+    bucket_mb = bucket_mb or trace.ddp_options.get("bucket_cap_mb")
+    return workload(shape, bucket_mb, trace.micro_steps, args.spread)
+
+
+def _inputs(
+    args: argparse.Namespace,
+    network: Network,
+    gpus: int,
+    work: Workload | None,
+    trace: Trace | None,
+) -> dict[str, Any]:
+    """Return the initial values of the sliders of the page."""
+    return {
+        "parameters": args.parameters or (trace.num_parameters if trace else 0),
+        "precision": args.precision,
+        "optimizer": args.optimizer,
+        "gpus": gpus,
+        "gpus_per_node": network.gpus_per_node,
+        "inside_bandwidth": network.inside.bandwidth,
+        "inside_latency": network.inside.latency,
+        "between_bandwidth": network.between.bandwidth,
+        "between_latency": network.between.latency,
+        "compute_seconds": work.micro_step if work else 1.0,
+        "bucket_mb": args.bucket_cap_mb or 25,
+        "default_buckets": args.bucket_cap_mb is None,
+        "accumulate": trace.micro_steps if trace else args.accumulate,
+        "overlap": not args.no_overlap,
+        "spread": args.spread,
+        "tree": network.tree,
+    }
+
+
+def _samples(args: argparse.Namespace, trace: Trace | None) -> int:
+    """Return the samples of a step on one GPU."""
+    if trace is None or args.model:
+        return int(args.batch * args.accumulate)
+    if trace.batch_size is None:
+        raise PlanError(
+            "The batch size is unknown, because the script does not use DDP. --target and "
+            "--noise-scale need it. Expected a model that DDP wraps."
+        )
+    return trace.batch_size * trace.micro_steps
+
+
+def _target(
+    args: argparse.Namespace,
+    trace: Trace | None,
+    work: Workload | None,
+    network: Network,
+    gpus: int,
+) -> dict[str, float] | None:
+    if args.target is None or work is None:
+        return None
+    seconds = work.step(network, gpus, not args.no_overlap).total
+    samples = args.target / (args.tokens_per_sample or 1)
+    per_step = _samples(args, trace) * gpus
+    steps = samples / per_step
+    hours = steps * seconds / 3600
+    return {
+        "samples": samples,
+        "steps": steps,
+        "hours": hours,
+        "gpu_hours": hours * gpus,
+        "samples_per_second": per_step / seconds,
+    }

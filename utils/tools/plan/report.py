@@ -1,0 +1,107 @@
+"""Write a prediction as text, JSON, a picture, and a page with sliders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .communication import PlanError
+from .predict import COMMUNICATION_SHARE, EXPECTED_MAXIMA, OPTIMIZER_STATES, PRECISIONS, percentages
+
+_PAGE = Path(__file__).with_name("page.html")
+GB = 1e9
+
+
+def as_text(plan: dict[str, Any]) -> str:
+    """Return a report to read."""
+    lines = []
+    if plan["assumed"]:
+        lines += [f"Assumed: {', '.join(plan['assumed'])}", ""]
+    if plan["memory"]:
+        total = sum(plan["memory"].values())
+        where = f", at its peak in {plan['peak']}" if plan["peak"] else ""
+        lines += [f"Memory per GPU: {total / GB:.2f} GB{where}"]
+        lines += [f"  {name:<12} {size / GB:9.3f} GB" for name, size in plan["memory"].items()]
+    if plan["micro_batches"]:
+        lines += ["", "Largest micro-batch", f"  {'GPU':<10} {'memory':>8} {'samples':>8}"]
+        for gpu, (capacity, batch) in plan["micro_batches"].items():
+            lines.append(f"  {gpu:<10} {capacity / GB:5.0f} GB {batch if batch else 'none':>8}")
+    if plan["scaling"]:
+        lines += ["", "Scaling, each GPU with its own batch"]
+        head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent")
+        lines.append("  " + " ".join(f"{text:>10}" for text in head) + "    efficiency")
+        for row in plan["scaling"]:
+            if row["gpus"] <= max(64, 4 * plan["gpus"]):
+                numbers = (
+                    *(row[f"{key}_seconds"] for key in _SECONDS),
+                    row["sent_bytes"] / GB,
+                )
+                cells = " ".join(f"{number:>10.4f}" for number in numbers)
+                efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
+                lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
+        for level, size in plan["holds_up_to"].items():
+            limit = (
+                f"on up to {size} GPU{'s' * (size > 1)}"
+                if size
+                else f"on all of up to {row['gpus']} GPUs"
+            )
+            lines.append(f"  at least {float(level):.0%} {limit}")
+    if plan["target"]:
+        lines += ["", f"For {plan['target']['samples']:.4g} samples on {plan['gpus']} GPUs:"]
+        lines.append(
+            f"  {plan['target']['steps']:,.0f} steps, {plan['target']['hours']:.2f} hours, "
+            f"{plan['target']['gpu_hours']:.1f} GPU hours, "
+            f"{plan['target']['samples_per_second']:.1f} samples per second"
+        )
+    if plan["advice"]:
+        lines += ["", "Advice", *(f"  {text}" for text in plan["advice"])]
+    if plan["notes"]:
+        lines += ["", "Notes", *(f"  {text}" for text in plan["notes"])]
+    return "\n".join(lines).strip()
+
+
+_SECONDS = ("step", "computation", "communication", "exposed")
+
+
+def write_picture(plan: dict[str, Any], path: Path) -> None:
+    """Write a PNG of efficiency against the number of GPUs."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise PlanError(
+            f"--png needs matplotlib, and its import fails: {error}. Install it with "
+            "`python -m pip install matplotlib`, or use --html."
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = plan["scaling"]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    sizes = [row["gpus"] for row in rows]
+    high, low = ([100 * row[name] for row in rows] for name in ("efficiency", "low_efficiency"))
+    axes.fill_between(sizes, low, high, alpha=0.3)
+    axes.plot(sizes, low, "o-")
+    for level in (70, 80):
+        axes.axhline(level, color="gray", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set(xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105))
+    axes.set_title("Predicted weak scaling of DDP")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def write_page(inputs: dict[str, Any], path: Path) -> None:
+    """Write the page with sliders. inputs: where they stand at first."""
+    data = {
+        "inputs": inputs,
+        "precisions": {name: vars(kind) for name, kind in PRECISIONS.items()},
+        "optimizer_states": OPTIMIZER_STATES,
+        "expected_maxima": EXPECTED_MAXIMA,
+        "communication_share": COMMUNICATION_SHARE,
+    }
+    text = _PAGE.read_text(encoding="utf-8")
+    path.write_text(text.replace("/*DATA*/ null", json.dumps(data)), encoding="utf-8")

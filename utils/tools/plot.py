@@ -1,0 +1,170 @@
+"""Implement scripts/plot.py: draw the logs of one or more runs as a PNG file."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..log import print_result
+from ..metrics.run_log import FILE_NAME, Run, read_run
+from .arguments import ArgumentParser
+
+_SMOOTHED_FROM = 50  # steps; a shorter run is drawn as it is
+_NOT_DRAWN = ("time", "step_seconds", "data_seconds")  # speed and data_share show them
+_WITHOUT_NOISE = ("lr", "memory_bytes")
+_COLOURS = ("#1f6fb4", "#d1495b", "#2a9d5c", "#e08e1b", "#7d5ba6", "#4b5563", "#0f9ba8", "#a0522d")
+EPILOG = f"""\
+A LOG is the {FILE_NAME} of a training, or the folder that contains it. Each run has a colour. A
+dashed line shows where a restart resumed. Dots are values that only some steps have, such as those
+of an evaluation.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Draw the logs and return an exit status. words: the arguments; None: sys.argv."""
+    parser = ArgumentParser(
+        prog="plot.py",
+        description="Draw the logs of one or more runs as a PNG file (needs matplotlib).",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("logs", nargs="+", type=Path, metavar="LOG", help=f"{FILE_NAME} or its folder")
+    add(
+        "--output",
+        type=Path,
+        default=Path("metrics.png"),
+        metavar="FILE",
+        help="default: %(default)s",
+    )
+    args = parser.parse_args(words)
+    try:
+        draw([read_run(log) for log in args.logs], args.output)
+    except ImportError as error:
+        problem = f"{error}. Expected matplotlib. Install it: pip install matplotlib"
+    except OSError as error:
+        problem = (
+            f"{error.filename}: {error.strerror}. Expected a {FILE_NAME} or its folder, and a "
+            "writable folder for --output. Correct the path"
+        )
+    except ValueError as error:
+        problem = str(error)
+    else:
+        print_result(f"{args.output} written")
+        return 0
+    print(f"plot.py: error: {problem}", file=sys.stderr)
+    return 2
+
+
+def draw(runs: Sequence[Run], output: Path) -> None:
+    """Draw the loss, and below it whatever other numbers the logs have.
+
+    Raises ValueError if there is nothing to draw.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for run in runs:
+        _add_data_share(run)
+    names = {name for run in runs for name in run.columns}
+    losses = sorted((name for name in names if "loss" in name), key=lambda name: name != "loss")
+    known = {*losses, *_NOT_DRAWN, "lr", "data_share", "memory_bytes"}
+    others = sorted(
+        name for name in names if name not in known and not name.endswith("_per_second")
+    )
+    panels = [
+        (title, chosen, scale)
+        for title, chosen, scale in (
+            ("learning rate", [name for name in names if name == "lr"], 1.0),
+            *(
+                (name.replace("_per_second", " per second"), [name], 1.0)
+                for name in sorted(names)
+                if name.endswith("_per_second")
+            ),
+            ("wait for data, % of the step", ["data_share"], 100.0),
+            ("peak memory of rank 0, GiB", ["memory_bytes"], 2.0**-30),
+            *((name.replace("_", " "), [name], 1.0) for name in others),
+        )
+        if any(name in names for name in chosen)
+    ]
+    if not losses and not panels:
+        found = ", ".join(sorted({name for run in runs for name in run.names})) or "none"
+        raise ValueError(
+            f"no column can be drawn; found {found}. Expected finite numbers, such as a loss. "
+            "Correct the log"
+        )
+
+    rows, top = (len(panels) + 1) // 2, 1 if losses else 0
+    figure = Figure(figsize=(11, 4.2 * top + 2.3 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(top + rows, 2, height_ratios=[1.9] * top + [1.0] * rows)
+    if losses:
+        axes = figure.add_subplot(grid[0, :])
+        _draw_panel(axes, runs, losses, 1.0)
+        axes.set_title("loss", loc="left", fontsize=11)
+        axes.legend(frameon=False, fontsize=9)
+    for number, (title, chosen, scale) in enumerate(panels):
+        axes = figure.add_subplot(grid[top + number // 2, number % 2])
+        _draw_panel(axes, runs, chosen, scale)
+        axes.set_title(title, loc="left", fontsize=10)
+        if not losses and number == 0:
+            axes.legend(frameon=False, fontsize=9)
+        if chosen[0] not in others:  # another value may be negative
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    figure.savefig(output, dpi=130)
+
+
+def _draw_panel(axes: Any, runs: Sequence[Run], names: Sequence[str], scale: float) -> None:
+    for number, run in enumerate(runs):
+        colour = _COLOURS[number % len(_COLOURS)]
+        for i, seam in enumerate(sorted(set(run.seams))):
+            label = "" if i else f"{run.name}: {len(run.seams)} restarts"
+            style = {"linestyle": "--", "linewidth": 0.8, "alpha": 0.45}
+            axes.axvline(seam + 0.5, color=colour, label=label, **style)
+        most = max((len(run.columns[name][0]) for name in names if name in run.columns), default=0)
+        for name in names:
+            steps, values = run.columns.get(name, ([], []))
+            values = [scale * value for value in values]
+            label = run.name if name == "loss" else f"{run.name}: {name.replace('_', ' ')}"
+            if len(steps) < most / 2:
+                axes.plot(
+                    steps,
+                    values,
+                    "o-",
+                    color=colour,
+                    markersize=4.5,
+                    markeredgecolor="white",
+                    linewidth=1,
+                    label=label,
+                )
+            elif len(steps) < _SMOOTHED_FROM or name in _WITHOUT_NOISE:
+                axes.plot(steps, values, color=colour, linewidth=1.4, label=label)
+            else:
+                axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.3)
+                axes.plot(steps, _smooth(values), color=colour, linewidth=1.5, label=label)
+    axes.set_xlabel("step", fontsize=9)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    axes.margins(x=0.01)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Return the median of a window around each value: one slow step does not move it."""
+    half = max(2, len(values) // 100)
+    return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def _add_data_share(run: Run) -> None:
+    """Add the column data_share: the wait for data as a share of the time of the step."""
+    steps, waits = run.columns.get("data_seconds", ([], []))
+    _, seconds = run.columns.get("step_seconds", ([], []))
+    if not steps or not seconds:
+        return
+    shares = [wait / max(step, 1e-9) for wait, step in zip(waits, seconds, strict=False)]
+    run.columns["data_share"] = (steps, shares)

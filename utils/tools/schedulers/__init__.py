@@ -1,0 +1,1 @@
+"""Submitting jobs to Slurm and PBS, and querying them."""

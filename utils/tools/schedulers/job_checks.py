@@ -1,0 +1,269 @@
+"""Find the problems that a job would have, before it is submitted."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ...job.commands import SchedulerError
+from ...job.units import format_walltime, parse_size
+from .job_spec import Job
+from .job_status import Status
+from .scheduler import Queue
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # every host has its own
+# Disks that login nodes do not have:
+NODE_ONLY = ("/mnt/bb", "/local", "/lscratch", "/localscratch", "/scratch_local")
+_Number = TypeVar("_Number", int, float)
+MIN_FREE_BYTES = 1 << 30  # in the home: logs and caches of one job
+
+
+def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
+    """Return what the queues do not allow; nothing where no queue is known.
+
+    kind: what the scheduler calls a queue, "partition" or "queue".
+    """
+    if not queues:
+        return []
+    names = job.queue.split(",") if job.queue else []
+    known = [queue.name for queue in queues]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        return [f"queue: there is no {kind} {unknown[0]}. {hint}Take one of: {', '.join(known)}."]
+
+    if names:
+        chosen = [queue for queue in queues if queue.name in names]
+    else:
+        chosen = [queue for queue in queues if queue.is_default] or list(queues)
+    first = f"{kind} {chosen[0].name}"
+    problems = []
+    if not any(queue.is_open for queue in chosen):
+        is_open = [queue.name for queue in queues if queue.is_open]
+        remedy = f"Take one of: {', '.join(is_open)}." if is_open else f"No other {kind} does."
+        problems.append(f"queue: {first} takes no jobs now. {remedy}")
+    problems += _above(
+        "walltime",
+        job.walltime,
+        [queue.longest_walltime(job.nodes) for queue in chosen],
+        f"of {first}"
+        + f" for {job.nodes} node{'s' * (job.nodes > 1)}"
+        * any(queue.max_walltime_by_nodes for queue in chosen),
+        f"Request less time and continue from a checkpoint, or take another {kind}",
+        format_walltime,
+    )
+    problems += _above(
+        "nodes",
+        job.nodes,
+        [queue.max_nodes for queue in chosen],
+        f"nodes of {first}",
+        "Request fewer nodes",
+    )
+    min_seconds = min(queue.min_walltime_seconds for queue in chosen)
+    if job.walltime is not None and job.walltime < min_seconds:
+        problems.append(
+            f"walltime: {format_walltime(job.walltime)} is less than the minimum of {first}, "
+            f"{format_walltime(min_seconds)}. Request more time."
+        )
+    problems += _above(
+        "node-hours",
+        job.walltime and job.nodes * job.walltime / 3600,
+        [queue.max_node_hours for queue in chosen],
+        f"node-hours of {first}",
+        "Request less time or fewer nodes",
+        lambda hours: f"{hours:g}",
+    )
+    problems += _above(
+        "gpus",
+        job.gpus_per_node and job.nodes * job.gpus_per_node,
+        [queue.max_gpus for queue in chosen],
+        f"GPUs of {first}",
+        "Request fewer nodes or fewer GPUs per node",
+    )
+    min_nodes = min(queue.min_nodes for queue in chosen)
+    if job.nodes < min_nodes:
+        problems.append(
+            f"nodes: {job.nodes} is less than the minimum of {first}, {min_nodes}. Request more "
+            f"nodes, or take another {kind}."
+        )
+    problems += _above(
+        "gpus_per_node",
+        job.gpus_per_node,
+        [queue.gpus_per_node for queue in chosen],
+        "GPUs of the largest node",
+        "Request fewer GPUs per node and more nodes",
+    )
+    problems += _above(
+        "cores_per_rank",
+        job.cores_per_rank and job.ranks * job.cores_per_rank,
+        [queue.cores_per_node for queue in chosen],
+        "cores of the largest node",
+        f"{job.ranks} ranks per node have {job.cores_per_rank} cores each; request fewer",
+    )
+    problems += _above(
+        "memory",
+        parse_size(job.memory or ""),
+        [queue.memory_per_node_bytes for queue in chosen],
+        "of the largest node",
+        "Request less",
+        lambda size: f"{size / (1 << 30):.0f}G",
+    )
+    return problems
+
+
+def _above(
+    field: str,
+    requested: _Number | None,
+    limits: Iterable[_Number | None],
+    whose: str,
+    remedy: str,
+    show: Callable[[_Number], str] = str,
+) -> list[str]:
+    """Compare with the greatest limit; where one of the limits is None, there is none."""
+    known = list(limits)
+    finite = [limit for limit in known if limit is not None]
+    if requested is None or len(finite) < len(known) or requested <= max(finite):
+        return []
+    return [f"{field}: {show(requested)} is more than the {show(max(finite))} {whose}. {remedy}."]
+
+
+def check_dependency(job: Job, status: Callable[[str], Status]) -> list[str]:
+    """Return the jobs of an afterok dependency that can no longer succeed.
+
+    PBS starts a job whose predecessor was deleted before it was submitted.
+    """
+    problems = []
+    for job_ids in re.findall(r"afterok((?::[^:,?]+)+)", job.dependency or ""):
+        for job_id in job_ids.strip(":").split(":"):
+            try:
+                before = status(job_id)
+            except SchedulerError:
+                continue
+            if before.state != "completed" and (before.ended or before.state == "unknown"):
+                reason = f" ({before.reason})" if before.reason else ""
+                problems.append(
+                    f"dependency: job {job_id} has to succeed first; its state is "
+                    f"{before.state.replace('_', ' ')}{reason}. Submit that job again first, or "
+                    "leave the dependency out."
+                )
+    return problems
+
+
+def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
+    """Return the files that are missing or that compute nodes cannot see, and a full home.
+
+    folder: the submit directory, from which relative paths start.
+    """
+    base = Path(folder).resolve()
+    problems = []
+    if _node_local_root(base):
+        problems.append(
+            f"The submit folder {base} exists on this host only. Submit from a folder that all "
+            "hosts share, such as your home or project folder."
+        )
+    problems += _check_command(job, base)
+    if job.container and "://" not in job.container:
+        problems += _check_file("container", job.container, base, must_exist=True)
+    if job.output:
+        parent = base / os.path.expanduser(job.output.rpartition("/")[0])
+        if not parent.is_dir() and "%" not in str(parent):
+            problems.append(
+                f"output: the folder {parent} does not exist, and the log would be lost. Make it: "
+                f"mkdir -p '{parent}'"
+            )
+    return problems + _check_home()
+
+
+def _check_command(job: Job, base: Path) -> list[str]:
+    problems = []
+    script = _script(job.command)
+    may_bring_programs = job.container or job.modules or job.setup
+    if script is not None:
+        problems += _check_file("command", script, base, must_exist=True)
+    elif job.command and job.command[0] != "-m" and not may_bring_programs:
+        problems += _check_program(job.command[0], base)
+
+    if job.container:  # has folders of its own
+        return problems
+    for word in job.command[1:]:
+        value = word.partition("=")[2] if word.startswith("-") else word
+        is_path = value.startswith("/") or ("/" in value and (base / value).exists())
+        if is_path and word != script:
+            problems += _check_file("command", value, base, must_exist=False)
+    return problems
+
+
+def _script(command: Sequence[str]) -> str | None:
+    """Return the file that a command runs: "train.py" of "python -u train.py"."""
+    if not command:
+        return None
+    if os.path.basename(command[0]).startswith("python"):
+        rest = [word for word in command[1:] if word in ("-m", "-c") or not word.startswith("-")]
+        return rest[0] if rest and rest[0].endswith(".py") else None
+    is_file = "/" in command[0] or command[0].endswith((".py", ".sh"))
+    return command[0] if is_file else None
+
+
+def _check_program(name: str, base: Path) -> list[str]:
+    if os.path.basename(name).startswith("python") or shutil.which(name):
+        return []
+    if (base / name).is_file():
+        return [f"command: {name} is a file in {base}, but not a program on PATH. Write ./{name}."]
+    return [
+        f"command: {name} is neither a file here nor a program on PATH. Give the script or the "
+        "program to run."
+    ]
+
+
+def _check_file(field: str, name: str, base: Path, *, must_exist: bool) -> list[str]:
+    path = base / os.path.expanduser(name)
+    if not path.exists():
+        on_nodes = any(path.is_relative_to(root) for root in (*NODE_LOCAL, *NODE_ONLY))
+        job_may_make_it = not path.is_absolute() or path.parent.exists() or on_nodes
+        if job_may_make_it and not must_exist:
+            return []
+        return [
+            f"{field}: {name} does not exist (looked for {path}). Correct the path; it starts from "
+            "the submit folder."
+        ]
+
+    root = _node_local_root(path.resolve())
+    job_fills_it = not must_exist and _is_empty_folder(path)
+    if root is None or _node_local_root(base) or job_fills_it:
+        return []
+    return [
+        f"{field}: {name} exists on this host only; each compute node has its own {root}. Copy it "
+        "to a folder that all hosts share, such as your home."
+    ]
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Whether a job may fill the folder, such as a cache on each node's disk."""
+    try:
+        return str(path) in NODE_LOCAL or (path.is_dir() and not any(path.iterdir()))
+    except OSError:
+        return False
+
+
+def _node_local_root(path: Path) -> str | None:
+    return next((root for root in NODE_LOCAL if path.is_relative_to(root)), None)
+
+
+def _check_home() -> list[str]:
+    home = os.path.expanduser("~")
+    try:
+        free = shutil.disk_usage(home).free
+    except OSError:
+        return []
+    if free >= MIN_FREE_BYTES:
+        return []
+    return [
+        f"Your home {home} has {free / (1 << 20):.0f} MB free. Logs, caches and checkpoints need "
+        "more. Remove files there, or move caches (XDG_CACHE_HOME, HF_HOME) to another folder."
+    ]

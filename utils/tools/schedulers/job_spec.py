@@ -1,0 +1,262 @@
+"""A batch job independent of the scheduler: what to run, on which resources, for how long."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...job.units import parse_duration
+
+_MAX_COUNT = 1 << 20  # sanity bound of nodes, ranks, cores, GPUs
+_MAX_SECONDS = 100 * _MAX_COUNT
+_MAX_LENGTH = 4000  # of one value in a directive; sbatch and qsub have buffers of a fixed size
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_READ_ONLY = frozenset(  # in bash
+    ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "BASH_ENV")
+)
+
+_COUNTS = {  # field: least value, greatest value, whether None is accepted
+    "nodes": (1, _MAX_COUNT, False),
+    "gpus_per_node": (0, _MAX_COUNT, False),
+    "ranks_per_node": (1, _MAX_COUNT, True),
+    "cores_per_rank": (1, _MAX_COUNT, True),
+    "walltime": (1, _MAX_SECONDS, True),
+    "signal_seconds": (1, _MAX_SECONDS, True),
+}
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]{0,200}")
+_RANGES = r"[0-9]+(-[0-9]+(:[0-9]+)?)?"
+_CONDITION = r"[a-z]+(:[A-Za-z0-9_.+\[\]-]+)*"
+_FORMS = {  # field: pattern, example
+    "queue": (_WORD, "gpu"),
+    "account": (_WORD, "abc@v100"),
+    "name": (re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,63}"), "train-1"),
+    "memory": (re.compile(r"[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
+    "array": (re.compile(rf"{_RANGES}(,{_RANGES})*(%[0-9]+)?"), "0-9%2"),
+    "dependency": (re.compile(rf"{_CONDITION}([,?]{_CONDITION})*"), "afterany:1234"),
+    "launcher": (re.compile(r"[a-z][a-z0-9_-]{0,30}"), "auto, torchrun, srun or mpiexec"),
+    "gpu_vendor": (re.compile("nvidia|amd|intel"), "nvidia, amd or intel"),
+}
+_ENTRY_FORMS = {  # field whose entries have this form: pattern, example
+    "module_paths": (re.compile(r"/[A-Za-z0-9_.~+@:=/-]{1,200}"), "/soft/modulefiles"),
+    "modules": (re.compile(r"[A-Za-z0-9_.~/][A-Za-z0-9_.~+@:=/-]{0,200}"), "cuda/12.4"),
+    "chunk": (re.compile(r"[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9_.@-]+"), "system=polaris"),
+}
+_TUPLES = (
+    "command",
+    "setup",
+    "module_paths",
+    "modules",
+    "directives",
+    "components",
+    "chunk",
+    "preflight",
+)
+
+
+class JobError(ValueError):
+    """A value of a job that cannot be used. field: the name of the attribute of Job."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to submit. Raises JobError, which names the field, for a value that cannot be used."""
+
+    # A script or "-m" and a module, then its arguments. Empty: those of the job script, "$@".
+    command: tuple[str, ...] = ()
+    nodes: int = 1
+    gpus_per_node: int = 0
+    ranks_per_node: int | None = None  # None: one for each GPU, or one
+    cores_per_rank: int | None = None
+    memory: str | None = None  # per node: "64G"
+    walltime: int | None = None  # seconds
+    queue: str | None = None  # Slurm: partition
+    account: str | None = None
+    name: str | None = None
+    array: str | None = None  # "0-9%2"
+    dependency: str | None = None  # "afterany:1234", several with a comma
+    setup: tuple[str, ...] = ()  # shell lines, each complete in itself
+    module_paths: tuple[str, ...] = ()  # for `module use`
+    modules: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    launcher: str = "auto"  # "torchrun", or a value of launch.py --launcher
+    output: str | None = None  # the log. PBS: "folder/" gives folder/JOB_ID.OU
+    signal_seconds: int | None = None  # USR1 to the job script this long before the walltime
+    requeue: bool | None = None  # None: the scheduler's default
+    directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
+    # Slurm, heterogeneous job: for each further component the options that differ from the first's.
+    components: tuple[str, ...] = ()
+    chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
+    container: str | None = None  # image of Apptainer or Singularity
+    gpu_vendor: str | None = None  # for the container; None: that of the GPUs found in the job
+    preflight: tuple[str, ...] = ()  # options of doctor, which then checks the hosts first
+
+    def __post_init__(self) -> None:
+        for name, (least, greatest, optional) in _COUNTS.items():
+            if not (optional and getattr(self, name) is None):
+                _check_count(name, getattr(self, name), least, greatest)
+        for name in _TUPLES:
+            _check_tuple(name, getattr(self, name))
+        for name, (pattern, example) in _FORMS.items():
+            if getattr(self, name) is not None:
+                _check_form(name, getattr(self, name), pattern, example)
+        for name, (pattern, example) in _ENTRY_FORMS.items():
+            for entry in getattr(self, name):
+                _check_form(name, entry, pattern, example)
+        for name in ("output", "container"):
+            if getattr(self, name) is not None:
+                _check_path(name, getattr(self, name))
+        for name in ("directives", "components"):
+            for entry in getattr(self, name):
+                split_directive(entry, name)
+        for line in self.setup:
+            _check_single_line(line)
+        self._check_command()
+        self._check_environment()
+        if self.signal_seconds and self.walltime and self.signal_seconds >= self.walltime:
+            raise JobError(
+                "signal_seconds",
+                f"{self.signal_seconds} is not less than the walltime of {self.walltime} s. "
+                "Give fewer seconds, or a longer walltime.",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on each node."""
+        return self.ranks_per_node or self.gpus_per_node or 1
+
+    def _check_command(self) -> None:
+        if not self.command:
+            if self.container:
+                raise JobError(
+                    "container",
+                    "there is no command to run in it. Give the command, starting with python.",
+                )
+            return
+        is_module = self.command[0] == "-m" and len(self.command) > 1
+        if not is_module and (not self.command[0] or self.command[0].startswith("-")):
+            raise JobError(
+                "command",
+                f"the first word is {self.command[0]!r}, expected a script or a program. "
+                "Put the script before its arguments.",
+            )
+
+    def _check_environment(self) -> None:
+        for name, value in self.environment.items():
+            if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+                raise JobError(
+                    "environment",
+                    f"{name!r} is not the name of a variable. Use letters, digits and _.",
+                )
+            if name in _READ_ONLY:
+                raise JobError("environment", f"bash does not let {name} be set. Remove it.")
+            if not _is_text(value):
+                raise JobError(
+                    "environment", f"the value of {name} is not a text without NUL. Give a text."
+                )
+
+
+def split_directive(entry: str, field: str = "directives") -> list[str]:
+    """Split an option into words: "-l select='1:a=b'" -> ["-l", "select=1:a=b"].
+
+    field: the attribute of Job that the JobError names when the text is not an option.
+    """
+    try:
+        words = shlex.split(entry)
+    except ValueError as error:
+        raise JobError(
+            field, f"{entry[:60]!r} cannot be split into words: {error}. Close the quotes."
+        ) from None
+    is_option = words and re.match(r"-[A-Za-z]|--[A-Za-z]", words[0])
+    if not is_option or _CONTROL.search(entry) or len(entry) > _MAX_LENGTH:
+        raise JobError(
+            field,
+            f"{entry[:60]!r} is not an option of a scheduler, expected one such as "
+            "--constraint=a100 or '-l filesystems=home'. Give one option per entry.",
+        )
+    return words
+
+
+def parse_walltime(text: str) -> int:
+    """Return the seconds of a time limit; see parse_duration() for the forms. "90" is minutes.
+
+    Raises JobError (field walltime) for any other text, and for zero.
+    """
+    seconds = parse_duration(text)
+    if seconds is None:
+        raise JobError(
+            "walltime",
+            f"{text[:60]!r} is not a time. Expected a form like 2:00:00, 1-12:00:00, 1h30m, 30m, "
+            "or minutes such as 90. Correct it.",
+        )
+    if seconds == 0:
+        raise JobError("walltime", f"{text[:60]!r} is zero. Give a longer time.")
+    return seconds
+
+
+def _check_count(name: str, value: object, least: int, greatest: int) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= greatest:
+        return
+    raise JobError(
+        name, f"{str(value)[:60]!r} is not a whole number from {least} to {greatest}. Correct it."
+    )
+
+
+def _check_tuple(name: str, values: object) -> None:
+    if not isinstance(values, tuple) or not all(map(_is_text, values)):
+        raise JobError(
+            name,
+            f"{ascii(values)[:60]} is not a tuple of texts without NUL. Give one text per entry.",
+        )
+
+
+def _check_form(name: str, value: object, pattern: re.Pattern[str], example: str) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise JobError(
+            name, f"{str(value)[:60]!r} does not have the expected form, {example}. Correct it."
+        )
+
+
+def _check_path(name: str, value: object) -> None:
+    accepted = (
+        isinstance(value, str)
+        and _is_text(value)
+        and value == value.strip()
+        and 0 < len(value) <= _MAX_LENGTH
+        and not value.startswith("-")
+        and not _CONTROL.search(value)
+    )
+    if not accepted:
+        raise JobError(
+            name,
+            f"{str(value)[:60]!r} cannot be used as a path. Expected no line break, and no blank "
+            "or dash at the start. Put ./ before a dash.",
+        )
+
+
+def _check_single_line(line: str) -> None:
+    backslashes = len(line) - len(line.rstrip("\\"))
+    if _CONTROL.search(line.replace("\t", " ")) or backslashes % 2:
+        raise JobError(
+            "setup",
+            f"{line[:60]!r} is not one line of shell. Give one entry per line, without a line "
+            "break or a backslash at the end.",
+        )
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is a text that a process can be given: no NUL, and encodable."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,176 @@
+"""Define what Slurm and PBS have in common: queues, and the operations on jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...job.commands import SUBMIT_TIMEOUT_SECONDS, SchedulerError, run_command
+from . import job_script as script
+from .directives import given_options
+from .job_spec import Job
+from .job_status import Status
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A partition of Slurm or a queue of PBS; None: no limit, or not known."""
+
+    name: str
+    is_default: bool = False
+    is_open: bool = True
+    min_walltime_seconds: int = 0
+    max_walltime_seconds: int | None = None
+    # Where it depends on the number of nodes: (up to so many nodes, seconds), ascending.
+    max_walltime_by_nodes: tuple[tuple[int, int], ...] = ()
+    min_nodes: int = 1
+    max_nodes: int | None = None
+    max_node_hours: float | None = None
+    max_gpus: int | None = None  # of all nodes of a job
+    # Of its largest node:
+    cores_per_node: int | None = None
+    gpus_per_node: int | None = None
+    memory_per_node_bytes: int | None = None
+
+    def longest_walltime(self, nodes: int) -> int | None:
+        """Return the limit in seconds for a job with so many nodes."""
+        tiers = (seconds for most, seconds in self.max_walltime_by_nodes if nodes <= most)
+        return next(tiers, self.max_walltime_seconds)
+
+
+class Scheduler(ABC):
+    """A batch scheduler.
+
+    Every method that runs a command raises SchedulerError with that command's error output.
+    """
+
+    name: str  # "slurm" or "pbs"
+    directive_prefix: str  # "#SBATCH"
+    job_id_pattern: re.Pattern[str]
+    job_id_examples: str
+    can_requeue: bool = False  # whether users may put their running jobs back into the queue
+
+    @abstractmethod
+    def directives(self, job: Job) -> list[list[str]]:
+        """Return a job's options, each as unquoted words: ["--nodes=2"], ["-l", "walltime=..."].
+
+        Raises JobError for what this scheduler does not support.
+        """
+
+    @abstractmethod
+    def quote(self, word: str) -> str:
+        """Quote a word of a directive. Raises JobError where that is impossible."""
+
+    def setup_lines(self, job: Job) -> list[str]:
+        """Return the shell lines that a job script runs before launch.py."""
+        return script.setup_lines(job)
+
+    def render(self, job: Job, template: str) -> str:
+        """Return the job script.
+
+        Raises JobError, which names the field, for a value that cannot be written into it.
+        """
+        options = [" ".join(map(self.quote, words)) for words in self.directives(job)]
+        return script.fill(
+            template,
+            directives=[f"{self.directive_prefix} {option}" for option in options],
+            setup=self.setup_lines(job),
+            command=script.command_words(job),
+        )
+
+    @abstractmethod
+    def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
+        """Return a job that avoids hosts, and why it cannot; "" where it can.
+
+        Hosts that the scheduler does not know are ignored.
+        """
+
+    @abstractmethod
+    def exclude_hosts(
+        self,
+        job_id: str,
+        hosts: Sequence[str],
+        *,
+        preferred: Sequence[str] = (),
+        dry_run: bool = False,
+    ) -> str:
+        """Let a queued job avoid hosts; return why it cannot, or "".
+
+        preferred: good hosts that will be free, for a scheduler that cannot exclude any.
+        dry_run: only return whether it can.
+        """
+
+    @abstractmethod
+    def check(self, job: Job) -> list[str]:
+        """Return the problems that a job would have, each with its remedy.
+
+        What the scheduler does not report is no problem.
+        """
+
+    @abstractmethod
+    def submit_command(self) -> list[str]:
+        """Return the words before the options and the script."""
+
+    @abstractmethod
+    def explain(self, error: str, places: dict[str, str]) -> str | None:
+        """Return a sentence on the cause of a refused submission, or None.
+
+        places: the options given, and where each stands; see directives.given_options().
+        """
+
+    def submit(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        options: Sequence[str] = (),
+        folder: str | os.PathLike[str] | None = None,
+    ) -> str:
+        """Submit a script and return the job id.
+
+        path: the script. options: put before it. folder: the submit directory; None: the current
+        one.
+
+        Raises SchedulerError with the scheduler's message and, where known, the line of the script
+        that caused it.
+        """
+        words = [*self.submit_command(), *options, os.fspath(path)]
+        try:
+            output = run_command(
+                words, folder=folder, timeout_seconds=SUBMIT_TIMEOUT_SECONDS
+            ).strip()
+        except SchedulerError as error:
+            places = given_options(Path(folder or ".") / path, self.directive_prefix, options)
+            cause = self.explain(error.output, places)
+            if cause is not None:
+                error.args = (f"{error}\n{cause}",)
+            raise
+
+        last_line = output.split("\n")[-1]
+        job_id = last_line.partition(";")[0]  # sbatch --parsable: "12;cluster"
+        if not self.job_id_pattern.fullmatch(job_id):
+            raise SchedulerError(
+                f"{words[0]} printed {output[:80]!r}. Expected a job id. Check the queue before "
+                "submitting again: the job may be there.",
+                command=words,
+            )
+        return job_id
+
+    def check_job_id(self, job_id: str) -> None:
+        """Raise SchedulerError for a text that is not a job id of this scheduler."""
+        if not self.job_id_pattern.fullmatch(job_id):
+            raise SchedulerError(
+                f"{job_id[:60]!r} is not a job id of {self.name}. Expected one like "
+                f"{self.job_id_examples}. Give the id that was printed when the job was submitted."
+            )
+
+    @abstractmethod
+    def status(self, job_id: str) -> Status:
+        """Query a job; state "unknown" where the scheduler does not know it, or no longer."""
+
+    @abstractmethod
+    def cancel(self, job_id: str) -> None:
+        """End a job or remove it from the queue. No error for a job that has already ended."""

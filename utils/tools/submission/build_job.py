@@ -1,0 +1,277 @@
+"""Make a Job from the options of `submit run` and the profile of the site."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...job.commands import SchedulerError
+from ...launchers.rank_variables import INDEPENDENT
+from .. import interpreter
+from ..launch.nested import refusal
+from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers.job_checks import check_queue
+from ..schedulers.job_spec import Job, parse_walltime
+from . import preflight, profiles
+from .following import note
+from .paths import PROGRAM
+from .profiles import Profile
+from .submit_options import COMMANDS
+
+# Options that people put after the script by mistake, where they are passed to it.
+MISPLACED = {
+    "--nodes",
+    "--ntasks",
+    "--ntasks-per-node",
+    "--cpus-per-task",
+    "--gpus-per-node",
+    "--time",
+    "--partition",
+    "--account",
+    "--follow",
+    "--chain",
+    "--dry-run",
+    "--no-check",
+}
+
+
+class UsageError(Exception):
+    """A mistake that the user can correct; it is reported without a traceback."""
+
+
+def choose_profile(name: str | None) -> Profile:
+    """Load the named profile, or generic-slurm or generic-pbs for the scheduler of this host.
+
+    Raises ProfileError, and UsageError where no single scheduler is found.
+    """
+    if name is not None:
+        return profiles.load(name)
+    try:
+        scheduler = get_scheduler().name
+    except SchedulerError as error:
+        raise UsageError(
+            f"{error} Or name the cluster: --site NAME, one of {', '.join(profiles.names())}, or "
+            "a file of your own."
+        ) from None
+    return profiles.load(f"generic-{scheduler}")
+
+
+def build_job(args: argparse.Namespace, profile: Profile) -> Job:
+    """Make a job of the options; the profile fills in what they leave out.
+
+    Raises JobError and UsageError for values that cannot be used.
+    """
+    command = _command(args)
+    gpus = profile.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
+    requested_ranks = _ranks_per_node(args)
+    ranks = requested_ranks or gpus or 1
+    # Where nodes are exclusive and the scheduler knows no GPUs, the ranks are requested instead.
+    request_gpus = profile.request_gpus or args.gpus_per_node is not None
+    queue, directives = _queue_and_directives(args, profile)
+    return Job(
+        command=command,
+        nodes=args.nodes,
+        gpus_per_node=(gpus or 0) if request_gpus else 0,
+        ranks_per_node=requested_ranks if request_gpus else ranks,
+        cores_per_rank=args.cpus_per_task or _share_of_cores(profile, ranks),
+        memory=args.mem or profile.memory_per_node,
+        walltime=parse_walltime(args.time) if args.time else None,
+        queue=queue,
+        account=args.account,
+        name=args.job_name or _job_name(command),
+        array=args.array,
+        dependency=args.dependency,
+        setup=(*profile.setup, *args.setup),
+        module_paths=profile.module_paths,
+        modules=(*profile.modules, *args.module),
+        environment=_environment(args, profile, ranks),
+        launcher=args.launcher or profile.launcher,
+        signal_seconds=args.signal,
+        preflight=_preflight(args),
+        requeue=args.requeue,
+        directives=directives,
+        components=tuple(args.component),
+        chunk=profile.chunk,
+        container=args.container,
+        gpu_vendor=None if args.gpus_per_node == 0 else profile.gpu_vendor,
+    )
+
+
+def _command(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the words that each rank runs."""
+    if args.module_command is not None:
+        if not args.module_command or args.module_command[0].startswith("-"):
+            raise UsageError(
+                "-m has no module. Expected the name of a module, as in: "
+                f"{PROGRAM} run -m package.train --epochs 3"
+            )
+        return ("-m", *args.module_command)
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not words:
+        raise UsageError(
+            "There is no training script. Expected a script and its arguments after the options, "
+            f"as in: {PROGRAM} run --nodes 2 train.py --epochs 3"
+        )
+    if words[0] in COMMANDS and not os.path.exists(words[0]):
+        raise UsageError(
+            f"{words[0]!r} is a subcommand of {PROGRAM}, and no file here. Leave `run` out: "
+            f"{PROGRAM} {shlex.join(words)}"
+        )
+    return tuple(words)
+
+
+def _preflight(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the options of doctor for --preflight; none without it."""
+    if args.preflight:
+        return preflight.options(args.checkpoints, args.data)
+    given = [name for name in ("checkpoints", "data") if getattr(args, name) is not None]
+    if given:
+        raise UsageError(
+            f"--{given[0]} is given, which is for the check of the hosts, and --preflight is not. "
+            "Add --preflight, or give the option to the script, behind its name."
+        )
+    return ()
+
+
+def _ranks_per_node(args: argparse.Namespace) -> int | None:
+    """Return the requested number of ranks per node."""
+    if args.ntasks is None:
+        per_node: int | None = args.ntasks_per_node
+        return per_node
+    if args.ntasks_per_node is not None:
+        raise UsageError("Both --ntasks and --ntasks-per-node are given. Give one of them.")
+    if args.ntasks < 1 or args.nodes < 1 or args.ntasks % args.nodes:
+        raise UsageError(
+            f"--ntasks {args.ntasks} is not a multiple of --nodes {args.nodes}. Every node gets "
+            "the same number of ranks. Give a multiple."
+        )
+    ranks: int = args.ntasks // args.nodes
+    return ranks
+
+
+def _share_of_cores(profile: Profile, ranks: int) -> int | None:
+    """Divide the cores of a node equally among its ranks."""
+    cores = profile.cores_per_node
+    if cores is None:
+        return None
+    if not 1 <= ranks <= cores:
+        raise UsageError(
+            f"{ranks} ranks per node are more than the {cores} cores that a node of "
+            f"{profile.title} has. Give fewer --ntasks-per-node or --gpus-per-node, or the right "
+            "number of cores with --cpus-per-task."
+        )
+    return cores // ranks
+
+
+def _queue_and_directives(
+    args: argparse.Namespace, profile: Profile
+) -> tuple[str | None, tuple[str, ...]]:
+    queue = args.queue or profile.queue
+    directives = list(profile.directives)
+    if queue and profile.scheduler == "slurm" and profile.queue_option == "qos":
+        directives.append(f"--qos={queue}")
+        queue = None
+    given = {_option_name(directive) for directive in args.directive}
+    kept = [directive for directive in directives if _option_name(directive) not in given]
+    return queue, (*kept, *args.directive)
+
+
+def _option_name(directive: str) -> str:
+    """ "--constraint=gpu" -> "--constraint", "-l filesystems=home" -> "-l filesystems"."""
+    return directive.strip().partition("=")[0]
+
+
+def _job_name(command: Sequence[str]) -> str:
+    """Return a job name that both schedulers accept."""
+    name = command[1].rpartition(".")[2] if command[0] == "-m" else Path(command[0]).stem
+    return re.sub("[^A-Za-z0-9_.-]", "_", name).lstrip("_.-0123456789")[:15] or "job"
+
+
+def _environment(args: argparse.Namespace, profile: Profile, ranks: int) -> dict[str, str]:
+    environment = profile.exports(args.nodes + len(args.component), ranks)
+    for text in args.env:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(
+                f"--env {text} has no value. Expected NAME=VALUE. Write --env {text}=VALUE."
+            )
+        environment[name] = value
+    return environment
+
+
+# Checks -------------------------------------------------------------------------------------------
+
+
+def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[Job, list[str]]:
+    """Return the job with PYTHON set to the Python for its ranks, and problems in finding one.
+
+    Where the image, modules or set-up lines of the job may bring another Python, the job chooses.
+    """
+    is_script = not job.container and interpreter.is_python(job.command)
+    if job.container or args.setup or args.module or profile.setup:
+        return job, []
+    named = {name: value for name, value in job.environment.items() if name == "PYTHON" and value}
+    try:
+        chosen = interpreter.choose(
+            {**os.environ, **named}, torch=is_script or job.launcher == "torchrun"
+        )
+    except interpreter.InterpreterError as error:
+        if profile.modules and not named:
+            note(
+                f"{error}. The modules of {profile.title} may bring it: the job checks this before "
+                "it starts ranks"
+            )
+            return job, []
+        return job, [str(error)]
+    # The kit's Python may run this script only because the Python of the shell has no PyYAML.
+    is_kits = chosen.path == interpreter.KIT_PYTHON and "VIRTUAL_ENV" not in os.environ
+    if profile.modules and (is_kits or chosen.source not in ("PYTHON", *interpreter.ACTIVE)):
+        return job, []
+    if is_script:
+        note(str(chosen))
+    environment = {**job.environment, "PYTHON": chosen.path}
+    return dataclasses.replace(job, environment=environment), []
+
+
+def profile_problems(profile: Profile, job: Job, queue: str | None) -> list[str]:
+    """Return what the published limits of a site do not allow. queue: its name, a QOS or not."""
+    problems = []
+    if profile.account_example and not job.account:
+        problems.append(
+            f"{profile.title} requires an account. Add --account: {profile.account_example}."
+        )
+    limits = profile.queues.get(queue or profile.queue or "")
+    if limits is not None:
+        kind = "queue" if profile.scheduler == "pbs" else profile.queue_option
+        origin = profile.origins[f"queues.{limits.name}"]
+        source = f" ({origin.source}, read {origin.read})" if origin.source else ""
+        # Where nodes are exclusive, a job has GPUs that it does not request.
+        job = dataclasses.replace(
+            job, gpus_per_node=job.gpus_per_node or profile.gpus_per_node or 0
+        )
+        problems += [problem + source for problem in check_queue(job, [limits], kind)]
+    return problems
+
+
+def nested_launcher(job: Job) -> list[str]:
+    """Return why launch.py would refuse the command of a job when it starts; [] where it may."""
+    if job.environment.get(INDEPENDENT, os.environ.get(INDEPENDENT)):
+        return []
+    problem = refusal(job.command, f"{PROGRAM} run", f"--env {INDEPENDENT}=1")
+    return [f"{problem}."] if problem else []
+
+
+def note_misplaced_options(args: argparse.Namespace) -> None:
+    """Point out options of `submit run` among the arguments of the script: `train.py --nodes 4`."""
+    words = args.module_command or args.command
+    for word in words[1:]:
+        if word.partition("=")[0] in MISPLACED:
+            note(
+                f"note: {word} comes after the script and is passed to it; options of {PROGRAM} "
+                "come before"
+            )

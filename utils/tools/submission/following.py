@@ -1,0 +1,184 @@
+"""Follow submitted jobs: print their states, queue positions and output until they have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ...job.commands import SchedulerError
+from ..doctor.doctor_cli import summary
+from ..doctor.logs import diagnose
+from ..schedulers.job_status import Status
+from .paths import PROGRAM
+from .submissions import array_index
+
+# Seconds between two queries: few after a change, more while nothing happens.
+MIN_QUERY_SECONDS = 1.0
+MAX_QUERY_SECONDS = 10.0
+MAX_FAILED_QUERIES = 10  # in a row; a scheduler that restarts is away for a minute or so
+LOG_SECONDS = 0.5  # between two reads of the output
+
+
+class Log:
+    """Print what is appended to the output files of a job.
+
+    A heading names the array element before its lines, and the file where a job has several.
+    """
+
+    def __init__(self, files: Callable[[], list[Path]], out: BinaryIO) -> None:
+        self._files = files
+        self._out = out
+        self._offsets: dict[Path, int] = {}
+        self._last: Path | None = None
+        self._at_line_start = True
+
+    def print_new(self, *, partial_lines: bool = True) -> bool:
+        """Print what is new; return whether there was something.
+
+        partial_lines: print the last line of an array element even if it is incomplete. Otherwise
+        it waits, and the lines of two elements do not mix.
+        """
+        found = False
+        for path in self._files():
+            index = array_index(path.name)
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._offsets.get(path, 0))
+                    data = file.read()
+            except OSError:
+                continue  # a file server may show it a little later
+            if index and not partial_lines:
+                data = data[: data.rfind(b"\n") + 1]
+            if data:
+                self._print(path, index, data)
+                found = True
+        return found
+
+    def _print(self, path: Path, index: str, data: bytes) -> None:
+        if path != self._last and (index or self._last is not None):
+            name = f"array element {index}: {path.name}" if index else path.name
+            start = "" if self._at_line_start else "\n"
+            self._out.write(f"{start}==> {name}\n".encode(errors="surrogateescape"))
+        self._out.write(data)
+        self._out.flush()
+        self._at_line_start = data.endswith(b"\n")
+        self._offsets[path] = self._offsets.get(path, 0) + len(data)
+        self._last = path
+
+
+def describe(status: Status) -> str:
+    """Describe a job in one line."""
+    state = status.state.replace("_", " ")
+    if status.state == "stopped":
+        state = "stopped after saving, to be continued"
+    parts = [f"job {status.job_id}: {state}"]
+    if status.position is not None and status.state in ("queued", "held"):
+        parts.append(f"number {status.position} in the queue")
+    if status.hosts and status.state == "running":
+        parts.append("on " + " ".join(status.hosts[:8]) + (" ..." if len(status.hosts) > 8 else ""))
+    if status.ended and status.exit_code is not None:
+        parts.append(f"exit status {status.exit_code}")
+    text = ", ".join(parts)
+    if status.reason and status.state not in ("running", "ending", "completed", "stopped"):
+        text += f" ({status.reason})"
+    return text
+
+
+def breaks_chain(status: Status) -> bool:
+    """Whether the later jobs of a chain must not run after this one.
+
+    They continue a job that completed, stopped after saving, or was ended by the time limit or a
+    preemption. A job that the scheduler no longer knows counts as failed.
+    """
+    if status.state == "unknown":
+        return True
+    continuable = status.state in ("completed", "stopped", "timeout")
+    return status.ended and not continuable and status.scheduler_state != "PREEMPTED"
+
+
+def follow(
+    query: Callable[[str], Status], logs: Callable[[str], list[Path]], job_ids: Sequence[str]
+) -> int:
+    """Print states and output of jobs, one after the other, until they end; return an exit status.
+
+    query: returns the status of a job. logs: returns its existing output files. Each job of a chain
+    has to end in a way that the next one can continue, the last one successfully. One that ends
+    with status 0 has completed the training and is the last one.
+    Raises SchedulerError when the scheduler does not respond for some time.
+    """
+    result = 0
+    for job_id in job_ids:
+        status = _follow_one(query, logs, job_id)
+        exit_status = status.exit_status
+        if job_id != job_ids[-1]:
+            if status.state == "completed":
+                note("the training is complete; the rest of the chain is not needed")
+                break
+            exit_status = exit_status if breaks_chain(status) else 0
+            if exit_status:
+                how = "is not known to have ended well" if status.state == "unknown" else "failed"
+                note(f"job {job_id} {how}, so the chain does not count as a success")
+        result = result or exit_status
+    return result
+
+
+def _follow_one(
+    query: Callable[[str], Status], logs: Callable[[str], list[Path]], job_id: str
+) -> Status:
+    log = Log(lambda: logs(job_id), sys.stdout.buffer)
+    shown = ""
+    failures = 0
+    pause = MIN_QUERY_SECONDS
+    while True:
+        try:
+            status = query(job_id)
+            failures = 0
+        except SchedulerError as error:
+            failures += 1
+            if failures == MAX_FAILED_QUERIES:
+                raise
+            note(f"{error} Trying again.")
+        else:
+            line = describe(status)
+            if line != shown:
+                note(line)
+                shown, pause = line, MIN_QUERY_SECONDS
+            if status.ended or status.state == "unknown":
+                _print_rest(log)
+                if status.state in ("failed", "node_fail", "timeout"):
+                    _print_cause(logs(job_id))
+                return status
+            if status.state == "held" and "for ever" in status.reason:
+                # PBS never starts a job that waits for a deleted one.
+                return Status(job_id, "never_ran", reason=status.reason)
+
+        until = time.monotonic() + pause
+        pause = min(pause * 1.5, MAX_QUERY_SECONDS)
+        while time.monotonic() < until:
+            if log.print_new(partial_lines=False):
+                pause = MIN_QUERY_SECONDS
+            time.sleep(LOG_SECONDS)
+
+
+def _print_rest(log: Log) -> None:
+    """Print the rest, which file servers show, or PBS copies back, shortly after the job's end."""
+    for _ in range(4):
+        log.print_new()
+        time.sleep(LOG_SECONDS / 2)
+
+
+def _print_cause(files: Sequence[Path]) -> None:
+    """Print why a job failed, if its output shows the cause."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        found = diagnose([(stack.enter_context(path.open("rb")), path.name) for path in files])
+        if found is not None:
+            note(summary(found))
+
+
+def note(text: str) -> None:
+    """Print a line on standard error."""
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,20 @@
+"""Find the job scripts and profiles, and the name of the command, in a checkout or installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[2]  # utils/ of a checkout; site-packages/ddpkit
+
+# The folder that holds jobs/: the package where pip installed it, the checkout otherwise.
+KIT = _PACKAGE if (_PACKAGE / "jobs").is_dir() else _PACKAGE.parent
+JOBS = KIT / "jobs"
+
+# In messages: scripts/submit.py of a checkout, or the command that pip installed.
+PROGRAM = "submit.py" if (KIT / "scripts" / "submit.py").exists() else "ddpkit submit"
+
+
+def doctor_words() -> list[str]:
+    """Return the words that run doctor on a rank, in a checkout or installed by pip."""
+    script = KIT / "scripts" / "doctor.py"
+    return [str(script)] if script.exists() else ["-m", __name__.partition(".")[0], "doctor"]

@@ -1,0 +1,124 @@
+"""The quick check of `doctor` at the start of a job: bad hosts are avoided from then on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...job import current_allocation, exclude_file
+from ...job.allocation import AllocationError
+from ...job.commands import SchedulerError
+from ...job.exit_status import EXIT_REQUEUE
+from ...job.requeue import CHAIN_VARIABLE, requeue
+from ..launch import launch_cli as launch_cli
+from ..schedulers.scheduler import Scheduler
+from . import bad_hosts as exclusion
+from . import submissions as records
+from .following import note
+from .paths import PROGRAM, doctor_words
+
+MAX_RESTARTS = 10  # of one job; that many bad nodes in a row are another problem
+_GOOD, _WARNING, _BAD = range(3)  # exit statuses of doctor
+
+
+def options(checkpoints: str | None, data: str | None) -> tuple[str, ...]:
+    """Return the options of doctor for a job with these folders."""
+    words = ["--quick"]
+    for name, folder in (("--checkpoints", checkpoints), ("--data", data)):
+        if folder is not None:
+            words += [name, os.path.abspath(folder)]
+    return tuple(words)
+
+
+def check(
+    scheduler: Scheduler,
+    folder: Path,
+    job_id: str,
+    doctor_options: Sequence[str],
+    launch_words: Sequence[str],
+) -> int | None:
+    """Check the hosts of this job; None where the training may start, else an exit status.
+
+    folder: of the submission. launch_words: the command line of `launch`; its options also start
+    the ranks of doctor. EXIT_REQUEUE: the job is back in its queue, or should be submitted again,
+    because it has bad hosts that it then avoids. 2: other hosts would not help.
+    """
+    file = exclusion.path(folder.parent)
+    words = ["--exclude-file", str(file), *doctor_options]
+    status = _launch([*launch_words[: launch_words.index("--") + 1], *doctor_words(), *words])
+    if status in (_GOOD, _WARNING):
+        return None
+    if status != _BAD:
+        note(
+            f"preflight: the check ended with status {status}, expected {_GOOD}, {_WARNING} or "
+            f"{_BAD}. The training starts all the same"
+        )
+        return None
+
+    hosts = _hosts()
+    bad = exclude_file.listed(file, hosts)
+    if not bad:
+        note(
+            "preflight: the training is not started, because of the findings marked BAD above. "
+            "Other nodes would not help. Correct them, or submit without --preflight"
+        )
+        return _BAD
+    note(
+        f"preflight: the training is not started on {', '.join(bad)}. Jobs avoid these hosts for a "
+        f"day; {file} lists them{exclusion.share(len(bad), len(hosts))}"
+    )
+    good = [host for host in hosts if host not in bad]
+    later = records.read(folder).after(job_id)
+    excluded = [_exclude(scheduler, one, bad, good) for one in later]
+    if not all(excluded):
+        return _BAD
+    if scheduler.can_requeue:
+        if not _exclude(scheduler, job_id, bad, good, dry_run=True):
+            return _BAD
+        if requeue({**os.environ, CHAIN_VARIABLE: ""}, limit=MAX_RESTARTS):
+            note(f"preflight: job {job_id} is back in the queue, and avoids {', '.join(bad)}")
+            return EXIT_REQUEUE
+    if not later:
+        note(f"preflight: submit the job again: {PROGRAM} resubmit {job_id}")
+    return EXIT_REQUEUE
+
+
+def _launch(words: Sequence[str]) -> int:
+    """Start the ranks of doctor and return the exit status."""
+    environ = dict(os.environ)  # launch_cli.main() changes it, and is called for the training next
+    try:
+        return launch_cli.main(words)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+
+
+def _hosts() -> tuple[str, ...]:
+    try:
+        allocation = current_allocation()
+    except AllocationError:
+        return ()
+    return allocation.hosts if allocation is not None else ()
+
+
+def _exclude(
+    scheduler: Scheduler,
+    job_id: str,
+    bad: Sequence[str],
+    good: Sequence[str],
+    dry_run: bool = False,
+) -> bool:
+    """Let a queued job avoid the bad hosts; return whether it does."""
+    try:
+        problem = scheduler.exclude_hosts(job_id, bad, preferred=good, dry_run=dry_run)
+    except SchedulerError as error:
+        problem = str(error)
+    if problem:
+        note(f"preflight: job {job_id} may get {', '.join(bad)} again: {problem}")
+        return False
+    if not dry_run:
+        note(f"preflight: job {job_id}, which continues this one, avoids {', '.join(bad)}")
+    return True

@@ -1,0 +1,217 @@
+"""Query submitted jobs: their status, list, output, and cancelling them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ...job import exclude_file
+from ...job.commands import SchedulerError
+from ...job.exit_status import EXIT_REQUEUE
+from ..schedulers.job_status import Status, state_of_exit
+from ..schedulers.scheduler import Scheduler
+from . import bad_hosts as exclusion
+from . import submissions as records
+from .following import Log, breaks_chain, describe, follow, note
+from .paths import PROGRAM
+from .submissions import Submission
+
+MAX_LISTED = 20  # submissions, without --all
+
+
+def combined_exit_status(statuses: Sequence[int]) -> int:
+    """Return that of the first failed job, else EXIT_REQUEUE if one stopped after saving, or 0."""
+    failed = [status for status in statuses if status not in (0, EXIT_REQUEUE)]
+    return failed[0] if failed else max(statuses, default=0)
+
+
+def query(scheduler: Scheduler, submission: Submission | None, job_id: str) -> Status:
+    """Query a job. What the job itself has recorded counts where the scheduler knows it no longer.
+
+    Raises SchedulerError.
+    """
+    status = scheduler.status(job_id)
+    recorded = _recorded_status(submission, job_id)
+    if recorded is not None and (status.state == "unknown" or _was_not_started(status, recorded)):
+        return recorded
+    return status
+
+
+def query_or_recorded(scheduler: Scheduler, submission: Submission | None, job_id: str) -> Status:
+    """The same; what the job has recorded also counts where the scheduler does not respond."""
+    try:
+        return query(scheduler, submission, job_id)
+    except SchedulerError:
+        recorded = _recorded_status(submission, job_id)
+        if recorded is None:
+            raise
+        return recorded
+
+
+def _recorded_status(submission: Submission | None, job_id: str) -> Status | None:
+    recorded = records.read_status(submission.folder, job_id) if submission is not None else None
+    if recorded is None:
+        return None
+    if recorded == records.NOT_STARTED:
+        return Status(
+            job_id, "never_ran", 1, "it refused to start: the job before it in the chain failed"
+        )
+    reason = "recorded by the job; the scheduler does not know it"
+    if isinstance(recorded, str):
+        return Status(job_id, "timeout", reason=reason)
+    return Status(job_id, state_of_exit(recorded), recorded, reason)
+
+
+def _was_not_started(status: Status, recorded: Status) -> bool:
+    """Whether a failure in the scheduler's view is a job of a chain that refused to start."""
+    return status.state == "failed" and recorded.state == "never_ran"
+
+
+def print_status(scheduler: Scheduler, submission: Submission | None, job_id: str) -> int:
+    """Print a job's status and the failed jobs before it in its chain; return an exit status."""
+    status = query_or_recorded(scheduler, submission, job_id)
+    print(describe(status))
+    failed_before = False
+    if submission is not None:
+        for earlier_id in submission.before(job_id):
+            earlier = query_or_recorded(scheduler, submission, earlier_id)
+            if earlier.state == "completed":
+                print(f"  not needed: job {earlier_id} of its chain has completed the training")
+                return 0
+            if breaks_chain(earlier):
+                print(f"  earlier in its chain, {describe(earlier)}")
+                failed_before = True
+        if failed_before and status.state in ("queued", "held"):
+            print(
+                "  This job will refuse to start, since it continues that one. Cancel it with: "
+                f"{PROGRAM} cancel {job_id}"
+            )
+        print(f"  record: {submission.folder}")
+
+    if status.state == "stopped" and not failed_before:
+        return EXIT_REQUEUE
+    failed = status.state == "unknown" or (status.ended and status.state != "completed")
+    return int(failed_before or failed)
+
+
+def print_list(parent: Path, scheduler_named: Callable[[str], Scheduler], everything: bool) -> int:
+    """Print a line for each job of the submissions in a folder, the latest first."""
+    submissions = records.read_all(parent)
+    if not submissions:
+        note(f"no submissions in {parent}")
+        return 0
+    rows = [("JOB", "STATE", "SUBMITTED", "NAME", "FOLDER")]
+    for submission in submissions if everything else submissions[:MAX_LISTED]:
+        rows += _rows(submission, scheduler_named(submission.scheduler), parent)
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
+        line = "  ".join([*cells, row[4]])
+        print(line.encode(errors="surrogateescape").decode(errors="replace"))
+    if len(submissions) > MAX_LISTED and not everything:
+        note(f"{len(submissions) - MAX_LISTED} earlier submissions are not shown; --all lists them")
+    file = exclusion.path(parent)
+    for text in exclusion.describe(exclude_file.read(file)):
+        note(f"hosts that jobs submitted from here avoid ({file}): {text}")
+    return 0
+
+
+def _rows(
+    submission: Submission, scheduler: Scheduler, parent: Path
+) -> list[tuple[str, str, str, str, str]]:
+    rows = []
+    failed_before = False
+    for job_id in submission.job_ids:
+        try:
+            status = query_or_recorded(scheduler, submission, job_id)
+        except SchedulerError:
+            state = "no response"
+        else:
+            state = status.state.replace("_", " ")
+            if status.ended and status.state != "completed" and status.exit_code:
+                state += f" ({status.exit_code})"
+            if failed_before and status.state in ("queued", "held"):
+                state += ", will refuse to start"
+            failed_before = failed_before or breaks_chain(status)
+        when = submission.submitted[:16].replace("T", " ")
+        folder = str(parent / submission.folder.name)
+        rows.append((job_id, state, when, submission.name, folder))
+    return rows
+
+
+def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> int:
+    """Cancel a job and all that is left of its chain, the last first; return an exit status."""
+    chain = [job_id]
+    if submission is not None:
+        chain = [*submission.before(job_id), job_id, *submission.after(job_id)]
+    statuses = {one: scheduler.status(one) for one in chain}
+    left = [one for one in reversed(chain) if not is_over(statuses[one])]
+    for one in left:
+        scheduler.cancel(one)
+        print(f"job {one}: cancelled")
+    if statuses[job_id].ended:
+        print(f"{describe(statuses[job_id])}; it had already ended")
+    elif not left:
+        note(
+            f"error: There is no job {job_id}, or no longer. Nothing was cancelled. "
+            f"`{PROGRAM} list` shows the jobs submitted from here."
+        )
+        return 1
+    return 0
+
+
+def is_over(status: Status) -> bool:
+    """Whether a job has ended or is no longer known."""
+    return status.ended or status.state == "unknown"
+
+
+def dependency_is_over(scheduler: Scheduler, dependency: str) -> bool:
+    """Whether all jobs of a dependency such as "afterok:1:2,afterany:3" are over."""
+    job_ids = [
+        job_id
+        for condition in re.split("[,?]", dependency)
+        for job_id in condition.split(":")[1:]
+        if not job_id.startswith("+")  # Slurm: a delay in minutes
+    ]
+    return all(is_over(scheduler.status(job_id)) for job_id in job_ids)
+
+
+def print_logs(
+    scheduler: Scheduler, submission: Submission | None, job_id: str, follow_job: bool
+) -> int:
+    """Print the output of a job; with follow_job until it has ended. Return an exit status."""
+
+    def files(job_id: str) -> list[Path]:
+        if submission is not None:
+            return submission.logs(job_id)
+        return _output_without_record(scheduler.status(job_id))
+
+    if follow_job:
+        return follow(partial(query, scheduler, submission), files, [job_id])
+    found = files(job_id)
+    if not found:
+        note(
+            f"error: No output was found of {describe(scheduler.status(job_id))}. Try again later, "
+            "or wait with --follow. For a job submitted from another folder, run this command "
+            "there, or name its folder with --folder."
+        )
+        return 1
+    Log(lambda: found, sys.stdout.buffer).print_new()
+    return 0
+
+
+def _output_without_record(status: Status) -> list[Path]:
+    """Find the output of a job that has no record here."""
+    if status.output and Path(status.output).is_file():
+        return [Path(status.output)]
+    number, index = records.job_number(status.job_id), records.array_index(status.job_id)
+    patterns = (
+        f"slurm-{number}{f'_{index}' if index else ''}.out",
+        f"*.o{number}{f'.{index}' if index else ''}",
+        f"{status.job_id}*.OU",
+    )
+    found = [path for text in patterns for path in Path().glob(text.replace("[", "[[]"))]
+    return sorted(path for path in found if path.is_file())

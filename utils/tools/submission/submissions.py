@@ -1,0 +1,228 @@
+"""Keep a submission in one folder: scripts, settings (submission.json), output, exit statuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..schedulers.job_spec import Job
+
+FILE = "submission.json"
+LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.OU
+
+# Recorded in place of an exit status:
+TIME_LIMIT = "time limit"  # the time limit was reached
+NOT_STARTED = "not started"  # the job before it in the chain had failed
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What submission.json holds, and the folder that it is in."""
+
+    folder: Path
+    scheduler: str
+    job_ids: tuple[str, ...]  # several for a chain, in order
+    submit_folder: str
+    name: str = ""  # of the job
+    site: str = ""
+    submitted: str = ""  # "2026-11-22T06:30:00+0000"
+
+    def before(self, job_id: str) -> tuple[str, ...]:
+        """Return the jobs of the chain before this one."""
+        return self.job_ids[: self._index(job_id)]
+
+    def after(self, job_id: str) -> tuple[str, ...]:
+        """Return the jobs of the chain after this one."""
+        return self.job_ids[self._index(job_id) + 1 :]
+
+    def _index(self, job_id: str) -> int:
+        return [job_number(known) for known in self.job_ids].index(job_number(job_id))
+
+    def logs(self, job_id: str | None = None) -> list[Path]:
+        """Return the existing output files of one job, or of all, the oldest first."""
+        files = [path for pattern in LOGS for path in self.folder.glob(pattern)]
+        if job_id is not None:
+            number, index = job_number(job_id), array_index(job_id)
+            files = [path for path in files if job_number(path.name) == number]
+            files = [path for path in files if index in ("", array_index(path.name))]
+        return sorted(files, key=lambda path: (path.stat().st_ctime, path.name))
+
+    def job(self) -> Job:
+        """Return the submitted job, without the dependencies of a chain.
+
+        Raises OSError, ValueError, KeyError or TypeError where it cannot be read.
+        """
+        known = {field.name for field in dataclasses.fields(Job)}
+        recorded = json.loads((self.folder / FILE).read_text(encoding="utf-8"))["job"]
+        values: dict[str, Any] = {name: recorded[name] for name in known & set(recorded)}
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return Job(**values)
+
+
+# Writing and finding submissions ------------------------------------------------------------------
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Make the folder PARENT/NAME-DATE-TIME, which did not exist before. Raises OSError."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        folder = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"{parent} holds a thousand folders {name}-{stamp}")
+
+
+def write(
+    folder: Path,
+    job: Job,
+    *,
+    scheduler: str,
+    site: str,
+    job_ids: Sequence[str],
+    dependencies: Sequence[str | None],
+) -> None:
+    """Write submission.json atomically. dependencies: one for each job id. Raises OSError."""
+    values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    record: dict[str, Any] = {
+        "job_ids": list(job_ids),
+        "scheduler": scheduler,
+        "site": site,
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "submit_folder": os.getcwd(),
+        "command_line": sys.argv,
+        "dependencies": list(dependencies),
+        "job": {**values, "environment": dict(job.environment)},
+        "git": git_state(Path.cwd()),
+    }
+    _replace(folder / FILE, json.dumps(record, indent=2, ensure_ascii=True))
+
+
+def git_state(folder: Path) -> dict[str, object] | None:
+    """Return the commit of the repository around a folder and whether files differ from it."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain")
+    return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+
+
+def read(folder: Path) -> Submission:
+    """Read the submission in a folder.
+
+    Raises OSError, ValueError, KeyError or TypeError where it cannot be read.
+    """
+    data = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or not isinstance(data.get("job"), dict):
+        raise ValueError(f"{folder / FILE} is not the record of a submission")
+    return Submission(
+        folder=folder,
+        scheduler=str(data["scheduler"]),
+        job_ids=tuple(map(str, data["job_ids"])),
+        submit_folder=str(data["submit_folder"]),
+        name=str(data["job"].get("name") or ""),
+        site=str(data.get("site", "")),
+        submitted=str(data.get("submitted", "")),
+    )
+
+
+def read_all(parent: Path) -> list[Submission]:
+    """Read the submissions in the folders of a folder, the newest first.
+
+    Raises OSError where the folder cannot be listed.
+    """
+    found = []
+    for name in os.listdir(parent) if parent.exists() else ():
+        folder = parent / name
+        try:
+            found.append(((folder / FILE).stat().st_mtime, read(folder)))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # another program's folder, or a file that is still being written
+    return [record for _, record in sorted(found, key=lambda item: item[0], reverse=True)]
+
+
+def find(parent: Path, job_id: str) -> Submission | None:
+    """Find the submission of a job, the newest where ids were used again."""
+    try:
+        submissions = read_all(parent)
+    except OSError:
+        return None
+    for submission in submissions:
+        if any(_same_job(job_id, known) for known in submission.job_ids):
+            return submission
+    return None
+
+
+# Exit statuses, which the jobs themselves record --------------------------------------------------
+
+
+def write_status(folder: Path, job_id: str, status: int | str) -> None:
+    """Record the exit status of a job, TIME_LIMIT or NOT_STARTED. Raises OSError."""
+    _replace(_status_path(folder, job_id), str(status))
+
+
+def remove_status(folder: Path, job_id: str) -> None:
+    """Remove what an earlier run of the same job has recorded. Raises OSError."""
+    _status_path(folder, job_id).unlink(missing_ok=True)
+
+
+def read_status(folder: Path, job_id: str) -> int | str | None:
+    """Return a job's recorded exit status, TIME_LIMIT or NOT_STARTED; None: nothing is recorded."""
+    try:
+        text = _status_path(folder, job_id).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    if text.isdecimal():
+        return int(text)
+    return text if text in (TIME_LIMIT, NOT_STARTED) else None
+
+
+def _status_path(folder: Path, job_id: str) -> Path:
+    """ "79[2].head", "79_2" -> FOLDER/79_2.status"""
+    index = array_index(job_id)
+    return folder / (job_number(job_id) + (f"_{index}" if index else "") + ".status")
+
+
+def _replace(path: Path, text: str) -> None:
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+# Job ids ------------------------------------------------------------------------------------------
+
+
+def job_number(text: str) -> str:
+    """Return the number in a job id or output file: "79[2].head", "79_2.out" -> "79"."""
+    return re.match("[0-9]*", text)[0]  # type: ignore[index]
+
+
+def array_index(text: str) -> str:
+    """Return the index of an array element: "79[2].head", "79[2].head.OU", "79_2.out" -> "2"."""
+    found = re.match(r"\d+(?:\[(\d+)\]|_(\d+))", text)
+    return (found[1] or found[2]) if found else ""
+
+
+def _same_job(requested: str, known: str) -> bool:
+    """Whether two ids are of one job: "12" and "12.server", an array and its element are."""
+    servers = [text.partition(".")[2] for text in (requested, known)]
+    same_server = not all(servers) or servers[0] == servers[1]
+    return job_number(requested) == job_number(known) and same_server

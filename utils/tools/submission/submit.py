@@ -1,0 +1,280 @@
+"""Submit jobs: one, a chain of jobs that continue each other, or recorded ones again."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ...job.commands import SchedulerError
+from ...job.units import format_walltime
+from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers.job_spec import Job
+from ..schedulers.scheduler import Scheduler
+from . import bad_hosts as exclusion
+from . import submissions as records
+from .build_job import (
+    UsageError,
+    build_job,
+    choose_profile,
+    nested_launcher,
+    note_misplaced_options,
+    profile_problems,
+    with_python,
+)
+from .following import follow, note
+from .paths import PROGRAM
+from .queries import combined_exit_status, dependency_is_over, is_over, query
+from .rendering import job_script
+from .submissions import Submission
+
+SCRIPT = "job.sh"
+MAX_CHAIN = 100
+# StopSignal stops 90 s before the time limit by default, and the start takes time, too.
+MIN_CHAIN_SECONDS = 300
+# What trainings and the kit read. sbatch passes all variables of the shell to a job, qsub none.
+_READ_BY_JOBS = re.compile(
+    r"(?:DDPKIT|FI|GLOO|HF|MKL|MLFLOW|NCCL|OMP|PYTORCH|RCCL|TORCH\w*|UCX|WANDB)_|PYTHONPATH$"
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `submit run`; return an exit status."""
+    if not 1 <= args.chain <= MAX_CHAIN:
+        raise UsageError(f"--chain is {args.chain}. Expected a number from 1 to {MAX_CHAIN}.")
+    if args.chain > 1 and args.array:
+        raise UsageError(
+            "--chain and --array are both given, which is not supported. Submit the array with "
+            "--array ...%1, whose elements run one after the other, or a chain without an array."
+        )
+    profile = choose_profile(args.site)
+    job, problems = with_python(build_job(args, profile), args, profile)
+    script = job_script(profile.scheduler, job)
+    problems += [*nested_launcher(job), *profile_problems(profile, job, args.queue)]
+    if args.chain > 1 and job.walltime and job.walltime < MIN_CHAIN_SECONDS:
+        note(
+            f"note: a time limit of {format_walltime(job.walltime)} leaves the jobs of a chain "
+            "little time to train. By default StopSignal stops 90 s before the limit "
+            "(save_seconds + margin), and each job starts anew. Give a longer --time"
+        )
+
+    unset = sorted({name for name in os.environ if _READ_BY_JOBS.match(name)} - {*job.environment})
+    if profile.scheduler == "pbs" and unset:
+        note(
+            "note: PBS does not pass on variables of this shell. The job does not get "
+            f"{', '.join(unset)}. For each that it needs, give --env NAME=VALUE"
+        )
+
+    if args.dry_run:
+        if args.site is None:  # the scheduler of this host; that of a named site may be far away
+            problems += get_scheduler(profile.scheduler).check(job)
+        print(script, end="")
+        for problem in problems:
+            note(f"{'warning' if args.no_check else 'would not be submitted'}: {problem}")
+        return int(bool(problems) and not args.no_check)
+
+    note_misplaced_options(args)
+    scheduler = get_scheduler(profile.scheduler)
+    return _check_and_submit(scheduler, profile.name, job, args, problems, args.chain)
+
+
+def _check_and_submit(
+    scheduler: Scheduler,
+    site: str,
+    job: Job,
+    args: argparse.Namespace,
+    problems: Sequence[str],
+    count: int,
+) -> int:
+    """Submit a job `count` times as a chain, unless there are problems; follow it if requested."""
+    problems = [*problems, *scheduler.check(job)]
+    for problem in problems:
+        note(f"{'warning' if args.no_check else 'error'}: {problem}")
+    if problems and not args.no_check:
+        note("nothing was submitted. --no-check submits despite these problems.")
+        return 1
+    submission = submit_chain(scheduler, site, job, args.folder, count)
+    limit = f"time limit {format_walltime(job.walltime)}; " if job.walltime else ""
+    note(f"submitted; {limit}script, settings and output: {submission.folder}")
+    for job_id in submission.job_ids:
+        print(job_id, flush=True)
+    if not args.follow:
+        return 0
+    return follow(partial(query, scheduler, submission), submission.logs, submission.job_ids)
+
+
+# Resubmitting -------------------------------------------------------------------------------------
+
+
+def resubmit(args: argparse.Namespace) -> int:
+    """Submit recorded jobs again from the folder of the first submission; chains as chains."""
+    return combined_exit_status([_resubmit(job_id, args) for job_id in args.job_ids])
+
+
+def _resubmit(job_id: str, args: argparse.Namespace) -> int:
+    submission = records.find(args.folder, job_id)
+    if submission is None:
+        raise UsageError(
+            f"There is no record of job {job_id} in {args.folder}. Name the folder that holds the "
+            f"folder of its submission with --folder, or submit it with `{PROGRAM} run`."
+        )
+    scheduler = get_scheduler(submission.scheduler)
+    job = _job_to_resubmit(scheduler, submission, job_id)
+    problems = [] if args.no_check else _unfinished(scheduler, submission)
+    args.folder = submission.folder.parent.absolute()
+    try:
+        os.chdir(submission.submit_folder)
+    except OSError as error:
+        raise UsageError(
+            f"The folder {submission.submit_folder}, from which job {job_id} was submitted, cannot "
+            f"be entered: {error.strerror}. Submit the job with `{PROGRAM} run` from another one."
+        ) from None
+    count = len(submission.job_ids)
+    return _check_and_submit(scheduler, submission.site, job, args, problems, count)
+
+
+def _job_to_resubmit(scheduler: Scheduler, submission: Submission, job_id: str) -> Job:
+    try:
+        job = submission.job()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"{submission.folder / records.FILE} holds no job that can be submitted: {error}. "
+            f"Submit it with `{PROGRAM} run`."
+        ) from None
+    index = records.array_index(job_id)
+    if index:
+        if scheduler.name == "pbs":
+            raise UsageError(
+                f"{job_id} is one array element, and PBS has no arrays of one. Resubmit the whole "
+                f"array, {submission.job_ids[0]}."
+            )
+        job = dataclasses.replace(job, array=index)
+    if job.dependency and dependency_is_over(scheduler, job.dependency):
+        note(f"note: {job.dependency} is left out; those jobs have ended")
+        job = dataclasses.replace(job, dependency=None)
+    return job
+
+
+def _unfinished(scheduler: Scheduler, submission: Submission) -> list[str]:
+    problems = []
+    for job_id in submission.job_ids:
+        status = scheduler.status(job_id)
+        if not is_over(status):
+            problems.append(
+                f"job {job_id} of the same submission is {status.state}, and both would train at "
+                "once. Cancel it first, or wait until it has ended."
+            )
+    return problems
+
+
+# Chains -------------------------------------------------------------------------------------------
+
+
+def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count: int) -> Submission:
+    """Submit a job `count` times, each to continue the one before: all of them, or none.
+
+    Each waits with "afterany", since no scheduler knows exit status 75. Its script refuses to start
+    ranks when the job before has failed or completed the training (in_job.py).
+    Raises UsageError and SchedulerError.
+    """
+    try:
+        folder = records.new_folder(parent.absolute(), job.name or "job")
+    except OSError as error:
+        raise UsageError(
+            f"The folder for this submission cannot be made in {parent}: {error.strerror}. Give "
+            "another one with --folder."
+        ) from None
+    job_ids: list[str] = []
+    try:
+        _submit_each(scheduler, site, job, folder, count, job_ids)
+    except BaseException as error:
+        raise _withdraw(scheduler, folder, job_ids, error) from None
+    return Submission(folder, scheduler.name, tuple(job_ids), str(Path.cwd()))
+
+
+def _submit_each(
+    scheduler: Scheduler, site: str, job: Job, folder: Path, count: int, job_ids: list[str]
+) -> None:
+    """Submit the jobs of a chain; job_ids receives their ids."""
+    output = _output(scheduler, job, folder)
+    submitted = exclusion.avoid_bad_hosts(scheduler, job, folder.parent)
+    dependencies: list[str | None] = []
+    for number in range(count):
+        previous = job_ids[-1] if job_ids else ""
+        dependency = f"afterany:{previous}" if previous else job.dependency
+        one = dataclasses.replace(submitted, dependency=dependency, output=output)
+        script = folder / (SCRIPT if count == 1 else f"job-{number + 1}.sh")
+        script.write_text(
+            job_script(scheduler.name, one, folder, previous, in_chain=count > 1),
+            encoding="utf-8",
+            errors="surrogateescape",
+        )
+        script.chmod(0o755)
+        job_ids.append(scheduler.submit(script, options=_options(scheduler, one)))
+        dependencies.append(dependency)
+        records.write(
+            folder,
+            job,
+            scheduler=scheduler.name,
+            site=site,
+            job_ids=job_ids,
+            dependencies=dependencies,
+        )
+
+
+def _withdraw(
+    scheduler: Scheduler, folder: Path, job_ids: Sequence[str], error: BaseException
+) -> BaseException:
+    """Cancel the jobs of an incomplete chain and remove its folder; return the error to raise."""
+    # The last first: none may start because the one before it has ended.
+    remaining = [job_id for job_id in reversed(job_ids) if not _cancelled(scheduler, job_id)]
+    no_response = isinstance(error, SchedulerError) and error.command and error.exit_code is None
+    if remaining:
+        ids = " ".join(remaining)
+        return UsageError(
+            f"{error} Still in the queue: {ids}. Cancel with: {PROGRAM} cancel {ids}. The scripts "
+            f"are kept in {folder}"
+        )
+    if no_response:
+        return UsageError(
+            f"{error} The job may be in the queue all the same: check before submitting it again. "
+            f"The scripts are kept in {folder}"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it holds other submissions
+        folder.parent.rmdir()
+    if isinstance(error, OSError):
+        return UsageError(
+            f"{error.filename or folder}: {error.strerror or error}. Nothing is in the queue. Make "
+            "room there, or give another folder with --folder."
+        )
+    return error
+
+
+def _cancelled(scheduler: Scheduler, job_id: str) -> bool:
+    try:
+        scheduler.cancel(job_id)
+    except SchedulerError:
+        return False
+    return True
+
+
+def _output(scheduler: Scheduler, job: Job, folder: Path) -> str:
+    if scheduler.name == "pbs":
+        return f"{folder}/"
+    escaped = str(folder).replace("%", "%%")  # a percent sign in the path itself
+    return f"{escaped}/{'%A_%a' if job.array else '%j'}.out"
+
+
+def _options(scheduler: Scheduler, job: Job) -> list[str]:
+    """Let PBS run a command: USR1 and TERM would terminate the login shell around a script."""
+    if scheduler.name != "pbs":
+        return []
+    options = [word for words in scheduler.directives(job) for word in words]
+    return [*options, "--", "/bin/bash", "-l"]

@@ -1,0 +1,324 @@
+"""Keep the global batch the same on any number of ranks: split, learning rate, accumulation.
+
+# A resumed run then has the same bits.
+prime_ddp_buckets(ddp, lambda: cross_entropy(ddp(inputs), targets))
+split = split_batch(global_batch=1024, world_size=dist.world_size, max_micro_batch=64)
+lr = scale_lr(3e-4, split.global_batch / 256, "sqrt")  # 3e-4 was found with a batch of 256
+loader = DataLoader(data, batch_size=split.micro_batch, sampler=sampler)
+for step, micro_batches in enumerate(batched(loader, split.accumulation)):
+    optimizer.param_groups[0]["lr"] = lr * linear_warmup(step, steps=500)
+    for (inputs, targets), weight in accumulate(ddp, micro_batches):
+        (weight * cross_entropy(ddp(inputs), targets)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+GradientNoiseScale measures whether a larger global batch is worth its samples (noise_scale.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from ..checkpoint.rng import random_states, restore_random_states
+from .noise_scale import GradientNoiseScale as GradientNoiseScale
+from .noise_scale import recommend as recommend
+
+_Batch = TypeVar("_Batch")
+RULES = ("linear", "sqrt", "none")
+
+
+# The split --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """A global batch of micro_batch * world_size * accumulation samples per optimizer step."""
+
+    global_batch: int
+    world_size: int
+    micro_batch: int  # samples of one forward and backward pass on one rank
+    accumulation: int  # passes per optimizer step
+
+
+def split_batch(
+    global_batch: int, world_size: int, max_micro_batch: int, *, min_micro_batch: int = 1
+) -> BatchSplit:
+    """Return the split with the fewest passes of at most max_micro_batch samples on a rank.
+
+    min_micro_batch: refuse splits that would be slow: 127 samples per rank have no divisors but 1
+    and 127. Raises ValueError, which names the nearest global batches and numbers of ranks that can
+    be split.
+    """
+    for name, value in (
+        ("global_batch", global_batch),
+        ("world_size", world_size),
+        ("min_micro_batch", min_micro_batch),
+        ("max_micro_batch", max_micro_batch),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1. Correct it")
+    if min_micro_batch > max_micro_batch:
+        raise ValueError(
+            f"min_micro_batch={min_micro_batch} is above max_micro_batch={max_micro_batch}. "
+            "Correct one"
+        )
+
+    def micro(batch: int, ranks: int) -> int | None:
+        return (
+            _micro_batch(batch // ranks, min_micro_batch, max_micro_batch)
+            if batch % ranks == 0
+            else None
+        )
+
+    found = micro(global_batch, world_size)
+    if found is not None:
+        return BatchSplit(global_batch, world_size, found, global_batch // world_size // found)
+
+    # min_micro_batch * k samples per rank can be split for every k: the search ends there.
+    multiple = global_batch - global_batch % world_size
+    end = global_batch + world_size * min_micro_batch + 1
+    smaller_batches = range(multiple, 0, -world_size)
+    larger_batches = range(multiple + world_size, end, world_size)
+    batches = [
+        next((batch for batch in candidates if micro(batch, world_size)), None)
+        for candidates in (smaller_batches, larger_batches)
+    ]
+    fewer_ranks = range(min(world_size - 1, global_batch), 0, -1)
+    more_ranks = range(world_size + 1, global_batch + 1)
+    ranks = [
+        next((count for count in candidates if micro(global_batch, count)), None)
+        for candidates in (fewer_ranks, more_ranks)
+    ]
+    raise ValueError(
+        f"A global batch of {global_batch} cannot be split into equal micro-batches of "
+        f"{min_micro_batch} to {max_micro_batch} samples on {world_size} rank(s). Expected a "
+        f"product of micro-batch, ranks and accumulation. With {world_size} rank(s) take a global "
+        f"batch of {_either(batches)}; with a global batch of {global_batch} take "
+        f"{_either(ranks)} rank(s)"
+    )
+
+
+def _micro_batch(share: int, least: int, most: int) -> int | None:
+    """Return the largest divisor of a rank's share between least and most, if there is one."""
+    for passes in range(math.ceil(share / most), share // least + 1):
+        if share % passes == 0:
+            return share // passes
+    return None
+
+
+def _either(values: Sequence[int | None]) -> str:
+    return " or ".join(str(value) for value in values if value is not None) or "no other number of"
+
+
+# The learning rate ------------------------------------------------------------------------------
+
+
+def scale_lr(lr: float, factor: float, rule: str) -> float:
+    """Return the learning rate for a global batch `factor` times as large as the one lr is for.
+
+    "linear"  lr * factor: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in
+              1 Hour", arXiv:1706.02677, section 2.1; for SGD, with linear_warmup().
+    "sqrt"    lr * sqrt(factor), which keeps the variance of an SGD update: Krizhevsky 2014, "One
+              weird trick for parallelizing convolutional neural networks", arXiv:1404.5997. For
+              Adam and similar optimizers see scale_adam().
+    "none"    lr.
+
+    Raises ValueError for another rule, or numbers that are not finite or not positive.
+    """
+    if not (0 < factor < math.inf and 0 <= lr < math.inf):
+        raise ValueError(
+            f"lr={lr!r} factor={factor!r}; expected finite numbers, the factor above 0. "
+            "Correct them"
+        )
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; expected one of {', '.join(RULES)}. Correct it")
+    return lr * {"linear": factor, "sqrt": math.sqrt(factor), "none": 1.0}[rule]
+
+
+def scale_adam(
+    factor: float, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+) -> dict[str, float | tuple[float, float]]:
+    """Return lr, betas and eps of Adam for a global batch `factor` times as large.
+
+    The square-root scaling rule: lr * sqrt(k), 1 - k (1 - beta) for both betas, eps / sqrt(k).
+    Malladi, Lyu, Panigrahi and Arora 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms", arXiv:2205.10287. Raises ValueError where a beta would fall below 0.
+    """
+    scaled = tuple(1 - factor * (1 - beta) for beta in betas)
+    if not all(0 <= beta < 1 for beta in scaled):
+        most = min(1 / (1 - beta) for beta in betas)
+        raise ValueError(
+            f"factor={factor} makes betas={betas} {scaled}; expected numbers from 0 to 1. The rule "
+            f"holds for factors up to {most:.4g} with these betas: change the batch less, or scale "
+            "lr alone"
+        )
+    return {
+        "lr": scale_lr(lr, factor, "sqrt"),
+        "betas": (scaled[0], scaled[1]),
+        "eps": eps / math.sqrt(factor),
+    }
+
+
+def linear_warmup(step: int, steps: int, start: float = 0.0) -> float:
+    """Return the factor of the learning rate in optimizer step `step`, counted from 0.
+
+    It rises in equal parts from `start` to 1, which it reaches in step `steps` - 1. The first step
+    is one part above start, so that start=0 loses no step. Gradual warm-up of Goyal et al. 2017
+    (see scale_lr), section 2.2, which starts at the unscaled rate (start = 1 / factor) and takes 5
+    epochs.
+    """
+    if step < 0 or steps < 0 or not 0 <= start <= 1:
+        raise ValueError(
+            f"step={step} steps={steps} start={start}; expected 0 or more, and a start from 0 to 1"
+        )
+    return 1.0 if step + 1 >= steps else start + (1 - start) * (step + 1) / steps
+
+
+# Gradients of the whole batch -------------------------------------------------------------------
+
+
+def batched(batches: Iterable[_Batch], count: int) -> Iterator[list[_Batch]]:
+    """Iterate over lists of `count` batches; the last may be shorter. Takes no batch ahead."""
+    if count < 1:
+        raise ValueError(f"count is {count}; expected at least 1. Correct it")
+    remaining = iter(batches)
+    while group := list(islice(remaining, count)):
+        yield group
+
+
+def accumulate(
+    model: torch.nn.Module,
+    micro_batches: Sequence[_Batch],
+    *,
+    samples: float | None = None,
+    size: Callable[[_Batch], float] | None = None,
+) -> Iterator[tuple[_Batch, float]]:
+    """Iterate over the micro-batches of one optimizer step, each with the weight for its mean loss.
+
+    The forward and backward pass go into the loop's body. With these weights the gradients add up
+    to that of the mean over the global batch, also when the last micro-batch is short.
+    DistributedDataParallel exchanges gradients in the last pass only (DDP.no_sync).
+
+    samples: of this rank in this step; default: those of micro_batches. Where ranks have unequal
+    shares, give the mean over the ranks, dist.all_reduce_mean(samples_of_this_rank), on all ranks.
+    It may count tokens if `size` does.
+    size: returns the samples of a micro-batch; default: the length of the first tensor in it.
+
+    Statistics that a model keeps, such as those of BatchNorm, are still of micro-batches. Raises
+    ValueError for a step without samples, TypeError for a batch whose length is unknown.
+    """
+    sizes = [(size or _length)(batch) for batch in micro_batches]
+    whole = sum(sizes) if samples is None else samples
+    if micro_batches and not whole > 0:
+        raise ValueError(
+            f"the optimizer step has {whole} samples; expected more than 0. Leave empty steps out"
+        )
+    # A model without DistributedDataParallel has no gradients to exchange.
+    no_sync: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+        model, "no_sync", contextlib.nullcontext
+    )
+    for number, (batch, size_of_batch) in enumerate(zip(micro_batches, sizes, strict=True), 1):
+        with contextlib.nullcontext() if number == len(micro_batches) else no_sync():
+            yield batch, size_of_batch / whole
+
+
+def prime_ddp_buckets(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> None:
+    """Let DistributedDataParallel fix its gradient buckets; a resumed run then has the same bits.
+
+    In the first backward pass of a process (the second with static_graph=True) DDP records when
+    each gradient is ready and reorders its buckets for all later passes. The bucket of a gradient
+    decides in which order three or more ranks add it up, and so its last bits. Call this once on
+    all ranks, before a checkpoint is loaded.
+
+    loss: one forward pass of the model as in training, with inputs of the training's shapes and any
+    values. The loss uses every output that the training's loss uses.
+
+    The model keeps its mode. Buffers (the statistics of BatchNorm), gradients, random number
+    generators and the state of a communication hook are afterwards as before. A model that updates
+    parameters in the backward pass, or counts passes in plain attributes, keeps those changes.
+
+    Raises RuntimeError inside of no_sync(), where DDP records nothing.
+    """
+    ddp = next(
+        (module for module in model.modules() if isinstance(module, DistributedDataParallel)), None
+    )
+    if ddp is not None and not ddp.require_backward_grad_sync:
+        raise RuntimeError(
+            "prime_ddp_buckets() was called inside of no_sync(). Expected a pass that exchanges "
+            "gradients. Call it outside"
+        )
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    hooks = _hook_states(ddp)
+    generators = random_states()
+    try:
+        for _ in range(2 if ddp is not None and ddp.static_graph else 1):
+            for parameter, _ in gradients:
+                parameter.grad = None
+            with torch.enable_grad():
+                torch.autograd.backward(loss())
+    finally:
+        restore_random_states(generators)
+        for state, attributes in hooks:
+            for name, value in attributes.items():
+                setattr(state, name, value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, name, buffer, values in buffers:
+                buffer.copy_(values)
+                setattr(module, name, buffer)
+
+
+def _hook_states(ddp: DistributedDataParallel | None) -> list[tuple[object, dict[str, Any]]]:
+    """Return the state objects of communication hooks, each with a copy of its attributes."""
+    # Private: torch gives no other access to the state of a hook, such as PowerSGDState.
+    states = [
+        state for _, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, ProcessGroup)
+    ]
+    found = []
+    for state in states:
+        names = [
+            *getattr(state, "__dict__", ()),
+            *(name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())),
+        ]
+        attributes = {name: getattr(state, name) for name in names if hasattr(state, name)}
+        groups = {
+            id(value): value for value in attributes.values() if isinstance(value, ProcessGroup)
+        }
+        found.append((state, copy.deepcopy(attributes, groups)))  # process groups are not copied
+    return found
+
+
+def _length(batch: object) -> int:
+    """Return the length of the first tensor of a batch from a DataLoader."""
+    inner = batch
+    while not isinstance(inner, torch.Tensor):
+        if isinstance(inner, Mapping) and inner:
+            inner = next(iter(inner.values()))
+        elif isinstance(inner, Sequence) and not isinstance(inner, str) and inner:
+            inner = inner[0]
+        else:
+            raise TypeError(
+                f"a micro-batch of type {type(batch).__name__} has no tensor in the first place. "
+                "Expected tensors, or lists and dictionaries of them. Give size=, which returns "
+                "the number of its samples"
+            )
+    return len(inner)

@@ -1,0 +1,225 @@
+"""Find slow ranks: the time of each step, split into data, computation and waiting for others.
+
+    timer = StepTimer(dist, every=100)
+    for batch in timer.batches(loader):
+        loss = model(batch)
+        with timer.exchange():  # where this rank meets the others
+            loss.backward()
+
+`python -m utils.training.step_timer steps.csv` draws the steps of all ranks (matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed
+
+from ..distributed import Distributed
+from ..log import get_logger
+
+_log = get_logger(__name__)
+_Batch = TypeVar("_Batch")
+_GPU_SAMPLE = 10  # of so many steps, one is measured: measuring waits for the GPU
+
+
+class RankTimes(NamedTuple):
+    """Mean seconds of a rank's steps."""
+
+    rank: int
+    host: str
+    data: float  # until the next batch is there
+    computation: float
+    waiting: float  # for other ranks
+
+    @property
+    def work(self) -> float:
+        """Return the time for which the other ranks wait if it is longer than theirs."""
+        return self.data + self.computation
+
+
+class StepTimer:
+    """Measures the steps of this rank, and compares all ranks after every `every` steps.
+
+    The rank that spends the shortest time in exchange() waits for nobody; what the others spend
+    there beyond that is waiting.
+    """
+
+    def __init__(
+        self, dist: Distributed, *, every: int = 100, share: float = 0.2, file: str | None = None
+    ) -> None:
+        """Prepare the measurement; all ranks have to call this.
+
+        every: steps between two comparisons, the same on all ranks. share: rank 0 names a host
+        that works this much longer than the median of the others. file: rank 0 appends every
+        comparison to this CSV file.
+        """
+        if every < 1 or share <= 0:
+            raise ValueError(f"every is {every}, share {share}; expected 1 or more, and above 0")
+        self._dist, self._every, self._share, self._file = dist, every, share, file
+        self._sample = min(every, _GPU_SAMPLE) if dist.device.type != "cpu" else 1
+        self._step = 0
+        self._sums = [0.0, 0.0, 0.0]  # seconds of the measured steps: step, data, exchange
+        self._hosts: list[str] = [""] * dist.world_size
+        if dist.world_size > 1:
+            torch.distributed.all_gather_object(self._hosts, socket.gethostname())
+
+    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield the batches of a loader; a step lasts until the next batch is requested."""
+        batches = iter(loader)
+        while True:
+            start = self._now()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            data = self._now() - start
+            yield batch
+            if self._is_measured():
+                self._sums[0] += self._now() - start
+                self._sums[1] += data
+            self._step += 1
+            if self._step % self._every == 0:
+                self._compare()
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Measure the part of a step in which this rank meets the others, such as backward()."""
+        start = self._now()
+        yield
+        if self._is_measured():
+            self._sums[2] += self._now() - start
+
+    def _is_measured(self) -> bool:
+        return self._step % self._sample == 0
+
+    def _now(self) -> float:
+        if self._dist.device.type == "cuda" and self._is_measured():
+            torch.cuda.synchronize(self._dist.device)
+        return time.perf_counter()
+
+    def _compare(self) -> None:
+        """Gather three numbers of each rank; print and record on rank 0."""
+        measured = -(-self._every // self._sample)
+        sums = torch.tensor(self._sums, dtype=torch.float64, device=self._dist.device) / measured
+        self._sums = [0.0, 0.0, 0.0]
+        gathered = [torch.empty_like(sums) for _ in self._hosts]
+        if len(gathered) > 1:
+            torch.distributed.all_gather(gathered, sums)
+        else:
+            gathered = [sums]
+        if not self._dist.is_main:
+            return
+        times = split([values.tolist() for values in gathered], self._hosts)
+        if slow := describe_slowest(times, self._share):
+            _log.warning("steps %d to %d: %s", self._step - self._every + 1, self._step, slow)
+        if self._file is not None:
+            append(self._file, self._step, times)
+
+
+def split(measured: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[RankTimes]:
+    """Return the times of all ranks. measured: seconds of step, data and exchange of each rank."""
+    shortest = min(exchange for _, _, exchange in measured)
+    return [
+        RankTimes(rank, hosts[rank], data, step - data - (exchange - shortest), exchange - shortest)
+        for rank, (step, data, exchange) in enumerate(measured)
+    ]
+
+
+def describe_slowest(times: Sequence[RankTimes], share: float) -> str:
+    """Return which host is slower than the median of the others by `share`; "" if none is.
+
+    On a single host, ranks are compared.
+    """
+    several_hosts = len({one.host for one in times}) > 1
+    slowest: dict[str | int, RankTimes] = {}  # of each host
+    for one in times:
+        place = one.host if several_hosts else one.rank
+        slowest[place] = max(slowest.get(place, one), one, key=lambda times: times.work)
+    ranked = sorted(slowest.values(), key=lambda times: times.work)
+    if len(ranked) < 2:
+        return ""
+
+    worst, usual = ranked[-1], statistics.median(one.work for one in ranked[:-1])
+    if worst.work <= usual * (1 + share):
+        return ""
+    return (
+        f"rank {worst.rank} on {worst.host} is slow: it works {1e3 * worst.work:.1f} ms in each "
+        f"step (data {1e3 * worst.data:.1f}, computation {1e3 * worst.computation:.1f}), the "
+        f"median of the other {'hosts' if several_hosts else 'ranks'} is {1e3 * usual:.1f} ms"
+    )
+
+
+# The picture -------------------------------------------------------------------------------------
+
+
+def append(file: str, step: int, times: Sequence[RankTimes]) -> None:
+    """Append a comparison to a CSV file; the columns are those of RankTimes, after the step."""
+    with open(file, "a", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        if stream.tell() == 0:
+            writer.writerow(["step", *RankTimes._fields])
+        writer.writerows([step, *one] for one in times)
+
+
+def draw(file: Path, output: Path) -> None:
+    """Draw data, computation and waiting of all ranks over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with open(file, newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    steps = sorted({int(row["step"]) for row in rows})
+    hosts = {int(row["rank"]): row["host"] for row in rows}
+    parts = ("data", "computation", "waiting")
+    cells = {
+        (row["rank"], row["step"], part): 1e3 * float(row[part]) for row in rows for part in parts
+    }
+    highest = max(cells.values(), default=1.0)
+
+    height = min(12.0, max(2.6, 1.5 + 0.22 * len(hosts)))  # room for the label of the colours
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, height), sharey=True, layout="constrained")
+    for axis, part in zip(axes, parts, strict=True):
+        table = [
+            [cells.get((str(rank), str(step), part), float("nan")) for step in steps]
+            for rank in sorted(hosts)
+        ]
+        extent = (0, steps[-1], len(hosts) - 0.5, -0.5)
+        image = axis.imshow(table, aspect="auto", vmin=0, vmax=highest, extent=extent)
+        axis.set(title=part, xlabel="step")
+    labelled = range(0, len(hosts), max(1, len(hosts) // 40))
+    axes[0].set_yticks(list(labelled), [f"rank {rank}, {hosts[rank]}" for rank in labelled])
+    figure.colorbar(image, ax=axes, label="ms per step")
+    figure.savefig(output, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.training.step_timer",
+        description="Draw the file of a StepTimer as a picture.",
+    )
+    parser.add_argument("file", type=Path, help="CSV file of StepTimer(file=...)")
+    parser.add_argument("--output", type=Path, help="(default: the same name with .png)")
+    args = parser.parse_args()
+    output = args.output or args.file.with_suffix(".png")
+    try:
+        draw(args.file, output)
+    except ImportError as error:
+        sys.exit(f"{output} was not drawn: {error}. Install it: pip install matplotlib")
+    print(f"{output} written")
+
+
+if __name__ == "__main__":
+    main()
