@@ -19,7 +19,7 @@ from tests.unit.launch_plans import SLURM, job, make
 from utils.binding import cpus_of_mask
 from utils.launch.bootstrap import module_command
 from utils.launch.connection import JoinReport
-from utils.launch.cores import RankMask, cpus_of_ranks
+from utils.launch.cores import RankMask, shares_of_ranks
 from utils.launch.event_loop import CaughtSignals, EventLoop
 from utils.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
 from utils.launch.plan import Plan
@@ -168,19 +168,22 @@ def start_message(*cores: RankMask) -> bytes:
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_program_without_the_kit_is_bound_to_its_share_of_the_cores(is_given: bool) -> None:
+def test_program_without_the_kit_gets_its_share_of_the_cores(is_given: bool) -> None:
     last = max(os.sched_getaffinity(0))
     binding = f"list:0:{last}" if is_given else ""
     with ReportListener() as report:
         process, connection, received = started(
-            report, "grep", "^Cpus_allowed_list", "/proc/self/status", binding=binding)
+            report, "sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS", binding=binding)
         with connection:
             cores = received["cores"]
             connection.sendall(start_message(cores, cores))
             output, errors = process.communicate(timeout=30)
     assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
-    divided = cpus_of_ranks([cores, cores], {})[1] or os.sched_getaffinity(0)  # three cores or fewer are not
-    assert parse_ranges(output.split()[1]) == ({last} if is_given else divided)
+    share = shares_of_ranks([cores, cores], {"DDPKIT_CPU_BIND": binding})[1]
+    divided = share.cpus or os.sched_getaffinity(0)  # three cores or fewer are not
+    _, cpus, threads = output.split()
+    assert parse_ranges(cpus) == ({last} if is_given else divided)
+    assert share.variables == {"OMP_NUM_THREADS": threads}
 
 
 def test_early_signal_has_its_default_action_in_another_program() -> None:

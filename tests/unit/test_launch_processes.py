@@ -17,7 +17,7 @@ from tests.cluster.hosts import wait_until
 from tests.unit.launch_plans import make
 from utils import process
 from utils.launch.connection import connect
-from utils.launch.cores import cpus_of_ranks, report_mask
+from utils.launch.cores import report_mask, shares_of_ranks
 from utils.launch.host_ranks import start_on_host
 from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.launch.reserved_port import ReservedPort
@@ -54,9 +54,20 @@ def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, exp
         start_on_host([(command, one) for one in variables], environ, processes, None, output_dir=str(tmp_path))
         wait_until(lambda: processes.ended() == [] and not processes.running, "the end of both ranks")
     mask = report_mask({})
-    divided = [cpus or set(CPUS) for cpus in cpus_of_ranks([mask, mask], {})]  # not on three cores or fewer
+    divided = [share.cpus or set(CPUS) for share in shares_of_ranks([mask, mask], {})]  # not on three cores or fewer
     for path, cpus in zip(sorted(tmp_path.iterdir()), expected or divided, strict=True):
         assert parse_ranges(path.read_text().split()[1]) == cpus
+
+
+@pytest.mark.parametrize(("given", "threads"), [("", "1"), ("3", "3")])
+def test_ranks_without_the_kit_do_not_use_all_cores_each(tmp_path: Path, given: str, threads: str) -> None:
+    variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(CPUS) + 1)]
+    with Processes("unit.threads") as processes:
+        environ = {**os.environ, "OMP_NUM_THREADS": given}
+        start_on_host([(["sh", "-c", "echo $OMP_NUM_THREADS"], one) for one in variables], environ, processes, None,
+                      output_dir=str(tmp_path))
+        wait_until(lambda: processes.ended() == [] and not processes.running, "the end of all ranks")
+    assert {path.read_text() for path in tmp_path.iterdir()} == {f"{threads}\n"}
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "first"), [
@@ -68,7 +79,10 @@ def test_rank_runs_near_the_gpus_that_it_may_use(
     for path, text in {"cpu/online": "0-3", "node/node0/cpulist": "0-1", "node/node1/cpulist": "2-3"}.items():
         (tmp_path / "sys/devices/system" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys/devices/system" / path).write_text(text)
-    assert cpus_of_ranks([{"mask": "f", "gpu_nodes": gpus}] * ranks, {}, tmp_path) == first
+    shares = shares_of_ranks([{"mask": "f", "gpu_nodes": gpus}] * ranks, {}, tmp_path)
+    assert [share.cpus for share in shares] == first
+    threads = {"OMP_NUM_THREADS": str(len(set().union(*first)) // ranks)} if ranks > 1 else {}
+    assert all(share.variables == threads for share in shares)
 
 
 def test_process_that_ignores_sigterm_is_killed() -> None:

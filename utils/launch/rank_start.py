@@ -18,7 +18,7 @@ from ..launch_report import VARIABLE, parse_address
 from ..launchers.base import LaunchError
 from ..launchers.detect import detect
 from .connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
-from .cores import bind, cpus_of_ranks, report_mask
+from .cores import bind, report_mask, shares_of_ranks
 from .environment import correct_slurm_variables
 from .files import problem_with
 from .nested import report_groups
@@ -73,9 +73,11 @@ def main(arguments: Sequence[str]) -> int:
     if not imports_this_package(program):
         try:
             local_rank = int(response["variables"]["LOCAL_RANK"])
-            bind(cpus_of_ranks(response["cores"], os.environ)[local_rank])
+            share = shares_of_ranks(response["cores"], os.environ)[local_rank]
         except LaunchError as error:
             return _fail(str(error))
+        bind(share.cpus)
+        os.environ.update(share.variables)
     if port is not None:
         port.keep_over_exec()
     if report["rank"] != 0:  # Intel's mpiexec lets it wait for an input that never comes
