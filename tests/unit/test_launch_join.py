@@ -71,7 +71,8 @@ def join(report: ReportListener, **values: Any) -> socket.socket:
     connection = socket.create_connection((addresses[0], port), timeout=10)
     host = "n2" if values["rank"] == 2 else "n1"
     cores = {"mask": f"{1 << values['rank']:x}", "gpu_nodes": []}
-    message = {"token": token, "world_size": 3, "host": [host], "reached": "10.0.0.9", "cores": cores, **values}
+    message = {"token": token, "world_size": 3, "host": [host], "reached": "10.0.0.9", "cores": cores,
+               "process": [values["rank"], 1, "pid:[1]"], **values}
     connection.sendall(json.dumps({"join": message}).encode() + b"\n")
     return connection
 
@@ -107,6 +108,27 @@ def test_launch_that_is_not_the_plan_fails(joining: Joining, ranks: list[dict[st
     for client in clients:
         with client, client.makefile() as stream:
             assert "variables" not in stream.read()
+
+
+def test_end_of_all_ranks_is_known_from_each_host(joining: Joining) -> None:
+    """From the watch of a host, which Slurm may end together with the ranks there."""
+    report, loop, server = joining
+    ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
+    serve(loop)
+    processes = []
+    for rank in ranks:
+        with rank.makefile() as stream:
+            processes.append([pid for pid, *_ in json.loads(stream.readline())["processes"]])
+    assert processes == [[0, 1], [], [2]]
+    for closed in (1, 2):
+        ranks[closed].close()
+        serve(loop)
+        assert server.ended_at is None
+    ranks[0].sendall(b'{"ended": true}\n')
+    ranks[0].close()
+    serve(loop)
+    server.close()
+    assert server.ended_at is not None
 
 
 def test_rank_that_ends_before_all_have_joined_is_named(joining: Joining) -> None:

@@ -14,11 +14,14 @@ from unittest.mock import Mock
 import pytest
 
 from tests.cluster.hosts import wait_until
-from tests.unit.launch_plans import make
+from tests.unit.launch_plans import PBS, job, make
 from utils import process
+from utils.launch import native_launch
 from utils.launch.connection import connect
 from utils.launch.cores import report_mask, shares_of_ranks
 from utils.launch.host_ranks import start_on_host
+from utils.launch.methods import Mpich
+from utils.launch.plan import Mpiexec
 from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.launch.reserved_port import ReservedPort
 from utils.launch.result import END_DELAY_AFTER_STOP, LaunchResult
@@ -101,6 +104,21 @@ def test_file_that_is_no_program_has_the_status_of_a_shell() -> None:
     with Processes("unit.4") as processes:
         assert processes.start(["/etc/passwd"], os.environ) is None
         assert processes.ended() == [(0, 126)]
+
+
+def test_launcher_that_does_not_return_after_all_ranks_is_ended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As srun, which waits for ever for a slurmstepd that was killed."""
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text("#!/bin/sh\nwhile [ \"$1\" != -n ]; do shift; done; shift 2\n"
+                       "PMI_RANK=0 PMI_SIZE=2 \"$@\" & PMI_RANK=1 PMI_SIZE=2 \"$@\" & exec sleep 600\n")
+    mpiexec.chmod(0o755)
+    monkeypatch.setattr(native_launch, "RETURN_SECONDS", 0.5)
+    plan = make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, mpiexec=Mpiexec(str(mpiexec), Mpich, 5),
+                command=("sleep", "1"), python=sys.executable)
+    started = time.monotonic()
+    assert run(plan) == 1 and 1.5 < time.monotonic() - started < 60
+    assert "all ranks have ended, but mpiexec has not within" in capfd.readouterr().err
 
 
 def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

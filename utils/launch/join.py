@@ -37,13 +37,15 @@ class JoinedRank(NamedTuple):
     reached: str  # the address by which the rank has reached this host
     port: int = 0  # of rank 0: reserved on its host
     cores: RankMask = RankMask(mask="", gpu_nodes=[])
+    process: tuple[int, int | None, str] = (0, None, "")  # see JoinReport
 
 
 class JoinServer(ConnectionServer):
     """The ranks of one launch, until all of them have joined or one could not.
 
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
-    it has not. lost_rank: a rank ended before all had joined.
+    it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
+    ended, by time.monotonic(), as the hosts report it.
     """
 
     def __init__(self, plan: Plan, report: ReportListener, loop: EventLoop) -> None:
@@ -53,6 +55,9 @@ class JoinServer(ConnectionServer):
         self._joined: dict[int, JoinedRank] = {}
         self._groups: dict[int, dict[int, int]] = {}  # from nested.GroupWatch, by local rank 0
         self._limit = time.monotonic() + START_SECONDS
+        self._watched: set[int] = set()  # the rank on each host that has started the watch
+        self._end_reported = False
+        self.ended_at: float | None = None
         self.complete = self.lost_rank = False
         self.problem = ""
 
@@ -115,18 +120,20 @@ class JoinServer(ConnectionServer):
         own_addresses = set(network.local_addresses())
         num_hosts = len({one.host for one in ranks})
         variables_of = rank_variables(self._joined, own_addresses)
-        cores: dict[str, list[RankMask]] = {}  # of each host, by local rank
+        by_host: dict[str, list[JoinedRank]] = {}  # by local rank
         for rank in sorted(variables_of, key=lambda rank: int(variables_of[rank]["LOCAL_RANK"])):
-            cores.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank].cores)
+            by_host.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank])
+        self._watched = {on_host[0].rank for on_host in by_host.values()}
         for rank, variables in variables_of.items():
-            host_cores = cores[variables["NODE_RANK"]]
-            first = variables["LOCAL_RANK"] == "0"
+            on_host = by_host[variables["NODE_RANK"]]
+            processes = [one.process for one in on_host] if rank in self._watched else []
             self.clients[rank].send(
                 {
                     "variables": variables,
                     "num_hosts": num_hosts,
-                    "cores": host_cores,
-                    "watched_ranks": len(host_cores) if first and self._plan.is_watched else 0,
+                    "cores": [one.cores for one in on_host],
+                    "watched_ranks": len(on_host) if self._plan.is_watched else 0,
+                    "processes": processes,
                 }
             )
 
@@ -134,8 +141,13 @@ class JoinServer(ConnectionServer):
         if "groups" in message:
             self._groups[index] = dict(message["groups"])
             self.problem = self.problem or problem(self._groups.values(), self._plan.world_size)
+        self._end_reported |= message.get("ended", False)
 
     def client_lost(self, index: int) -> None:
+        self._watched.discard(index)
+        # Slurm ends the watch of a host with its ranks. A report shows that they have ended.
+        if self._end_reported and not self._watched:
+            self.ended_at = time.monotonic()
         if not self.complete:
             self.lost_rank = True
             host = self._joined[index].host[0]
@@ -188,6 +200,7 @@ class JoinServer(ConnectionServer):
             str(report["reached"]),
             int(report.get("port", 0)),
             report["cores"],
+            report["process"],
         )
 
     def _expected(self) -> str:

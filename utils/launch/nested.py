@@ -12,10 +12,11 @@ import select
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from .. import process
 from ..rank_variables import LAUNCH_RANK
-from .connection import CONNECT_SECONDS, LaunchConnection
+from .connection import CONNECT_SECONDS, LaunchConnection, Message
 from .processes import LAUNCH_VARIABLE
 
 # What starts ranks, by the name of a program or module, and the --launcher for the same.
@@ -254,11 +255,11 @@ def problem(groups: Iterable[Mapping[int, int]], world_size: int) -> str:
     )
 
 
-def report_groups(connection: LaunchConnection, launch_id: str, ranks: int) -> None:
-    """Start a process that reports the groups of this host to launch.py, and return.
+def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Message) -> None:
+    """Start a process that reports the groups of this host, and the end of its ranks, to launch.py.
 
     It is no child of this process, which becomes the user's program, and holds nothing but the
-    connection. It ends with it, or when no group is left to be found.
+    connection. It ends with it, or with the ranks. Return at once.
     """
     if pid := os.fork():
         os.waitpid(pid, 0)
@@ -269,15 +270,24 @@ def report_groups(connection: LaunchConnection, launch_id: str, ranks: int) -> N
             return
         os.closerange(0, connection.fileno())
         os.closerange(connection.fileno() + 1, 65536)
+        ranks, namespace = response["processes"], process.namespace("pid")
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(connection, select.POLLIN)
-        watch = GroupWatch(launch_id, ranks)
+        for pid, _, _ in ranks:
+            with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
+                poll.register(os.pidfd_open(pid), select.POLLIN)
+        watch = GroupWatch(launch_id, response["watched_ranks"])
         reported = watch.groups
-        while (seconds := watch.look(time.monotonic())) is not None:
+        # What is in another namespace is not seen from here.
+        while any(there != namespace or process.start_time(pid) == t for pid, t, there in ranks):
+            seconds = watch.look(time.monotonic())
             if watch.groups != reported:
                 reported = watch.groups
                 connection.send({"groups": list(reported.items())}, timeout=CONNECT_SECONDS)
-            if poll.poll(1000 * seconds):
-                return
+            for ready, _ in poll.poll(1000 * (_LONGEST_SECONDS if seconds is None else seconds)):
+                if ready == connection.fileno():
+                    return
+                poll.unregister(ready)
+        connection.send({"ended": True}, timeout=CONNECT_SECONDS)
     finally:
         os._exit(0)

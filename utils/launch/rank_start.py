@@ -21,7 +21,7 @@ from .connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, 
 from .cores import bind, report_mask, shares_of_ranks
 from .environment import correct_slurm_variables
 from .files import problem_with
-from .nested import report_groups
+from .nested import report_on_ranks
 from .output import open_file
 from .processes import LAUNCH_VARIABLE
 from .reserved_port import ReservedPort
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         report["rank"] = placement.rank
         report["world_size"] = placement.world_size
         report["local_rank"] = placement.local_rank
+        report["process"] = os.getpid(), process.start_time(os.getpid()), process.namespace("pid")
         report["cores"] = report_mask(os.environ)
         if placement.rank == 0:
             port = ReservedPort()
@@ -118,9 +119,9 @@ def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
     connection.send({"join": report}, timeout=CONNECT_SECONDS)
     response = connection.receive_one()
-    if response and response.get("watched_ranks"):
+    if response and response.get("processes"):
         launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
-        report_groups(connection, launch_id, response["watched_ranks"])
+        report_on_ranks(connection, launch_id, response)
     connection.close()
     return response if response and "variables" in response else None
 
