@@ -23,6 +23,7 @@ from utils.launch.cores import RankMask, shares_of_ranks
 from utils.launch.event_loop import CaughtSignals, EventLoop
 from utils.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
 from utils.launch.plan import Plan
+from utils.launch.result import LaunchResult
 from utils.launch_report import VARIABLE, ReportListener, parse_address, report_saved
 from utils.topology import parse_ranges
 
@@ -63,7 +64,7 @@ def test_ranks_on_other_hosts_than_planned(hosts: list[str], hint: str) -> None:
 @pytest.fixture
 def joining() -> Iterator[Joining]:
     with ReportListener() as report, CaughtSignals() as signals, EventLoop(signals) as loop:
-        yield report, loop, JoinServer(planned(), report, loop)
+        yield report, loop, JoinServer(planned(), report, loop, LaunchResult())
 
 
 def join(report: ReportListener, **values: Any) -> socket.socket:
@@ -129,6 +130,20 @@ def test_end_of_all_ranks_is_known_from_each_host(joining: Joining) -> None:
     serve(loop)
     server.close()
     assert server.ended_at is not None
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_host_of_rank_0_reports_that_the_ranks_have_no_group(
+        joining: Joining, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    report, loop, server = joining
+    ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
+    serve(loop)
+    ranks[rank].sendall(b'{"copies": true}\n')
+    serve(loop)
+    server.close()
+    for connection in ranks:
+        connection.close()
+    assert ("3 independent copies of train.py are running" in capfd.readouterr().err) == (rank == 0)
 
 
 def test_rank_that_ends_before_all_have_joined_is_named(joining: Joining) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,12 +17,12 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.unit.launch_plans import PBS, job, make
 from utils import process
-from utils.launch import native_launch
+from utils.launch import native_launch, nested
 from utils.launch.connection import connect
 from utils.launch.cores import report_mask, shares_of_ranks
 from utils.launch.host_ranks import start_on_host
 from utils.launch.methods import Mpich
-from utils.launch.plan import Mpiexec
+from utils.launch.plan import Mpiexec, Plan
 from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.launch.reserved_port import ReservedPort
 from utils.launch.result import END_DELAY_AFTER_STOP, LaunchResult
@@ -106,18 +107,70 @@ def test_file_that_is_no_program_has_the_status_of_a_shell() -> None:
         assert processes.ended() == [(0, 126)]
 
 
+def started_by_mpiexec(folder: Path, end: str, *command: str, **options: Any) -> Plan:
+    """Plans two ranks of a program that starts them, and then runs this line of shell."""
+    mpiexec = folder / "mpiexec"
+    mpiexec.write_text("#!/bin/sh\nwhile [ \"$1\" != -n ]; do shift; done; shift 2\n"
+                       f"PMI_RANK=0 PMI_SIZE=2 \"$@\" & PMI_RANK=1 PMI_SIZE=2 \"$@\" & {end}\n")
+    mpiexec.chmod(0o755)
+    return make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, mpiexec=Mpiexec(str(mpiexec), Mpich, 5),
+                command=command, python=sys.executable, **options)
+
+
+COPY, LONG_COPY = (("sh", "-c", f"sleep {seconds}", "train.py") for seconds in (2, 10.5))
+EXCHANGE = """
+import os, socket, sys, time
+time.sleep(1.6)
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(place) as store:
+        store.accept()[0].recv(1)
+while os.environ["RANK"] == "1":
+    try:
+        sys.exit(socket.create_connection(place).close())
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("by", "command", "options", "warned"), [
+    ("local", COPY, {}, True), ("ssh", LONG_COPY, {}, True), ("mpiexec", LONG_COPY, {}, True),
+    ("ssh", COPY, {}, False), ("mpiexec", COPY, {}, False), ("local", (sys.executable, "-c", EXCHANGE), {}, False),
+    ("local", ("sh", "-c", "sleep 1", str(ROOT / "examples/02_distributed_sampler.py")), {}, False),
+    ("local", ("sh", "-c", "sleep 1; exit 3"), {}, False), ("local", COPY, {"independent": True}, False),
+    ("local", COPY, {"ntasks": 1}, False)],
+    ids=["local", "agent", "mpiexec", "short, agent", "short, mpiexec", "store", "kit", "failed", "independent", "alone"])
+def test_ranks_that_never_form_a_group_are_named(
+        by: str, command: tuple[str, ...], options: dict[str, Any], warned: bool, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(nested, "SHORT_SECONDS", 1.0)
+    if by == "mpiexec":
+        plan = started_by_mpiexec(tmp_path, "wait", *command)
+    else:
+        allocation = job("pbs", (2,)) if by == "ssh" else None
+        environ = {**(PBS if allocation else {}), "PATH": os.environ["PATH"]}
+        plan = make(allocation, environ, command=command, launcher=by, python=sys.executable,
+                    **({"ntasks": 2} | options))
+    assert run(plan) == 3 * ("exit 3" in command[-1])
+    errors = capfd.readouterr().err
+    assert ("2 independent copies of train.py ran: no rank formed a process group. Expected" in errors) == warned
+    assert "independent copies" not in errors or warned, errors
+
+
+def test_ranks_without_a_group_are_named_while_they_run(
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(nested, "LATE_SECONDS", 0.2)
+    assert run(make(None, {"PATH": os.environ["PATH"]}, command=COPY, ntasks=2)) == 0
+    found = "2 independent copies of train.py are running: no rank formed a process group within 5 minutes. Expected"
+    assert capfd.readouterr().err.count(found) == 1
+
+
 def test_launcher_that_does_not_return_after_all_ranks_is_ended(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """As srun, which waits for ever for a slurmstepd that was killed."""
-    mpiexec = tmp_path / "mpiexec"
-    mpiexec.write_text("#!/bin/sh\nwhile [ \"$1\" != -n ]; do shift; done; shift 2\n"
-                       "PMI_RANK=0 PMI_SIZE=2 \"$@\" & PMI_RANK=1 PMI_SIZE=2 \"$@\" & exec sleep 600\n")
-    mpiexec.chmod(0o755)
     monkeypatch.setattr(native_launch, "RETURN_SECONDS", 0.5)
-    plan = make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, mpiexec=Mpiexec(str(mpiexec), Mpich, 5),
-                command=("sleep", "1"), python=sys.executable)
     started = time.monotonic()
-    assert run(plan) == 1 and 1.5 < time.monotonic() - started < 60
+    assert run(started_by_mpiexec(tmp_path, "exec sleep 600", "sleep", "1")) == 1 and 1.5 < time.monotonic() - started < 60
     assert "all ranks have ended, but mpiexec has not within" in capfd.readouterr().err
 
 

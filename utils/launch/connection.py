@@ -80,6 +80,7 @@ class Message(TypedDict, total=False):
     output: tuple[int, str, int]  # stream (1 or 2), text, index of the process
     exit: tuple[int, int]  # index of the process, exit status
     groups: list[tuple[int, int]]  # see nested.GroupWatch; also from a host with native ranks
+    copies: bool  # no rank of the host has formed a group: they run (true), or have ended
     done: bool  # all processes have ended and all output was sent
     wants_input: bool  # more of the standard input of launch.py
     # coordinator -> agent

@@ -23,6 +23,7 @@ from .srun_errors import SrunErrors
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
 RETURN_SECONDS = 60.0  # after the end of all ranks
+_REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
 
 
@@ -57,7 +58,7 @@ class _NativeLaunch:
         self._plan, self._processes, self._command = plan, processes, command
         self._report, self._loop = report, loop
         self._program = os.path.basename(plan.method.path)
-        self._ranks = JoinServer(plan, report, loop)
+        self._ranks = JoinServer(plan, report, loop, result)
         self._result = result
         self._errors: SrunErrors | None = None
         self._rank_failed_at: float | None = None
@@ -81,6 +82,7 @@ class _NativeLaunch:
             status = self._wait_for_end()
             if self._errors is not None:
                 self._errors.drain()
+            self._receive_last_reports()
             self._ranks.close()
 
         if self._result.status:  # the reason was printed when it happened
@@ -111,6 +113,13 @@ class _NativeLaunch:
                 self._end(now)
             status = max([status, *(ended for _, ended in self._processes.ended())])
         return status
+
+    def _receive_last_reports(self) -> None:
+        """Receive what the watch of each host reports at the end of its ranks."""
+        limit = time.monotonic() + _REPORT_SECONDS
+        while not self._result.status and self._ranks.watched and time.monotonic() < limit:
+            self._loop.run_once(limit - time.monotonic())
+            self._loop.signals.take()
 
     def _end_if_failed(self, now: float) -> None:
         """End the command if it still runs long after a rank failed: it waits for a dead host."""
