@@ -161,7 +161,7 @@ class StopSignal:
 
         Once True, it stays True. A call takes about a microsecond in a tight loop and some tens of
         microseconds after a real step, whose data displace its own from the caches
-        (scripts/bench_stop.py measures both). It waits only after a request, some milliseconds
+        (tests/bench/bench_stop.py measures both). It waits only after a request, some milliseconds
         until the ranks have agreed.
 
         Raises RuntimeError if they cannot agree: a rank hangs, has failed or has ended.

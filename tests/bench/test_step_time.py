@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.validation.step_time import PAYLOAD, Grid, measure, predict
+from tests.bench.step_time import PAYLOAD, Grid, measure, predict
 from utils.tools.plan import plan_cli as cli
 
 WIDE = 2  # of CASES: the longest communication for its computation
@@ -20,7 +20,7 @@ def test_predicted_step_on_links_of_known_rate(
     assert [row.rate for row in rows] == [50, 100]
     assert [predict(row) for row in rows] == pytest.approx([row.measured for row in rows], rel=0.2)
     row = rows[1]
-    cli.main(["--model", "tests.validation.step_time:wide_mlp", "--batch", "128", "--optimizer", "sgd", "--gpus", "2",
+    cli.main(["--model", "tests.bench.step_time:wide_mlp", "--batch", "128", "--optimizer", "sgd", "--gpus", "2",
               "--gpus-per-node", "1", "--ring", "--bandwidth", str(PAYLOAD * 100e6 / 8), "--between-latency", "1e-3",
               "--bucket-cap-mb", "4", "--compute-seconds", str(row.computed), "--json"])
     point, = (point for point in json.loads(capsys.readouterr().out)["scaling"] if point["gpus"] == 2)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure a save of utils.checkpoint against torch.save and against plain files.
 
-python scripts/bench_checkpoint.py                    a state of 1,000 MB, in the current folder
-python scripts/bench_checkpoint.py --megabytes 200 --folder /scratch/me
+python tests/bench/bench_checkpoint.py                    a state of 1,000 MB, in the current folder
+python tests/bench/bench_checkpoint.py --megabytes 200 --folder /scratch/me
 
 All of them take turns in one process, five times. The exit status is 0 whatever the figures are.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.checkpoint import Checkpointer, storage
 from utils.checkpoint.checksums import memory
 from utils.checkpoint.rank_file import read_rank_file

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare the kit's sampler with torch's DistributedSampler: first index, resume, memory, speed.
 
-python scripts/bench_data.py                         10^6, 10^8 and 10^10 samples
-python scripts/bench_data.py --lengths 1000000       one size
-python scripts/bench_data.py --stock-limit 10000000  torch's sampler up to this size only
+python tests/bench/bench_data.py                         10^6, 10^8 and 10^10 samples
+python tests/bench/bench_data.py --lengths 1000000       one size
+python tests/bench/bench_data.py --stock-limit 10000000  torch's sampler up to this size only
 
 Every measurement runs in a new process; the two samplers take turns.
 """
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = """\
 columns, each a median over the runs:
   samples       length of the data set; one rank takes all indices of the epoch

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure what setup_distributed() costs at the start, against bare torch.
 
-python scripts/bench_startup.py                          torchrun and processes started directly
-python scripts/bench_startup.py --mpiexec mpiexec        also under that mpiexec; can be repeated
-python scripts/bench_startup.py --mpiexec "mpiexec --allow-run-as-root" --pairs 50
-python scripts/bench_startup.py --pairs 0                only detection and import, without torch
+python tests/bench/bench_startup.py                          torchrun and processes started directly
+python tests/bench/bench_startup.py --mpiexec mpiexec        also under that mpiexec; can be repeated
+python tests/bench/bench_startup.py --mpiexec "mpiexec --allow-run-as-root" --pairs 50
+python tests/bench/bench_startup.py --pairs 0                only detection and import, without torch
 
 Whole launches have two ranks on this host over gloo. Exit status: 0 whatever the figures are;
 1 when a launch failed.
@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 LAUNCH_SECONDS = 180.0
 IMPORT_PAIRS = 40

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure the overhead of utils.training.noise_scale per optimizer step.
 
-python scripts/bench_noise_scale.py                     a transformer of width 128
-torchrun --standalone --nproc-per-node 2 scripts/bench_noise_scale.py 256
+python tests/bench/bench_noise_scale.py                     a transformer of width 128
+torchrun --standalone --nproc-per-node 2 tests/bench/bench_noise_scale.py 256
 
 Blocks of 10 steps with and without the measurement take turns in one run. Each ratio is the median
 of those of the pairs; that of CPU seconds is steadier where the CPUs are shared.
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import setup_distributed
 from utils.training import accumulate
 from utils.training.noise_scale import GradientNoiseScale

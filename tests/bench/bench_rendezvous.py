@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure how the rendezvous grows with the number of ranks: the real agree(), without torch.
 
-python scripts/bench_rendezvous.py                       100, 500, 1000, 2000 and 4000 ranks
-python scripts/bench_rendezvous.py --ranks 100 8000      other sizes
+python tests/bench/bench_rendezvous.py                       100, 500, 1000, 2000 and 4000 ranks
+python tests/bench/bench_rendezvous.py --ranks 100 8000      other sizes
 
 Everything runs on this host. Rank 0 is one process; the other ranks are threads of four
 processes with lower priority. They find rank 0 as ranks of srun do, and report hosts with 8 GPUs
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 # The repository: `utils` is found from any directory.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import __version__
 from utils.launchers import Placement
 from utils.launchers.slurm import Slurm

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measure what launch.py costs against its commands, and the time of submit.py --dry-run.
 
-python scripts/bench_launch.py                    examples/01_ddp_minimal.py on two ranks here
-python scripts/bench_launch.py --pairs 20 --ntasks-per-node 4
-python scripts/bench_launch.py --launcher srun    in a job, on all its hosts
+python tests/bench/bench_launch.py                    examples/01_ddp_minimal.py on two ranks here
+python tests/bench/bench_launch.py --pairs 20 --ntasks-per-node 4
+python tests/bench/bench_launch.py --launcher srun    in a job, on all its hosts
 
 Columns: direct s, the commands of `launch.py --dry-run`, started at once; launch s, launch.py
 itself; ratio of one pair, launch / direct: median and quartiles over the pairs. A first pair does
@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "10", "--backend", "gloo"]
 SLEEP = ["sleep", "0.5"]
 REPEATS = 11

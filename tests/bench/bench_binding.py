@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measure the step time with and without binding, or the watch for hangs, and what binding costs.
 
-python scripts/bench_binding.py                two ranks on this host
-python scripts/bench_binding.py --ranks 4      more ranks
-DDPKIT_CPU_BIND=list:0:1 python scripts/bench_binding.py       one core for each rank
-python scripts/bench_binding.py --pairs 500    more pairs
-python scripts/bench_binding.py --hangs --steps 200 --pairs 60    hang_timeout in place of binding
+python tests/bench/bench_binding.py                two ranks on this host
+python tests/bench/bench_binding.py --ranks 4      more ranks
+DDPKIT_CPU_BIND=list:0:1 python tests/bench/bench_binding.py       one core for each rank
+python tests/bench/bench_binding.py --pairs 500    more pairs
+python tests/bench/bench_binding.py --hangs --steps 200 --pairs 60    hang_timeout in place of binding
 
 The training is a small network on the CPU over gloo, one thread per rank and core. Its ranks are
 bound and freed in turn while it runs. With fewer than two cores for each rank, the kit binds none
@@ -30,12 +30,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # The repository: `utils` is found from any directory.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.host.binding import available_cpus, bind_process, mask_of_cpus
 from utils.host.cores import HostMasks, choose_cores
 from utils.host.topology import read_topology
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REPEATS = 50
 
 COLUMNS = """\

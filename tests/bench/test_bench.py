@@ -1,25 +1,17 @@
-"""The benchmarks run and print their tables; no time is checked. The figures of README.md are those of its commands."""
+"""The benchmarks run and print their tables; no time is checked."""
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from scripts import bench_binding, bench_startup
-from tests.faults import doctor, hangs
+from tests.bench import bench_binding, bench_startup
 from tests.unit.programs import python
-
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "README.md").read_text().partition("| promise |")[2].partition("\n\n")[0]
-FIGURES = {command: figure for figure, command in re.findall(r"^\|.*?\| (.*) \| `(.*)` \|$", TABLE, re.MULTILINE)}
 
 
 def test_ranks_join_where_rank_0_may_open_few_files() -> None:
-    done = python("scripts/bench_rendezvous.py", "--ranks", "2", "40")
+    done = python("tests/bench/bench_rendezvous.py", "--ranks", "2", "40")
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^ *(\d+) +\d+\.\d{3} .* (\d+) -> (\d+)$", done.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["2", "40", "40"]
@@ -53,31 +45,7 @@ def test_costs_and_steps_of_the_binding_are_printed(capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in lines] == ["host", "topology", "choose", "bind", "steps"]
 
 
-# --- the table of README.md
-
 def test_saves_are_measured_with_their_spread() -> None:
-    done = python("scripts/bench_checkpoint.py", "--megabytes", "8", "--runs", "2")
+    done = python("tests/bench/bench_checkpoint.py", "--megabytes", "8", "--runs", "2")
     for name in ("save(), first", "save()"):
         assert re.search(rf"^{re.escape(name)} +[\d.]+ +[\d,]+(  +\d+\.\d\d){{3}}$", done.stdout, re.MULTILINE), done
-
-
-@pytest.mark.parametrize("command", [command for command in FIGURES if command.startswith("pytest ")])
-def test_numbers_of_tests_in_the_readme(command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *shlex.split(command), "--collect-only", "-q"], cwd=ROOT,
-                          capture_output=True, text=True, check=True)
-    collected = re.search(r"^(\d+)(?:/\d+)? tests collected", done.stdout, re.MULTILINE)
-    assert collected and f"{collected[1]} passed" in FIGURES[command], (collected, FIGURES[command])
-
-
-@pytest.mark.parametrize(("command", "figures"), [
-    ("python -m tests.faults.hangs", "{0} of {0} kinds right, 0 alarms in 20 healthy runs".format(len(hangs.KINDS))),
-    ("python -m tests.faults.doctor", "{0} of {0} faults right".format(len(doctor.FAULTS))),
-    ("python tests/faults/kills.py --kills 20 tests/faults/survive.py", "the same after 20 of 20 kills")])
-def test_counts_in_the_readme(command: str, figures: str) -> None:
-    assert FIGURES[command].endswith(figures)
-
-
-def test_step_times_in_the_readme_are_those_of_the_page() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text().lower()
-    for figure in FIGURES["python -m tests.validation.step_time"].split("; ")[1:]:
-        assert f"- {figure}.\n" in page, figure

@@ -1,6 +1,6 @@
 """Compare step times that plan.py predicts for DDP with measured ones, on links with a known rate and delay.
 
-    python -m tests.validation.step_time [--write]     as root; half an hour; --write: into docs/performance.md
+    python -m tests.bench.step_time [--write]     as root; half an hour; --write: into docs/performance.md
 
 Hosts are network namespaces. `tc` gives each link a rate, and a process on each link gives it a delay. The
 computation is measured without communication on each number of ranks; its median is plan.py's --compute-seconds.
@@ -172,7 +172,7 @@ def measure(grid: Grid) -> Iterator[Row]:
                 packets.delay(hosts, host, delay / 2000)  # what it sends, and what it receives
             env = {"MASTER_ADDR": hosts.address["h1"], "MASTER_PORT": "29511", "WORLD_SIZE": str(ranks),
                    "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, "-m", "tests.validation.step_time", "--rank", *map(str, grid.cases)]
+            command = [sys.executable, "-m", "tests.bench.step_time", "--rank", *map(str, grid.cases)]
             processes = [stack.enter_context(hosts.popen(
                 host, command, env={**env, "RANK": str(rank)}, cwd=ROOT, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE)) for rank, host in enumerate(hosts.hosts)]
@@ -220,7 +220,7 @@ def plan(case: int, compute_seconds: float) -> Workload:
 
 @functools.cache
 def _trace(name: str, batch: int, micro_steps: int) -> Any:
-    return traced.trace_factory(f"tests.validation.step_time:{name}", batch, "sgd", "fp32", micro_steps,
+    return traced.trace_factory(f"tests.bench.step_time:{name}", batch, "sgd", "fp32", micro_steps,
                                 seconds=60, selected=None)
 
 
@@ -251,7 +251,7 @@ def report(fitted_rows: list[Row], rows: list[Row]) -> str:
         return f"mean error {statistics.mean(found):.1%}, worst {max(found):.1%}"
 
     lines = [
-        f"`python -m tests.validation.step_time`, {datetime.date.today()}, {os.cpu_count()} cores, torch "
+        f"`python -m tests.bench.step_time`, {datetime.date.today()}, {os.cpu_count()} cores, torch "
         f"{torch.__version__}, gloo:\n{len(fitted_rows)} configurations for the fit, {len(rows)} others.", "",
         f"- Nominal links, all {len(fitted_rows + rows)} configurations: {errors(fitted_rows + rows, NOMINAL)}.",
         f"- Nominal links, the {len(rows)} outside the fit: {errors(rows, NOMINAL)}.",
