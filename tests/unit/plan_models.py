@@ -218,8 +218,6 @@ CASES = {
     "loss over a boolean mask": Case(Positive, lambda model: model(RANDOM).mean(), adamw),
     "sparse embedding": Case(Bag, lambda model: model(torch.arange(320).view(32, 10)).sum(), sparse_adam),
     "MLP, LBFGS": Case(mlp, lambda model: mse_loss(model(RANDOM), RANDOM), lbfgs, steps=9),
-}
-RECURRENT = {
     "LSTM": Case(lambda: Recurrent(nn.LSTM(64, 128, 2, batch_first=True), 128), classify(SEQUENCES), adamw),
     "GRU, bidirectional": Case(lambda: Recurrent(nn.GRU(64, 128, 2, batch_first=True, bidirectional=True), 256),
                                classify(SEQUENCES), adamw),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .communication import Link, Network
+from .communication import Network
 from .predict import Workload, holds_up_to, percentages, scaling
 from .step import Step
 
@@ -157,57 +157,6 @@ def _first_good(
         if step.low_efficiency >= GOOD:
             break
     return factor, step
-
-
-def first_checks(work: Workload, network: Network, gpus: int, measured: float) -> list[str]:
-    """Return the likeliest causes of a measured efficiency, the best match first.
-
-    Each cause is a change of the model; the efficiency that it predicts is compared with the
-    measured one.
-    """
-    step = work.step(network, gpus)
-    expected = step.low_efficiency
-    if measured >= expected * 0.95:
-        return [f"Measured {measured:.0%}, predicted {_range(step)}: no problem found."]
-
-    def with_links(inside: Link, between: Link) -> float:
-        changed = Network(inside, between, network.gpus_per_node, network.tree)
-        return work.step(changed, gpus).low_efficiency
-
-    slow_port = Link(network.between.bandwidth / network.gpus_per_node, network.between.latency)
-    causes = [
-        (
-            with_links(network.inside, Link(1.1e9, 40e-6)),
-            "NCCL uses TCP sockets instead of the fabric. Set NCCL_DEBUG=INFO: the line 'Using "
-            "network' must name IB or the plugin of the site, not Socket",
-        ),
-        (
-            with_links(network.inside, slow_port),
-            "only one network port of each node is used. NCCL_DEBUG=INFO lists the ports after "
-            "'NET/'; check NCCL_IB_HCA and NCCL_CROSS_NIC",
-        ),
-        (
-            with_links(Link(12e9, 10e-6), network.between),
-            "the GPUs of a node communicate over PCIe instead of NVLink. `nvidia-smi topo -m` must "
-            "show NV; check NCCL_P2P_DISABLE",
-        ),
-        (
-            work.step(network, gpus, overlap=False).low_efficiency,
-            "communication does not overlap with the backward pass: find_unused_parameters=True, "
-            "a communication hook that waits, or one bucket for all gradients",
-        ),
-    ]
-    causes = [cause for cause in causes if cause[0] < expected * 0.95]
-    causes.sort(key=lambda cause: abs(cause[0] - measured))
-    texts = [f"{text} (predicts {efficiency:.0%})." for efficiency, text in causes]
-    texts.append(
-        "A slow rank, or ranks that wait for data, have the same effect. `bench.py ddp` measures "
-        "both."
-    )
-    return [
-        f"Measured {measured:.0%}, predicted {_range(step)}. Check first:",
-        *(f"{i}. {text}" for i, text in enumerate(texts, 1)),
-    ]
 
 
 def _sizes(gpus: int) -> list[int]:

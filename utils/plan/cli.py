@@ -54,8 +54,6 @@ def main(words: Sequence[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if words is None else words)
     try:
         plan = make_plan(args)
-        if args.png:
-            report.write_picture(plan, args.png)
         if args.html:
             report.write_page(plan["inputs"], args.html)
     except (PlanError, profiles.ProfileError) as error:
@@ -63,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}. Expected a file in a writable folder"
-        print(f"{PROGRAM}: error: {problem}. Correct --png or --html.", file=sys.stderr)
+        print(f"{PROGRAM}: error: {problem}. Correct --html.", file=sys.stderr)
         return 1
     print_result(json.dumps(plan, indent=1) if args.json else report.as_text(plan))
     return 0
@@ -87,12 +85,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="S",
         help="seconds for two steps of SCRIPT, or of --model with real tensors (300)",
     )
-    what.add_argument(
-        "--selected",
-        type=float,
-        metavar="SHARE",
-        help="share of elements that masks and nonzero() select; default: from a run on the CPU",
-    )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
     how.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw")
@@ -106,7 +98,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="FSDP2: GPUs that share one copy of the model (all, if a script calls fully_shard())",
     )
-    how.add_argument("--no-overlap", action="store_true", help="communicate after backward")
     how.add_argument(
         "--compute-seconds",
         type=float,
@@ -134,27 +125,16 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     where.add_argument("--links", type=Path, metavar="FILE", help="links measured by bench.py")
     where.add_argument("--ring", action="store_true", help="rings only, as in gloo")
     out = parser.add_argument_group("what is printed")
-    out.add_argument("--target", type=float, metavar="N", help="total number of training samples")
-    out.add_argument("--tokens-per-sample", type=int, metavar="N", help="--target counts tokens")
-    out.add_argument(
-        "--measured-efficiency", type=float, metavar="E", help="such as 0.5: print causes"
-    )
-    out.add_argument(
-        "--noise-scale", type=float, metavar="N", help="of GradientNoiseScale: batches worth it"
-    )
     out.add_argument("--json", action="store_true")
-    out.add_argument("--png", type=Path, metavar="FILE")
     out.add_argument("--html", type=Path, metavar="FILE", help="a page with sliders")
     args = parser.parse_args(words)
     if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
         parser.error("expected one of SCRIPT, --model and --parameters")
     counts = ("parameters", "batch", "accumulate", "shard", "gpus", "nodes", "gpus_per_node")
-    for name in (*counts, "target"):
+    for name in counts:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
-    if args.selected is not None and not 0 <= args.selected <= 1:
-        parser.error(f"--selected is {args.selected}; expected a number from 0 to 1")
     if not 0 <= args.spread < 1:
         parser.error(f"--spread is {args.spread}; expected a number from 0 to below 1")
     return args
@@ -214,20 +194,14 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         gpu_option = "--gpu TYPE, a --site whose GPU is known, or " if trace else ""
         notes.append(f"No step time: give {gpu_option}--compute-seconds.")
     else:
-        points = scaling(work, network, curve_sizes(gpus), not args.no_overlap)
+        points = scaling(work, network, curve_sizes(gpus))
         gradient_bytes = PRECISIONS[args.precision].gradient
         texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
-        if args.measured_efficiency is not None:
-            texts += advice.first_checks(work, network, gpus, args.measured_efficiency)
         if args.compute_seconds is None and gpu is not None:
             notes.append(
                 f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
                 "Measure it with bench.py ddp, and give it as --compute-seconds."
             )
-    if args.noise_scale is not None:
-        from ..noise_scale import recommend
-
-        texts += recommend(args.noise_scale, _samples(args, trace) * gpus).splitlines()
     return {
         "assumed": assumed,
         "inputs": _inputs(args, network, gpus, work, trace),
@@ -241,7 +215,6 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             for level in (advice.GOOD, advice.LEAST)
             if points
         },
-        "target": _target(args, trace, work, network, gpus),
         "advice": texts,
         "notes": notes,
     }
@@ -330,13 +303,10 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
             args.precision,
             args.accumulate,
             seconds=args.trace_timeout,
-            selected=args.selected,
         )
     from .script import trace_script
 
-    return trace_script(
-        args.script[0], args.script[1:], timeout=args.trace_timeout, selected=args.selected
-    )
+    return trace_script(args.script[0], args.script[1:], timeout=args.trace_timeout)
 
 
 def _micro_batches(
@@ -414,42 +384,6 @@ def _inputs(
         "bucket_mb": args.bucket_cap_mb or 25,
         "default_buckets": args.bucket_cap_mb is None,
         "accumulate": trace.micro_steps if trace else args.accumulate,
-        "overlap": not args.no_overlap,
         "spread": args.spread,
         "tree": network.tree,
-    }
-
-
-def _samples(args: argparse.Namespace, trace: Trace | None) -> int:
-    """Return the samples of a step on one GPU."""
-    if trace is None or args.model:
-        return int(args.batch * args.accumulate)
-    if trace.batch_size is None:
-        raise PlanError(
-            "The batch size is unknown, because the script does not use DDP. --target and "
-            "--noise-scale need it. Expected a model that DDP wraps."
-        )
-    return trace.batch_size * trace.micro_steps
-
-
-def _target(
-    args: argparse.Namespace,
-    trace: Trace | None,
-    work: Workload | None,
-    network: Network,
-    gpus: int,
-) -> dict[str, float] | None:
-    if args.target is None or work is None:
-        return None
-    seconds = work.step(network, gpus, not args.no_overlap).total
-    samples = args.target / (args.tokens_per_sample or 1)
-    per_step = _samples(args, trace) * gpus
-    steps = samples / per_step
-    hours = steps * seconds / 3600
-    return {
-        "samples": samples,
-        "steps": steps,
-        "hours": hours,
-        "gpu_hours": hours * gpus,
-        "samples_per_second": per_step / seconds,
     }

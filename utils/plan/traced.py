@@ -77,13 +77,12 @@ def trace_factory(
     accumulate_steps: int,
     *,
     seconds: float,
-    selected: float | None,
 ) -> Trace:
     """Trace the model of a factory "module:function".
 
     The function gets the micro-batch and returns (model, inputs) or (model, inputs, loss): inputs
-    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number. seconds
-    and selected: see trace_steps().
+    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number. seconds:
+    see trace_steps().
     """
     import torch
     from torch import nn
@@ -132,7 +131,6 @@ def trace_factory(
                 classes[optimizer],
                 accumulate_steps=accumulate_steps,
                 seconds=seconds,
-                selected=selected,
             )
     except PlanError:
         raise
