@@ -264,7 +264,7 @@ def test_text_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table_of_hardware_has_sources() -> None:
     hardware = Hardware()
     hardware.check()
-    assert {"a100-40", "mi250x", "max1550"} <= {gpu.name for gpu in hardware.accelerators()}
+    assert all(hardware.accelerator(name).memory > 1e10 for name in ("a100-40", "mi250x", "max1550"))
 
 
 # --- the page

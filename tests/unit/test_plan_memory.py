@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit.plan_models import CASES, GPT, HELD_OUT, Case, adamw, lbfgs, next_word, sgd
+from tests.unit import plan_models
+from tests.unit.plan_models import CASES, GPT, HELD_OUT, LARGEST, Case, adamw, lbfgs, next_word, sgd
 from utils.plan.trace import trace_training
+from utils.plan.traced import largest_batch, trace_factory
 
 
 class CountedRun(TorchDispatchMode):
@@ -148,3 +150,25 @@ def test_peak_of_a_large_batch_is_in_the_backward_pass_and_of_a_small_one_in_the
                         CASES["MLP, AdamW foreach"].optimizer)).peak()
     assert large.where.startswith("backward") and small.where.startswith("optimizer")
     assert large.bytes["activations"] > large.total / 2
+
+
+@pytest.mark.parametrize("make", LARGEST, ids=lambda make: make.__name__)
+def test_largest_micro_batch_is_that_of_a_counted_run_or_unconfirmed(make: Callable[[int], plan_models.Made]) -> None:
+    capacity = 10_000_000
+
+    def total(samples: int) -> float:
+        name = f"tests.unit.plan_models:{make.__name__}"
+        return trace_factory(name, samples, "adamw", "fp32", 1, seconds=60).peak().total
+
+    def counted(samples: int) -> int:
+        model, inputs = make(samples)
+        named = inputs if isinstance(inputs, dict) else {}
+        places = () if named else inputs if isinstance(inputs, tuple) else (inputs,)
+        return counted_peak(Case(lambda: model, lambda model: model(*places, **named).mean(),
+                                 plan_models.foreach_adamw))
+    least, confirmed = LARGEST[make]
+    found = largest_batch(total, least, capacity)
+    assert (not found.doubt) == confirmed, found
+    if confirmed:
+        more = found.samples + 2 + found.samples // 50
+        assert counted(found.samples) < 1.005 * capacity < 1.01 * counted(more // 2 * 2), found

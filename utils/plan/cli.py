@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 # Where nothing is given.
 _GPU, _GPUS_PER_NODE, _INSIDE, _BETWEEN = "a100-40", 8, "nvlink3", "4 slingshot-200"
-_LARGE_MEMORY = 72e9  # usable bytes of a GPU with 80 GB
+_BATCH = "{batch}"  # in the arguments of a script
 DESCRIPTION = """\
 Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
 
   plan.py --site perlmutter --nodes 8 train.py --batch-size 32     an unchanged script
+  plan.py --gpu h100 --batch 32 train.py --batch-size {batch}      and its largest micro-batch
   plan.py --model my_models:gpt --batch 8 --gpu a100-40            a factory function (see below)
   plan.py --parameters 7e9 --precision bf16 --gpus 8 --bandwidth 50e9 --compute-seconds 0.2
 
@@ -152,6 +153,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
 
     bucket_view = args.bucket_view
     trace = None if args.parameters else _trace(args, args.batch)
+    largest: traced.LargestBatch | None = None
     if trace and gpu is None and args.compute_seconds is not None:
         assumed.append(f"operations take shares of the step as on {_GPU} (--gpu)")
     shards = _shards(args, trace, gpus)
@@ -164,14 +166,14 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             del memory["buckets"]
             memory = {name: size / shards for name, size in memory.items()}
             notes.append("The memory excludes what FSDP gathers. Give a script to include it.")
-        micro_batches: dict[str, tuple[float, int]] = {}
     else:
         bucket_view = bucket_view or bool(trace.ddp_options.get("gradient_as_bucket_view"))
         memory_of = functools.partial(traced.memory, bucket_view=bucket_view)
         if shards:
             memory_of = functools.partial(sharded.memory, shards=shards)
         memory = memory_of(trace)
-        micro_batches = _micro_batches(args, trace, hardware, memory_of, notes)
+        if gpu is not None:
+            largest = _largest_batch(args, trace, gpu, memory_of, notes)
         notes += trace.notes
 
     work = None if shards else _workload(args, trace, gpu)
@@ -184,8 +186,8 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             gpu.name,
             complete=trace is not None,
             sharded=bool(shards),
-            largest=micro_batches[gpu.name][1] if micro_batches else None,
-            batch=(trace.batch_size if trace else None) or args.batch,
+            largest=largest.samples if largest and not largest.doubt else None,
+            batch=args.batch,
         )
     texts, points = list(fit.texts), []
     if shards:
@@ -208,7 +210,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "gpus": gpus,
         "memory": memory,
         "peak": trace.peak(without_gradients=bucket_view).where if trace and not shards else "",
-        "micro_batches": micro_batches,
+        "largest_micro_batch": {"gpu": name, **vars(largest)} if largest else None,
         "scaling": [point.as_dict() for point in points],
         "holds_up_to": {
             str(level): holds_up_to(points, level)
@@ -306,36 +308,35 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
         )
     from .script import trace_script
 
-    return trace_script(args.script[0], args.script[1:], timeout=args.trace_timeout)
+    words = [word.replace(_BATCH, str(batch)) for word in args.script[1:]]
+    return trace_script(args.script[0], words, timeout=args.trace_timeout)
 
 
-def _micro_batches(
+def _largest_batch(
     args: argparse.Namespace,
     trace: Trace,
-    hardware: Hardware,
-    memory_of: Callable[..., dict[str, float]],
+    gpu: Accelerator,
+    memory_of: Callable[[Trace], dict[str, float]],
     notes: list[str],
-) -> dict[str, tuple[float, int]]:
-    def total(trace: Trace, optimizer: bool) -> float:
-        return sum(memory_of(trace, optimizer=optimizer).values())
-
-    peak = memory_of(trace, optimizer=False)
-    growing = sum(peak[name] for name in ("inputs", "activations", "temporary"))
-    fixed = total(trace, False) - growing
-    if args.model:
-        # A second trace near the limit of a large GPU.
-        limit = int(args.batch * (_LARGE_MEMORY - fixed) / growing)
-        other = max(2 * args.batch, min(limit, (2 if trace.is_real else 1000) * args.batch))
-        totals = {args.batch: fixed + growing, other: total(_trace(args, other), False)}
-    elif trace.batch_size:
+) -> traced.LargestBatch | None:
+    if args.script and _BATCH not in " ".join(args.script[1:]):
         notes.append(
-            "The largest micro-batch is extrapolated from one batch size: inputs, activations and "
-            "temporary memory are assumed to be proportional to it."
+            "The largest micro-batch is unknown, because the script is traced at one size. Write "
+            f"{_BATCH} for the micro-batch in its arguments, and its size as --batch."
         )
-        totals = {0: fixed, trace.batch_size: fixed + growing}
-    else:
-        return {}
-    return traced.largest_batches(totals, total(trace, True), hardware.accelerators())
+        return None
+
+    def total(samples: int) -> float | None:
+        # What a script loads is real.
+        loaded = trace.peak().bytes["inputs"] * samples / args.batch if args.script else 0
+        if loaded > host_memory() / 4:
+            return None
+        other = trace if samples == args.batch else _trace(args, samples)
+        return sum(memory_of(other).values()) if other.is_real == trace.is_real else None
+
+    from .trace import host_memory
+
+    return traced.largest_batch(total, args.batch, gpu.memory)
 
 
 def _workload(

@@ -28,10 +28,11 @@ def as_text(plan: dict[str, Any]) -> str:
         where = f", at its peak in {plan['peak']}" if plan["peak"] else ""
         lines += [f"Memory per GPU: {total / GB:.2f} GB{where}"]
         lines += [f"  {name:<12} {size / GB:9.3f} GB" for name, size in plan["memory"].items()]
-    if plan["micro_batches"]:
-        lines += ["", "Largest micro-batch", f"  {'GPU':<10} {'memory':>8} {'samples':>8}"]
-        for gpu, (capacity, batch) in plan["micro_batches"].items():
-            lines.append(f"  {gpu:<10} {capacity / GB:5.0f} GB {batch if batch else 'none':>8}")
+    if largest := plan["largest_micro_batch"]:
+        samples, doubt = largest["samples"], largest["doubt"]
+        found = "unknown" if samples is None else f"{samples} samples" if samples else "none fits"
+        found += f", not confirmed: {doubt}" if doubt else ""
+        lines += ["", f"Largest micro-batch on {largest['gpu']}: {found}"]
     if plan["scaling"]:
         lines += ["", "Scaling, each GPU with its own batch"]
         head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent")

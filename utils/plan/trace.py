@@ -89,7 +89,6 @@ class Trace:
     gradients: list[tuple[int, int]]
     bucket_bytes: int
     micro_steps: int  # backward passes
-    batch_size: int | None = None  # the first dimension of the input
     ddp_options: dict[str, Any] = field(default_factory=dict)
     # Bytes of the parameters that each fully_shard() gathers together, in the order of the calls.
     shard_groups: list[int] = field(default_factory=list)
@@ -150,16 +149,16 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ddp_options: dict[str, Any] = {}
         self.shard_groups: list[int] = []
         self.notes: list[str] = []
-        self.batch_size: int | None = None
         self.values = values
         self._deadline = time.monotonic() + values.seconds
         # Login nodes are shared.
-        self._memory_limit = _host_memory() / 4 if values.real else math.inf
+        self._memory_limit = host_memory() / 4 if values.real else math.inf
         self._state_bytes, self._extra_steps = 0, _MOST_STEPS - num_steps
         self._steps_left, self._foreach = num_steps, foreach
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._finished: Trace | None = None
-        self._largest_batch, self._was_smaller = 0, False
+        self._input_size = self._largest_input = 0
+        self._was_smaller = False
         # Parameters of DDP, which has buckets for all of them.
         self.exchanged: list[nn.Parameter] = []
         self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
@@ -226,7 +225,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def check_host(self) -> None:
         """Raise TooLarge where this host cannot hold the training of the parameters."""
         needed = 4 * sum(parameter.nbytes for parameter in self._parameters)
-        if needed > _host_memory() / 4:
+        if needed > host_memory() / 4:
             raise TooLarge(f"needs {needed / 1e9:.1f} GB of host memory without activations")
 
     @property
@@ -268,7 +267,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sent,
             sum(size for _, size in last.values()),
             max(self._times_ready.values(), default=0),
-            self.batch_size,
             self.ddp_options,
             self.shard_groups,
             self._shard_gradients,
@@ -293,7 +291,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in tensors:
                     self._count(tensor, "inputs")
                 if torch.is_grad_enabled():
-                    self.batch_size = next((t.shape[0] for t in tensors if t.dim()), None)
+                    self._input_size = sum(tensor.numel() for tensor in tensors)
 
         return enter
 
@@ -346,8 +344,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(other not in self._stepped for other in self._optimizers):
             return
         self._steps_left -= 1
-        is_smaller = (self.batch_size or 0) < self._largest_batch
-        self._largest_batch = max(self._largest_batch, self.batch_size or 0)
+        is_smaller = self._input_size < self._largest_input
+        self._largest_input = max(self._largest_input, self._input_size)
         if self._steps_left == 0 and is_smaller and not self._was_smaller:
             # The last batch of an epoch, for example.
             self._was_smaller, self._steps_left = True, 1
@@ -531,7 +529,7 @@ def _strided(tree: Any) -> Iterator[Tensor]:
             yield item
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
