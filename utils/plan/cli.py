@@ -187,7 +187,8 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             complete=trace is not None,
             sharded=bool(shards),
             largest=largest.samples if largest and not largest.doubt else None,
-            batch=args.batch,
+            batch=args.batch if largest or not trace else None,
+            passes=memory_of(trace, optimizer=False) if trace else None,
         )
     texts, points = list(fit.texts), []
     if shards:

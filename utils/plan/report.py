@@ -38,14 +38,13 @@ def as_text(plan: dict[str, Any]) -> str:
         head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent")
         lines.append("  " + " ".join(f"{text:>10}" for text in head) + "    efficiency")
         for row in plan["scaling"]:
-            if row["gpus"] <= max(64, 4 * plan["gpus"]):
-                numbers = (
-                    *(row[f"{key}_seconds"] for key in _SECONDS),
-                    row["sent_bytes"] / GB,
-                )
-                cells = " ".join(f"{number:>10.4f}" for number in numbers)
-                efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
-                lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
+            numbers = (
+                *(row[f"{key}_seconds"] for key in _SECONDS),
+                row["sent_bytes"] / GB,
+            )
+            cells = " ".join(f"{number:>10.4f}" for number in numbers)
+            efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
+            lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
         for level, size in plan["holds_up_to"].items():
             limit = (
                 f"on up to {size} GPU{'s' * (size > 1)}"
