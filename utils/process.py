@@ -179,6 +179,15 @@ def tcp_connections(pid: int) -> dict[str, tuple[str, str]]:
     return found
 
 
+def uses_tcp_port(port: int, pid: int | str = "self") -> bool:
+    """Return whether a TCP socket of a process's host has this port at one end, in any state.
+
+    The end that closes a connection first keeps it for a minute (TIME_WAIT).
+    """
+    tables = [_read(f"/proc/{pid}/net/{name}") or b"" for name in ("tcp", "tcp6")]
+    return any(b":%04X " % port in table for table in tables)
+
+
 def thread_turns(thread_name: str) -> dict[int, tuple[str, str]]:
     """Return the state of each thread of that name, and how often it has run on a core.
 

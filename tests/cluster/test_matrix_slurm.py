@@ -28,9 +28,10 @@ JOBS = [
     ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi5", RUN),
     ("-N2 --gpus-per-node=2", [2, 2], "torchrun", RUN),  # one task per node is requested, and two GPUs
     ("-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2], "srun torchrun", RUN),
-    ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun intel", RUN),
+    ("-N2 --ntasks-per-node=1 --gpus-per-node=2", [1, 1], "srun", RUN),
+    ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun intel", "exec {launch} --ntasks-per-node 2 {rank}"),
     ("-N2 -n3 --gpus-per-task=1", [1, 2], "torchrun openmpi5", RUN),
-    ("-N2 -n2 --gpus=3", [1, 2], "mpich5 openmpi5", RUN),
+    ("-N2 --gpus=3", [1, 2], "mpich5 openmpi5", RUN),
     ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1", [2, 2], "mpich5 intel", RUN),
     ("-N2 --ntasks-per-node=2 --gres=gpu:2", [2, 2], "torchrun", RUN),
     ("-N2 --exclusive", [2, 2], "srun intel", RUN),  # no GPUs are requested: a step gets none

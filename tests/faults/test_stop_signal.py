@@ -4,6 +4,7 @@ This file is also the program of the ranks.
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -78,6 +79,23 @@ def one_calls_it_more_often(dist: Any) -> None:
     assert stop.exit_status == 0
 
 
+def one_rank_fails(dist: Any) -> None:
+    """Rank 1 leaves with an error, and srun sends SIGTERM to the others at once: this is no preemption."""
+    from utils.preemption import StopSignal
+
+    with contextlib.suppress(OSError), StopSignal(dist) as stop:
+        dist.barrier()
+        if dist.rank == 1:
+            raise OSError("disk full")
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(RuntimeError, match="another rank has failed"):
+            wait_for_stop(stop)
+    if dist.rank == 1:
+        dist.barrier()
+    assert not stop.stopped and stop.exit_status == 0
+
+
 def one_rank_hangs(dist: Any, pids: list[int]) -> None:
     """Rank 2 is suspended for a while; the errors of the others must name it."""
     from utils.preemption import StopSignal
@@ -124,6 +142,7 @@ def main() -> None:
         in_evaluation = [all_stop_at_one_boundary(dist, common, private) for _ in range(ROUNDS)]
         assert any(in_evaluation)
         one_calls_it_more_often(dist)
+        one_rank_fails(dist)
         one_rank_hangs(dist, gather(os.getpid()))
         dist.barrier()
         rank_0_dies(dist)

@@ -33,11 +33,11 @@ class Programs(NamedTuple):
 
 
 def job(scheduler: str = "slurm", ranks: tuple[int, ...] = (2, 2), gpus: Counts | None = None,
-        cores: Counts | None = None) -> Allocation:
+        cores: Counts | None = None, tasks_requested: bool = False) -> Allocation:
     """A job on hosts n1, n2, ... with these slots, GPUs and cores."""
     hosts = tuple(f"n{i + 1}" for i in range(len(ranks)))
     unknown = (None,) * len(ranks)
-    return Allocation(scheduler, "7", hosts, ranks, gpus or unknown, cores or unknown)
+    return Allocation(scheduler, "7", hosts, ranks, gpus or unknown, cores or unknown, tasks_requested=tasks_requested)
 
 
 def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None, *,
@@ -56,10 +56,10 @@ def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None
 
 
 def in_job(base: Mapping[str, str], environ: Mapping[str, str] | None = None, *, ranks: tuple[int, ...] = (2, 2),
-           gpus: Counts | None = None, cores: Counts | None = None, gpus_here: int = 0,
+           gpus: Counts | None = None, cores: Counts | None = None, gpus_here: int = 0, tasks_requested: bool = False,
            **options: object) -> Callable[[], Plan]:
     """Plans a launch in a job. base: the variables of every such job; gpus_here: that n1 itself has."""
-    allocation = job("pbs" if base is PBS else "slurm", ranks, gpus, cores)
+    allocation = job("pbs" if base is PBS else "slurm", ranks, gpus, cores, tasks_requested)
     return functools.partial(make, allocation, {**base, **(environ or {})}, gpus=gpus_here, **options)
 
 

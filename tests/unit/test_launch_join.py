@@ -19,10 +19,11 @@ from tests.unit.launch_plans import SLURM, job, make
 from utils.binding import cpus_of_mask
 from utils.launch.bootstrap import module_command
 from utils.launch.connection import JoinReport
-from utils.launch.cores import RankMask, cpus_of_ranks
+from utils.launch.cores import RankMask, shares_of_ranks
 from utils.launch.event_loop import CaughtSignals, EventLoop
 from utils.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
 from utils.launch.plan import Plan
+from utils.launch.result import LaunchResult
 from utils.launch_report import VARIABLE, ReportListener, parse_address, report_saved
 from utils.topology import parse_ranges
 
@@ -63,7 +64,7 @@ def test_ranks_on_other_hosts_than_planned(hosts: list[str], hint: str) -> None:
 @pytest.fixture
 def joining() -> Iterator[Joining]:
     with ReportListener() as report, CaughtSignals() as signals, EventLoop(signals) as loop:
-        yield report, loop, JoinServer(planned(), report, loop)
+        yield report, loop, JoinServer(planned(), report, loop, LaunchResult())
 
 
 def join(report: ReportListener, **values: Any) -> socket.socket:
@@ -71,7 +72,8 @@ def join(report: ReportListener, **values: Any) -> socket.socket:
     connection = socket.create_connection((addresses[0], port), timeout=10)
     host = "n2" if values["rank"] == 2 else "n1"
     cores = {"mask": f"{1 << values['rank']:x}", "gpu_nodes": []}
-    message = {"token": token, "world_size": 3, "host": [host], "reached": "10.0.0.9", "cores": cores, **values}
+    message = {"token": token, "world_size": 3, "host": [host], "reached": "10.0.0.9", "cores": cores,
+               "process": [values["rank"], 1, "pid:[1]"], **values}
     connection.sendall(json.dumps({"join": message}).encode() + b"\n")
     return connection
 
@@ -107,6 +109,41 @@ def test_launch_that_is_not_the_plan_fails(joining: Joining, ranks: list[dict[st
     for client in clients:
         with client, client.makefile() as stream:
             assert "variables" not in stream.read()
+
+
+def test_end_of_all_ranks_is_known_from_each_host(joining: Joining) -> None:
+    """From the watch of a host, which Slurm may end together with the ranks there."""
+    report, loop, server = joining
+    ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
+    serve(loop)
+    processes = []
+    for rank in ranks:
+        with rank.makefile() as stream:
+            processes.append([pid for pid, *_ in json.loads(stream.readline())["processes"]])
+    assert processes == [[0, 1], [], [2]]
+    for closed in (1, 2):
+        ranks[closed].close()
+        serve(loop)
+        assert server.ended_at is None
+    ranks[0].sendall(b'{"ended": true}\n')
+    ranks[0].close()
+    serve(loop)
+    server.close()
+    assert server.ended_at is not None
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_host_of_rank_0_reports_that_the_ranks_have_no_group(
+        joining: Joining, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    report, loop, server = joining
+    ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
+    serve(loop)
+    ranks[rank].sendall(b'{"copies": true}\n')
+    serve(loop)
+    server.close()
+    for connection in ranks:
+        connection.close()
+    assert ("3 independent copies of train.py are running" in capfd.readouterr().err) == (rank == 0)
 
 
 def test_rank_that_ends_before_all_have_joined_is_named(joining: Joining) -> None:
@@ -168,19 +205,22 @@ def start_message(*cores: RankMask) -> bytes:
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_program_without_the_kit_is_bound_to_its_share_of_the_cores(is_given: bool) -> None:
+def test_program_without_the_kit_gets_its_share_of_the_cores(is_given: bool) -> None:
     last = max(os.sched_getaffinity(0))
     binding = f"list:0:{last}" if is_given else ""
     with ReportListener() as report:
         process, connection, received = started(
-            report, "grep", "^Cpus_allowed_list", "/proc/self/status", binding=binding)
+            report, "sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS", binding=binding)
         with connection:
             cores = received["cores"]
             connection.sendall(start_message(cores, cores))
             output, errors = process.communicate(timeout=30)
     assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
-    divided = cpus_of_ranks([cores, cores], {})[1] or os.sched_getaffinity(0)  # three cores or fewer are not
-    assert parse_ranges(output.split()[1]) == ({last} if is_given else divided)
+    share = shares_of_ranks([cores, cores], {"DDPKIT_CPU_BIND": binding})[1]
+    divided = share.cpus or os.sched_getaffinity(0)  # three cores or fewer are not
+    _, cpus, threads = output.split()
+    assert parse_ranges(cpus) == ({last} if is_given else divided)
+    assert share.variables == {"OMP_NUM_THREADS": threads}
 
 
 def test_early_signal_has_its_default_action_in_another_program() -> None:

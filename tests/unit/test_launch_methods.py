@@ -112,6 +112,19 @@ def test_environment_of_the_command(plan: Callable[[], Plan], expected: dict[str
     assert not [name for name in environ if re.fullmatch(absent, name)]
 
 
+@pytest.mark.parametrize(("plan", "by_option"), [
+    (recorded("sbatch_het_gpus_per_node", (2, 2, 2)), True), (recorded("sbatch_het_gpus_per_node", (1, 2, 2)), False),
+    (recorded("sbatch_het_gpus_per_node", (1, 2, 2), ntasks_per_node=1), True), (recorded("sbatch_2x2"), False),
+    (recorded("sbatch_2x2", ntasks_per_node=1), False), (recorded("sbatch_2x2", nodes=1), False),
+    (recorded("sbatch_2x2", torchrun=True), False), (slurm({"SLURM_GPUS": "4"}, gpus=(2, 2), nodes=1), False),
+    (slurm(gpus=(2, 2)), True)])
+def test_gpus_are_requested_in_one_way(plan: Callable[[], Plan], by_option: bool) -> None:
+    """Slurm 26.05 refuses --gres=gpu together with --gpus-per-node or its variable."""
+    found = plan()
+    assert ("--gres=gpu:" in line(found)) == by_option
+    assert any(name.startswith("SLURM_GPUS_PER_NODE") for name in found.environ) == (not by_option)
+
+
 @pytest.mark.parametrize(("plan", "message"), [
     (het(ranks=(1, 1, 1), nodes=2), "--nodes or --nodelist was given in a heterogeneous job"),
     (het(ranks=(1, 1, 1), gpus=(1, 2, 1)), r"n2, n3 are one component .* different numbers of ranks \(2, 1\)"),

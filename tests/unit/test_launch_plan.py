@@ -27,6 +27,10 @@ SSH = {"ssh": "/bin/ssh"}
     # One task on each node, as for torchrun: one rank for each GPU. Otherwise the slots
     (pbs(ranks=(1, 1), gpus=(4, 4)), "pbs_tmrsh n1:4 n2:4"), (pbs(ranks=(1, 1), gpus=(4, 2)), "pbs_tmrsh n1:4 n2:2"),
     (pbs(gpus=(4, 4)), "pbs_tmrsh n1:2 n2:2"), (pbs(ranks=(1, 1), gpus=(None, 4)), "pbs_tmrsh n1:1 n2:4"),
+    # Tasks that the job requested are kept, except that of a torchrun agent
+    (slurm(ranks=(1, 1), gpus=(2, 2)), "srun n1:2 n2:2"),
+    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True), "srun n1:1 n2:1"),
+    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True, torchrun=True), "srun n1:2 n2:2"),
     # GPUs are counted where the scheduler does not, and not on a login host
     (pbs(ranks=(1, 1), gpus_here=4), "pbs_tmrsh n1:4 n2:4"),
     (slurm(ranks=(1, 1), gpus_here=4, host="login"), "srun n1:1 n2:1"),
@@ -66,7 +70,9 @@ def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -
 
 
 @pytest.mark.parametrize(("plan", "note"), [
-    (pbs(ranks=(8, 8), gpus=(4, 4)), "for one rank on each gpu give --ntasks-per-node 4"),
+    (pbs(ranks=(8, 8), gpus=(4, 4)), "for one rank on each gpu give launch.py --ntasks-per-node 4"),
+    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True),
+     "requests 1 rank but 2 gpus on n1. for one rank on each gpu give launch.py --ntasks-per-node 2"),
     (pbs(ranks=(1, 1), gpus_here=4), "pbs job 7 does not report how many gpus"),
     (slurm(cores=(2, 1)), "the 2 ranks on n2 share 1 core, all that the job has there. for more, request --cpus-per-"),
     (pbs(cores=(2, 1)), "all that the job has there. for more, request ncpus; for fewer ranks, mpiprocs"),

@@ -9,16 +9,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from tests.cluster.hosts import wait_until
-from tests.unit.launch_plans import make
+from tests.unit.launch_plans import PBS, job, make
 from utils import process
+from utils.launch import native_launch, nested
 from utils.launch.connection import connect
-from utils.launch.cores import cpus_of_ranks, report_mask
+from utils.launch.cores import report_mask, shares_of_ranks
 from utils.launch.host_ranks import start_on_host
+from utils.launch.methods import Mpich
+from utils.launch.plan import Mpiexec, Plan
 from utils.launch.processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.launch.reserved_port import ReservedPort
 from utils.launch.result import END_DELAY_AFTER_STOP, LaunchResult
@@ -54,9 +58,20 @@ def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, exp
         start_on_host([(command, one) for one in variables], environ, processes, None, output_dir=str(tmp_path))
         wait_until(lambda: processes.ended() == [] and not processes.running, "the end of both ranks")
     mask = report_mask({})
-    divided = [cpus or set(CPUS) for cpus in cpus_of_ranks([mask, mask], {})]  # not on three cores or fewer
+    divided = [share.cpus or set(CPUS) for share in shares_of_ranks([mask, mask], {})]  # not on three cores or fewer
     for path, cpus in zip(sorted(tmp_path.iterdir()), expected or divided, strict=True):
         assert parse_ranges(path.read_text().split()[1]) == cpus
+
+
+@pytest.mark.parametrize(("given", "threads"), [("", "1"), ("3", "3")])
+def test_ranks_without_the_kit_do_not_use_all_cores_each(tmp_path: Path, given: str, threads: str) -> None:
+    variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(CPUS) + 1)]
+    with Processes("unit.threads") as processes:
+        environ = {**os.environ, "OMP_NUM_THREADS": given}
+        start_on_host([(["sh", "-c", "echo $OMP_NUM_THREADS"], one) for one in variables], environ, processes, None,
+                      output_dir=str(tmp_path))
+        wait_until(lambda: processes.ended() == [] and not processes.running, "the end of all ranks")
+    assert {path.read_text() for path in tmp_path.iterdir()} == {f"{threads}\n"}
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "first"), [
@@ -68,7 +83,10 @@ def test_rank_runs_near_the_gpus_that_it_may_use(
     for path, text in {"cpu/online": "0-3", "node/node0/cpulist": "0-1", "node/node1/cpulist": "2-3"}.items():
         (tmp_path / "sys/devices/system" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys/devices/system" / path).write_text(text)
-    assert cpus_of_ranks([{"mask": "f", "gpu_nodes": gpus}] * ranks, {}, tmp_path) == first
+    shares = shares_of_ranks([{"mask": "f", "gpu_nodes": gpus}] * ranks, {}, tmp_path)
+    assert [share.cpus for share in shares] == first
+    threads = {"OMP_NUM_THREADS": str(len(set().union(*first)) // ranks)} if ranks > 1 else {}
+    assert all(share.variables == threads for share in shares)
 
 
 def test_process_that_ignores_sigterm_is_killed() -> None:
@@ -87,6 +105,75 @@ def test_file_that_is_no_program_has_the_status_of_a_shell() -> None:
     with Processes("unit.4") as processes:
         assert processes.start(["/etc/passwd"], os.environ) is None
         assert processes.ended() == [(0, 126)]
+
+
+def started_by_mpiexec(folder: Path, end: str, *command: str, **options: Any) -> Plan:
+    """Plans two ranks of a program that starts them, and then runs this line of shell."""
+    mpiexec = folder / "mpiexec"
+    mpiexec.write_text("#!/bin/sh\nwhile [ \"$1\" != -n ]; do shift; done; shift 2\n"
+                       f"PMI_RANK=0 PMI_SIZE=2 \"$@\" & PMI_RANK=1 PMI_SIZE=2 \"$@\" & {end}\n")
+    mpiexec.chmod(0o755)
+    return make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, mpiexec=Mpiexec(str(mpiexec), Mpich, 5),
+                command=command, python=sys.executable, **options)
+
+
+COPY, LONG_COPY = (("sh", "-c", f"sleep {seconds}", "train.py") for seconds in (2, 10.5))
+EXCHANGE = """
+import os, socket, sys, time
+time.sleep(1.6)
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(place) as store:
+        store.accept()[0].recv(1)
+while os.environ["RANK"] == "1":
+    try:
+        sys.exit(socket.create_connection(place).close())
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("by", "command", "options", "warned"), [
+    ("local", COPY, {}, True), ("ssh", LONG_COPY, {}, True), ("mpiexec", LONG_COPY, {}, True),
+    ("ssh", COPY, {}, False), ("mpiexec", COPY, {}, False), ("local", (sys.executable, "-c", EXCHANGE), {}, False),
+    ("local", ("sh", "-c", "sleep 1", str(ROOT / "examples/02_distributed_sampler.py")), {}, False),
+    ("local", ("sh", "-c", "sleep 1; exit 3"), {}, False), ("local", COPY, {"independent": True}, False),
+    ("local", COPY, {"ntasks": 1}, False)],
+    ids=["local", "agent", "mpiexec", "short, agent", "short, mpiexec", "store", "kit", "failed", "independent",
+         "alone"])
+def test_ranks_that_never_form_a_group_are_named(
+        by: str, command: tuple[str, ...], options: dict[str, Any], warned: bool, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(nested, "SHORT_SECONDS", 1.0)
+    if by == "mpiexec":
+        plan = started_by_mpiexec(tmp_path, "wait", *command)
+    else:
+        allocation = job("pbs", (2,)) if by == "ssh" else None
+        environ = {**(PBS if allocation else {}), "PATH": os.environ["PATH"]}
+        plan = make(allocation, environ, command=command, launcher=by, python=sys.executable,
+                    **({"ntasks": 2} | options))
+    assert run(plan) == 3 * ("exit 3" in command[-1])
+    errors = capfd.readouterr().err
+    assert ("2 independent copies of train.py ran: no rank formed a process group. Expected" in errors) == warned
+    assert "independent copies" not in errors or warned, errors
+
+
+def test_ranks_without_a_group_are_named_while_they_run(
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(nested, "LATE_SECONDS", 0.2)
+    assert run(make(None, {"PATH": os.environ["PATH"]}, command=COPY, ntasks=2)) == 0
+    found = "2 independent copies of train.py are running: no rank formed a process group within 5 minutes. Expected"
+    assert capfd.readouterr().err.count(found) == 1
+
+
+def test_launcher_that_does_not_return_after_all_ranks_is_ended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As srun, which waits for ever for a slurmstepd that was killed."""
+    monkeypatch.setattr(native_launch, "RETURN_SECONDS", 0.5)
+    started = time.monotonic()
+    assert run(started_by_mpiexec(tmp_path, "exec sleep 600", "sleep", "1")) == 1
+    assert 1.5 < time.monotonic() - started < 60
+    assert "all ranks have ended, but mpiexec has not within" in capfd.readouterr().err
 
 
 def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,14 @@ def test_every_process_of_a_job_knows_its_allocation(name: str) -> None:
         assert found.hosts == tuple(hosts[:len(found.ranks_per_host)])
 
 
+@pytest.mark.parametrize(("name", "requested"), [
+    ("gpus_per_node_1task_per_node_torchrun", True), ("gres_gpu_1task_srun_gpus_per_task_gt", True),
+    ("exclusive_N2_only", False), ("slurm-26.05/salloc_interactive", False), ("slurm-26.05/sbatch_array", False),
+    ("slurm-25.11/salloc_het", True), ("srun_pty_interactive", False)])  # what srun started
+def test_number_of_tasks_is_known_to_be_requested(name: str, requested: bool) -> None:
+    assert allocation(environments(name)[0]).tasks_requested == requested
+
+
 def test_restarts_array_indices_and_the_plug_in_for_pbs_scripts_are_known() -> None:
     requeued = environments("requeue_external")
     array = environments("gres_gpu1_second_job_gets_device1")

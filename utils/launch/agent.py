@@ -64,6 +64,8 @@ class Agent:
                 watch = GroupWatch(self._order["launch_id"], self._order["watched_ranks"])
                 while processes.running:
                     self._step(processes, watch, shielded=self._order["new_session"])
+                if watch.ended_without_group(time.monotonic()):
+                    self._connection.send({"copies": False})
                 lost = self._connection.closed
                 self._outputs.drain(_DRAIN_SECONDS, self._wait)
             self._outputs.drain(0.0, self._wait)
@@ -145,6 +147,8 @@ class Agent:
         next_look = watch.look(now)
         if watch.groups != reported:
             self._connection.send({"groups": list(watch.groups.items())})
+        if watch.is_late(now):
+            self._connection.send({"copies": True})
         self._wait(
             next_look,
             processes.kill_late(now),

@@ -41,12 +41,13 @@ launch.py --launcher ssh train.py      with this launcher instead of the best av
 launch.py --container a.sif train.py   in an image, with Apptainer or Singularity
 launch.py --dry-run train.py           print the exact commands and start nothing
 
-Without -n or --ntasks-per-node, one rank starts per slot of the job, or per GPU where no host has
-more than one slot. Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
-GROUP_RANK, MASTER_ADDR and MASTER_PORT in its environment, as torchrun sets them. A command whose
-first word does not end in .py is run as it is; "python" is the Python chosen for the ranks. Rank 0
-reads a file or pipe that is the standard input of launch.py alone; see also --input. The exit
-status is that of the rank that failed first, and 75 when all ranks have saved after a stop.
+Without -n or --ntasks-per-node, the tasks that the job requested start; one rank per GPU where it
+requested none. One slot on each host counts as none in PBS and with --torchrun. Each rank has
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT
+in its environment, as torchrun sets them. A command whose first word does not end in .py is run as
+it is; "python" is the Python chosen for the ranks. Rank 0 reads a file or pipe that is the standard
+input of launch.py alone; see also --input. The exit status is that of the rank that failed first,
+and 75 when all ranks have saved after a stop.
 """
 
 

@@ -28,6 +28,7 @@ class JoinReport(TypedDict, total=False):
     rank: int
     world_size: int
     local_rank: int | None  # None where the launcher does not set it
+    process: tuple[int, int | None, str]  # process id, start time, namespace of process ids
     port: int  # of rank 0: reserved on its host
     cores: RankMask
     problem: str  # why the rank cannot start; empty where it can
@@ -79,6 +80,7 @@ class Message(TypedDict, total=False):
     output: tuple[int, str, int]  # stream (1 or 2), text, index of the process
     exit: tuple[int, int]  # index of the process, exit status
     groups: list[tuple[int, int]]  # see nested.GroupWatch; also from a host with native ranks
+    copies: bool  # no rank of the host has formed a group: they run (true), or have ended
     done: bool  # all processes have ended and all output was sent
     wants_input: bool  # more of the standard input of launch.py
     # coordinator -> agent
@@ -92,7 +94,10 @@ class Message(TypedDict, total=False):
     variables: dict[str, str]
     num_hosts: int  # of the launch; beside `variables`
     cores: list[RankMask]  # of the host, by local rank; beside `variables`
-    watched_ranks: int  # for nested.GroupWatch; 0 for all ranks of a host but one
+    watched_ranks: int  # for nested.GroupWatch
+    # Of the ranks of the host, for the one that starts the watch there; beside `variables`
+    processes: list[tuple[int, int | None, str]]
+    ended: bool  # all ranks of the host have
     failed: bool
 
 

@@ -259,6 +259,8 @@ class Coordinator(ConnectionServer):
             self._groups[index] = dict(message["groups"])
             if text := nested.problem(self._groups.values(), self._plan.world_size):
                 self._result.fail(text, time.monotonic())
+        if "copies" in message and index == 0:
+            nested.report_copies(self._plan, self._result, running=message["copies"])
         if "exit" in message:
             self._note_exit(index, *message["exit"])
         if "done" in message:

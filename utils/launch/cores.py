@@ -1,4 +1,4 @@
-"""Choose the CPUs of ranks whose program does not call setup_distributed().
+"""Choose the CPUs and threads of ranks whose program does not call setup_distributed().
 
 launch.py binds these ranks before the program starts. No torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from .. import binding
 from ..cores import HostMasks, choose_cores
@@ -32,10 +32,20 @@ def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
     }
 
 
-def cpus_of_ranks(
+class RankShare(NamedTuple):
+    """What a rank gets of its host's cores."""
+
+    cpus: set[int] = set()  # to bind it to; empty: do not bind it
+    variables: Mapping[str, str] = {}  # OMP_NUM_THREADS, unless it is set
+
+
+def shares_of_ranks(
     reports: Sequence[RankMask], environ: Mapping[str, str], root: Path = Path("/")
-) -> list[set[int]]:
-    """Return the CPUs to which to bind each rank of this host; an empty set: do not bind it.
+) -> list[RankShare]:
+    """Return what each rank of this host gets of its cores.
+
+    A rank that is alone on its host gets no variable: it may be an agent, whose workers would all
+    use as many threads.
 
     reports: by local rank. environ: of any rank. Raises LaunchError for a bad DDPKIT_CPU_BIND.
     """
@@ -53,7 +63,14 @@ def cpus_of_ranks(
             ),
         )
     )
-    return [parse_ranges(one.cpus) if one.bind else set() for one in chosen]
+    unset = not environ.get("OMP_NUM_THREADS") and len(reports) > 1
+    return [
+        RankShare(
+            parse_ranges(one.cpus) if one.bind else set(),
+            {"OMP_NUM_THREADS": str(one.threads)} if unset else {},
+        )
+        for one in chosen
+    ]
 
 
 def bind(cpus: set[int]) -> None:

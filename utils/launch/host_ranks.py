@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from ..launchers.base import LaunchError
-from .cores import cpus_of_ranks, report_mask
+from .cores import RankShare, report_mask, shares_of_ranks
 from .output import Outputs, open_file
 from .processes import Processes
 from .result import print_status
@@ -30,20 +30,20 @@ def start_on_host(
     streams. output_dir: where each rank writes a file instead. new_session: see Processes.start().
     stdin: of the first one.
     """
-    cpus = _cpus(commands, environ)
+    shares = _shares(commands, environ)
     for index, (words, variables) in enumerate(commands):
         target: int | None = None if outputs is None else subprocess.PIPE
         if output_dir:
             target = open_file(output_dir, variables["RANK"])
         child = processes.start(
             words,
-            {**environ, **variables},
+            {**environ, **variables, **shares[index].variables},
             stdout=target,
             stderr=target,
             new_session=new_session,
             stdin=b"" if index else stdin,
             hold_signals=True,
-            cpus=cpus[index],
+            cpus=shares[index].cpus,
         )
         if output_dir and target is not None:
             os.close(target)
@@ -51,17 +51,17 @@ def start_on_host(
             outputs.add(child, index)
 
 
-def _cpus(
+def _shares(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], environ: Mapping[str, str]
-) -> list[set[int]]:
-    """Return the CPUs to bind each rank to; an empty set: setup_distributed() binds the rank."""
-    unbound: list[set[int]] = [set() for _ in commands]
+) -> list[RankShare]:
+    """Return what each rank gets of the cores; nothing where setup_distributed() divides them."""
+    unbound = [RankShare() for _ in commands]
     words, variables = commands[0]
     if "LOCAL_RANK" not in variables or imports_this_package(words):  # not for torchrun's agent
         return unbound
     reports = [report_mask({**environ, **variables}) for _, variables in commands]
     try:
-        return cpus_of_ranks(reports, environ)
+        return shares_of_ranks(reports, {**environ, **variables})
     except LaunchError as error:
         print_status(f"the ranks are not bound to cores: {error}")
         return unbound

@@ -90,7 +90,8 @@ def _ranks_per_host(
 ) -> tuple[list[int], list[str]]:
     """Return --ntasks-per-node, else the slots of the job, else one rank for each GPU; and notes.
 
-    One slot on each host is what a job for torchrun requests: then each GPU gets a rank.
+    One slot on each host is what a job has that requested no tasks, or a task for torchrun: then
+    each GPU gets a rank.
     """
     slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
     if options.ntasks_per_node is not None:
@@ -98,12 +99,13 @@ def _ranks_per_host(
         return [each if count or not any(slots) else 0 for count in slots], []
 
     notes = []
-    if max(slots) > 1:
+    if max(slots) > 1 or allocation.tasks_requested and not options.torchrun:
         for host, slot, gpu in zip(allocation.hosts, slots, gpus, strict=True):
-            if gpu and slot > gpu:
+            if gpu and slot and slot != gpu:
                 notes.append(
-                    f"{job_name(allocation)} requests {slot} ranks but {gpu} GPUs on {host}. "
-                    f"For one rank on each GPU give --ntasks-per-node {gpu}"
+                    f"{job_name(allocation)} requests {slot} rank{'s' * (slot > 1)} but {gpu} "
+                    f"GPU{'s' * (gpu > 1)} on {host}. For one rank on each GPU give launch.py "
+                    f"--ntasks-per-node {gpu}"
                 )
                 break
         return slots, notes

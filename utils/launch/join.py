@@ -19,8 +19,9 @@ from . import environment
 from .connection import JoinReport, LaunchConnection, Message
 from .cores import RankMask
 from .event_loop import EventLoop
-from .nested import problem
+from .nested import problem, report_copies
 from .plan import Plan
+from .result import LaunchResult
 from .server import ConnectionServer
 
 START_SECONDS = 120.0  # from one rank to the next, until all have joined
@@ -37,22 +38,30 @@ class JoinedRank(NamedTuple):
     reached: str  # the address by which the rank has reached this host
     port: int = 0  # of rank 0: reserved on its host
     cores: RankMask = RankMask(mask="", gpu_nodes=[])
+    process: tuple[int, int | None, str] = (0, None, "")  # see JoinReport
 
 
 class JoinServer(ConnectionServer):
     """The ranks of one launch, until all of them have joined or one could not.
 
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
-    it has not. lost_rank: a rank ended before all had joined.
+    it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
+    ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
+    started the watch there, until that ends.
     """
 
-    def __init__(self, plan: Plan, report: ReportListener, loop: EventLoop) -> None:
+    def __init__(
+        self, plan: Plan, report: ReportListener, loop: EventLoop, result: LaunchResult
+    ) -> None:
         super().__init__(report.listener, loop)
-        self._plan, self._report = plan, report
+        self._plan, self._report, self._result = plan, report, result
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
         self._groups: dict[int, dict[int, int]] = {}  # from nested.GroupWatch, by local rank 0
         self._limit = time.monotonic() + START_SECONDS
+        self.watched: set[int] = set()
+        self._end_reported = False
+        self.ended_at: float | None = None
         self.complete = self.lost_rank = False
         self.problem = ""
 
@@ -115,18 +124,20 @@ class JoinServer(ConnectionServer):
         own_addresses = set(network.local_addresses())
         num_hosts = len({one.host for one in ranks})
         variables_of = rank_variables(self._joined, own_addresses)
-        cores: dict[str, list[RankMask]] = {}  # of each host, by local rank
+        by_host: dict[str, list[JoinedRank]] = {}  # by local rank
         for rank in sorted(variables_of, key=lambda rank: int(variables_of[rank]["LOCAL_RANK"])):
-            cores.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank].cores)
+            by_host.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank])
+        self.watched = {on_host[0].rank for on_host in by_host.values()}
         for rank, variables in variables_of.items():
-            host_cores = cores[variables["NODE_RANK"]]
-            first = variables["LOCAL_RANK"] == "0"
+            on_host = by_host[variables["NODE_RANK"]]
+            processes = [one.process for one in on_host] if rank in self.watched else []
             self.clients[rank].send(
                 {
                     "variables": variables,
                     "num_hosts": num_hosts,
-                    "cores": host_cores,
-                    "watched_ranks": len(host_cores) if first and self._plan.is_watched else 0,
+                    "cores": [one.cores for one in on_host],
+                    "watched_ranks": len(on_host) if self._plan.is_watched else 0,
+                    "processes": processes,
                 }
             )
 
@@ -134,8 +145,15 @@ class JoinServer(ConnectionServer):
         if "groups" in message:
             self._groups[index] = dict(message["groups"])
             self.problem = self.problem or problem(self._groups.values(), self._plan.world_size)
+        if "copies" in message and self._joined[index].host == self._joined[0].host:
+            report_copies(self._plan, self._result, running=message["copies"])
+        self._end_reported |= message.get("ended", False)
 
     def client_lost(self, index: int) -> None:
+        self.watched.discard(index)
+        # Slurm ends the watch of a host with its ranks. A report shows that they have ended.
+        if self._end_reported and not self.watched:
+            self.ended_at = time.monotonic()
         if not self.complete:
             self.lost_rank = True
             host = self._joined[index].host[0]
@@ -188,6 +206,7 @@ class JoinServer(ConnectionServer):
             str(report["reached"]),
             int(report.get("port", 0)),
             report["cores"],
+            report["process"],
         )
 
     def _expected(self) -> str:

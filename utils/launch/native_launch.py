@@ -22,6 +22,8 @@ from .result import LaunchResult, describe_status, print_error, print_status
 from .srun_errors import SrunErrors
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
+RETURN_SECONDS = 60.0  # after the end of all ranks
+_REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
 
 
@@ -56,7 +58,7 @@ class _NativeLaunch:
         self._plan, self._processes, self._command = plan, processes, command
         self._report, self._loop = report, loop
         self._program = os.path.basename(plan.method.path)
-        self._ranks = JoinServer(plan, report, loop)
+        self._ranks = JoinServer(plan, report, loop, result)
         self._result = result
         self._errors: SrunErrors | None = None
         self._rank_failed_at: float | None = None
@@ -80,6 +82,7 @@ class _NativeLaunch:
             status = self._wait_for_end()
             if self._errors is not None:
                 self._errors.drain()
+            self._receive_last_reports()
             self._ranks.close()
 
         if self._result.status:  # the reason was printed when it happened
@@ -98,17 +101,25 @@ class _NativeLaunch:
                 self._processes.kill_late(now),
                 self._ranks.seconds_left(now),
                 None if self._pass_term_at is None else max(0.0, self._pass_term_at - now),
-                None if self._rank_failed_at is None else 1.0,
+                None if self._rank_failed_at is None and self._ranks.ended_at is None else 1.0,
             )
             self._handle_signals()
             now = time.monotonic()
             self._end_if_failed(now)
+            self._end_if_left_behind(now)
             self._ranks.check_time(now)
             if self._ranks.problem and not self._ending:
                 self._result.fail(self._ranks.problem, now)
                 self._end(now)
             status = max([status, *(ended for _, ended in self._processes.ended())])
         return status
+
+    def _receive_last_reports(self) -> None:
+        """Receive what the watch of each host reports at the end of its ranks."""
+        limit = time.monotonic() + _REPORT_SECONDS
+        while not self._result.status and self._ranks.watched and time.monotonic() < limit:
+            self._loop.run_once(limit - time.monotonic())
+            self._loop.signals.take()
 
     def _end_if_failed(self, now: float) -> None:
         """End the command if it still runs long after a rank failed: it waits for a dead host."""
@@ -125,6 +136,18 @@ class _NativeLaunch:
                 f"{self._program} will be ended",
                 now,
                 first.status if first else 1,
+            )
+            self._end(now)
+
+    def _end_if_left_behind(self, now: float) -> None:
+        """End the command if it runs long after all ranks: srun waits for a lost slurmstepd."""
+        ended_at = self._ranks.ended_at
+        if ended_at is not None and now >= ended_at + RETURN_SECONDS and not self._ending:
+            self._result.fail(
+                f"all ranks have ended, but {self._program} has not within {now - ended_at:.0f} s: "
+                "a process of the launcher on a host may be lost, and with it the exit status of "
+                f"a rank. {self._program} will be ended. Check the hosts",
+                now,
             )
             self._end(now)
 

@@ -6,17 +6,22 @@ torch names the threads of a group, and /proc shows which processes are connecte
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from .. import process
 from ..rank_variables import LAUNCH_RANK
-from .connection import CONNECT_SECONDS, LaunchConnection
+from .connection import CONNECT_SECONDS, LaunchConnection, Message
+from .plan import Plan
 from .processes import LAUNCH_VARIABLE
+from .result import LaunchResult, print_status
+from .script_imports import imports_this_package
 
 # What starts ranks, by the name of a program or module, and the --launcher for the same.
 _LAUNCHERS = {
@@ -55,6 +60,8 @@ _BEFORE_COMMAND = re.compile(r"\w+=.*|if|then|elif|else|while|until|do|!|\{", re
 
 _FIRST_SECONDS = 0.5  # between two looks, longer with time
 _LONGEST_SECONDS = 10.0
+LATE_SECONDS = 300.0
+SHORT_SECONDS = 10.0  # a program that ends earlier
 _NO_HOST = ("00000000", "0" * 32, "0100007F", "0" * 24 + "01000000")  # listening, loopback
 _GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")  # of torch 2.6 and newer
 
@@ -131,11 +138,16 @@ class GroupWatch:
     """The process groups of torch that the ranks of this host form, seen from outside.
 
     groups: each rank whose processes have a group without another rank, and how many they are.
+    formed: whether a rank has had a group, or a socket has had the port that launch.py gave to
+    rank 0; also where the ranks are not watched.
     """
 
     def __init__(self, launch_id: str, ranks: int) -> None:
         """launch_id: in the environment of the ranks. ranks: on this host; 0: do not watch."""
         self.groups: dict[int, int] = {}
+        self.formed = not ranks
+        self._port = self._rank_0 = 0  # the port, and the process id
+        self._late_at = time.monotonic() + LATE_SECONDS
         self._id, self._ranks = launch_id.encode(), ranks
         self._joined: set[int] = set()  # ranks that have a group with others
         self._found: set[int] = set()  # ranks without others at the last look
@@ -152,6 +164,23 @@ class GroupWatch:
             self._due = now + min(max(seconds, _FIRST_SECONDS), _LONGEST_SECONDS)
         return self._due - now
 
+    def is_late(self, now: float) -> bool:
+        """Return, once, whether the ranks have run for long without a group."""
+        if self.formed or now < self._late_at:
+            return False
+        self._late_at = math.inf
+        return True
+
+    def ended_without_group(self, now: float) -> bool:
+        """Return whether the ranks, which have all ended now, never had a group.
+
+        A group that lived between two looks has left a connection to its store in TIME_WAIT. The
+        trace of one at a port of the script's own choice may be missed, so nothing is claimed of a
+        program that was short; most of those are no training.
+        """
+        self.formed = self.formed or process.uses_tcp_port(self._port)
+        return not self.formed and now - self._start >= SHORT_SECONDS
+
     def _look(self) -> None:
         processes: dict[int, list[int]] = {}  # of each rank: it, and what it has started
         found: dict[int, int] = {}
@@ -163,6 +192,9 @@ class GroupWatch:
             if not count:
                 continue
             processes.setdefault(int(text), []).append(pid)
+            port = environ.get(b"MASTER_PORT", b"")
+            if text == b"0" and not self._port and port.isdigit():
+                self._port, self._rank_0 = int(port), pid
             agents = environ.get(b"GROUP_WORLD_SIZE", count)  # of torchrun, below a rank
             nested = b"TORCHELASTIC_RUN_ID" in environ and int(agents) < int(count)
             if nested and int(text) not in self._joined:
@@ -173,6 +205,8 @@ class GroupWatch:
             for rank, pids in processes.items()
             if rank not in self._joined
         }
+        has_port = process.uses_tcp_port(self._port, self._rank_0)
+        self.formed = self.formed or has_port or any(members.values())
         if not any(members.values()):
             members.clear()
             processes.clear()
@@ -254,11 +288,36 @@ def problem(groups: Iterable[Mapping[int, int]], world_size: int) -> str:
     )
 
 
-def report_groups(connection: LaunchConnection, launch_id: str, ranks: int) -> None:
-    """Start a process that reports the groups of this host to launch.py, and return.
+def report_copies(plan: Plan, result: LaunchResult, *, running: bool) -> None:
+    """Warn that no rank has formed a group: at once if they are running, else if they succeed.
+
+    Programs that use the kit check that themselves.
+    """
+    if imports_this_package(plan.program):
+        return
+    words = [word for word in plan.command if word != "-m"]
+    name = next((word for word in words if word.endswith(".py")), words[0])
+    found = (
+        "are running: no rank formed a process group within 5 minutes"
+        if running
+        else ("ran: no rank formed a process group")
+    )
+    text = (
+        f"{plan.world_size} independent copies of {os.path.basename(name)} {found}. Expected one "
+        "group of all ranks. Call setup_distributed() or init_process_group() in the script, or "
+        "give --independent if each rank is a program of its own"
+    )
+    if running:
+        print_status(text)
+    else:
+        result.warning = text
+
+
+def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Message) -> None:
+    """Start a process that reports the groups of this host, and the end of its ranks, to launch.py.
 
     It is no child of this process, which becomes the user's program, and holds nothing but the
-    connection. It ends with it, or when no group is left to be found.
+    connection. It ends with it, or with the ranks. Return at once.
     """
     if pid := os.fork():
         os.waitpid(pid, 0)
@@ -269,15 +328,28 @@ def report_groups(connection: LaunchConnection, launch_id: str, ranks: int) -> N
             return
         os.closerange(0, connection.fileno())
         os.closerange(connection.fileno() + 1, 65536)
+        ranks, namespace = response["processes"], process.namespace("pid")
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(connection, select.POLLIN)
-        watch = GroupWatch(launch_id, ranks)
+        for pid, _, _ in ranks:
+            with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
+                poll.register(os.pidfd_open(pid), select.POLLIN)
+        watch = GroupWatch(launch_id, response["watched_ranks"])
         reported = watch.groups
-        while (seconds := watch.look(time.monotonic())) is not None:
+        # What is in another namespace is not seen from here.
+        while any(there != namespace or process.start_time(pid) == t for pid, t, there in ranks):
+            seconds = watch.look(time.monotonic())
             if watch.groups != reported:
                 reported = watch.groups
                 connection.send({"groups": list(reported.items())}, timeout=CONNECT_SECONDS)
-            if poll.poll(1000 * seconds):
-                return
+            if watch.is_late(time.monotonic()):
+                connection.send({"copies": True}, timeout=CONNECT_SECONDS)
+            for ready, _ in poll.poll(1000 * (_LONGEST_SECONDS if seconds is None else seconds)):
+                if ready == connection.fileno():
+                    return
+                poll.unregister(ready)
+        if watch.ended_without_group(time.monotonic()):
+            connection.send({"copies": False}, timeout=CONNECT_SECONDS)
+        connection.send({"ended": True}, timeout=CONNECT_SECONDS)
     finally:
         os._exit(0)

@@ -18,10 +18,10 @@ from ..launch_report import VARIABLE, parse_address
 from ..launchers.base import LaunchError
 from ..launchers.detect import detect
 from .connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
-from .cores import bind, cpus_of_ranks, report_mask
+from .cores import bind, report_mask, shares_of_ranks
 from .environment import correct_slurm_variables
 from .files import problem_with
-from .nested import report_groups
+from .nested import report_on_ranks
 from .output import open_file
 from .processes import LAUNCH_VARIABLE
 from .reserved_port import ReservedPort
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         report["rank"] = placement.rank
         report["world_size"] = placement.world_size
         report["local_rank"] = placement.local_rank
+        report["process"] = os.getpid(), process.start_time(os.getpid()), process.namespace("pid")
         report["cores"] = report_mask(os.environ)
         if placement.rank == 0:
             port = ReservedPort()
@@ -73,9 +74,11 @@ def main(arguments: Sequence[str]) -> int:
     if not imports_this_package(program):
         try:
             local_rank = int(response["variables"]["LOCAL_RANK"])
-            bind(cpus_of_ranks(response["cores"], os.environ)[local_rank])
+            share = shares_of_ranks(response["cores"], os.environ)[local_rank]
         except LaunchError as error:
             return _fail(str(error))
+        bind(share.cpus)
+        os.environ.update(share.variables)
     if port is not None:
         port.keep_over_exec()
     if report["rank"] != 0:  # Intel's mpiexec lets it wait for an input that never comes
@@ -116,9 +119,9 @@ def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
     connection.send({"join": report}, timeout=CONNECT_SECONDS)
     response = connection.receive_one()
-    if response and response.get("watched_ranks"):
+    if response and response.get("processes"):
         launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
-        report_groups(connection, launch_id, response["watched_ranks"])
+        report_on_ranks(connection, launch_id, response)
     connection.close()
     return response if response and "variables" in response else None
 

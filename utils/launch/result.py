@@ -46,11 +46,13 @@ class LaunchResult:
     """What has happened so far. Times are those of time.monotonic().
 
     status: of the first process that failed; 0 while none has. failed_at: when that was.
+    warning: to be printed if nothing fails.
     """
 
     def __init__(self) -> None:
         self.status = 0
         self.failed_at: float | None = None
+        self.warning = ""
         self._ended: dict[int, tuple[str, int]] = {}  # ranks that ended by themselves, in order
         self._interrupts = 0
         self._at_once = False
@@ -74,10 +76,12 @@ class LaunchResult:
             self.status, self.failed_at = status, now
 
     def conclude(self, first: FirstCause | None) -> None:
-        """Print what failed first, where that is not the rank that failed first to end.
+        """Print the warning; or what failed first, if not the rank that failed first to end.
 
         first: what the ranks have reported.
         """
+        if not self.status and self.warning:
+            print_status(self.warning)
         if not self.status or self._at_once:
             return
         if first is not None:

@@ -90,11 +90,15 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
             next_look = watch.look(now)
             if text := nested.problem([watch.groups], plan.world_size):
                 result.fail(text, now)
+            if watch.is_late(now):
+                nested.report_copies(plan, result, running=True)
             due = None if result.end_at is None else max(0.0, result.end_at - now)
             if due == 0.0:
                 processes.end(now)
                 due = processes.kill_late(now)
             if processes.running:
                 loop.run_once(due, next_look, outputs.flush_partial_lines() if outputs else None)
+        if watch.ended_without_group(time.monotonic()):
+            nested.report_copies(plan, result, running=False)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)

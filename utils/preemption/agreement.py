@@ -10,6 +10,9 @@ Each rank counts the boundaries that its training loop has passed. A stop takes 
 
 No rank has passed S, because no rank passes the boundary that it reported. Step times and clocks do
 not matter. The main threads may wait for each other in collectives, because other threads report.
+
+A rank that fails ends the agreement instead: launchers send SIGTERM to the others then (srun at
+once), which is no preemption. They raise an error, so that nobody puts the job back into its queue.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _NO_LIMIT = 1 << 62
 _TOPIC = "boundary"
+_FAILED = "failed"  # counts the ranks that left with an error
 _LEAVE_TIMEOUT = 10.0  # seconds that rank 0, which may serve the store, waits for the other ranks
 _LEAVE_POLL_SECONDS = 0.005
 _SHOWN_RANKS = 16
@@ -39,6 +43,10 @@ class BoundaryReport(TypedDict):
 
     boundary: int
     finished: bool  # the rank has left its loop without a stop
+
+
+class _RankFailed(RuntimeError):
+    """Another rank has failed before all agreed on a boundary."""
 
 
 class StopAgreement:
@@ -111,7 +119,7 @@ class StopAgreement:
 
         Raises RuntimeError if the store is gone.
         """
-        if self.boundary is not None:
+        if self._is_over():
             return
 
         if self._communicator is None:
@@ -175,7 +183,10 @@ class StopAgreement:
             if self.closed:
                 return
             raise
-        self._stop_at(boundary)
+        if communicator.count(_FAILED, 0):
+            self.fail(_RankFailed("another rank has failed. Look for its message"))
+        else:
+            self._stop_at(boundary)
 
     def _stop_at(self, boundary: int) -> None:
         with self._lock:
@@ -187,10 +198,10 @@ class StopAgreement:
             )
 
     def _leave(self, communicator: StoreCommunicator, orderly: bool) -> bool | None:
+        if not orderly:  # before the report, with which the other ranks may agree
+            communicator.count(_FAILED)
         if not self._reported:
             self._report(communicator, finished=True)
-        if not orderly:
-            communicator.count("failed")
 
         left = communicator.count("left")
         waits = orderly and communicator.rank == 0
@@ -203,10 +214,12 @@ class StopAgreement:
             return None
         if communicator.rank == 0:
             _warn_of_unequal_loops(communicator.reports(_TOPIC))
-        return communicator.count("failed", 0) == 0
+        return communicator.count(_FAILED, 0) == 0
 
     def _explain_failure(self) -> str:
         problem = f"A stop was requested ({self.reason}), but the ranks could not agree on a step: "
+        if isinstance(self._error, _RankFailed):
+            return f"{problem}{self._error}"
         if self._error is not None or self._communicator is None:
             return (
                 f"{problem}the store that rank 0 or torchrun serves is no longer reachable. "

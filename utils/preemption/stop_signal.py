@@ -164,7 +164,7 @@ class StopSignal:
         (scripts/bench_stop.py measures both). It waits only after a request, some milliseconds
         until the ranks have agreed.
 
-        Raises RuntimeError if they cannot agree: a rank hangs or has ended.
+        Raises RuntimeError if they cannot agree: a rank hangs, has failed or has ended.
         """
         now = time.monotonic()
         if self._first_call is None:

@@ -25,6 +25,7 @@ class Allocation(NamedTuple):
     array_index: int | None = None
     restart_count: int | None = None  # 0 in the first run
     notes: tuple[str, ...] = ()  # hints for the user
+    tasks_requested: bool = False  # Slurm: ranks_per_host was requested, and is no default
 
     def seconds_left(self) -> float | None:
         """Query the seconds until the time limit; None without a limit or a response.

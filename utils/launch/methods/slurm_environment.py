@@ -72,8 +72,11 @@ def step_environment(
     claim: tuple[int, ...] = ()
     if heterogeneous or not _asks_for_gpus(environ):
         claim = tuple(count or 0 for count in request.gpus)
-    if heterogeneous and not keep_task_requests and any(claim):
-        environ = _without(environ, GPU_REQUESTS)  # each component claims them by an option
+    if heterogeneous and any(claim):  # claimed by options
+        if not keep_task_requests:
+            environ = _without(environ, GPU_REQUESTS)
+        elif len(set(claim)) == 1:  # by --gres, which Slurm 26.05 refuses beside --gpus-per-node
+            environ = _without(environ, ["SLURM_GPUS_PER_NODE"])
     return dict(environ), claim
 
 

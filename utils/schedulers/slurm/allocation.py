@@ -70,6 +70,7 @@ def slurm_allocation(environ: Mapping[str, str], *, query: bool = True) -> Slurm
         tuple(found.cores),
         index,
         restarts,
+        tasks_requested=found.tasks_requested,
     )
 
 

@@ -23,6 +23,7 @@ class Resources:
         self.tasks: Counts = []
         self.cores: Counts = []
         self.gpus: Counts = []
+        self.tasks_requested = True  # for every component
 
 
 def unique_job_id(environ: Mapping[str, str]) -> str:
@@ -82,6 +83,7 @@ def resources(environ: Mapping[str, str]) -> Resources:
         cores = _counts(environ, f"SLURM_JOB_CPUS_PER_NODE{suffix}", len(hosts))
         found.hosts += hosts
         found.tasks += _tasks(environ, suffix, len(hosts))
+        found.tasks_requested &= _asks_for_tasks(environ, suffix)
         found.cores += cores or [None] * len(hosts)
     found.gpus = [_gpus_per_node(environ)] * len(found.hosts)
     return found
@@ -127,6 +129,14 @@ def _tasks(environ: Mapping[str, str], suffix: str, nodes: int) -> Counts:
             f"{name}={environ[name][:80]} does not have one number for each of the {nodes} nodes"
         )
     return counts or [per_node] * nodes
+
+
+def _asks_for_tasks(environ: Mapping[str, str], suffix: str) -> bool:
+    """Whether the job requested a number of tasks. SLURM_NTASKS may be that of a step."""
+    names = ["SLURM_NTASKS_PER_NODE"]
+    if step_name(environ) in ("", *SPECIAL_STEPS):
+        names.append("SLURM_NTASKS")
+    return any(environ.get(f"{name}{suffix}") for name in names)
 
 
 def _gpus_per_node(environ: Mapping[str, str]) -> int | None:
