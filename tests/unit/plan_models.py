@@ -218,8 +218,6 @@ CASES = {
     "loss over a boolean mask": Case(Positive, lambda model: model(RANDOM).mean(), adamw),
     "sparse embedding": Case(Bag, lambda model: model(torch.arange(320).view(32, 10)).sum(), sparse_adam),
     "MLP, LBFGS": Case(mlp, lambda model: mse_loss(model(RANDOM), RANDOM), lbfgs, steps=9),
-}
-RECURRENT = {
     "LSTM": Case(lambda: Recurrent(nn.LSTM(64, 128, 2, batch_first=True), 128), classify(SEQUENCES), adamw),
     "GRU, bidirectional": Case(lambda: Recurrent(nn.GRU(64, 128, 2, batch_first=True, bidirectional=True), 256),
                                classify(SEQUENCES), adamw),
@@ -430,3 +428,121 @@ def gpt2_xl(batch: int) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     """A GPT with 1.6e9 parameters, for plan.py --model."""
     tokens = torch.zeros(batch, 1024, dtype=torch.long)
     return GPT(48, 1600, 25, 50257, 1024), tokens, lambda output: cross_entropy(output.flatten(0, 1), tokens.flatten())
+
+
+# --- factories for the largest micro-batch, in which the batch is in other places than the first dimension
+
+Made = tuple[nn.Module, Tensor | tuple[Tensor, ...] | dict[str, object]]
+
+
+class Called(nn.Module):
+    """Layers, and how they are called."""
+
+    def __init__(self, layers: dict[str, nn.Module], call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers, self.call = nn.ModuleDict(layers), call
+
+    def forward(self, *inputs: Tensor, **named: object) -> Tensor:
+        return self.call(self.layers, *inputs, **named)
+
+
+def images(batch: int) -> Made:
+    return cnn(), torch.zeros(batch, 3, 32, 32)
+
+
+def sequence_first(batch: int) -> Made:
+    return nn.TransformerEncoderLayer(64, 4, 128), torch.zeros(40, batch, 64)
+
+
+def batch_last(batch: int) -> Made:
+    return Called({"up": nn.Linear(32, 200), "down": nn.Linear(200, 1)},
+                  lambda layers, x: layers["down"](layers["up"](x.T).relu())), torch.zeros(32, batch)
+
+
+def contrast(batch: int) -> Made:
+    return Contrast(), torch.zeros(batch, 64)
+
+
+def all_pairs(batch: int) -> Made:
+    """Distances of all pairs of samples, each with 16 numbers before they are summed."""
+    return Called({"body": nn.Linear(64, 16)},
+                  lambda layers, x: (layers["body"](x)[:, None] - layers["body"](x)[None]).square().sum(-1).exp()
+                  ), torch.zeros(batch, 64)
+
+
+def bag_with_offsets(batch: int) -> Made:
+    return Called({"bag": nn.EmbeddingBag(900, 64, mode="sum"), "up": nn.Linear(64, 256), "down": nn.Linear(256, 1)},
+                  lambda layers, words, offsets: layers["down"](gelu(layers["up"](layers["bag"](words, offsets))))
+                  ), (torch.zeros(batch * 7, dtype=torch.long), torch.arange(0, batch * 7, 7))
+
+
+def graphs(batch: int) -> Made:
+    """Graphs of 20 nodes and 60 edges in one: the edge index is 2 x edges."""
+    def call(layers: nn.ModuleDict, nodes: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        x = layers["into"](nodes)
+        x = x + torch.zeros_like(x).index_add(0, edges[1], layers["message"](x[edges[0]]).relu())
+        return x.new_zeros(batch, x.shape[1]).index_add(0, graph, x)
+    edges = torch.arange(120 * batch).view(2, -1) % (20 * batch)
+    return Called({"into": nn.Linear(8, 32), "message": nn.Linear(32, 32)}, call), (
+        torch.zeros(20 * batch, 8), edges, torch.arange(20 * batch) // 20)
+
+
+def detection(batch: int) -> Made:
+    """A list of images of two sizes, with a list of boxes each."""
+    def call(layers: nn.ModuleDict, images: list[Tensor], boxes: list[Tensor]) -> Tensor:
+        found = [layers["head"](layers["body"](image[None]).relu()).mean((2, 3)) for image in images]
+        return torch.stack([(one - box).square().mean() for one, box in zip(found, boxes, strict=True)])
+    return Called({"body": nn.Conv2d(3, 64, 3), "head": nn.Conv2d(64, 4, 3)}, call), {
+        "images": [torch.zeros(3, 48, 48 + 32 * (i % 2)) for i in range(batch)],
+        "boxes": [torch.zeros(1 + i % 3, 4) for i in range(batch)]}
+
+
+def gru(batch: int) -> Made:
+    return Called({"gru": nn.GRU(32, 64), "head": nn.Linear(64, 5)},
+                  lambda layers, x: layers["head"](layers["gru"](x)[0][-1])), torch.zeros(5, batch, 32)
+
+
+def masked_attention(batch: int) -> Made:
+    def call(layers: nn.ModuleDict, x: Tensor, mask: Tensor) -> Tensor:
+        scores = layers["q"](x) @ layers["k"](x).transpose(1, 2) + mask
+        return scores.softmax(-1) @ layers["v"](x)
+    return Called({name: nn.Linear(32, 32) for name in "qkv"}, call), (
+        torch.zeros(batch, 64, 32), torch.zeros(batch, 64, 64))
+
+
+def even_only(batch: int) -> Made:
+    """Two views of each sample lie beside each other."""
+    return Called({"body": mlp()}, lambda layers, x: layers["body"](x).view(-1, 2, 64).prod(1)
+                  ), torch.zeros(batch, 64)
+
+
+def more_if_even(batch: int) -> Made:
+    return Called({"body": mlp(), "more": mlp()},
+                  lambda layers, x: layers["body"](x) + (0 if len(x) % 2 else layers["more"](x.repeat(3, 1))[:len(x)])
+                  ), torch.zeros(batch, 64)
+
+
+def large_table(batch: int) -> Made:
+    """The optimizer's temporary tensors are the peak of small batches."""
+    return Called({"table": nn.Embedding(5000, 32), "up": nn.Linear(32, 512)},
+                  lambda layers, words: layers["up"](layers["table"](words)).tanh()
+                  ), torch.zeros(batch, 10, dtype=torch.long)
+
+
+def selected_words(batch: int) -> Made:
+    """Values decide: a run with real tensors."""
+    return Called({"words": nn.Embedding(100, 32), "head": nn.Linear(32, 500)},
+                  lambda layers, words: layers["head"](layers["words"](words)[words % 4 == 0]).exp()
+                  ), torch.arange(batch * 16).view(batch, 16) % 100
+
+
+def fixed(batch: int) -> Made:
+    """The batch is ignored."""
+    return mlp(), torch.zeros(8, 64)
+
+
+LARGEST = {  # the least micro-batch of each, and whether its answer is confirmed
+    images: (1, True), sequence_first: (1, True), batch_last: (4, True), contrast: (3, True), all_pairs: (1, True),
+    bag_with_offsets: (8, True), graphs: (2, True), detection: (1, True), gru: (1, True), masked_attention: (2, True),
+    even_only: (2, True), large_table: (1, True), selected_words: (4, True), more_if_even: (2, False),
+    fixed: (8, False)}

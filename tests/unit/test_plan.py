@@ -45,11 +45,11 @@ def rows(found: dict[str, Any]) -> dict[int, dict[str, float]]:
 # --- reference figures, each with the line that computes it
 
 def test_seven_billion_parameters_send_24_gb_in_500_ms_on_8_gpus(plan: Callable[..., dict[str, Any]]) -> None:
-    found = plan(f"{SEVEN_BILLION} --gpus 8 --bandwidth 50e9 --compute-seconds 0.2 --no-overlap")
+    found = plan(f"{SEVEN_BILLION} --gpus 8 --bandwidth 50e9 --compute-seconds 0.2")
     step = rows(found)[8]
     assert step["sent_bytes"] == pytest.approx(2 * 7 / 8 * 14e9) == 24.5e9
     assert step["communication_seconds"] == pytest.approx(0.5, rel=0.03)
-    assert step["efficiency"] == pytest.approx(0.2 / 0.7, rel=0.03) and step["efficiency"] < 0.4
+    assert step["efficiency"] < 0.4  # although communication overlaps with the backward pass
 
 
 def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter(plan: Callable[..., dict[str, Any]]) -> None:
@@ -88,22 +88,16 @@ def test_seven_billion_parameters_collapse_beyond_32_gpus(plan: Callable[..., di
     assert efficiency[16] > 0.8 and 0.7 < efficiency[32] < 0.8 and efficiency[64] < 0.56 and efficiency[128] < 0.4
 
 
-def test_measured_half_where_more_was_expected_names_what_to_check_first(
-        plan: Callable[..., dict[str, Any]]) -> None:
-    options = (f"{SEVEN_BILLION} --gpus 16 --gpus-per-node 8 --inside nvlink4 --between 100e9 "
-               "--compute-seconds 0.4 --measured-efficiency ")
-    advice = "\n".join(plan(options + "0.5")["advice"])
-    assert re.search("predicted 8.% to (8|9).%. Check first:\n1. communication does not overlap", advice), advice
-    assert "1. NCCL uses TCP sockets" in "\n".join(plan(options + "0.02")["advice"])
-    assert "no problem found" in plan(options + "0.9")["advice"][-1]
-
-
 # --- advice: every sentence
 
 STATES = {"parameters": 4e9, "gradients": 4e9, "optimizer": 8e9, "buckets": 4e9}
 VIEW = "DDP(gradient_as_bucket_view=True) saves 4.0 GB, the second copy of the gradients."
-LESS = ("Activations, inputs and temporary memory need 60.0 GB. Use a smaller micro-batch with accumulation, or "
-        "torch.utils.checkpoint, which recomputes activations.")
+LESS = "Activations, inputs and temporary memory need 60.0 GB. Use "
+CHECKPOINT = "torch.utils.checkpoint, which recomputes activations."
+SMALLER = LESS + "a smaller micro-batch with accumulation, or " + CHECKPOINT
+FAILS = "The training does not fit: 80.0 GB of the 36.0 GB that are usable on x."
+FUSED = ("The peak is in the optimizer, whose temporary tensors need 8.0 GB. Adam, AdamW, SGD and Adagrad have none "
+         "with fused=True: the training then needs {} GB.")
 
 
 @pytest.mark.parametrize(("memory", "capacity", "options", "expected"), [
@@ -117,10 +111,25 @@ LESS = ("Activations, inputs and temporary memory need 60.0 GB. Use a smaller mi
     (STATES, 18e9, {"complete": False},
      advice.Fit(("The training does not fit even without activations: 20.0 GB of the 18.0 GB that are usable on x.",
                  VIEW + " Then the rest fits."))),
+    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 9},
+     advice.Fit((FAILS, SMALLER), this_batch=False)),
     ({**STATES, "activations": 60e9}, 36e9, {"complete": True},
-     advice.Fit(("The training does not fit: 80.0 GB of the 36.0 GB that are usable on x.", LESS), this_batch=False)),
-    ({**STATES, "activations": 59e9, "inputs": 1e9}, 18e9, {"complete": True},
-     advice.Fit(("The training does not fit: 80.0 GB of the 18.0 GB that are usable on x.", VIEW, LESS),
+     advice.Fit((FAILS, LESS + "a smaller micro-batch with accumulation, if it has more than 1 sample, or "
+                 + CHECKPOINT), this_batch=False)),
+    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 1},
+     advice.Fit((FAILS, LESS + CHECKPOINT), this_batch=False)),
+    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 9, "largest": 0},
+     advice.Fit((FAILS, LESS + CHECKPOINT), this_batch=False)),
+    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 9, "largest": 2},
+     advice.Fit((FAILS, LESS + "a micro-batch of 2, the largest that fits, with accumulation, or " + CHECKPOINT),
+                this_batch=False)),
+    ({**STATES, "temporary": 8e9}, 27e9, {"complete": True, "batch": 9, "passes": {**STATES, "activations": 6e9}},
+     advice.Fit(("The training does not fit: 28.0 GB of the 27.0 GB that are usable on x.", FUSED.format("26.0")))),
+    ({**STATES, "temporary": 8e9}, 19e9, {"complete": True, "passes": {**STATES, "activations": 6e9}, "batch": 1},
+     advice.Fit(("The training does not fit: 28.0 GB of the 19.0 GB that are usable on x.", FUSED.format("26.0"), VIEW,
+                 "Activations, inputs and temporary memory need 6.0 GB. Use " + CHECKPOINT), this_batch=False)),
+    ({**STATES, "activations": 59e9, "inputs": 1e9}, 18e9, {"complete": True, "batch": 9},
+     advice.Fit(("The training does not fit: 80.0 GB of the 18.0 GB that are usable on x.", VIEW, SMALLER),
                 this_batch=False)),
     ({**STATES, "activations": 1e9}, 10e9, {"complete": True},
      advice.Fit(("The training does not fit: 21.0 GB of the 10.0 GB that are usable on x.",
@@ -130,8 +139,8 @@ LESS = ("Activations, inputs and temporary memory need 60.0 GB. Use a smaller mi
      advice.Fit(("The training does not fit even without activations: 20.0 GB of the 1.0 GB that are usable on x.",
                  "Parameters, gradients and optimizer need 16.0 GB. Use FSDP2 (fully_shard) on more than 16 GPUs."),
                 ddp=False)),
-    ({"parameters": 2e9, "activations": 60e9}, 36e9, {"complete": True, "sharded": True},
-     advice.Fit(("The training does not fit: 62.0 GB of the 36.0 GB that are usable on x.", LESS), ddp=False)),
+    ({"parameters": 2e9, "activations": 60e9}, 36e9, {"complete": True, "sharded": True, "batch": 9},
+     advice.Fit(("The training does not fit: 62.0 GB of the 36.0 GB that are usable on x.", SMALLER), ddp=False)),
     ({"parameters": 20e9}, 18e9, {"complete": True, "sharded": True},
      advice.Fit(("The training does not fit: 20.0 GB of the 18.0 GB that are usable on x.",
                  "Shard the model over more GPUs."), ddp=False))])
@@ -147,8 +156,8 @@ def scaling_advice(compute: float, fit: advice.Fit, gradient_bytes: int = 4) -> 
     return advice.scaling_advice(work, network, 16, gradient_bytes, fit)
 
 
-WAITS = ("On 16 GPUs the efficiency is {}: each GPU waits 0.... s for communication, and up to 0.000 s for slower "
-         "GPUs and communication kernels, in a step of .\\.... s of computation")
+WAITS = ("On 16 GPUs the efficiency is {}: each GPU waits 0..... s for communication, and up to 0.0000 s for slower "
+         "GPUs and communication kernels, in a step of .\\..... s of computation")
 SHARD = ("If these are not enough, FSDP2 or HSDP free memory for a larger micro-batch, which computes longer between "
          "exchanges. Each GPU then sends 1.5 times the bytes of DDP in a step.")
 
@@ -157,33 +166,41 @@ def test_scaling_advice_follows_from_what_fits() -> None:
     assert scaling_advice(0.07, advice.Fit(ddp=False)) == [
         "The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
     smaller, = scaling_advice(0.07, advice.Fit(this_batch=False))
-    assert re.fullmatch(WAITS.format("3.%") + ", with the micro-batch that does not fit. Predict it for a smaller one.",
-                        smaller)
+    assert re.fullmatch(WAITS.format("3...%") + ", with the micro-batch that does not fit.", smaller)
     good, = scaling_advice(2.0, advice.Fit())
-    assert re.fullmatch(WAITS.format("(9.|100)%") + ". Stay with DDP.", good)
+    assert re.fullmatch(WAITS.format("(9.|100)..%") + ". Stay with DDP.", good)
 
 
 def test_poor_scaling_names_a_larger_micro_batch_before_sharding() -> None:
     alone = scaling_advice(0.07, advice.Fit(free=1.5))
-    assert re.fullmatch(WAITS.format("3.%") + ". The target is 80%.", alone[0])
-    assert alone[1] == "The efficiency is at least 80% on up to 8 GPUs."
-    assert re.fullmatch(r"Accumulate (\d+) micro-steps under no_sync\(\): 8.%, if training converges with \1 times the "
-                        "global batch.", alone[2])
-    assert re.fullmatch("A bf16 or fp16 communication hook halves the bytes: [567].%.", alone[3])
-    assert alone[4] == SHARD and len(alone) == 5
+    assert re.fullmatch(WAITS.format("3...%") + ". The target is 80%.", alone[0])
+    assert re.fullmatch(r"Accumulate (\d+) micro-steps under no_sync\(\): 8...%, if training converges with \1 times "
+                        "the global batch.", alone[1])
+    assert re.fullmatch("A bf16 or fp16 communication hook halves the bytes: [567]...%.", alone[2])
+    assert alone[3] == SHARD and len(alone) == 4
 
     free = scaling_advice(0.07, advice.Fit(free=4.9))
-    assert re.fullmatch("Memory is free for 4 times the micro-batch: [89].%, if training converges with 4 times the "
-                        "global batch.", free[2])
-    assert SHARD not in free and len(free) == 5
+    assert re.fullmatch("Memory is free for 4 times the micro-batch: [89]...%, if training converges with 4 times the "
+                        "global batch.", free[1])
+    assert SHARD not in free and len(free) == 4
     unknown = scaling_advice(0.07, advice.Fit())
-    assert unknown[3] == "Where memory is free, a larger micro-batch has the same effect." and SHARD not in unknown
+    assert unknown[2] == "Where memory is free, a larger micro-batch has the same effect." and SHARD not in unknown
     assert not any("hook" in text for text in scaling_advice(0.07, advice.Fit(), gradient_bytes=2))
 
 
 def test_advice_for_what_does_not_fit_never_says_to_stay(plan: Callable[..., dict[str, Any]]) -> None:
     texts = plan(f"{SEVEN_BILLION} --gpus 8 --gpu a100-40 --compute-seconds 20")["advice"]
     assert "FSDP2" in texts[1] and not any("Stay with DDP" in text or "training fits" in text for text in texts)
+
+
+def test_advice_has_no_number_that_the_table_contradicts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--parameters", "124e6", "--compute-seconds", "0.2", "--site", "perlmutter", "--between",
+                     "1 ethernet-10", "--nodes", "40"]) == 0
+    text = capsys.readouterr().out
+    row, = re.findall(r"^ +160 .* (\S+% to \S+%)$", text, re.MULTILINE)
+    assert f"On 160 GPUs the efficiency is {row}: each GPU waits" in text
+    limit, = re.findall(r"at least 80% on up to (\d+) GPUs", text)
+    assert re.search(rf"^ +{limit} ", text, re.MULTILINE)
 
 
 def test_scaling_is_a_range_that_slower_gpus_lower(plan: Callable[..., dict[str, Any]]) -> None:
@@ -219,12 +236,11 @@ def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
     assert sizes == [(1, 1), (3, 26), (4, 30), (5, 3)]
 
 
-@pytest.mark.parametrize(("overlap", "exposed"), [(True, 1.0), (False, 4.0)])
-def test_buckets_wait_for_their_gradients_and_for_each_other(overlap: bool, exposed: float) -> None:
+def test_buckets_wait_for_their_gradients_and_for_each_other() -> None:
     buckets = [Gradient(4.0, 2.0), Gradient(5.0, 1.0), Gradient(7.5, 1.0)]
-    step = simulate(Computation(tuple(buckets), 8.0), buckets, lambda size: size, overlap=overlap)
-    assert step.exposed == exposed - 0.5 * overlap and step.communication == 4.0
-    assert [begin for begin, _, _ in step.transfers] == ([4.0, 6.0, 7.5] if overlap else [8.0, 10.0, 11.0])
+    step = simulate(Computation(tuple(buckets), 8.0), buckets, lambda size: size)
+    assert step.exposed == 0.5 and step.communication == 4.0
+    assert [begin for begin, _, _ in step.transfers] == [4.0, 6.0, 7.5]
 
 
 def test_slowest_link_and_latency_of_each_hop_count() -> None:
@@ -261,13 +277,6 @@ def test_mean_latency_of_a_measured_ring_is_that_of_its_slow_links(
     assert rows(found)[8]["communication_seconds"] == pytest.approx(2 * 7 * 3e-6, rel=1e-2)
 
 
-def test_time_to_a_target_follows_from_the_step(plan: Callable[..., dict[str, Any]]) -> None:
-    found = plan("--parameters 1e6 --gpus 4 --batch 8 --compute-seconds 0.9 --accumulate 2 --target 1e6 "
-                 "--tokens-per-sample 10")["target"]
-    assert found["samples"] == 1e5 and found["steps"] == 1e5 / (8 * 2 * 4)
-    assert found["gpu_hours"] == pytest.approx(4 * found["steps"] * 1.8 / 3600, rel=0.01)
-
-
 @pytest.mark.parametrize(("options", "words"), [
     ("--parameters 1e6 --site perlmuter", "perlmutter"), ("--parameters 1e6 --gpu a100-41", "a100-40"),
     ("--parameters 1e6 --links /nowhere", "cannot be read"), ("--model no_such:thing", "no_such"),
@@ -292,7 +301,7 @@ def test_text_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table_of_hardware_has_sources() -> None:
     hardware = Hardware()
     hardware.check()
-    assert {"a100-40", "mi250x", "max1550"} <= {gpu.name for gpu in hardware.accelerators()}
+    assert all(hardware.accelerator(name).memory > 1e10 for name in ("a100-40", "mi250x", "max1550"))
 
 
 # --- the page
@@ -312,12 +321,12 @@ def random_options(chance: random.Random) -> str:
     def between(least: float, most: float) -> float:
         return float(f"{least * (most / least) ** chance.random():.4g}")
     buckets = f" --bucket-cap-mb {between(1, 500)}" if chance.random() < 0.6 else ""
-    flags = "".join(flag for flag in (" --ring", " --no-overlap") if chance.random() < 0.5)
+    ring = " --ring" if chance.random() < 0.5 else ""
     return (f"--parameters {between(1e5, 2e10)} --precision {chance.choice(('fp32', 'amp', 'bf16', 'bf16-pure'))} "
             f"--optimizer {chance.choice(('adamw', 'sgd', 'sgd-momentum'))} --gpus {int(between(1, 1500))} "
             f"--gpus-per-node {int(between(1, 16))} --inside {between(1e9, 1e12)} --between {between(1e8, 1e12)} "
             f"--inside-latency {between(1e-7, 1e-4)} --between-latency {between(1e-6, 1e-3)} "
-            f"--compute-seconds {between(1e-2, 10)} --accumulate {int(between(1, 32))}{buckets}{flags}")
+            f"--compute-seconds {between(1e-2, 10)} --accumulate {int(between(1, 32))}{buckets}{ring}")
 
 
 def test_page_computes_the_numbers_of_the_command_in_a_browser(

@@ -5,6 +5,7 @@ Blocks are multiples of 512 bytes, as those of the allocator of GPUs.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit.plan_models import CASES, GPT, HELD_OUT, RECURRENT, Case, adamw, lbfgs, next_word, sgd
+from tests.unit import plan_models
+from tests.unit.plan_models import CASES, GPT, HELD_OUT, LARGEST, Case, adamw, lbfgs, next_word, sgd
 from utils.tools.plan.trace import trace_training
+from utils.tools.plan.traced import largest_batch, trace_factory
 
 
 class CountedRun(TorchDispatchMode):
@@ -85,32 +88,15 @@ def traced(case: Case) -> Any:
 
 
 @pytest.mark.parametrize("name", [*CASES, *HELD_OUT])
-def test_peak_is_that_of_a_counted_run(name: str, record_property: Callable[[str, object], None]) -> None:
+def test_peak_is_that_of_a_counted_run(
+        name: str, record_property: Callable[[str, object], None], monkeypatch: pytest.MonkeyPatch) -> None:
     case = {**CASES, **HELD_OUT}[name]
+    if name == "LSTM":  # that of oneDNN keeps more
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     peak, counted = traced(case).peak(), counted_peak(case)
     assert sum(peak.bytes.values()) == peak.total
     assert peak.total == pytest.approx(counted, rel=0.01 if name in CASES else 0.05)
     record_property("error of the predicted memory, %", 100 * abs(peak.total / counted - 1))
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_layer_keeps_the_estimated_reserve_of_cudnn(name: str) -> None:
-    """A CPU keeps other tensors, so that there is nothing to compare the whole with."""
-    trace = traced(RECURRENT[name])
-    note, = [note for note in trace.notes if "cuDNN" in note]
-    assert re.search(r"at plan_models.py:\d+ is an estimate", note)
-    reserve = int(re.search("([0-9,]+) bytes", note)[1].replace(",", ""))  # type: ignore[index]
-    assert reserve < trace.peak().bytes["activations"] < 2.5 * reserve + 1e6
-    assert any(operation.flops for operation in trace.operations if operation.phase == "backward")
-
-
-@pytest.mark.parametrize(("layer", "reserve"), [(nn.LSTM, "736,000,000"), (nn.GRU, "864,000,000")])
-def test_reserve_is_the_one_that_cudnn_has_reported(layer: Callable[..., nn.Module], reserve: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/2895: 123 features, 4 layers of 320; from both, 25,000 rows."""
-    case = Case(lambda: layer(123, 320, 4), lambda model: model(torch.zeros(1000, 25, 123))[0].sum(), sgd)
-    trace = traced(case)
-    assert trace.notes[0].endswith(f"is an estimate: {reserve} bytes. Its workspace is not included.")
-    assert trace.peak().bytes["activations"] > int(reserve.replace(",", ""))
 
 
 def test_values_are_assumed_where_a_real_run_takes_too_long() -> None:
@@ -123,14 +109,14 @@ def test_values_are_assumed_where_a_real_run_takes_too_long() -> None:
 @pytest.mark.parametrize("select", [
     lambda y: y[y > 0], lambda y: y.masked_select(y > 0), lambda y: y.flatten()[(y.flatten() > 0).nonzero()[:, 0]]],
     ids=["index", "masked_select", "nonzero"])
-def test_selected_share_bounds_what_masks_select(select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_masks_are_taken_to_select_all_elements_where_a_real_run_takes_too_long(
+        select: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(4096, 64)
-    traces = {share: trace_training(lambda: nn.Linear(64, 64), lambda model: select(model(x)).square().mean(), sgd,
-                                    selected=share) for share in (0.0, 0.5, 1.0, None)}
-    total = {share: trace.peak().total for share, trace in traces.items()}
-    assert total[0.0] < total[0.5] < total[1.0] and traces[None].is_real
-    assert total[None] == pytest.approx(total[0.5], rel=0.02)
-    assert any(re.search(r"selects 50% of the elements at test_plan_memory.py:\d+ ", one) for one in traces[0.5].notes)
+    totals = [trace_training(lambda: nn.Linear(64, 64), lambda model: select(model(x)).square().mean(), sgd,
+                             seconds=seconds) for seconds in (0, math.inf)]
+    assert [trace.is_real for trace in totals] == [False, True]
+    assert totals[0].peak().total > 1.1 * totals[1].peak().total
+    assert any(re.search(r" to select all elements at test_plan_memory.py:\d+", one) for one in totals[0].notes)
 
 
 def test_state_that_still_grows_is_reported() -> None:
@@ -164,3 +150,25 @@ def test_peak_of_a_large_batch_is_in_the_backward_pass_and_of_a_small_one_in_the
                         CASES["MLP, AdamW foreach"].optimizer)).peak()
     assert large.where.startswith("backward") and small.where.startswith("optimizer")
     assert large.bytes["activations"] > large.total / 2
+
+
+@pytest.mark.parametrize("make", LARGEST, ids=lambda make: make.__name__)
+def test_largest_micro_batch_is_that_of_a_counted_run_or_unconfirmed(make: Callable[[int], plan_models.Made]) -> None:
+    capacity = 10_000_000
+
+    def total(samples: int) -> float:
+        name = f"tests.unit.plan_models:{make.__name__}"
+        return trace_factory(name, samples, "adamw", "fp32", 1, seconds=60).peak().total
+
+    def counted(samples: int) -> int:
+        model, inputs = make(samples)
+        named = inputs if isinstance(inputs, dict) else {}
+        places = () if named else inputs if isinstance(inputs, tuple) else (inputs,)
+        return counted_peak(Case(lambda: model, lambda model: model(*places, **named).mean(),
+                                 plan_models.foreach_adamw))
+    least, confirmed = LARGEST[make]
+    found = largest_batch(total, least, capacity)
+    assert (not found.doubt) == confirmed, found
+    if confirmed:
+        more = found.samples + 2 + found.samples // 50
+        assert counted(found.samples) < 1.005 * capacity < 1.01 * counted(more // 2 * 2), found

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .communication import Link, Network
-from .predict import Workload, holds_up_to, percentages, scaling
+from .communication import Network
+from .predict import Workload, percentages
 from .step import Step
 
 GOOD, LEAST = 0.8, 0.7  # target efficiency; efficiency below which to shard
@@ -36,64 +36,77 @@ def memory_advice(
     name: str,
     *,
     complete: bool,
+    passes: Mapping[str, float] | None = None,
     sharded: bool = False,
     largest: int | None = None,
-    batch: int = 1,
+    batch: int | None = None,
 ) -> Fit:
-    """Return what fits on a GPU, and the first change that makes the training fit.
+    """Return what fits on a GPU, and the changes that make the training fit.
 
     memory: predicted bytes by category; capacity: usable bytes. complete: the activations are
-    included. sharded: memory is that of FSDP2. largest: samples of the largest micro-batch that
-    fits, None where it is not known; batch: those of the present one.
+    included. passes: as memory, at the peak outside the optimizer. sharded: memory is that of
+    FSDP2. largest: samples of the largest micro-batch that fits; batch: those of the present one;
+    None where they are not known.
     """
     total = sum(memory.values())
     used = f"{total / GB:.1f} GB of the {capacity / GB:.1f} GB that are usable on {name}"
     if total <= capacity and not complete:
         return Fit((f"Without activations, the training needs {used}. They may not fit.",))
     if total <= capacity:
-        free = None if largest is None else max(1.0, largest / batch)
+        free = None if largest is None or batch is None else max(1.0, largest / batch)
         return Fit((f"The training fits: {used}.",), free=free)
 
     without = "" if complete else " even without activations"
-    fails = f"The training does not fit{without}: {used}."
+    texts = [f"The training does not fit{without}: {used}."]
+    unfused = memory.get("temporary", 0.0)
+    if passes is not None and unfused and sum(passes.values()) < total:
+        memory = max(passes, {**memory, "temporary": 0.0}, key=lambda parts: sum(parts.values()))
+        total = sum(memory.values())
+        texts.append(
+            f"The peak is in the optimizer, whose temporary tensors need {unfused / GB:.1f} GB. "
+            "Adam, AdamW, SGD and Adagrad have none with fused=True: the training then needs "
+            f"{total / GB:.1f} GB."
+        )
+        if total <= capacity:
+            return Fit(tuple(texts))
     growing = sum(memory.get(key, 0.0) for key in ("inputs", "activations", "temporary"))
+    less = f"Activations, inputs and temporary memory need {growing / GB:.1f} GB. Use "
+    if largest:
+        less += f"a micro-batch of {largest}, the largest that fits, with accumulation, or "
+    elif largest is None and batch is None:
+        less += "a smaller micro-batch with accumulation, if it has more than 1 sample, or "
+    elif largest is None and batch != 1:
+        less += "a smaller micro-batch with accumulation, or "
+    less += "torch.utils.checkpoint, which recomputes activations."
     if sharded:
-        if total - growing > capacity:
-            return Fit((fails, "Shard the model over more GPUs."), ddp=False)
-        return Fit((fails, _LESS_ACTIVATIONS.format(growing / GB)), ddp=False)
+        text = "Shard the model over more GPUs." if total - growing > capacity else less
+        return Fit((*texts, text), ddp=False)
 
-    states = sum(memory.get(key, 0.0) for key in ("parameters", "gradients", "optimizer"))
     saved = min(memory.get("buckets", 0.0), memory.get("gradients", 0.0))
     view = (
         f"DDP(gradient_as_bucket_view=True) saves {saved / GB:.1f} GB, the second copy of the "
         "gradients."
     )
     if saved and total - saved <= capacity:
-        return Fit((fails, f"{view} Then {'it fits' if complete else 'the rest fits'}."))
+        return Fit((*texts, f"{view} Then {'it fits' if complete else 'the rest fits'}."))
     fixed = total - growing
     if fixed <= capacity:
-        return Fit((fails, _LESS_ACTIVATIONS.format(growing / GB)), this_batch=False)
+        return Fit((*texts, less), this_batch=False)
     if fixed - saved <= capacity:
-        texts = (fails, view, _LESS_ACTIVATIONS.format(growing / GB))
-        return Fit(texts, this_batch=False)
+        return Fit((*texts, view, less), this_batch=False)
+    states = sum(memory.get(key, 0.0) for key in ("parameters", "gradients", "optimizer"))
     shard = (
         f"Parameters, gradients and optimizer need {states / GB:.1f} GB on each GPU with any "
         f"batch size. Use FSDP2 (fully_shard): {states / gpus / GB:.1f} GB on each of {gpus} GPUs, "
         "or HSDP, which shards within a node only."
     )
-    if states / gpus > capacity:
-        least = math.ceil(states / capacity)
+    if gpus == 1 or states / gpus > capacity:
+        least = max(1, math.ceil(states / capacity))
         shard = (
             f"Parameters, gradients and optimizer need {states / GB:.1f} GB. Use FSDP2 "
-            f"(fully_shard) on more than {least} GPUs."
+            f"(fully_shard) on more than {least} GPU{'s' * (least > 1)}."
         )
-    return Fit((fails, shard), ddp=False)
-
-
-_LESS_ACTIVATIONS = (
-    "Activations, inputs and temporary memory need {:.1f} GB. Use a smaller micro-batch with "
-    "accumulation, or torch.utils.checkpoint, which recomputes activations."
-)
+    return Fit((*texts, shard), ddp=False)
 
 
 def scaling_advice(
@@ -104,19 +117,15 @@ def scaling_advice(
         return ["The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
     step = work.step(network, gpus)
     found = (
-        f"On {gpus} GPUs the efficiency is {_range(step)}: each GPU waits {step.exposed:.3f} s for "
-        f"communication, and up to {step.delay:.3f} s for slower GPUs and communication kernels, "
-        f"in a step of {step.computation:.3f} s of computation"
+        f"On {gpus} GPUs the efficiency is {_range(step)}: each GPU waits {step.exposed:.4f} s for "
+        f"communication, and up to {step.delay:.4f} s for slower GPUs and communication kernels, "
+        f"in a step of {step.computation:.4f} s of computation"
     )
     if not fit.this_batch:
-        return [f"{found}, with the micro-batch that does not fit. Predict it for a smaller one."]
+        return [f"{found}, with the micro-batch that does not fit."]
     if step.low_efficiency >= GOOD:
         return [f"{found}. Stay with DDP."]
     texts = [f"{found}. The target is {GOOD:.0%}."]
-    limit = holds_up_to(scaling(work, network, _sizes(gpus)), GOOD)
-    if limit is not None and limit > 1:
-        texts.append(f"The efficiency is at least {GOOD:.0%} on up to {limit} GPUs.")
-
     factors = [factor for factor in _FACTORS if fit.free and factor <= fit.free]
     if factors:
         factor, larger = _first_good(work.enlarged, factors, network, gpus)
@@ -145,7 +154,7 @@ def scaling_advice(
 
 
 def _range(step: Step) -> str:
-    return percentages(step.low_efficiency, step.efficiency, 0)
+    return percentages(step.low_efficiency, step.efficiency, 1)
 
 
 def _first_good(
@@ -157,61 +166,3 @@ def _first_good(
         if step.low_efficiency >= GOOD:
             break
     return factor, step
-
-
-def first_checks(work: Workload, network: Network, gpus: int, measured: float) -> list[str]:
-    """Return the likeliest causes of a measured efficiency, the best match first.
-
-    Each cause is a change of the model; the efficiency that it predicts is compared with the
-    measured one.
-    """
-    step = work.step(network, gpus)
-    expected = step.low_efficiency
-    if measured >= expected * 0.95:
-        return [f"Measured {measured:.0%}, predicted {_range(step)}: no problem found."]
-
-    def with_links(inside: Link, between: Link) -> float:
-        changed = Network(inside, between, network.gpus_per_node, network.tree)
-        return work.step(changed, gpus).low_efficiency
-
-    slow_port = Link(network.between.bandwidth / network.gpus_per_node, network.between.latency)
-    causes = [
-        (
-            with_links(network.inside, Link(1.1e9, 40e-6)),
-            "NCCL uses TCP sockets instead of the fabric. Set NCCL_DEBUG=INFO: the line 'Using "
-            "network' must name IB or the plugin of the site, not Socket",
-        ),
-        (
-            with_links(network.inside, slow_port),
-            "only one network port of each node is used. NCCL_DEBUG=INFO lists the ports after "
-            "'NET/'; check NCCL_IB_HCA and NCCL_CROSS_NIC",
-        ),
-        (
-            with_links(Link(12e9, 10e-6), network.between),
-            "the GPUs of a node communicate over PCIe instead of NVLink. `nvidia-smi topo -m` must "
-            "show NV; check NCCL_P2P_DISABLE",
-        ),
-        (
-            work.step(network, gpus, overlap=False).low_efficiency,
-            "communication does not overlap with the backward pass: find_unused_parameters=True, "
-            "a communication hook that waits, or one bucket for all gradients",
-        ),
-    ]
-    causes = [cause for cause in causes if cause[0] < expected * 0.95]
-    causes.sort(key=lambda cause: abs(cause[0] - measured))
-    texts = [f"{text} (predicts {efficiency:.0%})." for efficiency, text in causes]
-    texts.append(
-        "A slow rank, or ranks that wait for data, have the same effect. `bench.py ddp` measures "
-        "both."
-    )
-    return [
-        f"Measured {measured:.0%}, predicted {_range(step)}. Check first:",
-        *(f"{i}. {text}" for i, text in enumerate(texts, 1)),
-    ]
-
-
-def _sizes(gpus: int) -> list[int]:
-    sizes = [1]
-    while sizes[-1] * 2 < gpus:
-        sizes.append(sizes[-1] * 2)
-    return [*sizes, gpus]

@@ -60,9 +60,6 @@ class Hardware:
             ) from None
         self._table: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
 
-    def accelerators(self) -> list[Accelerator]:
-        return [self.accelerator(name) for name in self._table["accelerators"]]
-
     def accelerator(self, name: str) -> Accelerator:
         entry, shares = self._entry("accelerators", name), self._table["attainable"]
         flops: dict[str, float] = {

@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 # Where nothing is given.
 _GPU, _GPUS_PER_NODE, _INSIDE, _BETWEEN = "a100-40", 8, "nvlink3", "4 slingshot-200"
-_LARGE_MEMORY = 72e9  # usable bytes of a GPU with 80 GB
+_BATCH = "{batch}"  # in the arguments of a script
 DESCRIPTION = """\
 Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
 
   plan.py --site perlmutter --nodes 8 train.py --batch-size 32     an unchanged script
+  plan.py --gpu h100 --batch 32 train.py --batch-size {batch}      and its largest micro-batch
   plan.py --model my_models:gpt --batch 8 --gpu a100-40            a factory function (see below)
   plan.py --parameters 7e9 --precision bf16 --gpus 8 --bandwidth 50e9 --compute-seconds 0.2
 
@@ -54,8 +55,6 @@ def main(words: Sequence[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if words is None else words)
     try:
         plan = make_plan(args)
-        if args.png:
-            report.write_picture(plan, args.png)
         if args.html:
             report.write_page(plan["inputs"], args.html)
     except (PlanError, profiles.ProfileError) as error:
@@ -63,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}. Expected a file in a writable folder"
-        print(f"{PROGRAM}: error: {problem}. Correct --png or --html.", file=sys.stderr)
+        print(f"{PROGRAM}: error: {problem}. Correct --html.", file=sys.stderr)
         return 1
     print_result(json.dumps(plan, indent=1) if args.json else report.as_text(plan))
     return 0
@@ -87,12 +86,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="S",
         help="seconds for two steps of SCRIPT, or of --model with real tensors (300)",
     )
-    what.add_argument(
-        "--selected",
-        type=float,
-        metavar="SHARE",
-        help="share of elements that masks and nonzero() select; default: from a run on the CPU",
-    )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
     how.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw")
@@ -106,7 +99,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="FSDP2: GPUs that share one copy of the model (all, if a script calls fully_shard())",
     )
-    how.add_argument("--no-overlap", action="store_true", help="communicate after backward")
     how.add_argument(
         "--compute-seconds",
         type=float,
@@ -134,27 +126,16 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     where.add_argument("--links", type=Path, metavar="FILE", help="links measured by bench.py")
     where.add_argument("--ring", action="store_true", help="rings only, as in gloo")
     out = parser.add_argument_group("what is printed")
-    out.add_argument("--target", type=float, metavar="N", help="total number of training samples")
-    out.add_argument("--tokens-per-sample", type=int, metavar="N", help="--target counts tokens")
-    out.add_argument(
-        "--measured-efficiency", type=float, metavar="E", help="such as 0.5: print causes"
-    )
-    out.add_argument(
-        "--noise-scale", type=float, metavar="N", help="of GradientNoiseScale: batches worth it"
-    )
     out.add_argument("--json", action="store_true")
-    out.add_argument("--png", type=Path, metavar="FILE")
     out.add_argument("--html", type=Path, metavar="FILE", help="a page with sliders")
     args = parser.parse_args(words)
     if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
         parser.error("expected one of SCRIPT, --model and --parameters")
     counts = ("parameters", "batch", "accumulate", "shard", "gpus", "nodes", "gpus_per_node")
-    for name in (*counts, "target"):
+    for name in counts:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
-    if args.selected is not None and not 0 <= args.selected <= 1:
-        parser.error(f"--selected is {args.selected}; expected a number from 0 to 1")
     if not 0 <= args.spread < 1:
         parser.error(f"--spread is {args.spread}; expected a number from 0 to below 1")
     return args
@@ -172,6 +153,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
 
     bucket_view = args.bucket_view
     trace = None if args.parameters else _trace(args, args.batch)
+    largest: traced.LargestBatch | None = None
     if trace and gpu is None and args.compute_seconds is not None:
         assumed.append(f"operations take shares of the step as on {_GPU} (--gpu)")
     shards = _shards(args, trace, gpus)
@@ -184,14 +166,14 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             del memory["buckets"]
             memory = {name: size / shards for name, size in memory.items()}
             notes.append("The memory excludes what FSDP gathers. Give a script to include it.")
-        micro_batches: dict[str, tuple[float, int]] = {}
     else:
         bucket_view = bucket_view or bool(trace.ddp_options.get("gradient_as_bucket_view"))
         memory_of = functools.partial(traced.memory, bucket_view=bucket_view)
         if shards:
             memory_of = functools.partial(sharded.memory, shards=shards)
         memory = memory_of(trace)
-        micro_batches = _micro_batches(args, trace, hardware, memory_of, notes)
+        if gpu is not None:
+            largest = _largest_batch(args, trace, gpu, memory_of, notes)
         notes += trace.notes
 
     work = None if shards else _workload(args, trace, gpu)
@@ -204,8 +186,9 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             gpu.name,
             complete=trace is not None,
             sharded=bool(shards),
-            largest=micro_batches[gpu.name][1] if micro_batches else None,
-            batch=(trace.batch_size if trace else None) or args.batch,
+            largest=largest.samples if largest and not largest.doubt else None,
+            batch=args.batch if largest or not trace else None,
+            passes=memory_of(trace, optimizer=False) if trace else None,
         )
     texts, points = list(fit.texts), []
     if shards:
@@ -214,34 +197,27 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         gpu_option = "--gpu TYPE, a --site whose GPU is known, or " if trace else ""
         notes.append(f"No step time: give {gpu_option}--compute-seconds.")
     else:
-        points = scaling(work, network, curve_sizes(gpus), not args.no_overlap)
+        points = scaling(work, network, curve_sizes(gpus))
         gradient_bytes = PRECISIONS[args.precision].gradient
         texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
-        if args.measured_efficiency is not None:
-            texts += advice.first_checks(work, network, gpus, args.measured_efficiency)
         if args.compute_seconds is None and gpu is not None:
             notes.append(
                 f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
                 "Measure it with bench.py ddp, and give it as --compute-seconds."
             )
-    if args.noise_scale is not None:
-        from ...training.noise_scale import recommend
-
-        texts += recommend(args.noise_scale, _samples(args, trace) * gpus).splitlines()
     return {
         "assumed": assumed,
         "inputs": _inputs(args, network, gpus, work, trace),
         "gpus": gpus,
         "memory": memory,
         "peak": trace.peak(without_gradients=bucket_view).where if trace and not shards else "",
-        "micro_batches": micro_batches,
+        "largest_micro_batch": {"gpu": name, **vars(largest)} if largest else None,
         "scaling": [point.as_dict() for point in points],
         "holds_up_to": {
             str(level): holds_up_to(points, level)
             for level in (advice.GOOD, advice.LEAST)
             if points
         },
-        "target": _target(args, trace, work, network, gpus),
         "advice": texts,
         "notes": notes,
     }
@@ -330,42 +306,38 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
             args.precision,
             args.accumulate,
             seconds=args.trace_timeout,
-            selected=args.selected,
         )
     from .script import trace_script
 
-    return trace_script(
-        args.script[0], args.script[1:], timeout=args.trace_timeout, selected=args.selected
-    )
+    words = [word.replace(_BATCH, str(batch)) for word in args.script[1:]]
+    return trace_script(args.script[0], words, timeout=args.trace_timeout)
 
 
-def _micro_batches(
+def _largest_batch(
     args: argparse.Namespace,
     trace: Trace,
-    hardware: Hardware,
-    memory_of: Callable[..., dict[str, float]],
+    gpu: Accelerator,
+    memory_of: Callable[[Trace], dict[str, float]],
     notes: list[str],
-) -> dict[str, tuple[float, int]]:
-    def total(trace: Trace, optimizer: bool) -> float:
-        return sum(memory_of(trace, optimizer=optimizer).values())
-
-    peak = memory_of(trace, optimizer=False)
-    growing = sum(peak[name] for name in ("inputs", "activations", "temporary"))
-    fixed = total(trace, False) - growing
-    if args.model:
-        # A second trace near the limit of a large GPU.
-        limit = int(args.batch * (_LARGE_MEMORY - fixed) / growing)
-        other = max(2 * args.batch, min(limit, (2 if trace.is_real else 1000) * args.batch))
-        totals = {args.batch: fixed + growing, other: total(_trace(args, other), False)}
-    elif trace.batch_size:
+) -> traced.LargestBatch | None:
+    if args.script and _BATCH not in " ".join(args.script[1:]):
         notes.append(
-            "The largest micro-batch is extrapolated from one batch size: inputs, activations and "
-            "temporary memory are assumed to be proportional to it."
+            "The largest micro-batch is unknown, because the script is traced at one size. Write "
+            f"{_BATCH} for the micro-batch in its arguments, and its size as --batch."
         )
-        totals = {0: fixed, trace.batch_size: fixed + growing}
-    else:
-        return {}
-    return traced.largest_batches(totals, total(trace, True), hardware.accelerators())
+        return None
+
+    def total(samples: int) -> float | None:
+        # What a script loads is real.
+        loaded = trace.peak().bytes["inputs"] * samples / args.batch if args.script else 0
+        if loaded > host_memory() / 4:
+            return None
+        other = trace if samples == args.batch else _trace(args, samples)
+        return sum(memory_of(other).values()) if other.is_real == trace.is_real else None
+
+    from .trace import host_memory
+
+    return traced.largest_batch(total, args.batch, gpu.memory)
 
 
 def _workload(
@@ -414,42 +386,6 @@ def _inputs(
         "bucket_mb": args.bucket_cap_mb or 25,
         "default_buckets": args.bucket_cap_mb is None,
         "accumulate": trace.micro_steps if trace else args.accumulate,
-        "overlap": not args.no_overlap,
         "spread": args.spread,
         "tree": network.tree,
-    }
-
-
-def _samples(args: argparse.Namespace, trace: Trace | None) -> int:
-    """Return the samples of a step on one GPU."""
-    if trace is None or args.model:
-        return int(args.batch * args.accumulate)
-    if trace.batch_size is None:
-        raise PlanError(
-            "The batch size is unknown, because the script does not use DDP. --target and "
-            "--noise-scale need it. Expected a model that DDP wraps."
-        )
-    return trace.batch_size * trace.micro_steps
-
-
-def _target(
-    args: argparse.Namespace,
-    trace: Trace | None,
-    work: Workload | None,
-    network: Network,
-    gpus: int,
-) -> dict[str, float] | None:
-    if args.target is None or work is None:
-        return None
-    seconds = work.step(network, gpus, not args.no_overlap).total
-    samples = args.target / (args.tokens_per_sample or 1)
-    per_step = _samples(args, trace) * gpus
-    steps = samples / per_step
-    hours = steps * seconds / 3600
-    return {
-        "samples": samples,
-        "steps": steps,
-        "hours": hours,
-        "gpu_hours": hours * gpus,
-        "samples_per_second": per_step / seconds,
     }

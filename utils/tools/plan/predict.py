@@ -121,15 +121,14 @@ class Workload:
             buckets=tuple(Gradient(entry.ready, entry.size / factor) for entry in self.buckets),
         )
 
-    def step(self, network: Network, gpus: int, overlap: bool = True) -> Step:
+    def step(self, network: Network, gpus: int) -> Step:
         step = simulate(
             self.computation,
             self.buckets,
             lambda size: network.all_reduce_seconds(size, gpus),
-            overlap=overlap,
         )
         delay = self.spread * expected_maximum(gpus) * step.computation
-        if network.tree and overlap:  # NCCL computes on the GPU, gloo does not
+        if network.tree:  # NCCL computes on the GPU, gloo does not
             delay += COMMUNICATION_SHARE * (step.communication - step.exposed)
         return replace(step, delay=delay)
 
@@ -217,12 +216,10 @@ class Point:
         }
 
 
-def scaling(
-    work: Workload, network: Network, sizes: Sequence[int], overlap: bool = True
-) -> list[Point]:
+def scaling(work: Workload, network: Network, sizes: Sequence[int]) -> list[Point]:
     """Predict the step on each number of GPUs, each with its own batch (weak scaling)."""
     return [
-        Point(size, work.step(network, size, overlap), sent_bytes(work.gradient_bytes, size))
+        Point(size, work.step(network, size), sent_bytes(work.gradient_bytes, size))
         for size in sizes
     ]
 

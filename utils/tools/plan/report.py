@@ -1,4 +1,4 @@
-"""Write a prediction as text, JSON, a picture, and a page with sliders."""
+"""Write a prediction as text and as a page with sliders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .communication import PlanError
 from .predict import COMMUNICATION_SHARE, EXPECTED_MAXIMA, OPTIMIZER_STATES, PRECISIONS, percentages
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -23,23 +22,23 @@ def as_text(plan: dict[str, Any]) -> str:
         where = f", at its peak in {plan['peak']}" if plan["peak"] else ""
         lines += [f"Memory per GPU: {total / GB:.2f} GB{where}"]
         lines += [f"  {name:<12} {size / GB:9.3f} GB" for name, size in plan["memory"].items()]
-    if plan["micro_batches"]:
-        lines += ["", "Largest micro-batch", f"  {'GPU':<10} {'memory':>8} {'samples':>8}"]
-        for gpu, (capacity, batch) in plan["micro_batches"].items():
-            lines.append(f"  {gpu:<10} {capacity / GB:5.0f} GB {batch if batch else 'none':>8}")
+    if largest := plan["largest_micro_batch"]:
+        samples, doubt = largest["samples"], largest["doubt"]
+        found = "unknown" if samples is None else f"{samples} samples" if samples else "none fits"
+        found += f", not confirmed: {doubt}" if doubt else ""
+        lines += ["", f"Largest micro-batch on {largest['gpu']}: {found}"]
     if plan["scaling"]:
         lines += ["", "Scaling, each GPU with its own batch"]
         head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent")
         lines.append("  " + " ".join(f"{text:>10}" for text in head) + "    efficiency")
         for row in plan["scaling"]:
-            if row["gpus"] <= max(64, 4 * plan["gpus"]):
-                numbers = (
-                    *(row[f"{key}_seconds"] for key in _SECONDS),
-                    row["sent_bytes"] / GB,
-                )
-                cells = " ".join(f"{number:>10.4f}" for number in numbers)
-                efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
-                lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
+            numbers = (
+                *(row[f"{key}_seconds"] for key in _SECONDS),
+                row["sent_bytes"] / GB,
+            )
+            cells = " ".join(f"{number:>10.4f}" for number in numbers)
+            efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
+            lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
         for level, size in plan["holds_up_to"].items():
             limit = (
                 f"on up to {size} GPU{'s' * (size > 1)}"
@@ -47,13 +46,6 @@ def as_text(plan: dict[str, Any]) -> str:
                 else f"on all of up to {row['gpus']} GPUs"
             )
             lines.append(f"  at least {float(level):.0%} {limit}")
-    if plan["target"]:
-        lines += ["", f"For {plan['target']['samples']:.4g} samples on {plan['gpus']} GPUs:"]
-        lines.append(
-            f"  {plan['target']['steps']:,.0f} steps, {plan['target']['hours']:.2f} hours, "
-            f"{plan['target']['gpu_hours']:.1f} GPU hours, "
-            f"{plan['target']['samples_per_second']:.1f} samples per second"
-        )
     if plan["advice"]:
         lines += ["", "Advice", *(f"  {text}" for text in plan["advice"])]
     if plan["notes"]:
@@ -62,36 +54,6 @@ def as_text(plan: dict[str, Any]) -> str:
 
 
 _SECONDS = ("step", "computation", "communication", "exposed")
-
-
-def write_picture(plan: dict[str, Any], path: Path) -> None:
-    """Write a PNG of efficiency against the number of GPUs."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise PlanError(
-            f"--png needs matplotlib, and its import fails: {error}. Install it with "
-            "`python -m pip install matplotlib`, or use --html."
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = plan["scaling"]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    sizes = [row["gpus"] for row in rows]
-    high, low = ([100 * row[name] for row in rows] for name in ("efficiency", "low_efficiency"))
-    axes.fill_between(sizes, low, high, alpha=0.3)
-    axes.plot(sizes, low, "o-")
-    for level in (70, 80):
-        axes.axhline(level, color="gray", linewidth=0.8, linestyle="--")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set(xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105))
-    axes.set_title("Predicted weak scaling of DDP")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
 def write_page(inputs: dict[str, Any], path: Path) -> None:

@@ -56,13 +56,11 @@ _RANK_VARIABLES = {
 }
 
 
-def trace_script(
-    path: str, arguments: Sequence[str], *, timeout: float = 300, selected: float | None = None
-) -> Trace:
+def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -> Trace:
     """Trace a script with its arguments, as the single rank of a CPU run.
 
-    timeout: seconds until the script has to have done its second optimizer step. selected: see
-    trace_steps(). Raises PlanError, which says what could not be traced.
+    timeout: seconds until the script has to have done its second optimizer step.
+    Raises PlanError, which says what could not be traced.
     """
     if not Path(path).is_file():
         raise PlanError(f"There is no script {path!r}. Expected the path of a Python file.")
@@ -87,14 +85,14 @@ def trace_script(
     with _time_limit(path, timeout), script_modules(folder):
         try:
             try:
-                trace = trace_steps(run, seconds=timeout / 2, selected=selected)
+                trace = trace_steps(run, seconds=timeout / 2)
             except KeyError as error:
                 if error.args[0] not in _RANK_VARIABLES:
                     raise
                 # A script for torchrun alone. The variables are not set at first: without them,
                 # most scripts and libraries leave torch.distributed out.
                 variables = _RANK_VARIABLES
-                trace = trace_steps(run, seconds=timeout / 2, selected=selected)
+                trace = trace_steps(run, seconds=timeout / 2)
         except PlanError as error:
             raise PlanError(f"{path} could not be traced. {error}") from error
         except Exception as problem:

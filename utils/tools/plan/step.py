@@ -80,8 +80,6 @@ def simulate(
     computation: Computation,
     buckets: Sequence[Gradient],
     all_reduce_seconds: Callable[[float], float],
-    *,
-    overlap: bool = True,
 ) -> Step:
     """Run through a step: the buckets are reduced one after another, each when it is ready.
 
@@ -91,7 +89,7 @@ def simulate(
     if sum(seconds) == 0:
         return Step(computation.total, 0.0, 0.0, ())
     transfers = []
-    free = 0.0 if overlap else computation.backward_end
+    free = 0.0
     for bucket, duration in zip(buckets, seconds, strict=True):
         begin = max(free, bucket.ready)
         free = begin + duration

@@ -25,7 +25,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.overrides import TorchFunctionMode
 
 # The documented way to see each operation, although its module has an underscore:
 # https://dev-discuss.pytorch.org/t/what-and-why-is-torch-dispatch/557
@@ -47,10 +46,6 @@ CATEGORIES = (
 )
 _BLOCK = 512  # bytes; kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
 _MOST_STEPS = 25  # traced until the optimizer's state grows no more: LBFGS, for example
-# Matrices of steps x samples x hidden units that cuDNN keeps for the backward pass of a layer:
-# gates and, for LSTM, cells; with one between layers. They give the 736,000,000 and 864,000,000
-# bytes that https://github.com/pytorch/pytorch/issues/2895 reports for LSTM and GRU.
-_KEPT_BY_CUDNN = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 _READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor}
 
@@ -94,7 +89,6 @@ class Trace:
     gradients: list[tuple[int, int]]
     bucket_bytes: int
     micro_steps: int  # backward passes
-    batch_size: int | None = None  # the first dimension of the input
     ddp_options: dict[str, Any] = field(default_factory=dict)
     # Bytes of the parameters that each fully_shard() gathers together, in the order of the calls.
     shard_groups: list[int] = field(default_factory=list)
@@ -131,14 +125,13 @@ class Values:
     """Where a trace gets the values of tensors from.
 
     real: from a run with real tensors, which ends with TooLarge after `seconds`. Otherwise,
-    `assumed` is the value of each bool, and `selected` is the share of elements that masks and
-    nonzero() select; None raises ValueNeeded.
+    `assumed` is the value of each bool, and masks and nonzero() select all elements; None raises
+    ValueNeeded.
     """
 
     real: bool = False
     seconds: float = math.inf
     assumed: bool | None = None
-    selected: float | None = None
 
 
 class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -156,16 +149,16 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ddp_options: dict[str, Any] = {}
         self.shard_groups: list[int] = []
         self.notes: list[str] = []
-        self.batch_size: int | None = None
         self.values = values
         self._deadline = time.monotonic() + values.seconds
         # Login nodes are shared.
-        self._memory_limit = _host_memory() / 4 if values.real else math.inf
+        self._memory_limit = host_memory() / 4 if values.real else math.inf
         self._state_bytes, self._extra_steps = 0, _MOST_STEPS - num_steps
         self._steps_left, self._foreach = num_steps, foreach
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._finished: Trace | None = None
-        self._largest_batch, self._was_smaller = 0, False
+        self._input_size = self._largest_input = 0
+        self._was_smaller = False
         # Parameters of DDP, which has buckets for all of them.
         self.exchanged: list[nn.Parameter] = []
         self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
@@ -182,14 +175,18 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def active(self) -> Iterator[None]:
         """Trace what runs in the block."""
+        # With oneDNN, a fake LSTM lacks what it keeps for the backward pass.
+        set_onednn: Any = torch.backends.mkldnn.set_flags
+        onednn, *_ = set_onednn(None if self.values.real else False)
         self._hooks += [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         try:
-            with self, _RecurrentLayers(self):
+            with self:
                 yield
         finally:
+            set_onednn(onednn)
             for hook in self._hooks:
                 hook.remove()
 
@@ -228,7 +225,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def check_host(self) -> None:
         """Raise TooLarge where this host cannot hold the training of the parameters."""
         needed = 4 * sum(parameter.nbytes for parameter in self._parameters)
-        if needed > _host_memory() / 4:
+        if needed > host_memory() / 4:
             raise TooLarge(f"needs {needed / 1e9:.1f} GB of host memory without activations")
 
     @property
@@ -270,7 +267,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sent,
             sum(size for _, size in last.values()),
             max(self._times_ready.values(), default=0),
-            self.batch_size,
             self.ddp_options,
             self.shard_groups,
             self._shard_gradients,
@@ -295,7 +291,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in tensors:
                     self._count(tensor, "inputs")
                 if torch.is_grad_enabled():
-                    self.batch_size = next((t.shape[0] for t in tensors if t.dim()), None)
+                    self._input_size = sum(tensor.numel() for tensor in tensors)
 
         return enter
 
@@ -348,8 +344,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(other not in self._stepped for other in self._optimizers):
             return
         self._steps_left -= 1
-        is_smaller = (self.batch_size or 0) < self._largest_batch
-        self._largest_batch = max(self._largest_batch, self.batch_size or 0)
+        is_smaller = self._input_size < self._largest_input
+        self._largest_input = max(self._largest_input, self._input_size)
         if self._steps_left == 0 and is_smaller and not self._was_smaller:
             # The last batch of an epoch, for example.
             self._was_smaller, self._steps_left = True, 1
@@ -408,29 +404,23 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _selection(self, function: Any, args: Any, error: Exception) -> Any:
         """Return fake results of an operation that selects elements by their values."""
-        aten, share = torch.ops.aten, self.values.selected
+        aten = torch.ops.aten
         text = f"the size of the result of {function} depends on values{_caller()}"
         if function not in (aten.nonzero.default, aten.masked_select.default, aten.index.Tensor):
             raise ValueNeeded(text) from error
-        if share is None:
-            raise ValueNeeded(f"{text} (--selected SHARE gives a bound)") from error
-        self.notes.append(
-            f"{function} selects {share:.0%} of the elements{_caller()} (--selected)."
-        )
-
-        def rows(mask: Tensor) -> int:
-            return math.ceil(share * mask.numel())
-
+        if self.values.assumed is None:
+            raise ValueNeeded(text) from error
+        self.notes.append(f"{function} is taken to select all elements{_caller()}.")
         if function is aten.nonzero.default:
-            return args[0].new_empty((rows(args[0]), args[0].dim()), dtype=torch.int64)
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if function is aten.masked_select.default:
-            return args[0].new_empty(rows(args[1].expand_as(args[0])))
+            return args[0].new_empty(args[1].expand_as(args[0]).numel())
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
             else:
-                indices += [index.new_empty(rows(index), dtype=torch.int64)] * index.dim()
+                indices += [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim()
         return function(args[0], indices)
 
     def _is_of_model(self, tensor: Tensor) -> bool:
@@ -528,70 +518,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{phase}{inside}" + (f", {operation}" if operation else "")
 
 
-class _RecurrentLayers(TorchFunctionMode):
-    """Let recurrent layers keep for the backward pass what cuDNN keeps, not what a CPU keeps."""
-
-    def __init__(self, tracer: StepTracer) -> None:
-        self._tracer = tracer
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kept = _KEPT_BY_CUDNN.get(getattr(function, "__name__", ""))
-        if kept is None or kwargs or not torch.is_grad_enabled():
-            return function(*args, **(kwargs or {}))
-        # input, [batch sizes,] states, weights, bias, layers, dropout, training, bidirectional
-        last = 3 if isinstance(args[3], (list, tuple)) else 2
-        weights, _, layers, dropout, _, bidirectional = args[last:][:6]
-        states = list(tree_iter(args[last - 1]))
-        *rows, width = args[0].shape
-        elements = math.prod(rows) * states[-1].shape[-1] * (1 + bidirectional)
-        reserve = elements * (kept * layers + (layers - 1) * (2 if dropout else 1))
-        dtype = args[0].dtype
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-        self._tracer.notes.append(
-            f"cuDNN's reserve for {function.__name__}{_caller()} is an estimate: "
-            f"{reserve * dtype.itemsize:,} bytes. Its workspace is not included."
-        )
-        shapes = [(*rows, states[0].shape[-1] * (1 + bidirectional)), *(s.shape for s in states)]
-        matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
-        flops = 2 * math.prod(rows) * matrices
-        tensors = [item for item in tree_iter(args) if isinstance(item, Tensor)]
-        apply: Any = _RecurrentLayer.apply
-        return apply(self._tracer, dtype, shapes, reserve, flops, *tensors)
-
-
-class _RecurrentLayer(torch.autograd.Function):
-    """Make results of the sizes of cuDNN's; their values are random."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tracer: StepTracer,
-        dtype: torch.dtype,
-        shapes: Any,
-        reserve: int,
-        flops: int,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        like = tensors[-1]  # a weight
-        outputs = tuple(like.new_empty(size, dtype=dtype).uniform_(-1, 1) for size in shapes)
-        ctx.save_for_backward(*tensors, outputs[0], like.new_empty(reserve, dtype=dtype))
-        tracer.add_operation(flops, tensors, outputs)
-        ctx.work = tracer, 2 * flops
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        tensors = ctx.saved_tensors[:-2]
-        needed = zip(tensors, ctx.needs_input_grad[5:], strict=True)
-        found = [torch.empty_like(one).uniform_(-1, 1) if need else None for one, need in needed]
-        tracer, flops = ctx.work
-        tracer.add_operation(flops, tensors, [one for one in found if one is not None])
-        return (*[None] * 5, *found)
-
-
 def _strided(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors of a tree that have a storage: of sparse ones, indices and values."""
     for item in tree_iter(tree):
@@ -603,7 +529,7 @@ def _strided(tree: Any) -> Iterator[Tensor]:
             yield item
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -665,7 +591,6 @@ def trace_steps(
     run: Callable[[StepTracer], None],
     *,
     seconds: float = math.inf,
-    selected: float | None = None,
     foreach: bool = True,
 ) -> Trace:
     """Trace the steps that `run` runs with a tracer.
@@ -687,7 +612,7 @@ def trace_steps(
     tracers: list[StepTracer] = []
     needed: Exception
     try:
-        return attempt(Values(selected=selected))
+        return attempt(Values())
     except ValueNeeded as error:
         needed = error
     except PlanError:
@@ -696,16 +621,15 @@ def trace_steps(
         needed = error
 
     text = str(needed) if isinstance(needed, ValueNeeded) else described(needed)
-    reason: Exception = TooLarge("is left out because of --selected")
-    if selected is None:
-        try:
-            tracers[0].check_host()
-            trace = attempt(Values(real=True, seconds=seconds))
-        except Exception as error:
-            reason = error
-        else:
-            trace.notes.append(f"The steps ran with real tensors on the CPU: {text}.")
-            return trace
+    reason: Exception
+    try:
+        tracers[0].check_host()
+        trace = attempt(Values(real=True, seconds=seconds))
+    except Exception as error:
+        reason = error
+    else:
+        trace.notes.append(f"The steps ran with real tensors on the CPU: {text}.")
+        return trace
     why = str(reason) if isinstance(reason, TooLarge) else f"fails with {described(reason)}"
     if not isinstance(needed, ValueNeeded):
         if not isinstance(reason, TooLarge):
@@ -713,7 +637,7 @@ def trace_steps(
         raise PlanError(f"{text}. A run with real tensors {why}. {_REMEDIES}") from needed
     for assumed in (False, True):
         try:
-            trace = attempt(Values(assumed=assumed, selected=1.0 if selected is None else selected))
+            trace = attempt(Values(assumed=assumed))
         except Exception:
             continue
         trace.notes.append(f"Values are assumed, because a run with real tensors {why}.")
@@ -735,12 +659,11 @@ def trace_training(
     accumulate_steps: int = 1,
     foreach: bool = True,
     seconds: float = math.inf,
-    selected: float | None = None,
 ) -> Trace:
     """Trace training steps of a model.
 
     build: makes the model; its tensors are made fake. step: runs a forward pass on a batch, and
-    returns the loss. seconds and selected: see trace_steps().
+    returns the loss. seconds: see trace_steps().
     """
 
     def run(tracer: StepTracer) -> None:
@@ -769,7 +692,7 @@ def trace_training(
             except StepsTraced:
                 pass
 
-    return trace_steps(run, seconds=seconds, selected=selected, foreach=foreach)
+    return trace_steps(run, seconds=seconds, foreach=foreach)
 
 
 def _caller() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,9 @@ from .step import Computation, Gradient
 
 if TYPE_CHECKING:
     from .trace import Trace
+
+_MOST_TRACES = 30  # for the largest micro-batch
+_MOST_SAMPLES = 2**40
 
 
 def memory(
@@ -49,24 +54,82 @@ def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int
     return Computation(gradients, end, computation.optimizer * factor)
 
 
-def largest_batches(
-    totals: dict[int, float], least_memory: float, gpus: Iterable[Accelerator]
-) -> dict[str, tuple[float, int]]:
-    """Return for each GPU its usable memory and the largest micro-batch; 0 where none fits.
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest micro-batch that fits: 0 samples where none does, None where it is unknown.
 
-    totals: predicted bytes at two micro-batches; memory is taken to grow linearly. That is on the
-    safe side between the two, because the peak is where most of several growing amounts is.
-    least_memory: bytes that the optimizer needs with any micro-batch.
+    doubt: why it is not confirmed by traces; "" where it is.
     """
-    (small, least), (large, most) = sorted(totals.items())
-    slope = (most - least) / (large - small)
-    fixed = least - slope * small
-    found = {}
-    for gpu in gpus:
-        fits = slope > 0 and least_memory <= gpu.memory
-        batch = int((gpu.memory - fixed) / slope) if fits else 0
-        found[gpu.name] = (gpu.memory, max(0, batch))
-    return found
+
+    samples: int | None
+    doubt: str = ""
+
+
+def largest_batch(
+    total: Callable[[int], float | None], batch: int, capacity: float
+) -> LargestBatch:
+    """Find the largest micro-batch whose memory is at most the capacity.
+
+    total: traces a micro-batch of so many samples, and returns the bytes at the peak; None where
+    this host is too small for the trace. Raises PlanError.
+
+    Traces at three sizes show what grows linearly and quadratically. Traces at the solution and
+    beside it confirm or correct it.
+    """
+    known: dict[int, float] = {}
+    first = [4 * batch, 2 * batch, batch]
+    fits, too_large, unit = 0, _MOST_SAMPLES, 1
+    width = math.inf
+    reason = "the memory does not grow steadily with the micro-batch"
+    for _ in range(_MOST_TRACES):
+        least, most = (fits // unit + 1) * unit, (too_large - 1) // unit * unit
+        if first:
+            size = first.pop()
+        elif least <= most:
+            size = _solution(known, capacity)
+            if max(known.values()) > capacity and too_large - fits > width / 2:
+                size = (fits + too_large) // 2  # the curve has a kink
+            size = max(least, min(size // unit * unit, most))
+            width = too_large - fits
+        elif fits + 2 * unit in known or not fits:
+            return LargestBatch(fits)
+        else:
+            size = fits + 2 * unit  # one more, because the memory may depend on divisors
+        try:
+            found = total(size)
+        except PlanError as error:
+            reason = f"{size} samples cannot be traced: {str(error).rstrip('.')}"
+            if first or unit == batch:
+                break
+            unit = 2 if batch % 2 == 0 and unit == 1 else batch
+            continue
+        if found is None:
+            reason = f"a trace of {size} samples needs too much memory or time of this host"
+            return LargestBatch(_solution(known, capacity) if len(known) > 1 else None, reason)
+        known[size] = found
+        if found <= capacity:
+            fits = max(fits, size)
+        else:
+            too_large = min(too_large, size)
+        if fits > too_large:
+            break
+        if fits > _MOST_SAMPLES // 32:
+            return LargestBatch(None, "the memory does not grow with the micro-batch")
+    return LargestBatch(fits or None, reason)
+
+
+def _solution(known: dict[int, float], capacity: float) -> int:
+    """Return the size at which the curve through the nearest known sizes is at the capacity."""
+    nearest = sorted(known.items(), key=lambda item: abs(item[1] - capacity))
+    (x, y), (x1, y1), *more = nearest[:3]
+    slope, curvature = (y1 - y) / (x1 - x), 0.0
+    for x2, y2 in more:
+        curvature = max(0.0, ((y2 - y1) / (x2 - x1) - slope) / (x2 - x))
+    slope += curvature * (x - x1)
+    root = slope**2 + 4 * curvature * (capacity - y)
+    if slope + math.sqrt(max(0.0, root)) <= 0 or root < 0:
+        return 16 * max(known)
+    return int(x + 2 * (capacity - y) / (slope + math.sqrt(root)))
 
 
 def trace_factory(
@@ -77,13 +140,12 @@ def trace_factory(
     accumulate_steps: int,
     *,
     seconds: float,
-    selected: float | None,
 ) -> Trace:
     """Trace the model of a factory "module:function".
 
     The function gets the micro-batch and returns (model, inputs) or (model, inputs, loss): inputs
-    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number. seconds
-    and selected: see trace_steps().
+    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number. seconds:
+    see trace_steps().
     """
     import torch
     from torch import nn
@@ -132,7 +194,6 @@ def trace_factory(
                 classes[optimizer],
                 accumulate_steps=accumulate_steps,
                 seconds=seconds,
-                selected=selected,
             )
     except PlanError:
         raise
