@@ -306,7 +306,15 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
     monitor.write_report = functools.partial(failure.write_hang_report, job.rank)
     monitor.gpu_use = functools.partial(device.utilization, job.device)
     if hang_timeout is not None:
-        recorded = collectives.are_recorded(job.backend)
+        has_recorder = collectives.has_recorder()
+        if not has_recorder and job.is_main:
+            _log.warning(
+                f"torch {torch.__version__} does not record the collectives of {job.backend} "
+                f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
+                "of a hang is then found from stacks and counts of collectives alone. Unset this "
+                "variable if it is 0; otherwise use a newer torch"
+            )
+        recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
         monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
 
 
