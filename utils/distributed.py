@@ -263,7 +263,8 @@ def _start(
         _connect_ranks(placement, chosen_backend, chosen_device, found, store, collective_timeout)
     if found.monitor:
         found.monitor.entered_collectives = failure.entered_collectives
-        found.monitor.started()
+        if cause := found.monitor.connected():
+            raise LaunchError(cause)
         coordination.departed_ranks = found.monitor.departed_ranks
     if placement.rank == 0:
         _log_start(placement, chosen_backend, found)
