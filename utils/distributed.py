@@ -43,6 +43,7 @@ from .store import rendezvous
 from .topology import parse_ranges
 
 START_UP_SECONDS = 100.0
+_OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
 _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
 
@@ -187,12 +188,14 @@ def setup_distributed(
     - It ends the process with status 1 when the ranks hang, if hang_timeout is given, and when the
       start takes 10 % longer than `timeout`.
 
-    Raises LaunchError when the ranks cannot start together: on every rank, with the cause.
+    Raises LaunchError when the ranks cannot start together: on every rank, with the cause; also
+    where torch is older than 2.8.
     ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
     """
     _check_arguments(backend, timeout, collective_timeout, hang_timeout, bind)
     deadline = time.monotonic() + timeout
     try:
+        _check_torch()
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
@@ -232,6 +235,15 @@ def _check_arguments(
         raise RuntimeError(
             "torch.distributed is initialised already: call setup_distributed() once, and not "
             "after init_process_group()"
+        )
+
+
+def _check_torch() -> None:
+    major, minor = str(torch.__version__).split(".")[:2]
+    if (int(major), int(minor)) < _OLDEST_TORCH:
+        raise LaunchError(
+            f"torch {torch.__version__} is too old; expected 2.8 or newer. Install one, for "
+            "example with pip install 'torch>=2.8', or load a newer PyTorch module"
         )
 
 

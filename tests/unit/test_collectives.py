@@ -47,7 +47,7 @@ def test_torch_with_one_recorder_for_all(group: None, trace: dict[str, object],
 @pytest.mark.parametrize(("limit", "times"), [("60", 1), ("None", 0)])
 def test_missing_recorder_is_reported_once(limit: str, times: int, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
-    program.write_text(f"from utils import setup_distributed\nwith setup_distributed('gloo', hang_timeout={limit}): pass")
+    program.write_text(f"from utils import setup_distributed\nsetup_distributed('gloo', hang_timeout={limit}).close()")
     done = python(str(program), ranks=2, env={"TORCH_FR_BUFFER_SIZE": "0", "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not record the collectives of gloo") == times, done.stderr

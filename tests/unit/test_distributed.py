@@ -35,6 +35,17 @@ def test_second_initialisation_is_a_runtime_error(monkeypatch: pytest.MonkeyPatc
         setup_distributed()
 
 
+@pytest.mark.parametrize(("version", "starts"), [
+    ("2.7.1+cu126", False), ("1.13.1", False), ("2.8.0a0+34c6371d24.nv25.08", True), ("2.15.0", True)])
+def test_torch_that_is_too_old_is_named(version: str, starts: bool) -> None:
+    done = python("-c", f"import torch; torch.__version__ = {version!r}\nfrom utils import setup_distributed\n"
+                  "setup_distributed('gloo').close()")
+    expected = "" if starts else (
+        f"LaunchError: torch {version} is too old; expected 2.8 or newer. Install one, for example with pip install "
+        "'torch>=2.8', or load a newer PyTorch module\n")
+    assert (done.stderr, done.returncode) == (expected, not starts)
+
+
 def test_cpu_tensor_is_reduced_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_reduce(tensor: torch.Tensor) -> None:
         raise ArithmeticError(f"reduced on {tensor.device}")

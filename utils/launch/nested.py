@@ -56,7 +56,7 @@ _BEFORE_COMMAND = re.compile(r"\w+=.*|if|then|elif|else|while|until|do|!|\{", re
 _FIRST_SECONDS = 0.5  # between two looks, longer with time
 _LONGEST_SECONDS = 10.0
 _NO_HOST = ("00000000", "0" * 32, "0100007F", "0" * 24 + "01000000")  # listening, loopback
-_GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")  # of torch 2.6 and newer
+_GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")
 
 
 def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
