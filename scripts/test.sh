@@ -8,8 +8,7 @@
 #   --quick     the checks, and the unit tests that need neither torch nor a launcher
 #   --gpu       the tests that need a GPU, and no checks; writes their figures to docs/performance.md. --nanogpt: a clone
 #               of nanoGPT, to compare example 03 with
-#   --torch     a start under each launcher, a kill and a resume with this torch, and no checks. It gets an environment
-#               of its own, .venv-torch-VERSION, of 5 GB
+#   --torch     start, kill and resume with this torch, and no checks; makes .venv-torch-VERSION, of 5 GB
 #   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
 #               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
 #               repository is touched. With it, --quick also runs as the user nobody, with /usr/bin/python3.
