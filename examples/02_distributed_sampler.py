@@ -7,7 +7,6 @@ any launcher     as 01_ddp_minimal.py; it needs no GPU
 
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
 from utils import Distributed, setup_distributed
-from utils.data import ResumableShardLoader
 
 WORKERS = 2  # processes that load data, on each rank
 
@@ -86,25 +84,7 @@ def stream(dist: Distributed) -> None:
     show("a stream, divided by rank and worker", (s for batch in batches for s in batch), dist)
 
 
-def read(shard: range, first: int) -> range:
-    """Return the samples of a shard from number `first`. A real shard is a file or a URL."""
-    return shard[first:]
-
-
-def shards(dist: Distributed) -> None:
-    """Whole shards for each worker, and a state that knows the sample within the shard."""
-    ranges = [range(10 * n, 10 * n + 1 + n % 9) for n in range(5 * dist.world_size)]
-    loader = ResumableShardLoader(ranges, read, batch_size=2, num_workers=WORKERS)
-    received = [sample for batch in islice(loader, 3) for sample in batch]
-    state = loader.state_dict()  # counts 3 batches, although the workers have read more
-
-    resumed = ResumableShardLoader(ranges, read, batch_size=2)  # also with other ranks or workers
-    resumed.load_state_dict(state)
-    received += [sample for batch in resumed for sample in batch]
-    show("shards, resumed after 3 batches without workers", received, dist)
-
-
 if __name__ == "__main__":
     with setup_distributed("gloo") as dist:
-        for pattern in (padding, shuffling, uneven_inputs, stream, shards):
+        for pattern in (padding, shuffling, uneven_inputs, stream):
             pattern(dist)

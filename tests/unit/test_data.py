@@ -5,17 +5,18 @@ import itertools
 import math
 import multiprocessing
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, Subset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 
-from tests.unit.test_shards import EVERYTHING, samples
-from tests.unit.test_shards import loader as shard_loader
-from utils.data import Permutation, ResumableDataLoader, ResumableDistributedSampler, ResumableShardLoader, sample_seed
+from utils.data import Permutation, ResumableDataLoader, ResumableDistributedSampler, sample_seed
+
+EVERYTHING = list(range(125))
 
 
 class Data(Dataset[Any]):
@@ -39,18 +40,16 @@ def loader(one: Any, batch_size: int | None = 4, **options: Any) -> ResumableDat
     return ResumableDataLoader(one.dataset, batch_size, sampler=one, **options)
 
 
-def of_either_kind(kind: str, **options: Any) -> Any:
-    """A loader of EVERYTHING, of samples or of shards."""
-    if kind == "shards":
-        return shard_loader(**options)
-    return loader(ResumableDistributedSampler(Data(len(EVERYTHING), EVERYTHING.__getitem__), 1, 0), **options)
+def samples(batches: Iterable[torch.Tensor | int]) -> list[int]:
+    return [sample for batch in batches for sample in torch.as_tensor(batch).flatten().tolist()]
+
+
+def of_everything(**options: Any) -> Any:
+    return loader(ResumableDistributedSampler(Data(len(EVERYTHING)), 1, 0), **options)
 
 
 def set_epoch(batches: Any, epoch: int) -> None:
     getattr(batches, "sampler", batches).set_epoch(epoch)
-
-
-both_kinds = pytest.mark.parametrize("kind", ["samples", "shards"])
 
 
 @pytest.mark.parametrize("length, replicas", [(103, 1), (103, 4), (3, 4), (64, 8)])
@@ -130,11 +129,10 @@ def test_several_resumes_in_one_epoch_lose_and_repeat_nothing() -> None:
         batches.state_dict(consumed=1)
 
 
-@both_kinds
 @pytest.mark.parametrize("batch_size, workers", [(None, 0), (4, 1)])
 def test_an_early_start_of_the_next_epoch_does_not_hide_this_one(
-        kind: str, batch_size: int | None, workers: int) -> None:
-    one, other = (of_either_kind(kind, batch_size=batch_size, num_workers=workers) for _ in range(2))
+        batch_size: int | None, workers: int) -> None:
+    one, other = (of_everything(batch_size=batch_size, num_workers=workers) for _ in range(2))
     first = iter(one)
     got = samples(islice(first, 5))
     set_epoch(one, 1)
@@ -150,10 +148,9 @@ def test_an_early_start_of_the_next_epoch_does_not_hide_this_one(
     assert early + second_rest != got + rest
 
 
-@both_kinds
 @pytest.mark.parametrize("exhausted", [False, True])
-def test_an_ended_pass_does_not_hide_the_next_one(kind: str, exhausted: bool) -> None:
-    one, other = (of_either_kind(kind, drop_last=True) for _ in range(2))
+def test_an_ended_pass_does_not_hide_the_next_one(exhausted: bool) -> None:
+    one, other = (of_everything(drop_last=True) for _ in range(2))
     kept = iter(one) if exhausted else None
     samples(kept or islice(one, 1))
     if exhausted:  # although the last sample is never received
@@ -174,20 +171,13 @@ def test_an_ended_pass_does_not_hide_the_next_one(kind: str, exhausted: bool) ->
     assert len(samples(one)) == len(whole)
 
 
-def noise(samples: int, first: int) -> Iterator[Any]:
-    return (torch.rand(()) for _ in range(first, samples))
-
-
-def noisy_loader(kind: str) -> Any:
-    if kind == "shards":
-        return ResumableShardLoader([8, 8], noise, 4, num_replicas=1, rank=0, num_workers=1)
+def noisy_loader() -> Any:
     return loader(ResumableDistributedSampler(Data(8, lambda _: torch.rand(())), 1, 0), num_workers=1)
 
 
-@both_kinds
-def test_workers_random_numbers_continue_after_a_resume(kind: str) -> None:
+def test_workers_random_numbers_continue_after_a_resume() -> None:
     """Otherwise each resumed epoch would get the augmentation of the first one again."""
-    whole, other = noisy_loader(kind), noisy_loader(kind)
+    whole, other = noisy_loader(), noisy_loader()
     before = torch.get_rng_state()
     first = samples(whole)
     state = whole.state_dict()
@@ -220,10 +210,9 @@ def test_a_loop_that_skips_a_bad_batch_is_counted_right(workers: int) -> None:
     assert batches.state_dict()["position"] == 16
 
 
-@both_kinds
-def test_a_loop_that_continues_a_replaced_pass_is_refused(kind: str) -> None:
+def test_a_loop_that_continues_a_replaced_pass_is_refused() -> None:
     others = set(multiprocessing.active_children())
-    one = of_either_kind(kind, num_workers=2, persistent_workers=True)
+    one = of_everything(num_workers=2, persistent_workers=True)
     first = iter(one)
     got = samples(islice(first, 3))
     state, workers = one.state_dict(), set(multiprocessing.active_children()) - others
@@ -269,6 +258,36 @@ def test_another_order_or_a_damaged_state_is_refused(change: dict[str, Any], wor
     for load in (loader(one).load_state_dict, iter(one).load_state_dict):
         with pytest.raises(ValueError, match=words):
             load(state)
+
+
+class Stream(IterableDataset[int]):
+    """Read by several workers, each of which has a state of its own."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info
+        while self.read < 20:
+            self.read += 1
+            yield 20 * info.id + self.read - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+def test_a_stream_with_a_stateful_loader_resumes_as_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+    (block,) = (part for part in page.split("```python\n") if "StatefulDataLoader(" in part)
+    program: dict[str, Any] = {}
+    exec(block.split("```")[0], program)
+    got = samples(program["train"](Stream(), tmp_path, 3))
+    assert 0 < len(got) < 40
+    assert sorted(got + samples(program["train"](Stream(), tmp_path, 99))) == list(range(40))
 
 
 def test_the_seed_of_a_sample_depends_on_seed_epoch_and_index() -> None:

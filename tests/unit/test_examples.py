@@ -60,8 +60,6 @@ def test_02_shows_what_each_rank_gets(tmp_path: Path) -> None:
 
     assert samples["uneven inputs under Join"] == [[0], [0, 1], [0, 1, 2]]
     assert everything["a stream, divided by rank and worker"] == list(range(37))
-    in_shards = [10 * n + sample for n in range(15) for sample in range(1 + n % 9)]
-    assert everything["shards, resumed after 3 batches without workers"] == in_shards
 
 
 def final_losses(output: str) -> tuple[float, float]:

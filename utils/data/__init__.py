@@ -6,4 +6,3 @@ from .loader import ResumableDataLoader as ResumableDataLoader
 from .permutation import Permutation as Permutation
 from .sampler import ResumableDistributedSampler as ResumableDistributedSampler
 from .sampler import sample_seed as sample_seed
-from .shards import ResumableShardLoader as ResumableShardLoader
