@@ -144,6 +144,8 @@ def setup_distributed(
 ) -> Distributed:
     """Join this process to the launch that started it, pin its GPU, and bind it to nearby cores.
 
+    Returns when torch has connected all ranks.
+
     backend: nccl, xccl or gloo. None chooses the backend of the accelerator that torch sees, or
         gloo for the CPU. gloo trains on the CPU also where there are GPUs.
     timeout: seconds until a start that has not ended is an error.
