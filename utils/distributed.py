@@ -48,6 +48,7 @@ from .startup.reports import RankReport, make_report
 from .startup.store import rendezvous
 
 START_UP_SECONDS = 100.0
+_OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
 _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
 
@@ -148,6 +149,8 @@ def setup_distributed(
 ) -> Distributed:
     """Join this process to the launch that started it, pin its GPU, and bind it to nearby cores.
 
+    Returns when torch has connected all ranks.
+
     backend: nccl, xccl or gloo. None chooses the backend of the accelerator that torch sees, or
         gloo for the CPU. gloo trains on the CPU also where there are GPUs.
     timeout: seconds until a start that has not ended is an error.
@@ -192,12 +195,14 @@ def setup_distributed(
     - It ends the process with status 1 when the ranks hang, if hang_timeout is given, and when the
       start takes 10 % longer than `timeout`.
 
-    Raises LaunchError when the ranks cannot start together: on every rank, with the cause.
+    Raises LaunchError when the ranks cannot start together: on every rank, with the cause; also
+    where torch is older than 2.8.
     ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
     """
     _check_arguments(backend, timeout, collective_timeout, hang_timeout, bind)
     deadline = time.monotonic() + timeout
     try:
+        _check_torch()
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
@@ -240,6 +245,15 @@ def _check_arguments(
         )
 
 
+def _check_torch() -> None:
+    major, minor = str(torch.__version__).split(".")[:2]
+    if (int(major), int(minor)) < _OLDEST_TORCH:
+        raise LaunchError(
+            f"torch {torch.__version__} is too old; expected 2.8 or newer. Install one, for "
+            "example with pip install 'torch>=2.8', or load a newer PyTorch module"
+        )
+
+
 def _start(
     detection: Detection,
     backend: str | None,
@@ -268,7 +282,8 @@ def _start(
         _connect_ranks(placement, chosen_backend, chosen_device, found, store, collective_timeout)
     if found.monitor:
         found.monitor.entered_collectives = failure.entered_collectives
-        found.monitor.started()
+        if cause := found.monitor.connected():
+            raise LaunchError(cause)
         coordination.departed_ranks = found.monitor.departed_ranks
     if placement.rank == 0:
         _log_start(placement, chosen_backend, found)
@@ -311,7 +326,15 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
     monitor.write_report = functools.partial(failure.write_hang_report, job.rank)
     monitor.gpu_use = functools.partial(device.utilization, job.device)
     if hang_timeout is not None:
-        recorded = collectives.are_recorded(job.backend)
+        has_recorder = collectives.has_recorder()
+        if not has_recorder and job.is_main:
+            _log.warning(
+                f"torch {torch.__version__} does not record the collectives of {job.backend} "
+                f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
+                "of a hang is then found from stacks and counts of collectives alone. Unset this "
+                "variable if it is 0; otherwise use a newer torch"
+            )
+        recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
         monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
 
 

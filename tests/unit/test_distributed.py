@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit.programs import python
+from tests.unit.test_rendezvous import free_port
 from utils.distributed import Distributed, setup_distributed
 from utils.host import device
 from utils.startup.address import Rendezvous
@@ -30,6 +33,17 @@ def test_second_initialisation_is_a_runtime_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="initialised already"):
         setup_distributed()
+
+
+@pytest.mark.parametrize(("version", "starts"), [
+    ("2.7.1+cu126", False), ("1.13.1", False), ("2.8.0a0+34c6371d24.nv25.08", True), ("2.15.0", True)])
+def test_torch_that_is_too_old_is_named(version: str, starts: bool) -> None:
+    done = python("-c", f"import torch; torch.__version__ = {version!r}\nfrom utils import setup_distributed\n"
+                  "setup_distributed('gloo').close()")
+    expected = "" if starts else (
+        f"LaunchError: torch {version} is too old; expected 2.8 or newer. Install one, for example with pip install "
+        "'torch>=2.8', or load a newer PyTorch module\n")
+    assert (done.stderr, done.returncode) == (expected, not starts)
 
 
 def test_cpu_tensor_is_reduced_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +75,27 @@ def test_network_of_nccl_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     setup_distributed().close()
     assert "WARNING: NCCL uses TCP sockets over an unknown interface, although AWS Lib" in capfd.readouterr().err
     assert not [variable for variable in os.environ if variable.startswith("NCCL_DEBUG")]
+
+
+HELLO = """
+import time
+import torch.distributed as dist
+from utils import setup_distributed
+
+connect = dist.init_process_group
+def slow(*args, **options):  # as where a rank connects later than the others: it needs rank 0's store for that
+    connect(*args, **options)
+    if options["rank"] == 1:
+        time.sleep(3)
+        options["store"].add("connected", 1)
+dist.init_process_group = slow
+print("hello from rank", setup_distributed("gloo").rank)
+"""
+
+
+def test_rank_that_leaves_at_once_is_no_error_of_another_that_still_connects() -> None:
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(lambda rank: python("-c", HELLO, env={**ranks, "RANK": str(rank)}), range(2)))
+    for rank, one in enumerate(done):
+        assert one.returncode == 0 and f"hello from rank {rank}" in one.stdout, one.stderr

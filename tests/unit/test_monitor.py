@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -27,17 +28,43 @@ def sockets() -> Sockets:
 
 
 @pytest.fixture
-def ranks(sockets: Sockets) -> Iterator[list[Monitor]]:
+def starting(sockets: Sockets) -> Iterator[list[Monitor]]:
     """The monitors of three ranks in this process."""
     monitors = []
     for rank, peers in enumerate([(1, 2), (0,), (0,)]):
         connections = {Connection(end): Peer(peer, f"h{peer}") for end, peer in zip(sockets[rank], peers, strict=True)}
         monitors.append(Monitor(connections, rank=rank, host=f"h{rank}", hung_rank_timeout=0.2))
-    for monitor in monitors:
-        monitor.started()
     yield monitors
     for monitor in monitors:
         monitor.leave("")
+
+
+@pytest.fixture
+def ranks(starting: list[Monitor]) -> list[Monitor]:
+    for monitor in starting:
+        monitor.started()
+    return starting
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_no_rank_goes_on_before_torch_has_connected_all(starting: list[Monitor], last: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(monitor.connected) for rank, monitor in enumerate(starting) if rank != last]
+        assert not wait(others, timeout=0.3).done
+        assert starting[last].connected() == ""
+        assert [other.result(20) for other in others] == ["", ""]
+
+
+@pytest.mark.parametrize("dead", range(3))
+def test_rank_that_dies_while_others_wait_for_it_is_the_cause(
+        starting: list[Monitor], sockets: Sockets, dead: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(monitor.connected) for rank, monitor in enumerate(starting) if rank != dead]
+        for end in sockets[dead]:
+            end.shutdown(socket.SHUT_RDWR)
+        for other in others:
+            assert f"rank {dead} on h{dead} died while torch was connecting the ranks" in other.result(20)
+        starting[dead].started()
 
 
 def test_rank_that_left_normally_hides_no_failure(ranks: list[Monitor]) -> None:

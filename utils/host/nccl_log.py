@@ -8,7 +8,7 @@ NCCL uses TCP without a warning if it finds no plugin and no InfiniBand. Only it
     NCCL INFO Using network Socket
 
 init_process_group(device_id=...) creates the communicator, so the network is final afterwards, and
-the log is read once. torch 2.6 and 2.7.0 continue in the background, so the log may be too short.
+the log is read once.
 NCCL 2.22 and newer connect the channels ("via NET/IB/0/GDRDMA") with the first collective. Until
 then the log shows for each adapter, not for each channel, whether GPUDirect RDMA is used.
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import itertools
 import os
 import pickle
 import re
@@ -20,8 +21,6 @@ import torch.distributed.distributed_c10d as c10d
 from ..host.topology import format_ranges
 from .hang import Collective, Group, thread_location, user_frame
 
-# Recorders of torch 2.13: one for every backend but NCCL, which has its own.
-_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
@@ -33,9 +32,9 @@ def total_collectives() -> int:
     return sum(_sequence_number(group) or 0 for group in list(c10d._world.pg_map))
 
 
-def are_recorded(backend: str) -> bool:
-    """Whether torch always records the collectives of a backend."""
-    return backend == "gloo" and hasattr(torch._C._distributed_c10d, _RECORDERS[0])
+def has_recorder() -> bool:
+    """Whether one of torch's flight recorders records a process group of this rank."""
+    return any(trace.get("pg_config") for trace in _read_recorders(False))
 
 
 def read_collectives(
@@ -44,20 +43,13 @@ def read_collectives(
     """Return the last collectives of this rank, oldest first, and its process groups.
 
     The collectives are from torch's flight recorder: the last `count`, the newest of each group,
-    and all that have not ended. Empty where torch records none: torch 2.13 records those of gloo,
-    and NCCL's where TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before 2.9) is not 0.
-    Private API: torch offers the recorder to Python only there. Sends and receives of gloo are in
-    no recorder; the Python stacks show those in which a thread waits.
+    and all that have not ended. Empty where torch records none: gloo of torch 2.8, and where
+    TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before 2.9) is 0. Sends and receives of gloo
+    are in no recorder; the Python stacks show those in which a thread waits.
 
     locations: find out where they were called. Only for a job that ends: see _without_inductor().
     """
-    entries: list[dict[str, Any]] = []
-    for name in _RECORDERS:
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None:
-            with contextlib.suppress(RuntimeError, TypeError, AttributeError):
-                with _device_of_rank(), _without_inductor():
-                    entries += pickle.loads(dump(True, locations, False)).get("entries", [])
+    traces = _read_recorders(locations)
     frames = sys._current_frames()
     members: dict[str, tuple[str, list[int]]] = {}  # of each group: what it is called, its ranks
     groups = {}
@@ -68,12 +60,13 @@ def read_collectives(
             members[str(process_group.group_name)] = label, ranks
             groups[label] = Group(format_ranges(ranks), _sequence_number(process_group))
     try:
-        entries.sort(key=lambda entry: int(entry["time_created_ns"]))
+        recorded = [trace.get("entries") or [] for trace in traces]
+        entries = sorted(itertools.chain(*recorded), key=lambda one: int(one["time_created_ns"]))
         calls = [_collective(entry, members, frames) for entry in entries]
-        is_complete = not entries or not entries[0]["record_id"]  # none was overwritten
+        is_complete = not any(one and one[0]["record_id"] for one in recorded)  # none overwritten
     except (KeyError, IndexError, TypeError, ValueError):  # another version of the format
         calls, is_complete = [], False
-    are_known = bool(calls) or are_recorded(_backend())
+    are_known = bool(calls) or any(trace.get("pg_config") for trace in traces)
 
     newest = {call["group"]: call for call in calls if not call["between_two"]}
     main = threading.main_thread().ident or 0
@@ -94,11 +87,26 @@ def read_collectives(
     return kept, groups
 
 
-def _backend() -> str:
-    try:
-        return str(dist.get_backend())
-    except (RuntimeError, ValueError):
-        return ""
+def _read_recorders(locations: bool) -> list[dict[str, Any]]:
+    """Return what torch's flight recorders hold: that of gloo, NCCL's, and those of other backends.
+
+    The latter, above all of nccl2, which torch 2.15 uses for "nccl", are called by the name of the
+    backend; an earlier torch has none, and refuses the name. Private API: torch offers the
+    recorders to Python only there.
+    """
+    names: set[str] = set()
+    with contextlib.suppress(AttributeError, RuntimeError):
+        for group in list(c10d._world.pg_map):
+            names |= {group._get_backend(one).name() for one in group._device_types}
+    by_name = [("_dump_fr_trace", {"backend": name}) for name in sorted(names - {"gloo"})]
+    traces = []
+    for function, options in (("_dump_fr_trace", {}), ("_dump_nccl_trace", {}), *by_name):
+        dump = getattr(torch._C._distributed_c10d, function, None)
+        if dump is not None:
+            with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+                with _device_of_rank(), _without_inductor():
+                    traces.append(pickle.loads(dump(True, locations, False, **options)))
+    return traces
 
 
 def _sequence_number(group: dist.ProcessGroup) -> int | None:

@@ -58,8 +58,8 @@ class Peer(NamedTuple):
 class Monitor:
     """One rank's end of the connections between rank 0 and the others.
 
-    Until started(), a rank that ends makes the start fail: the thread then ends this process,
-    unless the main thread has called start_failure() and reports the cause itself.
+    Until the ranks have started, one that ends makes the start fail: the thread then ends this
+    process, unless the main thread asks for the cause with connected() or start_failure().
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Monitor:
         self.write_report: Callable[[str, str], None] = lambda folder, cause: None
 
         self._lock = threading.RLock()
-        self._started = dict.fromkeys(self._hosts, False)
+        self._unconnected = set(self._hosts)  # ranks, as far as rank 0 knows
+        self._all_started = threading.Event()
         self._start_failure = ""
         self._start_failure_found = threading.Event()
         self._start_failure_handled = threading.Event()  # the main thread reports it
@@ -139,11 +140,24 @@ class Monitor:
         return self._start_failure
 
     def started(self) -> None:
-        """Report that torch has connected this rank."""
+        """A rank that ends from now on does not make the start fail."""
+        self._start_failure_handled.set()
+        self._all_started.set()
+
+    def connected(self) -> str:
+        """Report that torch has connected this rank, and wait until it has connected all.
+
+        A rank that left earlier would close what others still need. Returns which rank ended
+        instead; "" for none.
+        """
         with self._lock:
             self._start_failure_handled.set()
-            self._started[self._rank] = True
-            self._send_all({"started": True})
+            if self._rank == 0:
+                self._note_connected(0)
+            else:
+                self._send_all({"connected": True})
+        self._all_started.wait()
+        return self._start_failure
 
     def watch(self, watch: HangWatch) -> None:
         """Look for hangs from now on, and end this process when the ranks hang."""
@@ -237,6 +251,7 @@ class Monitor:
                 self._serve(selector)
 
         self._start_failure_found.set()
+        self._all_started.set()
         self._all_acknowledged.set()
         self._response.set()
         self._close_sockets()
@@ -280,9 +295,9 @@ class Monitor:
 
     def _handle(self, connection: Connection, peer: Peer, message: Message) -> None:
         if "error" in message:  # the start failed on another rank
-            self._fail_start(str(message["error"]))
-        if "started" in message:
-            self._started[peer.rank] = True
+            self._start_failure = self._start_failure or str(message["error"])
+        if "connected" in message:  # from rank 0: all ranks are
+            self._note_connected(peer.rank)
         if "left" in message:
             self._departed[peer.rank] = str(message["left"])
             self._acknowledged.add(peer.rank)  # it needs no report any more
@@ -332,10 +347,11 @@ class Monitor:
             f"{rank} does not respond to {self._this_host()}: its host is down, or the network "
             "between them is cut"
         )
-        this_rank_started = self._rank != 0 and self._started[self._rank]
-        if not self._started[peer.rank] and not this_rank_started:
+        if not self._all_started.is_set():
             died = f"{rank} died while torch was connecting the ranks. Look for its own message"
-            self._fail_start(lost if connection.host_lost else died)
+            self._start_failure = self._start_failure or (lost if connection.host_lost else died)
+            if self._rank == 0:
+                self._send_all({"error": self._start_failure})
             return
         if connection.host_lost:
             self._departed[peer.rank] = self._lost[peer.rank] = lost
@@ -349,14 +365,13 @@ class Monitor:
         if self._rank != 0:
             self._response.set()
 
-    def _fail_start(self, cause: str) -> None:
-        """A rank ended during the start: those that still start cannot go on."""
-        if self._rank == 0:
-            self._send_all({"error": cause})
-        if self._started[self._rank]:
-            self._first_cause = self._first_cause or cause
-        else:
-            self._start_failure = cause
+    def _note_connected(self, rank: int) -> None:
+        """Note a rank that torch has connected; rank 0 tells the others when all are."""
+        self._unconnected.discard(rank)
+        if self._rank == 0 and not self._unconnected:
+            self._send_all({"connected": True})
+        if self._rank != 0 or not self._unconnected:
+            self._all_started.set()
 
     def _known_cause(self) -> str:
         """The first cause, else what the first rank that departed gave as the cause."""
@@ -463,7 +478,7 @@ class Monitor:
     def _watch_ranks(self) -> None:
         """Send a heartbeat when it is time, and look for a hang: rank 0, or this rank alone."""
         watch, now = self._watch, time.monotonic()
-        if watch is None or self._leaving or self._hang_announced or not self._started[self._rank]:
+        if watch is None or self._leaving or self._hang_announced:
             return
         if now >= self._next_heartbeat:
             if now > self._next_heartbeat + watch.limit / 4:  # the job may have been suspended

@@ -63,7 +63,7 @@ _LONGEST_SECONDS = 10.0
 LATE_SECONDS = 300.0
 SHORT_SECONDS = 10.0  # a program that ends earlier
 _NO_HOST = ("00000000", "0" * 32, "0100007F", "0" * 24 + "01000000")  # listening, loopback
-_GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")  # of torch 2.6 and newer
+_GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")
 
 
 def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
