@@ -27,13 +27,17 @@ def sockets() -> Sockets:
     return [[zero_to_one, zero_to_two], [one], [two]]
 
 
+def monitor_of(rank: int, sockets: Sockets) -> Monitor:
+    """The monitor of one of three ranks."""
+    peers = [(1, 2), (0,), (0,)][rank]
+    connections = {Connection(end): Peer(peer, f"h{peer}") for end, peer in zip(sockets[rank], peers, strict=True)}
+    return Monitor(connections, rank=rank, host=f"h{rank}", hung_rank_timeout=0.2)
+
+
 @pytest.fixture
 def starting(sockets: Sockets) -> Iterator[list[Monitor]]:
     """The monitors of three ranks in this process."""
-    monitors = []
-    for rank, peers in enumerate([(1, 2), (0,), (0,)]):
-        connections = {Connection(end): Peer(peer, f"h{peer}") for end, peer in zip(sockets[rank], peers, strict=True)}
-        monitors.append(Monitor(connections, rank=rank, host=f"h{rank}", hung_rank_timeout=0.2))
+    monitors = [monitor_of(rank, sockets) for rank in range(3)]
     yield monitors
     for monitor in monitors:
         monitor.leave("")
@@ -56,15 +60,16 @@ def test_no_rank_goes_on_before_torch_has_connected_all(starting: list[Monitor],
 
 
 @pytest.mark.parametrize("dead", range(3))
-def test_rank_that_dies_while_others_wait_for_it_is_the_cause(
-        starting: list[Monitor], sockets: Sockets, dead: int) -> None:
+def test_rank_that_dies_while_others_wait_for_it_is_the_cause(sockets: Sockets, dead: int) -> None:
+    monitors = [monitor_of(rank, sockets) for rank in range(3) if rank != dead]
     with ThreadPoolExecutor() as pool:
-        others = [pool.submit(monitor.connected) for rank, monitor in enumerate(starting) if rank != dead]
+        others = [pool.submit(monitor.connected) for monitor in monitors]
         for end in sockets[dead]:
             end.shutdown(socket.SHUT_RDWR)
         for other in others:
             assert f"rank {dead} on h{dead} died while torch was connecting the ranks" in other.result(20)
-        starting[dead].started()
+    for monitor in monitors:
+        monitor.leave("")
 
 
 def test_rank_that_left_normally_hides_no_failure(ranks: list[Monitor]) -> None:
