@@ -24,7 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.checkpoint import Checkpointer, storage
 from utils.checkpoint.checksums import memory
+from utils.checkpoint.pack import pack
 from utils.checkpoint.rank_file import read_rank_file
+from utils.checkpoint.replicas import ReplicaSample
 
 COLUMNS = """\
 Rows. Seconds are medians over the runs; each ratio is the median of the ratios within one run, then
@@ -36,6 +38,8 @@ the smallest and the largest of them.
   plain write    the same number of bytes, from memory to one file, with fsync
   whole save     until the checkpoint is safe, with checksums, manifest and every fsync; ratio:
                  plain write / whole save, the share of the plain rate that is reached
+  comparison     of all tensors between the ranks, as a part of a save with DistributedDataParallel;
+                 ratio: to the whole save
   plain read     of the same file into fresh memory; cold: after its pages left the cache
   checked read   of the checkpoint's files into fresh memory, with checksums; ratio:
                  plain read / checked read
@@ -48,6 +52,7 @@ ROWS = {
     "save()": "torch.save",
     "plain write": "",
     "whole save": "plain write",
+    "comparison": "whole save",
     "plain read, cold": "",
     "checked read, cold": "plain read, cold",
     "plain read": "",
@@ -83,12 +88,12 @@ def main() -> None:
 
 
 def ratios_to(row: list[float], base: str, base_row: list[float]) -> str:
-    """Return the ratios of the seconds to those of torch.save, or of the other rates."""
+    """Return the ratios of the seconds to those of a save, or of the other rates."""
     ratios = [one / other for one, other in zip(row, base_row, strict=True)]
-    if base != "torch.save":
+    if base.startswith("plain"):
         ratios = [1 / ratio for ratio in ratios]
     values = (statistics.median(ratios), min(ratios), max(ratios))
-    return "  ".join(f"{value:5.2f}" for value in values)
+    return "  ".join(f"{value:5.3f}" for value in values)
 
 
 def measure(folder: Path, size: int, runs: int) -> dict[str, list[float]]:
@@ -129,6 +134,9 @@ def measure(folder: Path, size: int, runs: int) -> dict[str, list[float]]:
             timed("save()", lambda run=run: checkpoints.save(run, state))  # type: ignore[misc]
             checkpoints.wait()
             seconds.setdefault("whole save", []).append(checkpoints.seconds or 0.0)
+            packed = pack(state)
+            packed.common = packed.main
+            timed("comparison", lambda packed=packed: ReplicaSample(packed).digests())  # type: ignore[misc]
             whole = checkpoints.folder / storage.checkpoint_names(checkpoints.folder)[-1]
             drop_from_cache(whole)
             timed("checked read, cold", lambda whole=whole: read_checked(whole))  # type: ignore[misc]

@@ -23,6 +23,7 @@ from .entries import check_whole
 from .folder import CheckpointFolder, Retention
 from .load import digest, load_on_all_ranks, restore
 from .pack import Packed, pack
+from .replicas import ReplicaSample
 from .rng import random_states
 from .save import PermanentError, RefusedJob, SaveJob, write_checkpoint
 from .snapshot import Snapshot, replicated_parameters, share_out
@@ -60,7 +61,9 @@ class Checkpointer:
       module inside, parameters that DistributedDataParallel ignores or that were frozen when it was
       made, a model with a communication hook or of some of the ranks. If your own code makes the
       parameters differ between ranks (optimizer steps without an exchange of gradients), put
-      ddp.module into the state, so that rank 0's are saved.
+      ddp.module into the state, so that rank 0's are saved. Ranks that have diverged by mistake
+      are found by samples of these tensors: the save fails and names the rank, and the next
+      save() raises.
 
     A save that fails, for example because no space is left, does not end the training: rank 0 logs
     the error, the files are removed, and the next save is tried. Save the last state with
@@ -138,7 +141,8 @@ class Checkpointer:
 
         Raises ValueError for a state that cannot be saved. Then no rank saves it, and the others
         find the reason in `failure`. Raises CheckpointError if the previous save failed and every
-        later one would: the ranks saved different states, or a later step is in the folder.
+        later one would: the ranks saved different states or have diverged, or a later step is in
+        the folder.
         """
         self._save(step, state, metric, 0.0)
 
@@ -252,6 +256,7 @@ class Checkpointer:
         packed = pack(state, replicated_parameters(state))
         rank = self._ranks.rank
         share = share_out(packed, rank, self._ranks.world_size)
+        sample = ReplicaSample(packed)
         self._snapshot.take({**share, **packed.local, **packed.mine})
 
         metadata: RankMetadata = {
@@ -268,6 +273,7 @@ class Checkpointer:
             BackgroundChecksums(self._snapshot.bytes),
             metadata,
             _digest_of_shapes(step, packed),
+            sample,
             replicated=bool(share) or rank == 0,
             metric=number if finite else None,
             retry_until=retry_until,
@@ -384,7 +390,7 @@ class Checkpointer:
 
 
 def _digest_of_shapes(step: int, packed: Packed) -> str:
-    """Return a digest of what has to be equal on all ranks."""
+    """Return a digest of the step, names, shapes and types, which have to be equal on all ranks."""
     kinds = {"common": packed.common, "main": packed.main, "local": packed.local}
     shapes = [
         (kind, name, str(tensor.dtype), tuple(tensor.shape))

@@ -79,6 +79,8 @@ class Packed:
     main: Tensors = field(default_factory=dict)  # rank 0 writes it, as rank 0 has it
     local: Tensors = field(default_factory=dict)  # each rank writes its own: small buffers
     mine: Tensors = field(default_factory=dict)  # each rank writes its own: PerRank parts
+    # of the optimizers of replicated parameters: equal on all ranks
+    settings: dict[str, Tree] = field(default_factory=dict)
 
 
 def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
@@ -264,6 +266,7 @@ class _Packer:
         if isinstance(value, torch.optim.Optimizer):
             if target is self._packed.main and self._is_replicated(value):
                 target = self._packed.common
+                self._note_settings(value, path)
             return {
                 "object": name,
                 "state": self.tree(state, path, target),
@@ -276,8 +279,18 @@ class _Packer:
     def _is_replicated(self, optimizer: torch.optim.Optimizer) -> bool:
         # Optimizers of torch.distributed keep a different state on each rank.
         is_distributed = type(optimizer).__module__.startswith("torch.distributed")
-        parameters = {id(parameter) for parameter in optimizer.state}
+        groups = optimizer.param_groups
+        parameters = {id(parameter) for group in groups for parameter in group["params"]}
+        parameters = {id(parameter) for parameter in optimizer.state} or parameters
         return bool(parameters) and not is_distributed and parameters <= self._replicated
+
+    def _note_settings(self, optimizer: torch.optim.Optimizer, path: Path) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            for key, item in group.items():
+                values = item if isinstance(item, tuple) else (item,)
+                if all(map(_is_json_value, values)):
+                    place = show_path((*path, "param_groups", number, key))
+                    self._packed.settings[place] = item
 
     def _module(
         self,

@@ -15,6 +15,7 @@ from .contents import CheckpointError, RankMetadata, render_metadata
 from .folder import CheckpointFolder, LaterStep
 from .format import FileEntry, rank_file_name
 from .rank_file import write_rank_file
+from .replicas import ReplicaSample, find_divergence
 from .snapshot import Snapshot
 
 # "temporary": this save may be tried again; "final": it would fail again; "permanent": so would
@@ -35,7 +36,8 @@ class SaveJob:
     start: float  # time.monotonic()
     checksums: BackgroundChecksums
     metadata: RankMetadata
-    digest: str  # of what has to be equal on all ranks
+    digest: str  # of the step, names, shapes and types, which have to be equal on all ranks
+    sample: ReplicaSample  # of the values that have to be equal on all ranks
     replicated: bool  # whether this rank's file holds a part of the state that all ranks need
     metric: float | None
     retry_until: float  # time.monotonic() of rank 0
@@ -75,6 +77,7 @@ class _Report(TypedDict):
 
     entry: FileEntry | None
     digest: str
+    replicas: str  # digests of a ReplicaSample
     failure: _Failure | None
 
 
@@ -103,9 +106,9 @@ def write_checkpoint(
 
     failure = begun["failure"]
     if failure is not None:
-        report = _Report(entry=None, digest="", failure=failure)
+        report = _Report(entry=None, digest="", replicas="", failure=failure)
     elif isinstance(job, RefusedJob):
-        report = _Report(entry=None, digest="", failure=_refusal(job))
+        report = _Report(entry=None, digest="", replicas="", failure=_refusal(job))
     else:
         report = _write_file(job, snapshot, temporary, ranks, folder)
     reported()
@@ -156,12 +159,14 @@ def _write_file(
             render_metadata(job.metadata),
             replicated=job.replicated,
         )
-        return {"entry": entry, "digest": job.digest, "failure": None}
+        replicas = job.sample.digests()
+        return {"entry": entry, "digest": job.digest, "replicas": replicas, "failure": None}
     except OSError as error:
         message = folder.explain(what, error)
     except Exception as error:  # the other ranks need to know
         message = f"{what} in {folder.path} on {ranks.name}: {type(error).__name__}: {error}"
-    return {"entry": None, "digest": "", "failure": {"error": message, "severity": "temporary"}}
+    failure: _Failure = {"error": message, "severity": "temporary"}
+    return {"entry": None, "digest": "", "replicas": "", "failure": failure}
 
 
 def _commit(
@@ -199,15 +204,29 @@ def _find_failure(
         levels: list[Severity] = ["permanent", "final", "temporary"]
         return {"error": error, "severity": next(level for level in levels if level in found)}
 
+    return _find_difference(job, reports, folder) if isinstance(job, SaveJob) else None
+
+
+def _find_difference(
+    job: SaveJob, reports: Sequence[_Report], folder: CheckpointFolder
+) -> _Failure | None:
+    """Return a failure if a rank saves another state than rank 0."""
+    replicas = [report["replicas"] for report in reports]
+    problem = ""
     for rank, report in enumerate(reports):
-        if report["digest"] != reports[0]["digest"] and isinstance(job, SaveJob):
-            error = (
-                f"cannot save step {job.step} in {folder.path}: rank {rank} saves a different "
-                "step, or tensors with different names, shapes or types, than rank 0. Save the "
-                "same state on all ranks; wrap per-rank values in PerRank"
+        is_same_size = len(replicas[rank]) == len(replicas[0])
+        if report["digest"] != reports[0]["digest"] and is_same_size:
+            problem = (
+                f"rank {rank} saves a different step, or tensors with different names, shapes or "
+                "types, than rank 0. Save the same state on all ranks; wrap per-rank values in "
+                "PerRank"
             )
-            return {"error": error, "severity": "permanent"}
-    return None
+            break
+    problem = problem or find_divergence(job.sample.names, replicas)
+    if not problem:
+        return None
+    error = f"cannot save step {job.step} in {folder.path}: {problem}"
+    return {"error": error, "severity": "permanent"}
 
 
 def _refusal(job: RefusedJob) -> _Failure:
