@@ -15,8 +15,7 @@ COMMANDS = {
     "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
     "sites": "list, explain, check and write profiles of clusters",
     "doctor": "find out what is wrong with a job",
-    "bench": "measure collectives, links between hosts, and how a training scales",
-    "tune": "find the settings of DistributedDataParallel that are fastest for a script here",
+    "bench": "measure collectives, links between hosts, how a training scales, and its settings",
     "plan": "predict memory, step time and scaling of a training",
     "plot": "draw the logs of training runs, or step times, as a picture",
     "explain": "print which launcher started this process, and why",
@@ -54,16 +53,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from .submission import job_start as in_job
 
         return in_job.main(arguments)
-    if name in ("bench", "tune"):
-        _restart_with_torch(name)
     if name == "bench":
+        _restart_with_torch(name)
         from .bench import bench_cli as bench
 
         return bench.main(arguments)
-    if name == "tune":
-        from .bench import tune
-
-        return tune.main(arguments)
     if name == "plot":
         from . import charts
 
