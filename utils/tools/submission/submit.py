@@ -48,11 +48,6 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `submit run`; return an exit status."""
     if not 1 <= args.chain <= MAX_CHAIN:
         raise UsageError(f"--chain is {args.chain}. Expected a number from 1 to {MAX_CHAIN}.")
-    if args.chain > 1 and args.array:
-        raise UsageError(
-            "--chain and --array are both given, which is not supported. Submit the array with "
-            "--array ...%1, whose elements run one after the other, or a chain without an array."
-        )
     profile = choose_profile(args.site)
     job, problems = with_python(build_job(args, profile), args, profile)
     script = job_script(profile.scheduler, job)
@@ -125,7 +120,7 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
             f"folder of its submission with --folder, or submit it with `{PROGRAM} run`."
         )
     scheduler = get_scheduler(submission.scheduler)
-    job = _job_to_resubmit(scheduler, submission, job_id)
+    job = _job_to_resubmit(scheduler, submission)
     problems = [] if args.no_check else _unfinished(scheduler, submission)
     args.folder = submission.folder.parent.absolute()
     try:
@@ -139,7 +134,7 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
     return _check_and_submit(scheduler, submission.site, job, args, problems, count)
 
 
-def _job_to_resubmit(scheduler: Scheduler, submission: Submission, job_id: str) -> Job:
+def _job_to_resubmit(scheduler: Scheduler, submission: Submission) -> Job:
     try:
         job = submission.job()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -147,14 +142,6 @@ def _job_to_resubmit(scheduler: Scheduler, submission: Submission, job_id: str) 
             f"{submission.folder / records.FILE} holds no job that can be submitted: {error}. "
             f"Submit it with `{PROGRAM} run`."
         ) from None
-    index = records.array_index(job_id)
-    if index:
-        if scheduler.name == "pbs":
-            raise UsageError(
-                f"{job_id} is one array element, and PBS has no arrays of one. Resubmit the whole "
-                f"array, {submission.job_ids[0]}."
-            )
-        job = dataclasses.replace(job, array=index)
     if job.dependency and dependency_is_over(scheduler, job.dependency):
         note(f"note: {job.dependency} is left out; those jobs have ended")
         job = dataclasses.replace(job, dependency=None)
@@ -202,7 +189,7 @@ def _submit_each(
     scheduler: Scheduler, site: str, job: Job, folder: Path, count: int, job_ids: list[str]
 ) -> None:
     """Submit the jobs of a chain; job_ids receives their ids."""
-    output = _output(scheduler, job, folder)
+    output = _output(scheduler, folder)
     submitted = exclusion.avoid_bad_hosts(scheduler, job, folder.parent)
     dependencies: list[str | None] = []
     for number in range(count):
@@ -265,11 +252,11 @@ def _cancelled(scheduler: Scheduler, job_id: str) -> bool:
     return True
 
 
-def _output(scheduler: Scheduler, job: Job, folder: Path) -> str:
+def _output(scheduler: Scheduler, folder: Path) -> str:
     if scheduler.name == "pbs":
         return f"{folder}/"
     escaped = str(folder).replace("%", "%%")  # a percent sign in the path itself
-    return f"{escaped}/{'%A_%a' if job.array else '%j'}.out"
+    return f"{escaped}/%j.out"
 
 
 def _options(scheduler: Scheduler, job: Job) -> list[str]:
