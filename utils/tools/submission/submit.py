@@ -7,14 +7,17 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from ...job.commands import SchedulerError
+from ...job.requeue import CHAIN_VARIABLE
 from ...job.units import format_walltime
 from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers.job_script import quote
 from ..schedulers.job_spec import Job
 from ..schedulers.scheduler import Scheduler
 from . import bad_hosts as exclusion
@@ -29,9 +32,8 @@ from .build_job import (
     with_python,
 )
 from .following import follow, note
-from .paths import PROGRAM
+from .paths import JOBS, KIT, PROGRAM
 from .queries import combined_exit_status, dependency_is_over, is_over, query
-from .rendering import job_script
 from .submissions import Submission
 
 SCRIPT = "job.sh"
@@ -104,6 +106,37 @@ def _check_and_submit(
     return follow(partial(query, scheduler, submission), submission.logs, submission.job_ids)
 
 
+def job_script(
+    scheduler: str,
+    job: Job,
+    folder: Path | None = None,
+    previous_job_id: str = "",
+    *,
+    in_chain: bool = False,
+) -> str:
+    """Return the script to submit for a job.
+
+    folder: of the submission, where the job records its exit status; None for a dry run.
+    previous_job_id: the job of the chain that this one continues. in_chain: whether it is in one.
+    Raises JobError, which names the field, for a value that cannot be written into a script.
+    """
+    template = (JOBS / "templates" / f"{scheduler}.sh").read_text(encoding="utf-8")
+    lines = [f"KIT={quote(str(KIT))}"]
+    if folder is not None:
+        lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
+        lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
+        if in_chain:
+            # The id: a job that this one submits inherits the variable.
+            lines.append(f'export {CHAIN_VARIABLE}="${{SLURM_JOB_ID-}}" # no requeue() in this job')
+        run = 'run job "$SUBMISSION" "$PREVIOUS"'
+        if job.preflight:
+            run += f" --preflight {quote(shlex.join(job.preflight))}"
+        template = template.replace("run launch", run)
+    elif job.preflight:
+        lines.append(f"# first: doctor {shlex.join(job.preflight)}")
+    return get_scheduler(scheduler).render(job, template.replace("@kit@", "\n".join(lines)))
+
+
 # Resubmitting -------------------------------------------------------------------------------------
 
 
@@ -167,7 +200,7 @@ def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count:
     """Submit a job `count` times, each to continue the one before: all of them, or none.
 
     Each waits with "afterany", since no scheduler knows exit status 75. Its script refuses to start
-    ranks when the job before has failed or completed the training (in_job.py).
+    ranks when the job before has failed or completed the training (job_start.py).
     Raises UsageError and SchedulerError.
     """
     try:
