@@ -182,39 +182,17 @@ def test_pbs_tmrsh_gets_the_name_in_the_node_file() -> None:
     assert words == ["n2.pbs.lab", "/bin/sh", "-c", "cd / && exec orted"]
 
 
-def read_errors(text: str) -> SrunErrors:
+def test_first_task_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    text = ("srun: error: Unable to create step for job 7: More processors requested than permitted\n"
+            "srun: error: node2: tasks 2-3: Segmentation fault (core dumped)\n"
+            "srun: error: node1: tasks 0-1: Terminated\n")
     read_end, write_end = os.pipe()
     os.write(write_end, text.encode())
     os.close(write_end)
     with open(read_end, "rb") as pipe:
         errors = SrunErrors(pipe)
         errors.drain()
-    return errors
-
-
-def test_first_task_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
-    text = ("srun: error: Unable to create step for job 7: More processors requested than permitted\n"
-            "srun: error: node2: tasks 2-3: Segmentation fault (core dumped)\n"
-            "srun: error: node1: tasks 0-1: Terminated\n")
-    assert read_errors(text).first == TaskFailure(139, "node2", "2-3") and capfd.readouterr().err == text
-
-
-CANCELLED = "slurmstepd: error: *** STEP 21.0 ON node3 CANCELLED AT 2026-11-20T10:00:00{} ***\n"
-TERMINATED = "srun: error: node3: tasks 0-1: Terminated\n"
-EXITED = "srun: error: node3: task 1: Exited with exit code 3\n"
-
-
-@pytest.mark.parametrize(("text", "why"), [
-    (TERMINATED + "srun: error: Node failure on node4\n", "Slurm reports that node4 has failed"),
-    ("srun: error: Node failure on node4\n" + TERMINATED, "Slurm reports that node4 has failed"),
-    (CANCELLED.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS") + "srun: error: Node failure on node4\n",
-     "Slurm reports that node4 has failed"),
-    (CANCELLED.format(" DUE TO TIME LIMIT") + TERMINATED, "the job has reached its time limit"),
-    (CANCELLED.format(" DUE TO PREEMPTION"), "the job was preempted or requeued"),
-    (CANCELLED.format("") + TERMINATED, "it was cancelled"),
-    (EXITED + CANCELLED.format(""), ""), (TERMINATED, "")])
-def test_ranks_that_slurm_itself_ended_are_not_blamed(text: str, why: str) -> None:
-    assert read_errors(text).ended_by_slurm == why
+    assert errors.first == TaskFailure(139, "node2", "2-3") and capfd.readouterr().err == text
 
 
 def test_srun_passes_a_request_to_end_on_with_scancel(commands: Commands) -> None:

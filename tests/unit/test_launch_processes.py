@@ -245,18 +245,3 @@ def test_refusal_at_one_address_does_not_shorten_the_wait_for_others(
     monkeypatch.setattr(time, "monotonic", lambda: now[-1])
     assert connect(["10.0.0.1", "172.17.0.1"], 1) is None
     assert expected <= now[-1] < expected + 1
-
-
-@pytest.mark.parametrize(("status", "last"), [
-    (143, "error: SIGTERM was received, as when a job is cancelled or reaches its time limit, and has ended the ranks"),
-    (3, "error: rank 0 on n1 ended with exit status 3, the others will be ended")])
-def test_ranks_that_a_stop_signal_ended_are_not_blamed(
-        status: int, last: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = LaunchResult()
-    result.is_last_stop(signal.SIGTERM, 1.0)
-    result.process_ended("rank 0 on n1", status, 2.0, others=True, rank=0)
-    result.process_ended("rank 1 on n2", 143, 2.1, others=False, rank=1)
-    result.conclude(FirstCause("rank 1 on n2 lost rank 0", 1, True) if status == 143 else None)
-    lines = capsys.readouterr().err.splitlines()
-    assert (lines[0], result.status) == (f"launch.py: {last}", status)
-    assert len(lines) == 1 or status == 3

@@ -57,7 +57,6 @@ class LaunchResult:
         self._interrupts = 0
         self._at_once = False
         self._stopped_at: float | None = None
-        self._stop_signal = 0
 
     def process_ended(
         self, who: str, status: int, now: float, *, others: bool, rank: int | None = None
@@ -68,20 +67,7 @@ class LaunchResult:
             self._ended[rank] = who, status
         if status and self.failed_at is None:
             rest = ", the others will be ended" if others else ""
-            if self.is_by_stop(status):
-                name = signal.Signals(self._stop_signal).name
-                self.fail(
-                    f"{name} was received, as when a job is cancelled or reaches its time limit, "
-                    "and has ended the ranks",
-                    now,
-                    status,
-                )
-            else:
-                self.fail(f"{who} {describe_status(status)}{rest}", now, status)
-
-    def is_by_stop(self, status: int) -> bool:
-        """Return whether a process has ended by the stop signal that launch.py received."""
-        return self._stop_signal > 0 and status == 128 + self._stop_signal
+            self.fail(f"{who} {describe_status(status)}{rest}", now, status)
 
     def fail(self, message: str, now: float, status: int = 1) -> None:
         """Note and print a failure; only the first one counts."""
@@ -96,7 +82,7 @@ class LaunchResult:
         """
         if not self.status and self.warning:
             print_status(self.warning)
-        if not self.status or self._at_once or self.is_by_stop(self.status):
+        if not self.status or self._at_once:
             return
         if first is not None:
             how = ""
@@ -140,6 +126,6 @@ class LaunchResult:
 
         The second interrupt (ctrl-C) does, and the loss of the terminal.
         """
-        self._stopped_at, self._stop_signal = now, number
+        self._stopped_at = now
         self._interrupts += number == signal.SIGINT
         return number == signal.SIGHUP or self._interrupts > 1

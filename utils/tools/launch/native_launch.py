@@ -197,15 +197,11 @@ class _NativeLaunch:
         if not status:  # for example a site's wrapper around the command, which loses the status
             status = 1
             print_error(f"{self._program} ended with exit status 0 before all ranks had joined")
-        elif by_slurm := self._errors.ended_by_slurm if self._errors is not None else "":
-            print_error(f"the ranks were ended because {by_slurm}")
         elif first is not None:
             status = first.status
             who = f"rank {first.ranks}" + (f" on {first.host}" if first.host else "")
             rank = int(first.ranks) if first.ranks.isdecimal() else None
             self._result.process_ended(who, status, time.monotonic(), others=False, rank=rank)
-        elif self._result.is_by_stop(status):
-            self._result.process_ended("", status, time.monotonic(), others=False)
         elif by_signal or status < 128:
             print_error(f"{self._program} {describe_status(status)}")
         else:
