@@ -241,14 +241,14 @@ def test_time_limit_that_leaves_time_for_one_step_is_reported(jobs: Jobs) -> Non
 
 
 @pytest.mark.parametrize(("jobs", "words", "messages"), [
-    ("slurm", "--no-check --queue nosuch", ["Invalid partition name specified", "#SBATCH --partition=nosuch"]),
-    ("slurm", "--no-check --directive=--gres=gpu:7", ["node configuration is not available", "#SBATCH --gres=gpu:7"]),
-    ("slurm", "--no-check --directive=--constraint=foo", ["Invalid feature specif", "#SBATCH --constraint=foo"]),
+    ("slurm", "--no-check --queue nosuch", ["Invalid partition name specified", "job.sh"]),
+    ("slurm", "--no-check --directive=--gres=gpu:7", ["node configuration is not available", "job.sh"]),
+    ("slurm", "--no-check --directive=--constraint=foo", ["Invalid feature specif", "job.sh"]),
     ("slurm", "--queue short --time 5:00:00 --nodes 5 --gpus-per-node 3", ["00:10:00", "nodes: 5", "GPUs", "nothing"]),
     ("pbs", "--no-check --queue nosuch", ["nknown queue", "-q nosuch"]),
 ], indirect=["jobs"])
 def test_job_that_cannot_run_is_refused_with_the_reason(jobs: Jobs, words: str, messages: Sequence[str]) -> None:
-    """Before the submission, or with the line that the scheduler refuses."""
+    """Before the submission, or by the scheduler, whose message is shown with the script."""
     done = jobs.submit_py("run", "--site", f"generic-{jobs.scheduler}", *words.split(), TRAIN)
     assert done.status == 1
     for message in messages:
