@@ -27,7 +27,7 @@ import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from utils import setup_distributed
 from utils.preemption import StopSignal, requeue
-from utils.tools.schedulers import current_allocation
+from utils.job import current_allocation
 with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
     again = os.path.exists("saved")
     dist.barrier()
@@ -184,18 +184,6 @@ def test_following_shows_output_and_ends_with_the_jobs_status(jobs: Jobs) -> Non
     assert done.status == 0 and "completed, exit status 0" in done.output, done.output
     assert sorted(ranks_on(done.output).values()) == [2, 2]
     assert done.output.count("arguments ['a b', '1']") == 4
-
-
-def test_following_an_array_names_each_element(slurm_jobs: SlurmJobs) -> None:
-    (slurm_jobs.folder / "index.py").write_text(
-        "import os, sys\nindex = os.environ['SLURM_ARRAY_TASK_ID']\n"
-        "print('this is', index)\nsys.exit(75 if index == '1' else 0)\n")
-    done = slurm_jobs.submit(*ONE_RANK, "--array", "0-2", "--time", "5", "--follow", "index.py")
-    assert done.status == 75 and "stopped after saving, to be continued" in done.output, done.output
-    pieces = re.split(r"==> array element (\d): .*\n", done.output)
-    for index in range(3):  # each may come in several pieces
-        text = "".join(piece for of, piece in zip(pieces[1::2], pieces[2::2], strict=True) if of == str(index))
-        assert re.findall(r"this is (\d)", text) == [str(index)], done.output
 
 
 @BOTH
