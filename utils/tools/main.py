@@ -19,7 +19,7 @@ COMMANDS = {
     "bench": "measure collectives, links between hosts, and how a training scales",
     "tune": "find the settings of DistributedDataParallel that are fastest for a script here",
     "plan": "predict memory, step time and scaling of a training",
-    "plot": "draw the logs of training runs as a picture",
+    "plot": "draw the logs of training runs, or step times, as a picture",
     "explain": "print which launcher started this process, and why",
 }
 
@@ -66,9 +66,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
         return tune.main(arguments)
     if name == "plot":
-        from . import plot
+        from . import charts
 
-        return plot.main(arguments)
+        return charts.main(arguments)
     if name == "explain":
         from ..launchers import __main__ as explain
 

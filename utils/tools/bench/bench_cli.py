@@ -15,10 +15,10 @@ from ...host.device import BACKENDS
 from ...log import get_logger
 from .. import host_pairs
 from ..arguments import ArgumentParser
+from ..charts import draw_lines
 from . import causes, links, scaling
 from . import collective_bench as collectives
 from . import pair_bench as pairs
-from .bench_plot import draw_lines
 from .operations import DATA_TYPES, OPERATIONS, Ranks
 from .timing import gather_objects
 from .trials import TrialFailed, start_trials
