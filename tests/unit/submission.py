@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.unit.scheduler_commands import Commands
-from utils.tools.schedulers.job_status import Status
+from utils.tools.schedulers.scheduler import Status
 from utils.tools.submission import build_job as build
 from utils.tools.submission import submit as submitting
 from utils.tools.submission import submit_cli as cli

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from . import interpreter
 
 COMMANDS = {
@@ -69,13 +70,17 @@ def main(words: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_usage())
         return 0
+    if name == "--version":
+        print(f"ddpkit {__version__}")
+        return 0
     print(f"{_usage()}\n\nddpkit: error: {_unknown(name)}", file=sys.stderr)
     return 2
 
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
-    return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\nOptions: ddpkit COMMAND --help"
+    options = "Options: ddpkit COMMAND --help. Version: ddpkit --version"
+    return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\n{options}"
 
 
 def _unknown(name: str) -> str:

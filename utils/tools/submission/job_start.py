@@ -20,8 +20,7 @@ from ...job.exit_status import EXIT_REQUEUE
 from ...job.slurm_environment import unique_job_id
 from ..launch import launch_cli as launch_cli
 from ..schedulers.find_scheduler import get_scheduler
-from ..schedulers.job_status import Status
-from ..schedulers.scheduler import Scheduler
+from ..schedulers.scheduler import Scheduler, Status
 from . import bad_hosts as exclusion
 from . import preflight
 from . import submissions as records

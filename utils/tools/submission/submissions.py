@@ -47,14 +47,10 @@ class Submission:
     def _index(self, job_id: str) -> int:
         return [job_number(known) for known in self.job_ids].index(job_number(job_id))
 
-    def logs(self, job_id: str | None = None) -> list[Path]:
-        """Return the existing output files of one job, or of all, the oldest first."""
+    def logs(self, job_id: str) -> list[Path]:
+        """Return the existing output files of a job."""
         files = [path for pattern in LOGS for path in self.folder.glob(pattern)]
-        if job_id is not None:
-            number, index = job_number(job_id), array_index(job_id)
-            files = [path for path in files if job_number(path.name) == number]
-            files = [path for path in files if index in ("", array_index(path.name))]
-        return sorted(files, key=lambda path: (path.stat().st_ctime, path.name))
+        return [path for path in files if job_number(path.name) == job_number(job_id)]
 
     def job(self) -> Job:
         """Return the submitted job, without the dependencies of a chain.
@@ -196,9 +192,7 @@ def read_status(folder: Path, job_id: str) -> int | str | None:
 
 
 def _status_path(folder: Path, job_id: str) -> Path:
-    """ "79[2].head", "79_2" -> FOLDER/79_2.status"""
-    index = array_index(job_id)
-    return folder / (job_number(job_id) + (f"_{index}" if index else "") + ".status")
+    return folder / f"{job_number(job_id)}.status"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -211,18 +205,12 @@ def _replace(path: Path, text: str) -> None:
 
 
 def job_number(text: str) -> str:
-    """Return the number in a job id or output file: "79[2].head", "79_2.out" -> "79"."""
+    """Return the number in a job id or output file: "79.head", "79.out" -> "79"."""
     return re.match("[0-9]*", text)[0]  # type: ignore[index]
 
 
-def array_index(text: str) -> str:
-    """Return the index of an array element: "79[2].head", "79[2].head.OU", "79_2.out" -> "2"."""
-    found = re.match(r"\d+(?:\[(\d+)\]|_(\d+))", text)
-    return (found[1] or found[2]) if found else ""
-
-
 def _same_job(requested: str, known: str) -> bool:
-    """Whether two ids are of one job: "12" and "12.server", an array and its element are."""
+    """Whether two ids are of one job: "12" and "12.server" are."""
     servers = [text.partition(".")[2] for text in (requested, known)]
     same_server = not all(servers) or servers[0] == servers[1]
     return job_number(requested) == job_number(known) and same_server
