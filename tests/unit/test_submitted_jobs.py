@@ -13,13 +13,15 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
+from utils.job import exclude_file
+from utils.job.allocation import Allocation
 from utils.job.commands import SchedulerError
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.scheduler import Status
-from utils.tools.submission import following
+from utils.tools.submission import following, preflight
 from utils.tools.submission import job_start as in_job
 from utils.tools.submission import submissions as records
-from utils.tools.submission.submissions import NOT_STARTED, TIME_LIMIT, Submission
+from utils.tools.submission.submissions import HOST_LOST, NOT_STARTED, TIME_LIMIT, Submission
 
 DOWN = SchedulerError("scontrol does not respond")
 DONE = Status("1", "completed", 0)
@@ -79,7 +81,7 @@ def test_follow_prints_the_cause_of_a_failure(chain: Submission, capfd: pytest.C
 @pytest.mark.parametrize(("status", "alone", "in_chain"), [
     (DONE, 0, 0), (Status("1", "failed", 42), 42, 42), (Status("1", "failed", 0), 1, 1),
     (Status("1", "cancelled"), 1, 1), (PREEMPTED, 1, 0), (Status("1", "timeout", 0), 1, 0),
-    (Status("1", "node_fail"), 1, 1), (Status("1", "never_ran"), 1, 1), (Status("1", "unknown"), 1, 1),
+    (Status("1", "node_fail"), 1, 0), (Status("1", "never_ran"), 1, 1), (Status("1", "unknown"), 1, 1),
     (Status("1", "stopped", 75), 75, 0), (Status("1", "held", reason="waits for ever for 7"), 1, 1)])
 def test_exit_status_of_follow(status: Status, alone: int, in_chain: int, chain: Submission) -> None:
     """A job of a chain succeeds if the next one can continue it, the last one if it completed."""
@@ -175,7 +177,8 @@ def test_output_of_a_job_without_a_record_is_found(name: str, job_id: str, login
 
 @pytest.mark.parametrize(("recorded", "status", "followed", "text"), [
     (0, 0, 0, "completed"), (75, 75, 75, "stopped after saving"), (3, 1, 3, "failed, exit status 3"),
-    (TIME_LIMIT, 1, 1, "timeout"), (NOT_STARTED, 1, 1, "never ran, exit status 1 (it refused to start")])
+    (TIME_LIMIT, 1, 1, "timeout"), (HOST_LOST, 1, 1, "node fail"),
+    (NOT_STARTED, 1, 1, "never ran, exit status 1 (it refused to start")])
 def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str, status: int, followed: int,
                                                              text: str, chain: Submission, query: Query) -> None:
     """Slurm without accounting forgets a job soon, PBS without history at its end."""
@@ -185,7 +188,7 @@ def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str
     done = query("status 1", {"1": DOWN})
     assert done.status == 1 and "does not respond" in done.err
     records.write_status(chain.folder, "1", recorded)
-    other_views = [Status("1", "failed", 1)] if recorded == NOT_STARTED else []
+    other_views = [Status("1", "failed", 1)] if recorded in (NOT_STARTED, HOST_LOST) else []
     for value in (DOWN, Status("1", "unknown"), *other_views):
         done = query("status 1", {"1": value})
         assert done.status == status and f"job 1: {text}" in done.out
@@ -229,11 +232,12 @@ def job(chain: Submission, monkeypatch: pytest.MonkeyPatch) -> InJob:
 
 
 @pytest.mark.parametrize(("recorded", "status", "starts"), [
-    (75, DOWN, True), (TIME_LIMIT, DOWN, True), (3, DOWN, False), (NOT_STARTED, DONE, False),
+    (75, DOWN, True), (TIME_LIMIT, DOWN, True), (HOST_LOST, Status("1", "failed", 1), True),
+    (3, DOWN, False), (NOT_STARTED, DONE, False),
     (None, DOWN, False), (None, Status("1", "unknown"), False), (3, Status("1", "unknown"), False),
     (None, Status("1", "timeout"), True), (143, Status("1", "timeout"), True),
     (143, PREEMPTED, True), (143, Status("1", "cancelled"), False), (None, Status("1", "failed", 1), False),
-    (None, Status("1", "node_fail"), False), (None, Status("1", "stopped", 75), True)])
+    (None, Status("1", "node_fail"), True), (None, Status("1", "stopped", 75), True)])
 def test_job_of_a_chain_starts_if_it_can_continue_the_one_before(
         recorded: int | str | None, status: Status | Exception, starts: bool, job: InJob,
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +274,19 @@ def test_failure_or_success_cancels_the_rest_of_the_chain(status: int, state: st
     assert job.run(lambda: status, state=state) == status
     assert job.scheduler.cancelled == cancelled
     assert job.recorded == status
+
+
+def test_rest_of_a_chain_continues_a_job_that_lost_a_host_without_that_host(
+        job: InJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Allocation("pbs", "2", ("n1", "n2", "n3"), (1, 1, 1), (None,) * 3, (None,) * 3)
+    monkeypatch.setattr(preflight, "current_allocation", lambda: hosts)
+
+    def fail() -> int:
+        exclude_file.add(os.environ[exclude_file.VARIABLE], {"n2.cluster": "launch: lost", "n9": "another job"})
+        return 1
+
+    assert job.run(fail) == 1
+    assert (job.scheduler.cancelled, job.scheduler.excluded, job.recorded) == ([], {"3": ["n2"]}, HOST_LOST)
 
 
 def test_launch_that_raises_has_failed(job: InJob) -> None:

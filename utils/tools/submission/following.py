@@ -66,12 +66,12 @@ def describe(status: Status) -> str:
 def breaks_chain(status: Status) -> bool:
     """Whether the later jobs of a chain must not run after this one.
 
-    They continue a job that completed, stopped after saving, or was ended by the time limit or a
-    preemption. A job that the scheduler no longer knows counts as failed.
+    They continue a job that completed, stopped after saving, or was ended by the time limit, a
+    preemption or the failure of a host. A job that the scheduler no longer knows counts as failed.
     """
     if status.state == "unknown":
         return True
-    continuable = status.state in ("completed", "stopped", "timeout")
+    continuable = status.state in ("completed", "stopped", "timeout", "node_fail")
     return status.ended and not continuable and status.scheduler_state != "PREEMPTED"
 
 

@@ -34,7 +34,7 @@ def query(scheduler: Scheduler, submission: Submission | None, job_id: str) -> S
     """
     status = scheduler.status(job_id)
     recorded = _recorded_status(submission, job_id)
-    if recorded is not None and (status.state == "unknown" or _was_not_started(status, recorded)):
+    if recorded is not None and (status.state == "unknown" or _is_more_exact(status, recorded)):
         return recorded
     return status
 
@@ -60,13 +60,14 @@ def _recorded_status(submission: Submission | None, job_id: str) -> Status | Non
         )
     reason = "recorded by the job; the scheduler does not know it"
     if isinstance(recorded, str):
-        return Status(job_id, "timeout", reason=reason)
+        lost = recorded == records.HOST_LOST
+        return Status(job_id, "node_fail" if lost else "timeout", reason=reason)
     return Status(job_id, state_of_exit(recorded), recorded, reason)
 
 
-def _was_not_started(status: Status, recorded: Status) -> bool:
-    """Whether a failure in the scheduler's view is a job of a chain that refused to start."""
-    return status.state == "failed" and recorded.state == "never_ran"
+def _is_more_exact(status: Status, recorded: Status) -> bool:
+    """Whether a failure in the scheduler's view is a job that refused to start or lost a host."""
+    return status.state == "failed" and recorded.state in ("never_ran", "node_fail")
 
 
 def print_status(scheduler: Scheduler, submission: Submission | None, job_id: str) -> int:

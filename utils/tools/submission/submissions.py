@@ -21,6 +21,7 @@ LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.O
 
 # Recorded in place of an exit status:
 TIME_LIMIT = "time limit"  # the time limit was reached
+HOST_LOST = "host lost"  # a host failed, or was cut off
 NOT_STARTED = "not started"  # the job before it in the chain had failed
 
 
@@ -171,7 +172,7 @@ def find(parent: Path, job_id: str) -> Submission | None:
 
 
 def write_status(folder: Path, job_id: str, status: int | str) -> None:
-    """Record the exit status of a job, TIME_LIMIT or NOT_STARTED. Raises OSError."""
+    """Record the exit status of a job, or one of the words above. Raises OSError."""
     _replace(_status_path(folder, job_id), str(status))
 
 
@@ -181,14 +182,14 @@ def remove_status(folder: Path, job_id: str) -> None:
 
 
 def read_status(folder: Path, job_id: str) -> int | str | None:
-    """Return a job's recorded exit status, TIME_LIMIT or NOT_STARTED; None: nothing is recorded."""
+    """Return a job's recorded exit status, or one of the words above; None: nothing is recorded."""
     try:
         text = _status_path(folder, job_id).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
     if text.isdecimal():
         return int(text)
-    return text if text in (TIME_LIMIT, NOT_STARTED) else None
+    return text if text in (TIME_LIMIT, HOST_LOST, NOT_STARTED) else None
 
 
 def _status_path(folder: Path, job_id: str) -> Path:
