@@ -66,7 +66,7 @@ def compare(
     """
     none = Tried("none", Settings())
     tried = [none, *(Tried(name, parse(name)) for name in names)]
-    for _ in range(_ROUNDS):
+    for turn in range(1, _ROUNDS + 1):
         for one in tried:
             if one.problem:
                 continue
@@ -79,6 +79,9 @@ def compare(
                 one.problem = str(error)
                 continue
             one.seconds.append(max(report.typical_step("sync") for report in reports))
+            _log.info(
+                f"# turn {turn} of {_ROUNDS}: {one.seconds[-1] * 1e3:.1f} ms/step, {one.name}"
+            )
             means = [
                 statistics.fmean(losses)
                 for losses in zip(*(report.losses for report in reports), strict=False)
