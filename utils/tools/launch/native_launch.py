@@ -209,11 +209,12 @@ class _NativeLaunch:
             who = f"rank {first.ranks}" + (f" on {first.host}" if first.host else "")
             rank = int(first.ranks) if first.ranks.isdecimal() else None
             self._result.process_ended(who, status, time.monotonic(), others=False, rank=rank)
+        elif by_signal or status < 128:
+            ended = f"{self._program} {describe_status(status)}"
+            self._result.fail(ended, time.monotonic(), status)
         else:
-            who = "" if by_signal or status < 128 else " reports that a rank"
-            self._result.fail(
-                f"{self._program}{who} {describe_status(status)}", time.monotonic(), status
-            )
+            ended = f"{self._program} reports that a rank {describe_status(status)}"
+            self._result.fail(ended, time.monotonic(), status)
 
         if not self._ranks.complete:
             self._print_missing()
