@@ -116,7 +116,7 @@ if [ ! -s "$state" ] || [ "$(head -n 1 "$state")" != "$made" ] || ! "$venv/bin/p
 fi
 
 torch=${PIP_TORCH_SPEC:-$(requirements torch)}
-extras=$(requirements examples submit ${with_tests:+test dev submitit plot})
+extras=$(requirements examples tools ${with_tests:+test dev submitit plot})
 wanted=("$torch")
 while read -r line; do wanted+=("$line"); done <<<"$extras"
 missing=()

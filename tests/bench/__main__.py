@@ -1,4 +1,4 @@
-"""Check bench.py and tune.py on hosts with limited links: python -m tests.bench links|causes|tune [RATE ...]. Root."""
+"""Check bench.py on hosts with limited links: python -m tests.bench links|causes|try [RATE ...]. Root."""
 from __future__ import annotations
 
 import random
@@ -76,12 +76,13 @@ def check_causes(names: list[str]) -> int:
     return right
 
 
-def check_tune(rates: list[str]) -> None:
+def check_try(rates: list[str]) -> None:
     for rate in rates:
         with Hosts(2) as hosts:
             shape(hosts, "" if rate == "fast" else rate)
-            words = [str(ROOT / "scripts/tune.py"), "--budget", "400", "--steps", "8" if rate == "100mbit" else "20",
-                     TRAINING, "--batch", "32", "--width", "1024", "--layers", "4"]
+            words = [str(ROOT / "scripts/bench.py"), "ddp", "--try", "hook=powersgd-16", "--try", "default",
+                     "--steps", "8" if rate == "100mbit" else "20", TRAINING,
+                     "--batch", "32", "--width", "1024", "--layers", "4"]
             print(f"--- {rate}\n{run_ranks(hosts, words, seconds=480)}", flush=True)
 
 
@@ -92,4 +93,4 @@ if __name__ == "__main__":
     if what == "causes":
         planted = more or list(PLANTED)
         sys.exit(check_causes(planted) < len(planted))
-    check_tune(more or ["1gbit", "100mbit", "fast"])
+    check_try(more or ["1gbit", "100mbit", "fast"])

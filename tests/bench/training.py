@@ -1,4 +1,4 @@
-"""A training with a planted cause of low efficiency, for `bench.py ddp` and tune.py."""
+"""A training with a planted cause of low efficiency, for `bench.py ddp`."""
 from __future__ import annotations
 
 import argparse

@@ -27,7 +27,7 @@ import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from utils import setup_distributed
 from utils.preemption import StopSignal, requeue
-from utils.tools.schedulers import current_allocation
+from utils.job import current_allocation
 with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
     again = os.path.exists("saved")
     dist.barrier()
@@ -186,18 +186,6 @@ def test_following_shows_output_and_ends_with_the_jobs_status(jobs: Jobs) -> Non
     assert done.output.count("arguments ['a b', '1']") == 4
 
 
-def test_following_an_array_names_each_element(slurm_jobs: SlurmJobs) -> None:
-    (slurm_jobs.folder / "index.py").write_text(
-        "import os, sys\nindex = os.environ['SLURM_ARRAY_TASK_ID']\n"
-        "print('this is', index)\nsys.exit(75 if index == '1' else 0)\n")
-    done = slurm_jobs.submit(*ONE_RANK, "--array", "0-2", "--time", "5", "--follow", "index.py")
-    assert done.status == 75 and "stopped after saving, to be continued" in done.output, done.output
-    pieces = re.split(r"==> array element (\d): .*\n", done.output)
-    for index in range(3):  # each may come in several pieces
-        text = "".join(piece for of, piece in zip(pieces[1::2], pieces[2::2], strict=True) if of == str(index))
-        assert re.findall(r"this is (\d)", text) == [str(index)], done.output
-
-
 @BOTH
 def test_nothing_of_a_chain_runs_after_a_failure(jobs: Jobs) -> None:
     (jobs.folder / "fails.py").write_text("import sys, time\nopen('runs', 'a').write('x')\ntime.sleep(2)\n"
@@ -253,14 +241,14 @@ def test_time_limit_that_leaves_time_for_one_step_is_reported(jobs: Jobs) -> Non
 
 
 @pytest.mark.parametrize(("jobs", "words", "messages"), [
-    ("slurm", "--no-check --queue nosuch", ["Invalid partition name specified", "#SBATCH --partition=nosuch"]),
-    ("slurm", "--no-check --directive=--gres=gpu:7", ["node configuration is not available", "#SBATCH --gres=gpu:7"]),
-    ("slurm", "--no-check --directive=--constraint=foo", ["Invalid feature specif", "#SBATCH --constraint=foo"]),
+    ("slurm", "--no-check --queue nosuch", ["Invalid partition name specified", "job.sh"]),
+    ("slurm", "--no-check --directive=--gres=gpu:7", ["node configuration is not available", "job.sh"]),
+    ("slurm", "--no-check --directive=--constraint=foo", ["Invalid feature specif", "job.sh"]),
     ("slurm", "--queue short --time 5:00:00 --nodes 5 --gpus-per-node 3", ["00:10:00", "nodes: 5", "GPUs", "nothing"]),
     ("pbs", "--no-check --queue nosuch", ["nknown queue", "-q nosuch"]),
 ], indirect=["jobs"])
 def test_job_that_cannot_run_is_refused_with_the_reason(jobs: Jobs, words: str, messages: Sequence[str]) -> None:
-    """Before the submission, or with the line that the scheduler refuses."""
+    """Before the submission, or by the scheduler, whose message is shown with the script."""
     done = jobs.submit_py("run", "--site", f"generic-{jobs.scheduler}", *words.split(), TRAIN)
     assert done.status == 1
     for message in messages:

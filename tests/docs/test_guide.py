@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import killed_at_end
-from tests.docs import pages
+from tests.docs import pages, sites
 from tests.docs.pages import GUIDE, ROOT, Shell
-from utils.tools.submission import sites_cli as sites
 
 FENCES = {"console", "console slurm", "console pbs", "console site", "diff", "python"}
 NOT_RUN = {"README.md": 1, "pbs.md": 1}  # blocks that cannot run here, and say so
@@ -41,7 +40,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path])
 def test_commands_write_what_the_page_shows(shell: Shell, name: str) -> None:
     found = pages.steps(GUIDE / name, "here")
     if not HAS_MATPLOTLIB:
-        found = [step for step in found if "utils.training.step_timer" not in step.command]
+        found = [step for step in found if "scripts/plot.py" not in step.command]
         for step in found:
             step.command = re.sub(r" --png \S+", "", step.command)
     shell.follow(found)
@@ -83,10 +82,9 @@ def test_diffs_are_those_of_the_scripts() -> None:
         zip(scripts, scripts[1:], strict=False))
 
 
-def test_page_of_sites_is_that_of_the_profiles(capsys: pytest.CaptureFixture[str]) -> None:
-    """To write it again: ./scripts/sites.py guide > docs/guide/sites.md."""
-    assert sites.main(["guide"]) == 0
-    assert capsys.readouterr().out == (GUIDE / "sites.md").read_text()
+def test_page_of_sites_is_that_of_the_profiles() -> None:
+    """To write it again: python -m tests.docs.sites --write."""
+    assert sites.site_guide() == sites.PAGE.read_text()
 
 
 def test_every_block_is_run_or_marked_as_an_example_of_a_site() -> None:

@@ -1,4 +1,4 @@
-"""Break one host of the tests: its clock, limits, cores, disks and files. Other hosts do not notice.
+"""Break one host of the tests: its limits, cores, disks and files. Other hosts do not notice.
 
 python tests/faults/host_faults.py hang FOLDER     mounts a file system there that never responds
 """
@@ -21,34 +21,6 @@ from tests.faults.packets import run
 from tests.launch.launchers import ROOT
 from utils.host import process
 
-# clock_gettime() and its relatives of the C library, for all programs of a host; the monotonic clocks stay.
-CLOCK = """\
-#define _GNU_SOURCE
-#include <stddef.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    int status = syscall(SYS_clock_gettime, clock, now);
-    if (status == 0 && clock == CLOCK_REALTIME) now->tv_sec += OFFSET;
-    return status;
-}
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    now->tv_sec = exact.tv_sec;
-    now->tv_usec = exact.tv_nsec / 1000;
-    return 0;
-}
-time_t time(time_t *now) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    if (now != NULL) *now = exact.tv_sec;
-    return exact.tv_sec;
-}
-"""
-
 
 def processes_on(hosts: Hosts, host: str) -> list[int]:
     """Return the process ids of everything that runs on a host."""
@@ -65,19 +37,6 @@ def replace_file(hosts: Hosts, host: str, path: Path, text: str) -> None:
     other = hosts.folder / f"{host}{str(path).replace('/', '-')}"
     other.write_text(text)
     run(hosts, host, f"mount --bind {other} {path}")
-
-
-def set_clock(hosts: Hosts, host: str, seconds: int) -> None:
-    """Let the clock of a host be ahead."""
-    library = hosts.folder / "clock.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", f"-DOFFSET={seconds}", "-x", "c", "-o", library, "-"], input=CLOCK,
-                   text=True, check=True)
-    changes, work = hosts.folder / "etc", hosts.folder / "etc.work"
-    for folder in (changes, work):
-        folder.mkdir()
-    (changes / "ld.so.preload").write_text(f"{library}\n")
-    run(hosts, host, f"mount -t overlay overlay -o lowerdir=/etc,upperdir={changes},workdir={work} /etc")
-    run(hosts, host, f"mount --bind {hosts.folder}/hosts.{host} /etc/hosts")
 
 
 def set_limits(hosts: Hosts, host: str, **limits: int) -> None:

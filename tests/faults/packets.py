@@ -28,8 +28,8 @@ SSH = 22
 # Offsets in a frame: Ethernet, IPv4 without options, TCP.
 _PROTOCOL, _SOURCE, _DESTINATION, _FROM_PORT, _TO_PORT, _FLAGS = 23, 26, 30, 34, 36, 47
 _LOAD = {1: 0x30, 2: 0x28, 4: 0x20}  # by size: BPF_LD | BPF_ABS; see bpf(4)
-_LENGTH, _RANDOM = 0x80, 0xFFFFF038  # BPF_LD | BPF_LEN, and the offset SKF_AD_OFF + SKF_AD_RANDOM
-_JUMPS = {"==": (0x15, True), "!=": (0x15, False), ">": (0x25, True), "<=": (0x25, False)}
+_LENGTH = 0x80  # BPF_LD | BPF_LEN
+_JUMPS = {"==": (0x15, True), "!=": (0x15, False), ">": (0x25, True)}
 
 
 class Condition(NamedTuple):
@@ -48,11 +48,6 @@ NEW = Condition(1, _FLAGS, "==", 2)  # SYN alone: a request for a connection
 
 def source(hosts: Hosts, host: str) -> Condition:
     return Condition(4, _SOURCE, "==", struct.unpack("!I", socket.inet_aton(hosts.address[host]))[0])
-
-
-def some(share: float) -> Condition:
-    """A share of all packets, at random."""
-    return Condition(4, _RANDOM, "<=", int(share * 0xFFFFFFFF))
 
 
 def longer_than(size: int) -> Condition:
@@ -100,12 +95,6 @@ def one_packet_per_frame(hosts: Hosts, names: Iterable[str]) -> None:
     """Let hosts send frames as an Ethernet carries them, instead of up to 64 kB at once."""
     for host in names:
         run(hosts, host, "ip link set eth0 gso_max_segs 1")
-
-
-def limit_rate(hosts: Hosts, host: str, rate: str) -> None:
-    """Limit what a host sends and receives, for example to 10mbit."""
-    for where, interface in ((host, "eth0"), ("switch", port(hosts, host))):
-        run(hosts, where, f"tc qdisc add dev {interface} root tbf rate {rate} burst 32k latency 300ms")
 
 
 def delay(hosts: Hosts, host: str, seconds: float) -> None:

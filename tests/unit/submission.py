@@ -1,14 +1,14 @@
 """`submit` on a login host, and a scheduler whose jobs have given statuses."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.unit.scheduler_commands import Commands
-from utils.tools.schedulers.job_status import Status
+from utils.tools.schedulers.scheduler import Status
 from utils.tools.submission import build_job as build
 from utils.tools.submission import submit as submitting
 from utils.tools.submission import submit_cli as cli
@@ -50,6 +50,7 @@ class Scripted:
         self._statuses = {job_id: list(values) if isinstance(values, list) else [values]
                           for job_id, values in statuses.items()}
         self.cancelled: list[str] = []
+        self.excluded: dict[str, list[str]] = {}  # hosts, by job
 
     def status(self, job_id: str) -> Status:
         values = self._statuses[job_id]
@@ -60,6 +61,10 @@ class Scripted:
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
+
+    def exclude_hosts(self, job_id: str, hosts: Sequence[str], *, preferred: Sequence[str], dry_run: bool) -> str:
+        self.excluded[job_id] = list(hosts)
+        return ""
 
 
 def use_scheduler(monkeypatch: pytest.MonkeyPatch, scheduler: object) -> None:

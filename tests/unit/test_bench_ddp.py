@@ -1,4 +1,4 @@
-"""bench.py ddp names planted causes; tune.py combines what gains and keeps the loss."""
+"""bench.py ddp names planted causes, and compares settings with none."""
 from __future__ import annotations
 
 import contextlib
@@ -8,7 +8,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -18,9 +18,9 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.unit.programs import ROOT, python
 from utils.tools.bench import bench_cli as cli
-from utils.tools.bench import causes, scaling, tune, worker
+from utils.tools.bench import causes, scaling, worker
 from utils.tools.bench.trials import TrialFailed
-from utils.tools.bench.worker import VARIABLE, Phase, Report, Settings, Trial
+from utils.tools.bench.worker import Phase, Report, Settings
 
 TRAINING = "tests/bench/training.py"
 HEALTHY = Report(host="h1", losses=[], passes=1, exchanges=1, backend="nccl", threads=4, cpus=[0, 1, 2, 3],
@@ -216,17 +216,19 @@ def test_batch_per_rank_keeps_the_global_batch_of_strong_scaling() -> None:
 class FakeTrials:
     """Trials whose times and losses are computed from the settings."""
 
+    order: ClassVar[list[str]] = []
+
     def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
+        self.order.append(settings.hook or "fused" if settings.hook or settings.fused else
+                          ",".join(settings.ddp) or "none")
         if settings.fused:
             raise TrialFailed("rank 0 of 2: status 1\nno fused optimizer")
-        seconds = 0.1 / {"": 1, "fp16": 1.5, "powersgd-8": 3}.get(settings.hook, 0.9)
-        seconds /= 1.2 if settings.ddp.get("static_graph") else 1
-        losses = [2.0] + [1.1 if settings.hook == "powersgd-8" else 1.01 if settings.hook else 1.0] * 200
+        seconds = 0.1 / {"": 1, "bf16": 1.5}.get(settings.hook, 0.5)
+        noise = 1 + 0.05 * (len(self.order) % 3 - 1)  # a busy host
         steps = phases[0][1]
-        return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": Phase(seconds * steps, 0, steps)})] * ranks
-
-    def agree(self, value: bool) -> bool:
-        return value
+        losses = [2.0] * 30 + [1.01 if settings.hook else 1.0] * 10
+        phase = Phase(noise * seconds * steps, 0, steps)
+        return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": phase})] * ranks
 
 
 def test_strong_scaling_skips_ranks_that_cannot_share_the_batch(
@@ -251,150 +253,49 @@ def test_strong_scaling_skips_ranks_that_cannot_share_the_batch(
             "Use another --batch") in caplog.messages
 
 
-def tuner(budget: float = 100, trials: FakeTrials | None = None) -> tune.Tuner:
-    return tune.Tuner(trials or FakeTrials(), 2, steps=10, budget=budget, tolerance=0.02)  # type: ignore[arg-type]
+def try_settings_of(monkeypatch: pytest.MonkeyPatch, trials: FakeTrials, *words: str) -> int:
+    """Run `bench.py ddp --try` with these trials."""
+    job = SimpleNamespace(world_size=2, is_main=True)
+    monkeypatch.setattr(FakeTrials, "order", [])
+    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, trials)))
+    return cli.main(["ddp", *words, "train.py", "--epochs", "3"])
 
 
-def test_tuner_combines_what_gains_and_keeps_the_loss() -> None:
-    tuning = tuner()
-    best = tuning.search(tune.candidates(4, False))
-    assert best.settings == Settings(hook="fp16", ddp={"static_graph": True})
-    assert best.gain == pytest.approx(1.8) and best.worse == pytest.approx(0.01)
-    problems = {one.name: one.problem.splitlines()[-1] for one in tuning.tried if one.problem}
-    assert problems == {"hook powersgd-8": "the loss is 10.0% higher",
-                        "hook fp16, static_graph, fused optimizer": "no fused optimizer"}
-    assert tune.code(best.settings) == (
-        f"import utils.tools.bench.hooks  # utils must be importable: PYTHONPATH={ROOT}\n"
-        "ddp = DistributedDataParallel(..., static_graph=True)  # add to your arguments\n"
-        "# ddp is your DistributedDataParallel:\n"
-        "ddp.register_comm_hook(None, utils.tools.bench.hooks.fp16_hook)")
-
-
-def test_tuner_keeps_the_script_where_nothing_gains() -> None:
-    tuning = tuner()
-    assert tuning.search({"bucket": tune.candidates(4, False)["bucket"]}) is tuning.default
-
-
-def test_tuner_tries_nothing_beyond_its_budget() -> None:
-    tuning = tuner(budget=0)
-    assert tuning.search(tune.candidates(4, False)) is tuning.default and tuning.tried == []
-
-
-def test_code_has_only_what_changes() -> None:
-    assert tune.code(Settings(threads=2)) == "# before the start: export OMP_NUM_THREADS=2"
-    assert "DistributedDataParallel(" not in tune.code(Settings(hook="bf16"))
-
-
-def run_tune(monkeypatch: pytest.MonkeyPatch, trials: FakeTrials, *words: str) -> int:
-    """Run tune.py with these trials."""
-    @contextlib.contextmanager
-    def start(*_: object) -> Iterator[tuple[object, FakeTrials]]:
-        yield SimpleNamespace(world_size=2, is_main=True), trials
-
-    monkeypatch.setattr(tune, "start_trials", start)
-    return tune.main([*words, "train.py"])
-
-
-def test_nothing_tried_is_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert run_tune(monkeypatch, FakeTrials(), "--only", "bucket", "--budget", "0") == 1
-    message = r"Nothing was tried: the unchanged script takes up all of --budget 0. Raise it to about \d+ s"
-    assert re.search(message, caplog.text)
-
-
-def test_conclusion_counts_the_values_that_were_not_tried() -> None:
-    class Limited(FakeTrials):
-        answers = [True, False, False]
-
-        def agree(self, value: bool) -> bool:
-            return self.answers.pop(0)
-
-    tuning = tuner(trials=Limited())
-    text = tune.conclusion(tuning, tuning.search({"bucket": tune.candidates(4, False)["bucket"]}), 0.02)
-    assert "Keep the script as it is. 2 of 3 values were not tried: raise --budget to about " in text
-
-
-class OtherLosses(FakeTrials):
-    """Trials that each have the next of these losses; the last one stays."""
-
-    def __init__(self, *losses: list[float]) -> None:
-        self._losses = list(losses)
-
-    def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
-        losses = self._losses.pop(0) if len(self._losses) > 1 else self._losses[0]
-        return [dataclasses.replace(one, losses=losses) for one in super().run(ranks, settings, phases)]
-
-
-def test_loss_of_the_unchanged_script_that_is_not_finite(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert run_tune(monkeypatch, OtherLosses([1.0, 2.0] + [float("nan")] * 8), "--only", "bucket") == 1
-    assert "the loss of the unchanged script is not finite after 3 micro-batches" in caplog.text
-
-
-def test_script_that_resumes_in_the_next_trial_is_refused() -> None:
-    falling = [2 - 0.05 * i for i in range(20)]
-    for losses in ([falling, [1.0] * 20], [falling, falling, [1.0] * 20]):
-        with pytest.raises(TrialFailed, match="continues where an earlier trial ended: .* 1.9, and 1 in a later trial"):
-            tuner(trials=OtherLosses(*losses)).search({"bucket": tune.candidates(4, False)["bucket"]})
-
-
-def test_script_without_a_seed_is_tuned_with_a_warning(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_setting_is_compared_with_none_in_turns(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "ddpkit")
-    losses = [[2 + 0.1 * i] + [1.0] * 20 for i in range(3)]
-    assert run_tune(monkeypatch, OtherLosses(*losses), "--only", "bucket") == 0
-    assert caplog.text.count("does not start from the same state each time: its first loss was 2, then 2.1.") == 1
-    caplog.clear()
-    assert run_tune(monkeypatch, FakeTrials(), "--only", "bucket") == 0 and "same state" not in caplog.text
+    names = ("hook=bf16", "bucket_cap_mb=100", "fused", "hook=powersgd-4")
+    words = [word for name in names for word in ("--try", name)]
+    assert try_settings_of(monkeypatch, FakeTrials(), *words, "--json", str(tmp_path / "tried.json")) == 0
+    first, *others = [FakeTrials.order[:5], *(FakeTrials.order[i:i + 4] for i in range(5, 17, 4))]
+    assert first == ["none", "bf16", "bucket_cap_mb", "fused", "powersgd-4"]  # what fails is not tried again
+    assert others == [["none", "bf16", "bucket_cap_mb", "powersgd-4"]] * 3
+    text = caplog.text
+    assert re.search(r"hook=bf16: faster, 1\.\d\d times as fast \(rounds .* \d+%\); loss 1.01, without it 1\n", text)
+    assert re.search(r"bucket_cap_mb=100: no conclusion: \S+ times as fast, while the rounds .* differ by \d+%", text)
+    assert "hook=powersgd-4: slower, 0." in text and "fused failed: no fused optimizer" in text
+    assert "    ddp = DistributedDataParallel(..., bucket_cap_mb=100)  # add to your arguments" in text
+    assert "    ddp.register_comm_hook(None, utils.tools.bench.hooks.bf16_hook)  # ddp is your" in text
+    assert len(json.loads((tmp_path / "tried.json").read_text())["tried"][1]["seconds"]) == 4
 
 
-def test_module_instead_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        tune.main(["--budget", "5", "-m", "package.train", "--epochs", "3"])
-    assert "found -m package.train. Expected the path of a script, such as package/train.py" in capsys.readouterr().err
+def test_try_alone_tries_five_settings_of_the_script_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_settings_of(monkeypatch, FakeTrials(), "--try") == 0
+    assert FakeTrials.order[:6] == ["none", "bucket_cap_mb", "bf16", "static_graph", "gradient_as_bucket_view", "fused"]
 
 
-def test_only_without_anything_to_try(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        tune.main(["--only", "accumulation", "train.py"])
-    assert "--only accumulation leaves nothing to try" in capsys.readouterr().err
+def test_setting_that_torch_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("bucket_cap=5", "bucket_cap_mb", "hook=fp8", "fused=1", "find_unused_parameters"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["ddp", "--try", text, "train.py"])
+        assert f"{text!r} is no setting of this torch. Expected bucket_cap_mb=N" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_iterable_dataset_gets_at_most_one_worker(tmp_path: Path, workers: int) -> None:
-    script, report = tmp_path / "script.py", tmp_path / "report"
-    script.write_text("from torch.utils.data import DataLoader, IterableDataset\n"
-                      "class Numbers(IterableDataset):\n"
-                      "    def __iter__(self): return iter(range(4))\n"
-                      "print(sorted(DataLoader(Numbers(), None)))\n")
-    trial = Trial(Settings(workers=workers), [("sync", 1)], 0, str(report))
-    done = python("-m", "utils.tools.bench.worker", str(script), env={VARIABLE: json.dumps(dataclasses.asdict(trial))})
-    repeats = "an IterableDataset would repeat its samples in each of 4 workers" in done.stderr
-    assert repeats == (workers == 4) and ("[0, 1, 2, 3]" in done.stdout) == (workers == 1), done.stderr
-
-
-def test_loss_increase_compares_equally_many_losses() -> None:
-    assert tune.loss_increase([2, 1, 1, 1, 0.1], [2, 2, 2, 1.1]) == pytest.approx(0.1)
-    assert tune.loss_increase([2, 1], [0.5, 0.25]) == 0  # divided by the number of micro-batches
-    assert tune.loss_increase([2, 1], [2, float("nan")]) == float("inf")
-    assert tune.loss_increase([2, float("nan")], [2, 1]) == float("inf")
-    assert tune.loss_increase([-1, -5], [-1, -4]) == pytest.approx(0.2)  # a log-likelihood
-
-
-def test_nothing_is_recommended_where_the_loss_is_unknown() -> None:
-    class WithoutLosses(FakeTrials):
-        def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
-            return [dataclasses.replace(one, losses=[]) for one in super().run(ranks, settings, phases)]
-
-    tuning = tune.Tuner(WithoutLosses(), 2, steps=10, budget=100, tolerance=0.02)  # type: ignore[arg-type]
-    assert tuning.search({"hook": tune.candidates(4, False)["hook"]}) is tuning.default
-    assert any(one.problem == "its loss is unknown. Expected calls of loss.backward()" for one in tuning.tried)
-
-
-def test_terminated_tuner_leaves_no_trial(tmp_path: Path) -> None:
+def test_terminated_command_leaves_no_trial(tmp_path: Path) -> None:
     script, started = tmp_path / "script.py", tmp_path / "started"
     script.write_text(f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
                       "time.sleep(600)")
-    words = [sys.executable, "scripts/tune.py", "--trial-timeout", "90", str(script)]
+    words = [sys.executable, "scripts/bench.py", "ddp", "--try", "fused", "--trial-timeout", "90", str(script)]
     with subprocess.Popen(words, cwd=ROOT) as tuning:
         wait_until(lambda: started.exists() and bool(started.read_text()), "the trial", seconds=60)
         tuning.terminate()
@@ -402,6 +303,6 @@ def test_terminated_tuner_leaves_no_trial(tmp_path: Path) -> None:
 
 
 def test_trial_that_fails_names_rank_and_output() -> None:
-    done = python("scripts/tune.py", TRAINING, "--bad-option", ranks=2)
+    done = python("scripts/bench.py", "ddp", "--try", "fused", TRAINING, "--bad-option", ranks=2)
     assert done.returncode == 1
     assert re.search(r"unchanged script failed.*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)

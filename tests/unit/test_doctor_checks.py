@@ -302,17 +302,17 @@ def test_findings_that_say_the_same_of_several_hosts_are_one() -> None:
     ({"hosts": ("a",)}, {"hosts": ("a",), "follows": ("names",)}, False),
     ({"hosts": ("a",)}, {"follows": ("limits",)}, False),  # a failure of all, after a warning for one
     ({"hosts": ("a",), "subject": "X"}, {"hosts": ("b",), "subject": "X", "follows": ("X",)}, True),  # the odd one is b
-    ({"hosts": ("a",), "subject": "X", "follows": ("links",)}, {"hosts": ("a",), "follows": ("X",)}, True)])
+    ({"hosts": ("a",), "subject": "X", "follows": ("network",)}, {"hosts": ("a",), "follows": ("X",)}, True)])
 def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, Any], effect: dict[str, Any],
                                                               is_below: bool) -> None:
-    results = [Result("links", [Finding(Level.BAD, "slow", "", exclude=True, **effect)]),
+    results = [Result("network", [Finding(Level.BAD, "slow", "", exclude=True, **effect)]),
                Result("limits", [Finding(Level.WARNING, "few cores", "Ask", **cause)])]
     fold(results)
     report = Report(places("a", "b"), "srun", results, 1.0)
     below = [one.effects for result in results for one in result.findings if one.level is not Level.GOOD]
-    assert below == ([("BAD links: slow",)] if is_below else [(), ()])
+    assert below == ([("BAD network: slow",)] if is_below else [(), ()])
     assert report.level is Level.BAD and bool(report.hosts_to_exclude) is (not is_below and bool(effect.get("hosts")))
-    assert ("  Possible effect: BAD links: slow." in report.as_text()) is is_below
+    assert ("  Possible effect: BAD network: slow." in report.as_text()) is is_below
 
 
 # the exchange ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Communication hooks on gloo: the gradients of the mean, the same on every rank; the code that tune.py prints."""
+"""Communication hooks on gloo: the gradients of the mean, the same on every rank; the code that bench.py prints."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel as DDP
 import utils
 from utils import setup_distributed
-from utils.tools.bench import tune, worker
+from utils.tools.bench import try_settings, worker
 from utils.tools.bench.hooks import bf16_hook, fp16_hook, in_order
 with setup_distributed("gloo") as dist:
     def train(hook, state=None, steps=1):
@@ -36,7 +36,7 @@ with setup_distributed("gloo") as dist:
     assert torch.equal(power, of_rank_0) and power.isfinite().all()
     for hook in ("bf16", "powersgd-4"):
         names = {"DistributedDataParallel": DDP, "ddp": DDP(torch.nn.Linear(64, 64))}
-        exec(tune.code(worker.Settings(hook=hook)), names)
+        exec("\\n".join(try_settings.code(worker.Settings(hook=hook))), names)
         names["ddp"](torch.ones(2, 64)).sum().backward()
     print("checked", flush=True)
 """

@@ -19,7 +19,7 @@ from utils.tools.interpreter import InterpreterError, choose
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"
 COMMANDS = ["utils/__main__.py", *(  # started by any Python
-    f"scripts/{name}.py" for name in ("bench", "doctor", "launch", "plan", "plot", "sites", "submit", "tune"))]
+    f"scripts/{name}.py" for name in ("bench", "doctor", "launch", "plan", "plot", "sites", "submit"))]
 TRAIN = """
 import os, sys, torch
 print("trains with", sys.executable, *{"DDPKIT_PYTHON_AT_START", "DDPKIT_STARTED_BY"} & set(os.environ))

@@ -15,13 +15,15 @@ from unittest.mock import Mock
 import pytest
 
 from tests.cluster.hosts import wait_until
-from tests.unit.launch_plans import PBS, job, make
+from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
 from utils.host import process
 from utils.host.topology import parse_ranges
+from utils.job import exclude_file
 from utils.monitor.launch_report import FirstCause
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.agent_connection import connect
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
+from utils.tools.launch.coordinator import Coordinator
 from utils.tools.launch.host_ranks import start_on_host
 from utils.tools.launch.launch_plan import Mpiexec, Plan
 from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
@@ -214,6 +216,54 @@ def test_after_a_stop_the_others_have_time_to_save() -> None:
     assert not result.is_last_stop(signal.SIGTERM, 1.0)
     result.process_ended("rank 0", 5, 3.0, others=True)
     assert (result.status, result.end_at) == (5, 3.0 + END_DELAY_AFTER_STOP)
+
+
+@pytest.mark.parametrize(("number", "status", "lines"), [
+    (signal.SIGTERM, 143, 1), (signal.SIGTERM, 137, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 1, 3)])
+def test_last_line_after_a_stop_names_no_rank(number: int, status: int, lines: int,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    result = LaunchResult()
+    result.is_last_stop(number, 1.0)
+    result.process_ended("rank 0-1 on n3", status, 2.0, others=True)
+    result.conclude(FirstCause("rank 1 on n3 ended without a report. It was killed", 1))
+    printed = capsys.readouterr().err.splitlines()
+    name = signal.Signals(number).name
+    assert printed[-1].startswith(f"launch.py: error: {name}: launch.py has received it") and len(printed) == lines
+    assert "rank" not in printed[-1] and result.status == status
+
+
+def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> None:
+    result = LaunchResult()
+    plan, listener = make(job("pbs", (1, 1, 1)), PBS), Mock(getsockname=lambda: ("", 1))
+    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), result)
+    for index in (1, 2):
+        coordinator.clients[index] = Mock(host_lost=index == 1)
+        coordinator.client_lost(index)
+    assert result.lost_hosts == {"n2"} and result.status == 1
+
+
+NODE_FAILURE = """srun: error: Node failure on n2
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-21T04:42:48 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***
+srun: error: n1: tasks 0-1: Terminated"""
+TIME_LIMIT = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-21T04:04:15 DUE TO TIME LIMIT ***"
+
+
+@pytest.mark.parametrize(("text", "last", "lost"), [
+    (NODE_FAILURE, "Slurm has ended the ranks: srun: error: Node failure on n2", ["n2"]),
+    (TIME_LIMIT, f"Slurm has ended the ranks: {TIME_LIMIT}", []),
+    ("srun: error: n1: tasks 0-1: Killed\nslurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-11-21T04:00:47 ***",
+     "2 of 2 ranks did not join", [])])
+def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list[str], tmp_path: Path,
+                                                capfd: pytest.CaptureFixture[str]) -> None:
+    srun, file = tmp_path / "srun", tmp_path / "bad-hosts.txt"
+    srun.write_text(f"#!/bin/sh\ncat >&2 <<'E'\n{text}\nE\nexit 143\n")
+    srun.chmod(0o755)
+    environ = {**SLURM, "PATH": os.environ["PATH"], exclude_file.VARIABLE: str(file)}
+    plan = make(job("slurm", (1, 1)), environ, programs=Programs({"srun": str(srun)}), python=sys.executable)
+    assert run(plan) == (143 if "Killed" not in text else 137)
+    assert last in capfd.readouterr().err.splitlines()[-1]
+    assert [entry.host for entry in exclude_file.read(file)] == lost
 
 
 @pytest.mark.parametrize(("reported", "exit_statuses", "status", "last"), [

@@ -19,7 +19,7 @@ from tests.unit.programs import ROOT, python
 from utils.metrics import Metrics
 from utils.metrics.run_log import FILE_NAME, RunLog, read_run
 from utils.metrics.trackers import TensorBoard
-from utils.tools import plot
+from utils.tools import charts
 
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
 
@@ -205,18 +205,18 @@ def test_output_that_nobody_reads_is_no_error(shell: str) -> None:
 
 def test_plot_names_what_is_missing(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot.main([str(tmp_path)]) == 2
+    assert charts.main([str(tmp_path)]) == 2
     assert f"{FILE_NAME}: No such file or directory. Expected a {FILE_NAME}" in capsys.readouterr().err
     (tmp_path / FILE_NAME).write_text('{"event": "start", "step": 0}\n')
-    assert plot.main([str(tmp_path)]) == 2 and "has no step" in capsys.readouterr().err
+    assert charts.main([str(tmp_path)]) == 2 and "has no step" in capsys.readouterr().err
     train(tmp_path, 1, 1, save_every=1)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plot.main([str(tmp_path)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
+    assert charts.main([str(tmp_path)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
     (tmp_path / "matplotlib.py").write_text("raise ImportError('numpy is for another Python')")
     monkeypatch.delitem(sys.modules, "matplotlib")
     monkeypatch.syspath_prepend(tmp_path)
-    assert plot.main([str(tmp_path)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
+    assert charts.main([str(tmp_path)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_plot_draws_runs_with_their_seams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_plot_draws_runs_with_their_seams(tmp_path: Path, monkeypatch: pytest.Mo
     train(tmp_path / "a", 1, 60, save_every=30)
     train(tmp_path / "a", 31, 80, save_every=40)
     train(tmp_path / "b", 1, 20, save_every=10)
-    assert plot.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "runs.png")]) == 0
+    assert charts.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "runs.png")]) == 0
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG") and set(drawn) == {30.5}
 
 
@@ -242,7 +242,7 @@ def test_plot_draws_other_numbers_or_names_what_it_found(
     log, picture = tmp_path / "log.jsonl", tmp_path / "log.png"
     for value in ('null', '"0.5"', 'NaN'):
         log.write_text(f'{{"step": 1, "time": 5.0, "loss": {value}}}\n')
-        assert plot.main([str(log), "--output", str(picture)]) == 2 and not picture.exists()
+        assert charts.main([str(log), "--output", str(picture)]) == 2 and not picture.exists()
         assert "no column can be drawn; found loss, time. Expected finite numbers" in capsys.readouterr().err
     log.write_text('{"step": 1, "val_acc": 0.5}\n{"step": 2, "val_acc": 0.7}\n')
-    assert plot.main([str(log), "--output", str(picture)]) == 0 and titles == ["val acc"]
+    assert charts.main([str(log), "--output", str(picture)]) == 0 and titles == ["val acc"]

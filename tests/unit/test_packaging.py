@@ -24,7 +24,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     offline = ["--no-deps", "--no-index"]
     for command in (["wheel", "--no-build-isolation", "--wheel-dir", out, source],
-                    ["install", "--no-compile", "--target", out / "site", "--find-links", out, "hpc-ddp-kit"]):
+                    ["install", "--no-compile", "--target", out / "site", "--find-links", out, "ddpkit"]):
         done = subprocess.run([*pip, command[0], *offline, *command[1:]], capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout + done.stderr
     (out / "train.py").touch()
@@ -53,6 +53,7 @@ LAUNCH = "--ntasks-per-node 2 --dry-run train.py"
 
 
 @pytest.mark.parametrize(("command", "status", "text"), [
+    ("SITE/bin/ddpkit --version", 0, "ddpkit 0."),
     ("SITE/bin/ddpkit submit run --site lumi --account p --dry-run train.py", 0, "#SBATCH --account=p"),
     ("SITE/bin/ddpkit submit run --site lumi --account p --dry-run train.py", 0, "KIT=SITE/ddpkit\n"),
     ("SITE/bin/ddpkit submit run --help", 0, "--dry-run"),

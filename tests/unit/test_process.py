@@ -49,7 +49,7 @@ def test_work_of_descendants_and_of_children_that_have_ended_counts() -> None:
 FORKED = """\
 import os, threading, time
 from tests.unit.programs import ROOT
-from utils import process
+from utils.host import process
 def measure():
     before = process.work_done()[0]
     time.sleep(1)

@@ -54,23 +54,12 @@ def test_the_limits_of_a_slurm_partition(commands: Commands, values: dict[str, A
 
 @pytest.mark.parametrize(("values", "variable", "expected"), [
     ({}, "", ["walltime"]), ({}, "main", []), ({"queue": "main"}, "", []), ({"directives": ("-p main",)}, "", []),
-    ({"directives": ("--partition=main",), "components": ("-p short",)}, "", []),
     ({"directives": ("-q x",)}, "", [])])
 def test_the_partition_that_sbatch_will_use_counts(commands: Commands, monkeypatch: pytest.MonkeyPatch,
                                                    values: dict[str, Any], variable: str, expected: list[str]) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", variable)
     commands.add("sinfo", slurm_output("sinfo").replace("main*", "main").replace("short", "short*"))
     assert fields(problems(Slurm(), walltime=601, **values)) == expected
-
-
-@pytest.mark.parametrize(("account", "count"), [("projecta", 0), ("ProjectA", 0), ("other", 1), (None, 1)])
-def test_an_account_is_required_where_slurm_enforces_it(commands: Commands, account: str | None, count: int) -> None:
-    commands.add("scontrol", "AccountingStorageEnforce = associations,limits\n")
-    commands.add("sacctmgr", "projecta\nprojectb\n", when="associations")
-    commands.add("sacctmgr", "", when="user")
-    found = problems(Slurm(), account=account)
-    assert fields(found) == ["account"] * count
-    assert all("projecta, projectb" in problem for problem in found)
 
 
 def test_the_queues_and_nodes_of_pbs_are_queried(commands: Commands) -> None:
@@ -86,9 +75,7 @@ MAX = {"ncpus": 8, "ngpus": 4, "mem": "16gb", "mpiprocs": 6, "nodect": 3, "wallt
        "site": "north"}
 SERVER_QUEUES: dict[str, dict[str, Any]] = {
     "small": {"enabled": "True", "resources_max": MAX, "resources_min": {"ncpus": 2, "walltime": "00:01:00"}},
-    "big": {"enabled": "True"},
-    "route": {"queue_type": "Route", "enabled": "True", "route_destinations": "small,big"},
-    "narrow": {"queue_type": "Route", "enabled": "True", "route_destinations": "small"}}
+    "big": {"enabled": "True"}}
 
 
 def add_queues(commands: Commands, **small: Any) -> None:
@@ -104,7 +91,6 @@ def add_queues(commands: Commands, **small: Any) -> None:
     ({"nodes": 3, "cores_per_rank": 3}, "ncpus: 9 for the whole job is more than the 8 of queue small (resources_max)"),
     ({"nodes": 3, "memory": "6G"}, "mem: 18gb for the whole job is more than the 16gb of queue"),
     ({"nodes": 4}, "nodect: 4 for the whole job is more than the 3"),
-    ({"nodes": 3, "cores_per_rank": 3, "queue": "narrow"}, "ncpus: 9 for the whole job is more"),
     ({"nodes": 2, "walltime": 601}, "walltime: 00:10:01 is more than the 00:10:00 of queue small"),
     ({"nodes": 2, "walltime": 59}, "walltime: 00:00:59 is less than the 00:01:00 of queue small"),
     ({"nodes": 1}, "ncpus: 1 for the whole job is less than the 2 of queue small (resources_min)"),
@@ -113,7 +99,6 @@ def add_queues(commands: Commands, **small: Any) -> None:
     ({"directives": ("-l nodes=3:ppn=3",)}, "mpiprocs: 9 for the whole job is more than the 6"),
     ({"nodes": 2, "directives": ("-l walltime=3600",)}, "walltime: 01:00:00 is more"),
     ({"nodes": 3, "cores_per_rank": 3, "directives": ("-q big",)}, ""),
-    ({"nodes": 3, "cores_per_rank": 3, "queue": "route"}, ""),  # to big
     ({"nodes": 60, "cores_per_rank": 10, "queue": "big"}, "ncpus: 600 for the whole job is more")])
 def test_the_limits_of_a_pbs_queue_and_server(commands: Commands, values: dict[str, Any], problem: str) -> None:
     add_queues(commands)
@@ -156,7 +141,6 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("train.py --cache=/mnt/bb/me/cache", {}, ""),
     ("train.py --cache=LOCAL", {}, ""),
     ("missing.py", {}, "does not exist"),
-    ("python -u missing.py", {}, "does not exist"),
     ("python -m package.train", {}, ""),
     ("train.py /nowhere/at/all", {}, "does not exist"),
     ("cancle 77", {}, "nor a program on PATH"),

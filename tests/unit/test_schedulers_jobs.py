@@ -1,4 +1,4 @@
-"""Jobs submitted and cancelled, errors explained, and which scheduler a host has."""
+"""Jobs submitted, refused and cancelled, and which scheduler a host has."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -35,77 +35,19 @@ def test_output_without_a_job_id_is_an_error(commands: Commands, scheduler: Sche
         scheduler.submit("job.sh")
 
 
-def refusal(scheduler: Scheduler, folder: Path, *lines: str, options: tuple[str, ...] = ()) -> SchedulerError:
-    """The error of a submission of folder/job.sh, which has these lines."""
-    (folder / "job.sh").write_text("".join(f"{line}\n" for line in lines))
+@pytest.mark.parametrize("scheduler", [Slurm(), Pbs()])
+def test_a_refusal_has_the_schedulers_message_and_the_script(commands: Commands, tmp_path: Path,
+                                                             scheduler: Scheduler) -> None:
+    """Without qsub's list of options, which comes after the message."""
+    recording = pbs_recording("commands/err_unknown_option")
+    assert "\nusage: " in recording["stderr"]
+    for name in ("sbatch", "qsub"):
+        commands.add(name, error=recording["stderr"], status=recording["rc"])
     with pytest.raises(SchedulerError) as refused:
-        scheduler.submit(folder / "job.sh", options=options)
-    return refused.value
-
-
-FAILED = "Batch job submission failed: "
-
-
-@pytest.mark.parametrize(("error", "line"), [  # a recorded error of qsub, or the text of sbatch's
-    ("err_bad_queue", "#PBS -q nosuch"),
-    ("err_unknown_resource", "#PBS -l select=1:ncpus=1:nosuchres=4"),
-    ("err_place_syntax", "#PBS -l place=scattered"),
-    ("err_walltime_syntax", "#PBS -l walltime=abc"),
-    ("err_select_syntax2", "#PBS -l select=2:ncpus=abc"),
-    ("err_bad_name_space", '#PBS -N "a b"'),
-    ("invalid partition specified: nosuch\nsbatch: error: Invalid partition name specified",
-     "#SBATCH --partition=nosuch"),
-    ("Invalid --time specification", "#SBATCH --time=xx"),
-    ("Invalid generic resource (gres) specification", "#SBATCH --gres=foo:1"),
-    ("unrecognized option '--frob'\nTry \"sbatch --help\"", "#SBATCH --frob=1"),
-    (f"{FAILED}Invalid job array specification", "#SBATCH --array=0-99999999"),
-    ("Memory specification can not be satisfied", "#SBATCH --mem=9999G"),
-    (f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)", "#SBATCH --time=99:00:00")])
-def test_the_line_that_is_refused_is_named(commands: Commands, tmp_path: Path, error: str, line: str) -> None:
-    scheduler: Scheduler = Slurm()
-    message, status = f"sbatch: error: {error}", 1
-    if error.startswith("err_"):
-        recording = pbs_recording(f"commands/{error}")
-        recording = recording.get("qsub", recording)
-        scheduler, status = Pbs(), recording["rc"]
-        message = recording["stderr"].split("\nusage")[0].strip()
-    for name in ("qsub", "sbatch"):
-        commands.add(name, error=f"{message}\nusage: {name} ...\n", status=status)
-
-    others = ("#PBS -j oe", "#PBS -o q", "#SBATCH --nodes=2", "qstat -q nosuch")
-    refused = refusal(scheduler, tmp_path, "#!/bin/bash", others[0], line, *others[1:])
-    assert message in str(refused) and refused.exit_code == status
-    assert str(refused).endswith(f"line 3 of {tmp_path}/job.sh: {line}")
-
-
-def test_lines_that_may_be_the_cause_are_named(commands: Commands, tmp_path: Path) -> None:
-    policy = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
-    commands.add("sbatch", error=f"sbatch: error: {FAILED}{policy}\n", status=1)
-    error = str(refusal(Slurm(), tmp_path, "#SBATCH --nodes=2", "#SBATCH --time=1:00", "#SBATCH --mem=1G"))
-    assert "one of: " in error and "--time=1:00; " in error and error.endswith("--nodes=2")
-
-
-def test_an_option_of_the_command_line_is_named(commands: Commands, tmp_path: Path) -> None:
-    commands.add("qsub", error="qsub: Unknown queue\n", status=170)
-    options = ("-N", "x", "-q", "nosuch", "--", "/bin/bash", "-q")
-    assert str(refusal(Pbs(), tmp_path, options=options)).endswith("the option -q nosuch")
-
-
-def test_the_limit_that_qsub_does_not_name(commands: Commands, tmp_path: Path) -> None:
-    recording = pbs_recording("commands/err_ncpus_over_queue_max")
-    options = "-l select=3:ncpus=4 -l walltime=00:01:00"
-    assert options in recording["cmd"]
-    lines = ("#!/bin/bash", "#PBS -q small", f"#PBS {options} # note")
-    commands.add("qsub", error=recording["stderr"], status=recording["rc"])
-    error = str(refusal(Pbs(), tmp_path, *lines))  # the server does not report its limits
-    assert recording["stderr"].strip() in error and "does not name the limit" in error
-    assert "probably" not in error and options in error
-
-    for words, output in (("-Qf", "qstat_Qf_json"), ("-Bf", "qstat_Bf_json")):
-        commands.add("qstat", pbs_recording(f"commands/{output}")["stdout"], when=words)
-    error = str(refusal(Pbs(), tmp_path, *lines))
-    assert recording["stderr"].strip() in error
-    assert "\nncpus: 12 for the whole job is more than the 8 of queue small (resources_max)" in error
+        scheduler.submit(tmp_path / "job.sh", options=["-H"])
+    message = recording["stderr"].partition("\nusage: ")[0]
+    assert str(refused.value).endswith(f"-H {tmp_path}/job.sh failed with exit status {recording['rc']}: {message}")
+    assert refused.value.exit_code == recording["rc"]
 
 
 @pytest.mark.parametrize(("scheduler", "job_ids"), [

@@ -40,8 +40,8 @@ TORCHRUN: dict[str, Any] = {"gpus_per_node": 4, "cores_per_rank": 8, "launcher":
     (Slurm(), FULL, [
         "--job-name=t", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--gpus-per-node=4", "--mem=64G",
         "--time=02:00:00", "--partition=gpu", "--account=abc@v100", "--open-mode=append"]),
-    (Slurm(), {"signal_seconds": 300, "dependency": "afterok:12", "requeue": True, "array": "0-9%2"}, [
-        "--nodes=1", "--array=0-9%2", "--dependency=afterok:12", "--kill-on-invalid-dep=yes", "--open-mode=append",
+    (Slurm(), {"signal_seconds": 300, "dependency": "afterok:12", "requeue": True}, [
+        "--nodes=1", "--dependency=afterok:12", "--kill-on-invalid-dep=yes", "--open-mode=append",
         "--signal=B:USR1@300", "--requeue"]),
     (Slurm(), TORCHRUN, [
         "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=32", "--gpus-per-node=4", "--open-mode=append"]),
@@ -65,27 +65,9 @@ def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, e
     assert [option for option in found if option.startswith(replaced) or option == extra] == [extra]
 
 
-@pytest.mark.parametrize(("component", "second"), [
-    ("-N1 --gpus-per-node=a100:2", ["-N1", "--ntasks-per-node=2", "--gpus-per-node=a100:2"]),
-    ("--gres gpu:2 -n 1 -p 'big mem'", ["--nodes=3", "--gres gpu:2", "-n 1", "-p big mem"])])
-def test_a_component_differs_by_its_options_only(component: str, second: list[str]) -> None:
-    values: dict[str, Any] = {"nodes": 3, "gpus_per_node": 4, "walltime": 60, "queue": "gpu", "output": "o",
-                              "directives": ("-C a",)}
-    found = directives(Slurm(), **values, components=(component,))
-    split = found.index("hetjob")
-    assert found[:split] == directives(Slurm(), **values)
-    shared = ["--time=00:01:00", "-C a", *([] if " -p " in component else ["--partition=gpu"])]
-    assert sorted(found[split + 1:]) == sorted([*second, *shared])
-
-
-def test_launch_counts_the_gpus_of_every_component() -> None:
-    found = directives(Slurm(), directives=("--exclusive",), components=("--nodes=1 --gpus-per-node=2",))
-    assert not [option for option in found if "ntasks" in option]
-
-
 @pytest.mark.parametrize(("field", "value"), [
-    ("array", "1,3"), ("array", "5-5"), ("signal_seconds", 60), ("output", "log-%j.out"), ("output", "/home/a:b"),
-    ("output", "\u00e9.out"), ("dependency", "afterok:1?afterok:2"), ("components", ("--nodes=2",))])
+    ("signal_seconds", 60), ("output", "log-%j.out"), ("output", "/home/a:b"), ("output", "\u00e9.out"),
+    ("dependency", "afterok:1?afterok:2")])
 def test_what_pbs_does_not_support_is_refused(field: str, value: Any) -> None:
     with pytest.raises(JobError) as refused:
         Pbs().directives(Job(("a.py",), **{field: value}))
@@ -94,8 +76,8 @@ def test_what_pbs_does_not_support_is_refused(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [
     ("nodes", 0), ("gpus_per_node", -1), ("command", ("-x",)), ("command", ("",)), ("launcher", ""),
-    ("environment", {"UID": "0"}), ("environment", {"A B": "1"}), ("directives", ("gpu",)), ("setup", ("cat <<EOF",)),
-    ("setup", ("if true; then",)), ("setup", ("echo 'a",)), ("setup", ("echo \\",)), ("setup", ("a\nb",))])
+    ("environment", {"UID": "0"}), ("environment", {"A B": "1"}), ("directives", ("gpu",)), ("setup", ("echo \\",)),
+    ("setup", ("a\nb",))])
 def test_a_value_that_cannot_be_used_is_refused(field: str, value: Any) -> None:
     with pytest.raises(JobError) as refused:
         Slurm().render(Job(**{"command": ("a.py",), field: value}), TEMPLATE)
@@ -137,10 +119,10 @@ FIELDS: list[tuple[str, str, Callable[[str], Any]]] = [  # an accepted text, and
     ("command", "train.py", lambda text: (text, "plain")), ("command", "train.py", lambda text: ("train.py", text)),
     ("environment", "value", lambda text: {"VALUE": text}), ("environment", "NAME", lambda text: {text: "1"}),
     *((field, good, lambda text: (text,)) for field, good in (
-        ("setup", "true"), ("modules", "cuda"), ("directives", "--constraint=a100"), ("components", "--nodes=2"),
+        ("setup", "true"), ("modules", "cuda"), ("directives", "--constraint=a100"),
         ("chunk", "system=polaris"))),
     *((field, good, str) for field, good in (
-        ("memory", "64G"), ("queue", "gpu"), ("account", "abc"), ("name", "run"), ("array", "0-9"),
+        ("memory", "64G"), ("queue", "gpu"), ("account", "abc"), ("name", "run"),
         ("dependency", "afterany:12"), ("launcher", "srun"), ("output", "out.log"), ("container", "image.sif"),
         ("gpu_vendor", "amd")))]
 HOSTILE = [
@@ -186,7 +168,7 @@ def test_hostile_values_are_refused_or_do_nothing(tmp_path: Path) -> None:
             continue
         lines = text.split("\n")
         options = lines[1:lines.index("set -euo pipefail")]
-        assert all(re.match("#(SBATCH|PBS) [\"']?-|#SBATCH hetjob$", line) for line in options), text
+        assert all(re.match("#(SBATCH|PBS) [\"']?-", line) for line in options), text
         assert "\r" not in text, text
         changed.add(field)
         if not job.setup:  # these lines are run

@@ -17,7 +17,7 @@ NO_ACCOUNTING = ("", "Slurm accounting storage is disabled\n", 1)
 RUNNING = {"state": "running", "exit_code": None, "ended": False, "exit_status": 1}
 
 CANCELLED = slurm_output("job-cancelled")
-# The records of an array: of its elements 2 to 5, which are pending, and of two that run.
+# The records of an array.
 FIRST, SECOND, LAST = re.findall(r"^JobId=.*?(?=^JobId|\Z)", slurm_output("job-array"), re.MULTILINE | re.DOTALL)
 
 
@@ -33,9 +33,9 @@ def array(*ends: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize(("outputs", "expected"), [
     ({"scontrol": slurm_output("job-odd-name")},  # its name has JobState=COMPLETED in it
-     {**RUNNING, "hosts": ("node1", "node2"), "queue": "main", "restart_count": 0, "output": "/cluster/log of 33.out"}),
+     {**RUNNING, "hosts": ("node1", "node2"), "output": "/cluster/log of 33.out"}),
     ({"scontrol": slurm_output("job-newline")}, {"state": "held", "exit_code": None}),
-    ({"scontrol": slurm_output("job-never"), "squeue": "20\n35\n38\n41\n"}, {"state": "queued", "position": 3}),
+    ({"scontrol": slurm_output("job-never")}, {"state": "queued"}),
     ({"scontrol": CANCELLED}, {"state": "cancelled", "exit_code": 143, "exit_status": 143}),
     ({"scontrol": with_end(CANCELLED, "COMPLETED")}, {"state": "completed", "exit_code": 0, "exit_status": 0}),
     ({"scontrol": with_end(CANCELLED, "FAILED", "3:0", "NonZeroExitCode")}, {"state": "failed", "exit_code": 3}),
@@ -46,37 +46,20 @@ def array(*ends: tuple[str, str]) -> str:
     ({"scontrol": with_end(CANCELLED, "COMPLETING")}, {"state": "ending", "exit_code": None}),
     ({"scontrol": with_end(CANCELLED, "CANCELLED", "0:0", "DependencyNeverSatisfied")}, {"state": "never_ran"}),
     ({"scontrol": with_end(CANCELLED, "SOMETHING_NEW", "0:15")}, {"state": "unknown", "exit_code": None}),
-    # A failed element counts more than others.
-    ({"scontrol": slurm_output("job-array")}, {**RUNNING, "reason": "2 running, 1 queued"}),
-    ({"scontrol": array(("COMPLETED", "0:0"), ("FAILED", "2:0"), ("FAILED", "75:0"))},
-     {"state": "failed", "exit_status": 2, "reason": "1 failed, 1 stopped, 1 completed"}),
-    ({"scontrol": array(("COMPLETED", "0:0"), ("COMPLETED", "0:0"), ("FAILED", "75:0"))},
-     {"state": "stopped", "exit_status": 75, "reason": "1 stopped, 2 completed"}),
-    # Slurm forgets jobs, and each element on its own.
-    ({"scontrol": FORGOTTEN, "sacct": "33\x1fCANCELLED by 0\x1f0:0\x1fmain\x1fnode[1-2]\n"},
+    # An array that was submitted with sbatch has completed when all elements have.
+    ({"scontrol": array(("COMPLETED", "0:0"), ("COMPLETED", "0:0"), ("FAILED", "2:0"))},
+     {"state": "failed", "exit_status": 2}),
+    ({"scontrol": array(*[("COMPLETED", "0:0")] * 3)}, {"state": "completed", "exit_status": 0}),
+    # Slurm forgets jobs.
+    ({"scontrol": FORGOTTEN, "sacct": "CANCELLED by 0\x1f0:0\x1fnode[1-2]\n"},
      {"state": "cancelled", "hosts": ("node1", "node2"), "exit_status": 1}),
-    ({"scontrol": FORGOTTEN, "sacct": NO_ACCOUNTING}, {"state": "unknown", "exit_status": 1, "ended": False}),
-    ({"scontrol": with_end(SECOND, "COMPLETED"),
-      "sacct": "35_0\x1fFAILED\x1f3:0\x1fmain\x1fnode1\n35_1\x1fCOMPLETED\x1f0:0\x1fmain\x1fnode1\n"},
-     {"state": "failed", "exit_status": 3, "reason": "1 failed, 1 completed"}),
-    ({"scontrol": SECOND, "sacct": "35_0\x1fFAILED\x1f3:0\x1fmain\x1fnode1\n"}, RUNNING)])
+    ({"scontrol": FORGOTTEN, "sacct": NO_ACCOUNTING}, {"state": "unknown", "exit_status": 1, "ended": False})])
 def test_the_status_of_a_slurm_job(commands: Commands, outputs: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, output in outputs.items():
         commands.add(name, *(output if isinstance(output, tuple) else (output,)))
     status = Slurm().status("33")
     assert {name: getattr(status, name) for name in expected} == expected
     assert status.job_id == "33"
-
-
-def test_a_forgotten_element_counts_without_accounting(commands: Commands) -> None:
-    commands.add("sacct", *NO_ACCOUNTING)
-    slurm = Slurm()
-    for known in (with_end(SECOND, "FAILED", "3:0") + LAST, LAST):
-        commands.add("scontrol", known)
-        assert "1 failed" in slurm.status("35").reason
-    commands.add("scontrol", with_end(LAST, "COMPLETED"))
-    status = slurm.status("35")
-    assert (status.state, status.exit_status) == ("failed", 3)
 
 
 @pytest.mark.parametrize(("record", "expected"), [
@@ -92,28 +75,12 @@ def test_a_forgotten_element_counts_without_accounting(commands: Commands) -> No
     ("flow/depend_after_failure", {"state": "never_ran", "exit_code": None, "exit_status": 1, "ended": True}),
     ({**pbs_record("exitcodes/exit7"), "Exit_status": 75}, {"state": "stopped", "exit_code": 75}),
     ({"job_state": "R", "Output_Path": "head.pbs.lab:/home/a b.log"}, {"output": "/home/a b.log"}),
-    ({"job_state": "R", "Output_Path": "head:/nowhere/"}, {"output": "/nowhere/79[2].s.OU"}),
-    ({"job_state": "R", "Output_Path": "head:/x/arr.o79.^array_index^"}, {"output": "/x/arr.o79.2"})])
+    ({"job_state": "R", "Output_Path": "head:/nowhere/"}, {"output": "/nowhere/79[2].s.OU"})])
 def test_the_status_of_a_pbs_job(commands: Commands, record: Any, expected: dict[str, Any]) -> None:
     commands.add("qstat", pbs_job(pbs_record(record) if isinstance(record, str) else record, "79[2].s"))
     status = Pbs().status("79[2].s")
     assert {name: getattr(status, name) for name in expected} == expected
     assert ("afterok" in status.reason) == (status.state == "never_ran")
-
-
-@pytest.mark.parametrize(("codes", "state", "code"), [
-    ((0, 2, 0), "failed", 2), ((75, 2, 0), "failed", 2), ((75, 0, 75), "stopped", 75)])
-def test_a_pbs_array_ended_as_its_elements(commands: Commands, codes: tuple[int, ...], state: str, code: int) -> None:
-    """PBS itself gives the whole array exit status 1."""
-    jobs = json.loads(pbs_recording("array/array_qstat_xtf_json")["stdout"])["Jobs"]
-    array, *elements = jobs
-    assert jobs[array]["Exit_status"] == 1
-    for element, one in zip(elements, codes, strict=True):
-        jobs[element] |= {"Exit_status": one, "substate": 93 if one else 92}
-    commands.add("qstat", pbs_job(jobs[array], array))
-    commands.add("qstat", json.dumps({"Jobs": jobs}), when="-t")
-    status = Pbs().status(array)
-    assert (status.state, status.exit_code, status.job_id) == (state, code, array)
 
 
 def test_jobs_after_a_deleted_one_wait_for_ever(commands: Commands) -> None:
@@ -150,11 +117,10 @@ def test_a_job_with_invalid_json_is_read_from_the_listing(commands: Commands) ->
     assert (status.state, status.hosts) == ("completed", ("n1",))
 
 
-def test_a_queued_pbs_job_has_a_reason_and_a_position(commands: Commands) -> None:
+def test_a_queued_pbs_job_has_a_reason(commands: Commands) -> None:
     commands.add("qstat", json.dumps(pbs_recording("commands/queued_never_run")))
-    commands.add("qselect", "30.pbs-head\n37.pbs-head\n")
     status = Pbs().status("37")
-    assert (status.state, status.position, status.output) == ("queued", 2, "/home/alice/jobs/ok.o37")
+    assert (status.state, status.output) == ("queued", "/home/alice/jobs/ok.o37")
     assert status.reason.startswith("Can Never Run: Insufficient amount of resource: ncpus")
 
 

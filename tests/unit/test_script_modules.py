@@ -1,4 +1,4 @@
-"""plan.py and tune.py with a script whose project has its own `utils`, the name of the kit's package."""
+"""plan.py and bench.py with a script whose project has its own `utils`, the name of the kit's package."""
 from __future__ import annotations
 
 import subprocess
@@ -59,8 +59,8 @@ def test_plan_imports_what_the_script_does(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["package", "kit"])
 def test_trials_import_what_the_script_does(tmp_path: Path, layout: str) -> None:
-    done = run(tmp_path, "tune.py", "--only", "fused", "--budget", "1", "--steps", "2", project(tmp_path, layout))
-    assert "as it is" in done.stdout and "Nothing was tried" in done.stderr, done.stderr  # the budget is short
+    done = run(tmp_path, "bench.py", "ddp", "--full-only", "--steps", "2", project(tmp_path, layout))
+    assert done.returncode == 0 and "efficiency (weak scaling)" in done.stdout, done.stderr
 
 
 def test_factory_imports_its_own_package(tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_script_that_imports_the_kit_gets_the_modules_of_the_command(tmp_path: P
     assert done.returncode == 1 and done.stderr == "plan.py: error: train.py could not be traced. the same\n"
 
 
-@pytest.mark.parametrize("command", ["plan.py", "tune.py"])
-def test_kit_hidden_by_the_scripts_own_package_is_named(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", [["plan.py"], ["bench.py", "ddp"]], ids=" ".join)
+def test_kit_hidden_by_the_scripts_own_package_is_named(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "utils.py").write_text(OWN)
     (tmp_path / "train.py").write_text("from utils import setup_distributed")
-    done = run(tmp_path, command, "train.py")
+    done = run(tmp_path, *command, "train.py")
     assert done.returncode == 1 and "cannot import name 'setup_distributed'" in done.stderr
     assert ("The script's own utils and the kit's package have the same name. If the script means the kit, install "
             "the kit with pip, where it is ddpkit") in done.stderr
@@ -93,7 +93,7 @@ def test_kit_hidden_by_the_scripts_own_package_is_named(tmp_path: Path, command:
 
 def test_trial_of_a_script_that_spawns_its_ranks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
-    done = run(tmp_path, "tune.py", "train.py")
+    done = run(tmp_path, "bench.py", "ddp", "train.py")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert ("the script starts its own ranks with torch.multiprocessing.spawn. Expected one process per rank"
             in done.stderr)

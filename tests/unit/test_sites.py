@@ -105,7 +105,6 @@ def test_alt_read_needs_its_option_of_the_scheduler() -> None:
     (f"queue: b\nqueues: {{a: {{{ORIGIN}}}}}\n", "queue: b is not one of"),
     (f"queues: {{a: {{min_nodes: 3, max_nodes: 2, {ORIGIN}}}}}\n", "queues.a: min_nodes is more"),
     (f"gpus_per_node: {{value: 4, {ORIGIN}}}\nbinding: {{masks: [0xf, 0xf0], {ORIGIN}}}\n", "2 entries for 4 GPUs"),
-    (f"setup: [{{value: \"echo 'open\", {ORIGIN}}}]\n", "is not complete"),
     (f"modules: [{{value: cuda 12, {ORIGIN}}}]\n", "modules: 'cuda 12'"),
     (f"directives: [{{value: gpu, {ORIGIN}}}]\n", "'gpu' is not an option of a scheduler"),
     (f"binding: {{list: ['0-3', '3-7'], {ORIGIN}}}\n", "several ranks share the cores [3]"),
@@ -128,8 +127,8 @@ def script(login: Login, words: str) -> str:
 
 
 def test_exports_follow_modules_and_precede_set_up_lines(login: Login) -> None:
-    lines = script(login, "--site polaris --nodes 2 --module own/1 --env OWN=2").splitlines()
-    order = ["module use /soft/modulefiles", "module load conda", "module load own/1",
+    lines = script(login, "--site polaris --nodes 2 --env OWN=2").splitlines()
+    order = ["module use /soft/modulefiles", "module load conda",
              "export NCCL_NET='AWS Libfabric'", "export OWN=2", "conda activate"]
     assert [line for line in lines if line in order] == order
 
@@ -162,7 +161,7 @@ def test_modules_bring_python_unless_the_user_has_activated_one(
     assert (f"export PYTHON={sys.executable}\n" in script(login, "--site roihu --nodes 2")) == activated
 
 
-@pytest.mark.parametrize("words", ["list alps", "new alps", "check --output x.yaml", "show alps --scheduler pbs"])
+@pytest.mark.parametrize("words", ["list alps", "new alps", "check --output x.yaml"])
 def test_argument_of_another_subcommand_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         sites.main(words.split())
@@ -187,7 +186,8 @@ def test_new_profile_of_a_slurm_cluster(commands: Commands, tmp_path: Path) -> N
     (commands.folder / "bash").unlink()  # a link to the real one
     commands.write("bash", "#!/bin/sh\necho '/apps/modules:\ncuda/12.4\naws-ofi-nccl/1.9\ngcc/13'\n")
     file = tmp_path / "ours.yaml"
-    assert sites.main(["new", "--scheduler", "slurm", "--output", str(file)]) == 0
+    commands.add("sbatch")
+    assert sites.main(["new", "--output", str(file)]) == 0
     profile = profiles.load(str(file))
     assert (profile.queue, profile.gpu_vendor) == ("main", "nvidia")
     assert (profile.gpus_per_node, profile.cores_per_node) == (2, 4)
@@ -198,7 +198,7 @@ def test_new_profile_of_a_slurm_cluster(commands: Commands, tmp_path: Path) -> N
     text = file.read_text()
     assert "#   aws-ofi-nccl/1.9\n#   cuda/12.4\n" in text and "gcc" not in text
     assert not [finding for finding in findings(text) if "no source" in finding]
-    assert sites.main(["new", "--scheduler", "slurm", "--output", str(file)]) == 1  # a file is not overwritten
+    assert sites.main(["new", "--output", str(file)]) == 1  # a file is not overwritten
 
 
 def test_new_profile_of_a_pbs_cluster_names_what_it_did_not_find(
@@ -207,7 +207,8 @@ def test_new_profile_of_a_pbs_cluster_names_what_it_did_not_find(
     for name, option in (("qstat_Qf_json", "-Qf"), ("qstat_Bf_json", "-Bf")):
         commands.add("qstat", pbs_recording(f"commands/{name}")["stdout"], when=option)
     commands.add("pbsnodes", pbs_recording("commands/pbsnodes_a_json")["stdout"])
-    assert sites.main(["new", "--scheduler", "pbs"]) == 0
+    commands.add("qsub")
+    assert sites.main(["new"]) == 0
     text = capsys.readouterr().out
     profile = profiles.parse(text, Path("ours.yaml"))
     assert (profile.queue, profile.gpus_per_node, profile.cores_per_node) == ("workq", 4, 4)

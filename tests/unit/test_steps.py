@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.programs import run_ranks
+from utils.tools import charts
 from utils.training.step_timer import append, describe_slowest, split
 
 HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
@@ -42,6 +43,17 @@ def test_file_has_a_line_for_each_rank_and_comparison(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "steps.csv").read_text().splitlines()))
     assert [(row["step"], row["rank"]) for row in rows] == [(step, str(rank)) for step in ("100", "200")
                                                            for rank in range(6)]
+
+
+def test_step_times_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for step in (100, 200):
+        append(str(tmp_path / "steps.csv"), step, split(measured(4), HOSTS))
+    assert charts.main([str(tmp_path / "steps.csv")]) == 0
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert charts.main([str(tmp_path / "other.csv")]) == 2
+    assert "other.csv has no step times. Expected the file of a StepTimer" in capsys.readouterr().err
 
 
 PROGRAM = """\

@@ -46,17 +46,17 @@ def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> 
 
 
 @pytest.mark.parametrize(("words", "lines", "absent"), [
-    ("--site frontier --account ABC123 --nodes 2 --module own/1.0 --signal 120 --time 1:00:00 --env 'A=b $c' "
+    ("--site frontier --account ABC123 --nodes 2 --signal 120 --time 1:00:00 --env 'A=b $c' "
      "--setup 'source my/activate' --directive=--network=single_node_vni train.py",  # replaces the site's network
      ["#SBATCH --account=ABC123", "#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=7",
       "#SBATCH --gpu-bind=closest", "#SBATCH --signal=B:USR1@120", "module load rccl-net-plugin",
-      "module load own/1.0", "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3", "export A='b $c'",
+      "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3", "export A='b $c'",
       "source my/activate", "#SBATCH --network=single_node_vni"], "disable_rdzv_get"),
-    ("--site generic-slurm -N 2 -n 8 -c 3 -t 1h30m -p gpu -A p1 -J mine --mem 4G -a 0-9%2 -d afterok:7 "
+    ("--site generic-slurm -N 2 -n 8 -c 3 -t 1h30m -p gpu -A p1 -J mine --mem 4G -d afterok:7 "
      "--gpus-per-node 4 --no-requeue train.py",
      ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=4", "#SBATCH --cpus-per-task=3", "#SBATCH --time=01:30:00",
       "#SBATCH --partition=gpu", "#SBATCH --account=p1", "#SBATCH --job-name=mine", "#SBATCH --mem=4G",
-      "#SBATCH --array=0-9%2", "#SBATCH --dependency=afterok:7", "#SBATCH --gpus-per-node=4",
+      "#SBATCH --dependency=afterok:7", "#SBATCH --gpus-per-node=4",
       "#SBATCH --no-requeue"], "--ntasks=8"),
     ("--site perlmutter --account m1 --queue debug train.py", ["#SBATCH --qos=debug"], "partition"),
     ("--site aurora --nodes 2 train.py", ["#PBS -l select=2:ncpus=204:mpiprocs=12:"], "ngpus"),
@@ -156,7 +156,6 @@ def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: 
     ("run -m --lr 1", 1, "-m has no module"),
     ("run --env A train.py", 1, "NAME=VALUE"),
     ("run --chain 0 train.py", 1, "--chain is 0"),
-    ("run --chain 2 --array 0-3 train.py", 1, "--array"),
     ("run --queue @ train.py", 1, "--partition"),
     ("run --site generic-pbs --ntasks-per-node 99 train.py", 1, "4 cores"),
     ("run -N 2 -n 3 train.py", 1, "--ntasks 3"),
@@ -191,7 +190,7 @@ def test_without_a_site_the_scheduler_of_this_host_is_used(login: Login) -> None
 
 @pytest.mark.parametrize(("words", "status", "message"), [
     ("--env PYTHON={python} train.py", 1, "PYTHON is '{python}', which has no torch"),
-    ("--no-check train.py", 0, "(runs this script) has no torch"), ("--module pytorch train.py", 0, ""),
+    ("--no-check train.py", 0, "(runs this script) has no torch"),
     ("--setup 'source env.sh' train.py", 0, ""), ("--container a.sif train.py", 0, ""), ("bash", 0, ""),
     ("--site site.yaml train.py", 0, "The modules of Ours may bring it")])
 def test_python_without_torch_is_refused_unless_another_may_come(

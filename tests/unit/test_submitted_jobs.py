@@ -1,7 +1,6 @@
 """Submitted jobs: followed, listed, cancelled, and what each does itself inside the job."""
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
@@ -14,13 +13,15 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
+from utils.job import exclude_file
+from utils.job.allocation import Allocation
 from utils.job.commands import SchedulerError
 from utils.tools.schedulers.job_spec import Job
-from utils.tools.schedulers.job_status import Status
-from utils.tools.submission import following
+from utils.tools.schedulers.scheduler import Status
+from utils.tools.submission import following, preflight
 from utils.tools.submission import job_start as in_job
 from utils.tools.submission import submissions as records
-from utils.tools.submission.submissions import NOT_STARTED, TIME_LIMIT, Submission
+from utils.tools.submission.submissions import HOST_LOST, NOT_STARTED, TIME_LIMIT, Submission
 
 DOWN = SchedulerError("scontrol does not respond")
 DONE = Status("1", "completed", 0)
@@ -59,16 +60,15 @@ def follow(chain: Submission, *statuses: Status | Exception | list[Status | Exce
     return following.follow(scheduler.status, chain.logs, [str(number + 1) for number in range(len(statuses))])
 
 
-def test_follow_prints_states_positions_and_output(chain: Submission, capfd: pytest.CaptureFixture[str]) -> None:
+def test_follow_prints_states_and_output(chain: Submission, capfd: pytest.CaptureFixture[str]) -> None:
     (chain.folder / "1.out").write_text("epoch 1\n")
     (chain.folder / "2.out").write_text("of another job\n")
-    third, first = (Status("1", "queued", position=position, reason="Priority") for position in (3, 1))
-    assert follow(chain, [third, first, first, Status("1", "running", hosts=("n1", "n2")), DONE]) == 0
+    first, later = (Status("1", "queued", reason=reason) for reason in ("Resources", "Priority"))
+    assert follow(chain, [first, later, later, Status("1", "running", hosts=("n1", "n2")), DONE]) == 0
     printed = capfd.readouterr()
     assert printed.out == "epoch 1\n"
     assert printed.err.splitlines() == [
-        "submit.py: job 1: queued, number 3 in the queue (Priority)",
-        "submit.py: job 1: queued, number 1 in the queue (Priority)",
+        "submit.py: job 1: queued (Resources)", "submit.py: job 1: queued (Priority)",
         "submit.py: job 1: running, on n1 n2", "submit.py: job 1: completed, exit status 0"]
 
 
@@ -81,7 +81,7 @@ def test_follow_prints_the_cause_of_a_failure(chain: Submission, capfd: pytest.C
 @pytest.mark.parametrize(("status", "alone", "in_chain"), [
     (DONE, 0, 0), (Status("1", "failed", 42), 42, 42), (Status("1", "failed", 0), 1, 1),
     (Status("1", "cancelled"), 1, 1), (PREEMPTED, 1, 0), (Status("1", "timeout", 0), 1, 0),
-    (Status("1", "node_fail"), 1, 1), (Status("1", "never_ran"), 1, 1), (Status("1", "unknown"), 1, 1),
+    (Status("1", "node_fail"), 1, 0), (Status("1", "never_ran"), 1, 1), (Status("1", "unknown"), 1, 1),
     (Status("1", "stopped", 75), 75, 0), (Status("1", "held", reason="waits for ever for 7"), 1, 1)])
 def test_exit_status_of_follow(status: Status, alone: int, in_chain: int, chain: Submission) -> None:
     """A job of a chain succeeds if the next one can continue it, the last one if it completed."""
@@ -155,7 +155,7 @@ def test_cancel_ends_what_is_left_of_a_chain(job_id: str, states: str, cancelled
 
 @pytest.mark.parametrize(("requested", "known", "same"), [
     ("12", "12.head", True), ("12.head", "12.head", True), ("12.other", "12.head", False),
-    ("1", "12.head", False), ("79[2].head", "79[].head", True), ("79_2", "79", True)])
+    ("1", "12.head", False)])
 def test_job_is_found_by_its_short_id_too(requested: str, known: str, same: bool, tmp_path: Path) -> None:
     for folder in (tmp_path / "x", tmp_path / "other"):
         folder.mkdir()
@@ -165,8 +165,7 @@ def test_job_is_found_by_its_short_id_too(requested: str, known: str, same: bool
 
 
 @pytest.mark.parametrize(("name", "job_id"), [
-    ("slurm-9.out", "9"), ("slurm-9_2.out", "9_2"), ("train.o11", "11.head"),
-    ("train.o12.3", "12[3].head"), ("13.head.OU", "13.head"), ("named-by-slurm", "14")])
+    ("slurm-9.out", "9"), ("train.o11", "11.head"), ("13.head.OU", "13.head"), ("named-by-slurm", "14")])
 def test_output_of_a_job_without_a_record_is_found(name: str, job_id: str, login: Login, query: Query) -> None:
     (login.folder / name).write_text("loss 0.5\n")
     output = str(login.folder / name) if job_id == "14" else None
@@ -176,22 +175,10 @@ def test_output_of_a_job_without_a_record_is_found(name: str, job_id: str, login
         assert done.status == 0 and done.out.endswith("loss 0.5\n")
 
 
-def test_array_elements_have_headings_and_their_lines_do_not_mix(tmp_path: Path) -> None:
-    files = [tmp_path / f"1_{index}.out" for index in (0, 1)]
-    for file in files:
-        file.write_bytes(b"half \xff")
-    out = io.BytesIO()
-    log = following.Log(lambda: files, out)
-    assert not log.print_new(partial_lines=False)
-    files[0].write_bytes(b"half \xff line\n")
-    assert log.print_new(partial_lines=False) and log.print_new()
-    assert out.getvalue() == (b"==> array element 0: 1_0.out\nhalf \xff line\n"
-                              b"==> array element 1: 1_1.out\nhalf \xff")
-
-
 @pytest.mark.parametrize(("recorded", "status", "followed", "text"), [
     (0, 0, 0, "completed"), (75, 75, 75, "stopped after saving"), (3, 1, 3, "failed, exit status 3"),
-    (TIME_LIMIT, 1, 1, "timeout"), (NOT_STARTED, 1, 1, "never ran, exit status 1 (it refused to start")])
+    (TIME_LIMIT, 1, 1, "timeout"), (HOST_LOST, 1, 1, "node fail"),
+    (NOT_STARTED, 1, 1, "never ran, exit status 1 (it refused to start")])
 def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str, status: int, followed: int,
                                                              text: str, chain: Submission, query: Query) -> None:
     """Slurm without accounting forgets a job soon, PBS without history at its end."""
@@ -201,7 +188,7 @@ def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str
     done = query("status 1", {"1": DOWN})
     assert done.status == 1 and "does not respond" in done.err
     records.write_status(chain.folder, "1", recorded)
-    other_views = [Status("1", "failed", 1)] if recorded == NOT_STARTED else []
+    other_views = [Status("1", "failed", 1)] if recorded in (NOT_STARTED, HOST_LOST) else []
     for value in (DOWN, Status("1", "unknown"), *other_views):
         done = query("status 1", {"1": value})
         assert done.status == status and f"job 1: {text}" in done.out
@@ -245,11 +232,12 @@ def job(chain: Submission, monkeypatch: pytest.MonkeyPatch) -> InJob:
 
 
 @pytest.mark.parametrize(("recorded", "status", "starts"), [
-    (75, DOWN, True), (TIME_LIMIT, DOWN, True), (3, DOWN, False), (NOT_STARTED, DONE, False),
+    (75, DOWN, True), (TIME_LIMIT, DOWN, True), (HOST_LOST, Status("1", "failed", 1), True),
+    (3, DOWN, False), (NOT_STARTED, DONE, False),
     (None, DOWN, False), (None, Status("1", "unknown"), False), (3, Status("1", "unknown"), False),
     (None, Status("1", "timeout"), True), (143, Status("1", "timeout"), True),
     (143, PREEMPTED, True), (143, Status("1", "cancelled"), False), (None, Status("1", "failed", 1), False),
-    (None, Status("1", "node_fail"), False), (None, Status("1", "stopped", 75), True)])
+    (None, Status("1", "node_fail"), True), (None, Status("1", "stopped", 75), True)])
 def test_job_of_a_chain_starts_if_it_can_continue_the_one_before(
         recorded: int | str | None, status: Status | Exception, starts: bool, job: InJob,
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -286,6 +274,19 @@ def test_failure_or_success_cancels_the_rest_of_the_chain(status: int, state: st
     assert job.run(lambda: status, state=state) == status
     assert job.scheduler.cancelled == cancelled
     assert job.recorded == status
+
+
+def test_rest_of_a_chain_continues_a_job_that_lost_a_host_without_that_host(
+        job: InJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Allocation("pbs", "2", ("n1", "n2", "n3"), (1, 1, 1), (None,) * 3, (None,) * 3)
+    monkeypatch.setattr(preflight, "current_allocation", lambda: hosts)
+
+    def fail() -> int:
+        exclude_file.add(os.environ[exclude_file.VARIABLE], {"n2.cluster": "launch: lost", "n9": "another job"})
+        return 1
+
+    assert job.run(fail) == 1
+    assert (job.scheduler.cancelled, job.scheduler.excluded, job.recorded) == ([], {"3": ["n2"]}, HOST_LOST)
 
 
 def test_launch_that_raises_has_failed(job: InJob) -> None:

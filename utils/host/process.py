@@ -263,13 +263,6 @@ def thread_seconds() -> tuple[float, float]:
     return int(fields[0]) / 1e9, int(fields[1]) / 1e9
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """Return how long the CPUs of this host have been idle, and that time with the busy time."""
-    line = (_read("/proc/stat") or b"").partition(b"\n")[0]  # "cpu  USER NICE SYSTEM IDLE IOWAIT"
-    ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in line.split()[1:9]]
-    return sum(ticks[3:5]), sum(ticks)
-
-
 def caught_signals(pid: int | str = "self") -> int:
     """Return the signals that a process has a handler for, as a bit mask: signal 1 is bit 0."""
     for line in (_read(f"/proc/{pid}/status") or b"").splitlines():

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from . import interpreter
 
 COMMANDS = {
@@ -15,10 +16,9 @@ COMMANDS = {
     "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
     "sites": "list, explain, check and write profiles of clusters",
     "doctor": "find out what is wrong with a job",
-    "bench": "measure collectives, links between hosts, and how a training scales",
-    "tune": "find the settings of DistributedDataParallel that are fastest for a script here",
+    "bench": "measure collectives, links between hosts, how a training scales, and its settings",
     "plan": "predict memory, step time and scaling of a training",
-    "plot": "draw the logs of training runs as a picture",
+    "plot": "draw the logs of training runs, or step times, as a picture",
     "explain": "print which launcher started this process, and why",
 }
 
@@ -54,20 +54,15 @@ def main(words: Sequence[str] | None = None) -> int:
         from .submission import job_start as in_job
 
         return in_job.main(arguments)
-    if name in ("bench", "tune"):
-        _restart_with_torch(name)
     if name == "bench":
+        _restart_with_torch(name)
         from .bench import bench_cli as bench
 
         return bench.main(arguments)
-    if name == "tune":
-        from .bench import tune
-
-        return tune.main(arguments)
     if name == "plot":
-        from . import plot
+        from . import charts
 
-        return plot.main(arguments)
+        return charts.main(arguments)
     if name == "explain":
         from ..launchers import __main__ as explain
 
@@ -75,13 +70,17 @@ def main(words: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_usage())
         return 0
+    if name == "--version":
+        print(f"ddpkit {__version__}")
+        return 0
     print(f"{_usage()}\n\nddpkit: error: {_unknown(name)}", file=sys.stderr)
     return 2
 
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
-    return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\nOptions: ddpkit COMMAND --help"
+    options = "Options: ddpkit COMMAND --help. Version: ddpkit --version"
+    return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\n{options}"
 
 
 def _unknown(name: str) -> str:

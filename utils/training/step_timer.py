@@ -6,20 +6,17 @@
         with timer.exchange():  # where this rank meets the others
             loss.backward()
 
-`python -m utils.training.step_timer steps.csv` draws the steps of all ranks (matplotlib).
+`ddpkit plot steps.csv` draws the steps of all ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -160,9 +157,6 @@ def describe_slowest(times: Sequence[RankTimes], share: float) -> str:
     )
 
 
-# The picture -------------------------------------------------------------------------------------
-
-
 def append(file: str, step: int, times: Sequence[RankTimes]) -> None:
     """Append a comparison to a CSV file; the columns are those of RankTimes, after the step."""
     with open(file, "a", newline="", encoding="utf-8") as stream:
@@ -170,56 +164,3 @@ def append(file: str, step: int, times: Sequence[RankTimes]) -> None:
         if stream.tell() == 0:
             writer.writerow(["step", *RankTimes._fields])
         writer.writerows([step, *one] for one in times)
-
-
-def draw(file: Path, output: Path) -> None:
-    """Draw data, computation and waiting of all ranks over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with open(file, newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    steps = sorted({int(row["step"]) for row in rows})
-    hosts = {int(row["rank"]): row["host"] for row in rows}
-    parts = ("data", "computation", "waiting")
-    cells = {
-        (row["rank"], row["step"], part): 1e3 * float(row[part]) for row in rows for part in parts
-    }
-    highest = max(cells.values(), default=1.0)
-
-    height = min(12.0, max(2.6, 1.5 + 0.22 * len(hosts)))  # room for the label of the colours
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, height), sharey=True, layout="constrained")
-    for axis, part in zip(axes, parts, strict=True):
-        table = [
-            [cells.get((str(rank), str(step), part), float("nan")) for step in steps]
-            for rank in sorted(hosts)
-        ]
-        extent = (0, steps[-1], len(hosts) - 0.5, -0.5)
-        image = axis.imshow(table, aspect="auto", vmin=0, vmax=highest, extent=extent)
-        axis.set(title=part, xlabel="step")
-    labelled = range(0, len(hosts), max(1, len(hosts) // 40))
-    axes[0].set_yticks(list(labelled), [f"rank {rank}, {hosts[rank]}" for rank in labelled])
-    figure.colorbar(image, ax=axes, label="ms per step")
-    figure.savefig(output, dpi=120)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m utils.training.step_timer",
-        description="Draw the file of a StepTimer as a picture.",
-    )
-    parser.add_argument("file", type=Path, help="CSV file of StepTimer(file=...)")
-    parser.add_argument("--output", type=Path, help="(default: the same name with .png)")
-    args = parser.parse_args()
-    output = args.output or args.file.with_suffix(".png")
-    try:
-        draw(args.file, output)
-    except ImportError as error:
-        sys.exit(f"{output} was not drawn: {error}. Install it: pip install matplotlib")
-    print(f"{output} written")
-
-
-if __name__ == "__main__":
-    main()

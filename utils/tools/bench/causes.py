@@ -169,7 +169,8 @@ def _micro_batch(point: Point) -> Iterator[Cause]:
             min(point.exposed, report.whole_seconds * report.exchanges) / 2,
             f"The exchange of {report.gradient_bytes / 1e6:.1f} MB takes "
             f"{report.whole_seconds * 1e3:.1f} ms, the computation {point.compute * 1e3:.1f} ms: "
-            "overlap cannot hide it. Use larger micro-batches, accumulate, or compress (tune.py)",
+            "overlap cannot hide it. Use larger micro-batches, accumulate, or compress "
+            "(--try hook=bf16)",
         )
 
 

@@ -1,6 +1,6 @@
 """Run a training script on some of the ranks of this launch, again and again.
 
-The ranks of bench.py and tune.py do not train. Each starts a process, which is a rank of a new
+The ranks of bench.py do not train. Each starts a process, which is a rank of a new
 launch (RANK, WORLD_SIZE, ...), and waits for it. A trial can therefore have fewer ranks, and
 settings that take effect when a process starts.
 """
@@ -68,10 +68,6 @@ class Trials:
         """Return the number of hosts that the first `ranks` ranks are on."""
         return len({node for node, _, _ in self._places[:ranks]})
 
-    def agree(self, value: bool) -> bool:
-        """Return the value that rank 0 has given."""
-        return gather_objects(value)[0]
-
     def run(
         self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]
     ) -> list[Report]:
@@ -117,8 +113,6 @@ class Trials:
         }
         environ.update(variables)
         environ[VARIABLE] = json.dumps(asdict(trial))
-        if settings.threads is not None:
-            environ["OMP_NUM_THREADS"] = str(settings.threads)
         output = Path(f"{trial.output}.out")
         words = [sys.executable, "-c", _WORKER, *command]
         with output.open("w") as file:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ..script_modules import name_conflict, script_modules
 from . import hooks
@@ -32,6 +32,7 @@ from .operations import AllReduce, Ranks
 from .timing import time_iterations
 
 VARIABLE = "DDPKIT_TRIAL"
+HOOKS = ("bf16", "fp16")
 SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
 POWERSGD_START = 5  # backward passes that exchange whole gradients before PowerSGD starts
 # Work.wait() is timed, too.
@@ -49,11 +50,8 @@ class Settings:
     """What a trial changes in the script; the defaults change nothing."""
 
     ddp: dict[str, Any] = field(default_factory=dict)  # arguments of DistributedDataParallel
-    first_bucket_mb: float | None = None
-    hook: str = ""  # fp16, bf16 or powersgd-RANK
+    hook: str = ""  # of HOOKS, or powersgd-RANK
     fused: bool = False  # the optimizer
-    workers: int | None = None  # of every DataLoader
-    threads: int | None = None  # OMP_NUM_THREADS
     placeholders: dict[str, int] = field(default_factory=dict)  # {batch} in the arguments
 
 
@@ -140,8 +138,6 @@ class Recorder:
         """Replace what the script will call."""
         settings = self._trial.settings
         _wrap_init(DistributedDataParallel, settings.ddp, self._prepare_ddp)
-        workers = {} if settings.workers is None else {"num_workers": settings.workers}
-        _wrap_init(DataLoader, workers, self._check_loader)
         if settings.fused:
             for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
                 _wrap_init(kind, {"fused": True})
@@ -210,13 +206,6 @@ class Recorder:
             return result
 
         return timed
-
-    def _check_loader(self, loader: DataLoader[Any]) -> None:
-        workers = self._trial.settings.workers or 0
-        if workers > 1 and isinstance(loader.dataset, IterableDataset):
-            raise RuntimeError(
-                f"an IterableDataset would repeat its samples in each of {workers} workers"
-            )
 
     def _prepare_ddp(self, ddp: DistributedDataParallel) -> None:
         self._ddps.append(ddp)
@@ -353,10 +342,6 @@ def main() -> None:
     content = json.loads(os.environ[VARIABLE])
     trial = Trial(**{**content, "settings": Settings(**content["settings"])})
     script, *arguments = sys.argv[1:]
-    if trial.settings.first_bucket_mb is not None:
-        # Private: the first bucket's size has no public setting before torch 2.12.
-        bucket_bytes = int(trial.settings.first_bucket_mb * (1 << 20))
-        setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", bucket_bytes)  # noqa: B010
     recorder = Recorder(trial)
     recorder.install()
     sys.argv = [script, *arguments]

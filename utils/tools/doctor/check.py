@@ -88,7 +88,7 @@ class Reported(Generic[Facts]):
 class Check(abc.ABC, Generic[Facts]):
     """One subject. All ranks run the same checks in the same order.
 
-    name: in the table and in --json, such as "clock". per: who collects: every rank, or the first
+    name: in the table and in --json, such as "limits". per: who collects: every rank, or the first
     rank of each host. quick: whether --quick runs it. seconds: until collect() counts as hanging.
     facts: a dataclass whose fields are JSON values (numbers, strings, lists, dicts, None).
     """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ...log import print_result
 from ..arguments import ArgumentParser
-from .causes import CAUSES, Level
+from .causes import Level
 from .logs import Diagnosis, diagnose
 
 EXIT_RESTART = 1
@@ -47,20 +47,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     logs.add_argument(
         "files",
-        nargs="*",
+        nargs="+",
         metavar="FILE",
         help="output of one job: one file, or one per rank or host; - is standard input",
     )
     logs.add_argument("--json", action="store_true", help="print the result as JSON")
-    logs.add_argument(
-        "--list-causes", action="store_true", help="print the table of causes (Markdown)"
-    )
     args = parser.parse_args(words)
-    if args.list_causes:
-        print_result(table().rstrip("\n"))
-        return 0
-    if not args.files:
-        logs.error("a FILE is missing. Give the output files of one job, or - for standard input")
     if "-" in args.files and sys.stdin is None:
         logs.error("standard input is closed. Expected the output of a job there, or its file")
     try:
@@ -147,20 +139,3 @@ def _as_dict(found: Diagnosis | None) -> dict[str, object]:
             for one in found.others
         ],
     }
-
-
-def table() -> str:
-    """Return the table of causes in Markdown, as in docs/troubleshooting.md."""
-    rows = ["| Symptom | Cause | Check | Remedy | Restart |", "|---|---|---|---|---|"]
-    restart = {True: "yes", False: "no", None: "maybe"}
-    for cause in CAUSES:
-        symptoms = "<br>".join(f"`{text.lstrip('^').strip()}`" for text in cause.patterns[:4])
-        cells = (
-            symptoms,
-            f"**{cause.name}**: {cause.meaning}",
-            cause.check,
-            cause.remedy,
-            restart[cause.restart],
-        )
-        rows.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |")
-    return "\n".join(rows) + "\n"

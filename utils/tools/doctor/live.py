@@ -20,14 +20,12 @@ from ...launchers.rank_variables import RANK_VARIABLES
 from ...log import print_result
 from ..launch.child_processes import LAUNCH_VARIABLE
 from .check import Check, Finding, Level
-from .checks.clock import Clock
 from .checks.collective_calls import Collectives
 from .checks.connections import Connections
 from .checks.equality import Equality
 from .checks.gpu_health import Gpus
 from .checks.installation import Installation
 from .checks.limits import Limits
-from .checks.links import Links
 from .checks.names import Names
 from .checks.placement import Placement
 from .checks.shared_storage import StorageCheck
@@ -68,9 +66,7 @@ def all_checks(options: Options) -> list[Check[Any]]:
         TorchImportCheck(),
         Gpus(),
         Names(),
-        Clock(),
         Connections(),
-        Links(),
         Collectives(options.expect),
     ]
 

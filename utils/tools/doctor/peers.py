@@ -1,26 +1,30 @@
-"""Connect the hosts of a check with each other: addresses, listeners, and what TCP knows."""
+"""Connect the hosts of a check with each other: addresses, listeners, and an exchange of data."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import queue
-import random
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import TypeVar
 
-from ...host import gloo, network, process
+from ...host import gloo, network
 from .check import RankPlace
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 SHOWN_HOSTS = 8
 ALL_PAIRS_HOSTS = 32  # up to this number each host is measured with each
+NO_DATA = ("sent data do not arrive", "data do not return")
 _BACKLOG = 1024
-_TRIES = 20  # to find a free port in a part of the range
+_CONNECT_SECONDS = 4.0
+_BULK_BYTES = 12_000  # packets of full size, without waiting for an acknowledgement
 
 
 def data_address(address: str = "", environ: Mapping[str, str] = os.environ) -> str:
@@ -84,33 +88,13 @@ def interface_problem(environ: Mapping[str, str] = os.environ, *, hosts: int = 1
     )
 
 
-def listen(address: str, port: int = 0) -> socket.socket:
+def listen(address: str) -> socket.socket:
     """Return a socket that listens at an address. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, port))
+    listener.bind((address, 0))
     listener.listen(_BACKLOG)
     return listener
-
-
-def listen_spread(address: str, count: int) -> list[socket.socket]:
-    """Return listeners spread over the ports that the kernel gives to gloo and NCCL.
-
-    A firewall may open a part of them only.
-    """
-    limits = process.system_setting("net/ipv4/ip_local_port_range").split()
-    low, high = map(int, limits) if len(limits) == 2 else (32768, 60999)
-    listeners = [listen(address)]
-    width = (high - low) // count
-    for number in range(1, count):
-        start = low + number * width
-        for port in random.sample(range(start, start + width), min(_TRIES, width)):
-            try:
-                listeners.append(listen(address, port))
-                break
-            except OSError:  # another program has it
-                continue
-    return listeners
 
 
 def serve(listener: socket.socket, respond: Callable[[socket.socket], None]) -> None:
@@ -144,45 +128,73 @@ def stop(listener: socket.socket) -> None:
     listener.close()
 
 
-def connect(address: str, port: int, seconds: float) -> socket.socket:
-    """Return a connection without delays for small messages. Raises OSError."""
-    connected = socket.create_connection((address, port), timeout=seconds)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connected
+def exchange_with(
+    places: Mapping[int, tuple[str, int]], own_address: str
+) -> dict[int, tuple[str, float | None]]:
+    """Connect to other hosts at once, and exchange 12 KB in both directions with each.
+
+    places: number of a host, its address and port. Returns for each host the problem or "", and the
+    shortest round trip in seconds, where the kernel knows it.
+    """
+    jobs = {
+        node: partial(_exchange, address, port)
+        for node, (address, port) in places.items()
+        if address != own_address
+    }
+    found = in_threads(jobs, 2 * _CONNECT_SECONDS)
+    return {
+        node: found.get(node, ("timed out" if node in jobs else "same address", None))
+        for node in places
+    }
 
 
-def receive(connected: socket.socket, size: int) -> bytes:
-    """Return that many bytes. Raises ConnectionError where the connection ends before."""
-    content = bytearray()
-    while len(content) < size:
-        chunk = connected.recv(size - len(content))
+def _exchange(address: str, port: int) -> tuple[str, float | None]:
+    try:
+        connected = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+    except ConnectionRefusedError:
+        return "refused", None
+    except TimeoutError:
+        return "timed out", None
+    except OSError as error:
+        unreachable = error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+        return "no route" if unreachable else str(error.strerror or error), None
+    problem = NO_DATA[0]
+    with connected, contextlib.suppress(OSError):
+        connected.sendall(bytes(_BULK_BYTES))
+        _receive(connected, 1)
+        problem = NO_DATA[1]
+        _receive(connected, _BULK_BYTES)
+        return "", _round_trip(connected)
+    return problem, None
+
+
+def respond(connected: socket.socket) -> None:
+    """Serve the other end of exchange_with()."""
+    connected.settimeout(2 * _CONNECT_SECONDS)
+    _receive(connected, _BULK_BYTES)
+    connected.sendall(b"r")
+    connected.sendall(bytes(_BULK_BYTES))
+    connected.recv(1)  # until the other end has closed
+
+
+def _receive(connected: socket.socket, size: int) -> None:
+    while size:
+        chunk = connected.recv(size)
         if not chunk:
             raise ConnectionError("the other host closed the connection")
-        content += chunk
-    return bytes(content)
+        size -= len(chunk)
 
 
-class TcpInfo(NamedTuple):
-    """What the kernel knows of a connection.
+def _round_trip(connected: socket.socket) -> float | None:
+    """Return tcpi_min_rtt of struct tcp_info in linux/tcp.h; None before Linux 4.6.
 
-    round_trip: the smallest one, in seconds; None before Linux 4.6. It contains no delay by a busy
-    host, because the kernel itself acknowledges packets. sent, sent_again: segments with data.
+    The kernel itself acknowledges packets, so that a busy host does not delay it.
     """
-
-    round_trip: float | None
-    sent: int
-    sent_again: int
-
-
-def tcp_info(connected: socket.socket) -> TcpInfo:
-    """Read TCP_INFO; see struct tcp_info in linux/tcp.h."""
     content = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-    sent_again = struct.unpack_from("I", content, 100)[0] if len(content) >= 104 else 0
-    if len(content) < 160:
-        return TcpInfo(None, 0, sent_again)
-    microseconds, _, sent = struct.unpack_from("3I", content, 148)
-    known = microseconds < 0xFFFFFFFF
-    return TcpInfo(microseconds / 1e6 if known else None, sent, sent_again)
+    if len(content) < 152:
+        return None
+    (microseconds,) = struct.unpack_from("I", content, 148)
+    return microseconds / 1e6 if microseconds < 0xFFFFFFFF else None
 
 
 def in_threads(

@@ -122,6 +122,11 @@ class LaunchConnection:
         return self._connection.closed
 
     @property
+    def host_lost(self) -> bool:
+        """Whether it was closed because the other host does not respond."""
+        return self._connection.host_lost
+
+    @property
     def peer_address(self) -> str:
         """The address of the other end, as this host sees it."""
         return str(self._connection.socket.getpeername()[0])

@@ -295,6 +295,8 @@ class Coordinator(ConnectionServer):
     def client_lost(self, index: int) -> None:
         if index not in self._done:
             self._done.add(index)
+            if self.clients[index].host_lost:
+                self._result.lost_hosts.add(self._plan.hosts[index])
             self._result.fail(
                 f"the connection to {self._plan.hosts[index]} was lost. The host, its network or "
                 "the agent there has failed",

@@ -15,6 +15,10 @@ END_DELAY = 0.5
 END_DELAY_AFTER_STOP = 120.0
 _SHOWN = 8  # ranks in a message
 _STOP_SECONDS = 600.0  # a failure so long after a stop has another cause
+_STOPS: dict[int, str] = {
+    signal.SIGTERM: "the job was cancelled, or has reached its time limit",
+    signal.SIGINT: "the launch was interrupted",
+}
 
 
 def print_status(text: str) -> None:
@@ -46,13 +50,17 @@ class LaunchResult:
     """What has happened so far. Times are those of time.monotonic().
 
     status: of the first process that failed; 0 while none has. failed_at: when that was.
-    warning: to be printed if nothing fails.
+    warning: to be printed if nothing fails. reason: what has ended the ranks, where it was none of
+    them. lost_hosts: those that have failed.
     """
 
     def __init__(self) -> None:
         self.status = 0
         self.failed_at: float | None = None
         self.warning = ""
+        self.lost_hosts: set[str] = set()
+        self.reason = self._stop_reason = ""
+        self._stopped_by = 0  # the signal
         self._ended: dict[int, tuple[str, int]] = {}  # ranks that ended by themselves, in order
         self._interrupts = 0
         self._at_once = False
@@ -70,16 +78,35 @@ class LaunchResult:
             self.fail(f"{who} {describe_status(status)}{rest}", now, status)
 
     def fail(self, message: str, now: float, status: int = 1) -> None:
-        """Note and print a failure; only the first one counts."""
-        if self.failed_at is None:
-            print_error(message)
-            self.status, self.failed_at = status, now
+        """Note and print a failure; only the first one counts.
+
+        After a stop that ends the ranks, none of them is to blame for its end by a signal.
+        """
+        if self.failed_at is not None:
+            return
+        self.status, self.failed_at = status, now
+        if self._stopped_by in _STOPS and self._is_after_stop(now) and not self._at_once:
+            self._stop_reason = (
+                f"{signal.Signals(self._stopped_by).name}: launch.py has received it: "
+                f"{_STOPS[self._stopped_by]}"
+            )
+            if status in (128 + self._stopped_by, 128 + signal.SIGTERM, 128 + signal.SIGKILL):
+                self.reason = self._stop_reason
+                return
+        print_error(message)
 
     def conclude(self, first: FirstCause | None) -> None:
         """Print the warning; or what failed first, if not the rank that failed first to end.
 
+        The last line is what people look at: where a stop came first, it says so.
         first: what the ranks have reported.
         """
+        if not self.reason:
+            self._conclude(first)
+        if self.status and (reason := self.reason or self._stop_reason):
+            print_error(reason)
+
+    def _conclude(self, first: FirstCause | None) -> None:
         if not self.status and self.warning:
             print_status(self.warning)
         if not self.status or self._at_once:
@@ -118,14 +145,16 @@ class LaunchResult:
 
     def end_after(self, failed_at: float, seconds: float) -> float:
         """Return when the others are to be ended, some seconds after the first failure."""
-        after_stop = self._stopped_at is not None and failed_at < self._stopped_at + _STOP_SECONDS
-        return failed_at + (END_DELAY_AFTER_STOP if after_stop else seconds)
+        return failed_at + (END_DELAY_AFTER_STOP if self._is_after_stop(failed_at) else seconds)
+
+    def _is_after_stop(self, now: float) -> bool:
+        return self._stopped_at is not None and now < self._stopped_at + _STOP_SECONDS
 
     def is_last_stop(self, number: int, now: float) -> bool:
         """Note a stop signal; return whether it ends everything now.
 
         The second interrupt (ctrl-C) does, and the loss of the terminal.
         """
-        self._stopped_at = now
+        self._stopped_at, self._stopped_by = now, number
         self._interrupts += number == signal.SIGINT
         return number == signal.SIGHUP or self._interrupts > 1

@@ -85,6 +85,11 @@ class _NativeLaunch:
             self._receive_last_reports()
             self._ranks.close()
 
+        reason = self._errors.reason() if self._errors is not None else None
+        if reason is not None:
+            self._result.lost_hosts.update(reason.lost_hosts)
+            if reason.lost_hosts or not self._rank_failed_by_itself():
+                self._result.reason = f"Slurm has ended the ranks: {reason.text}"
         if self._result.status:  # the reason was printed when it happened
             if self._ranks.lost_rank:  # perhaps because others could not start
                 self._print_missing()
@@ -194,6 +199,8 @@ class _NativeLaunch:
             return status
 
         first = self._errors.first if self._errors is not None else None
+        if self._result.reason:
+            return status or 1
         if not status:  # for example a site's wrapper around the command, which loses the status
             status = 1
             print_error(f"{self._program} ended with exit status 0 before all ranks had joined")
@@ -203,13 +210,20 @@ class _NativeLaunch:
             rank = int(first.ranks) if first.ranks.isdecimal() else None
             self._result.process_ended(who, status, time.monotonic(), others=False, rank=rank)
         elif by_signal or status < 128:
-            print_error(f"{self._program} {describe_status(status)}")
+            ended = f"{self._program} {describe_status(status)}"
+            self._result.fail(ended, time.monotonic(), status)
         else:
-            print_error(f"{self._program} reports that a rank {describe_status(status)}")
+            ended = f"{self._program} reports that a rank {describe_status(status)}"
+            self._result.fail(ended, time.monotonic(), status)
 
         if not self._ranks.complete:
             self._print_missing()
         return status
+
+    def _rank_failed_by_itself(self) -> bool:
+        first = self._errors.first if self._errors is not None else None
+        ended = (0, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+        return (first.status if first else self._result.status) not in ended
 
     def _print_missing(self) -> None:
         without = self._ranks.hosts_without_ranks()

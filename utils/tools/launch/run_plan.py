@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
+from ...job import exclude_file
 from ...job.exit_status import EXIT_REQUEUE
 from ...monitor.launch_report import ReportListener
 from . import nested
@@ -43,6 +45,7 @@ def run(plan: Plan) -> int:
             run_agents(plan, launch_id, signals, result)
         else:
             _run_local(plan, launch_id, signals, result)
+        _list_lost_hosts(plan, result)
         report.receive()
         if report.saved:
             print_status(
@@ -52,6 +55,18 @@ def run(plan: Plan) -> int:
             return EXIT_REQUEUE
         result.conclude(report.first_cause)
         return result.status
+
+
+def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:
+    """Let later jobs avoid hosts that have failed, where the job has such a list.
+
+    If this host has lost most of several others, it may be the one that is cut off.
+    """
+    file = plan.environ.get(exclude_file.VARIABLE)
+    lost = sorted(result.lost_hosts)
+    if file and lost and (len(lost) == 1 or 2 * len(lost) < len(plan.hosts)):
+        with suppress(OSError):
+            exclude_file.add(file, dict.fromkeys(lost, "launch: the host failed, or was cut off"))
 
 
 def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:

@@ -13,8 +13,7 @@ from typing import TypeVar
 from ...job.commands import SchedulerError
 from ...job.units import format_walltime, parse_size
 from .job_spec import Job
-from .job_status import Status
-from .scheduler import Queue
+from .scheduler import Queue, Status
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # every host has its own
 # Disks that login nodes do not have:
@@ -182,32 +181,21 @@ def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
 
 def _check_command(job: Job, base: Path) -> list[str]:
     problems = []
-    script = _script(job.command)
+    first = job.command[0] if job.command else "-m"
     may_bring_programs = job.container or job.modules or job.setup
-    if script is not None:
-        problems += _check_file("command", script, base, must_exist=True)
-    elif job.command and job.command[0] != "-m" and not may_bring_programs:
-        problems += _check_program(job.command[0], base)
+    if "/" in first or first.endswith((".py", ".sh")):
+        problems += _check_file("command", first, base, must_exist=True)
+    elif first != "-m" and not may_bring_programs:
+        problems += _check_program(first, base)
 
     if job.container:  # has folders of its own
         return problems
     for word in job.command[1:]:
         value = word.partition("=")[2] if word.startswith("-") else word
         is_path = value.startswith("/") or ("/" in value and (base / value).exists())
-        if is_path and word != script:
+        if is_path:
             problems += _check_file("command", value, base, must_exist=False)
     return problems
-
-
-def _script(command: Sequence[str]) -> str | None:
-    """Return the file that a command runs: "train.py" of "python -u train.py"."""
-    if not command:
-        return None
-    if os.path.basename(command[0]).startswith("python"):
-        rest = [word for word in command[1:] if word in ("-m", "-c") or not word.startswith("-")]
-        return rest[0] if rest and rest[0].endswith(".py") else None
-    is_file = "/" in command[0] or command[0].endswith((".py", ".sh"))
-    return command[0] if is_file else None
 
 
 def _check_program(name: str, base: Path) -> list[str]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 
-from .job_spec import Job, JobError
+from .job_spec import Job
 
 _MARKER = re.compile(r"^[ \t]*@(directives|setup)@[ \t]*$|@(command)@", re.MULTILINE)
 
@@ -28,11 +26,7 @@ def setup_lines(job: Job) -> list[str]:
     """Return the set-up of a job: module paths, modules, exports, set-up lines, in this order.
 
     Exports follow modules, which may set the same variables. Set-up lines may use both.
-
-    Raises JobError for a set-up line that is not complete shell.
     """
-    for line in job.setup:
-        _check_complete(line)
     paths = [f"module use {quote(path)}" for path in job.module_paths]
     modules = [f"module load {quote(module)}" for module in job.modules]
     exports = [f"export {name}={quote(value)}" for name, value in job.environment.items()]
@@ -76,22 +70,3 @@ def _escape(character: str) -> str:
     if character.isprintable():
         return character
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
-
-
-def _check_complete(line: str) -> None:
-    """Raise JobError for a set-up line that would take in the next line, such as cat <<EOF.
-
-    bash -n fails where a quote or a block stays open, and warns where a here-document does.
-    """
-    bash = shutil.which("bash")
-    if bash is None:
-        return
-    text = line.encode("utf-8", "surrogateescape") + b"\n"
-    parsed = subprocess.run([bash, "-n"], input=text, capture_output=True)
-    if parsed.returncode or parsed.stderr:
-        error = parsed.stderr.decode(errors="replace").strip().partition("\n")[0]
-        raise JobError(
-            "setup",
-            f"{line[:60]!r} is not complete: {error}. Expected a whole line of shell per entry. "
-            "Join lines that belong together with ; or put them into a file and source it.",
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...job.units import parse_duration
@@ -28,14 +28,12 @@ _COUNTS = {  # field: least value, greatest value, whether None is accepted
     "signal_seconds": (1, _MAX_SECONDS, True),
 }
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]{0,200}")
-_RANGES = r"[0-9]+(-[0-9]+(:[0-9]+)?)?"
 _CONDITION = r"[a-z]+(:[A-Za-z0-9_.+\[\]-]+)*"
 _FORMS = {  # field: pattern, example
     "queue": (_WORD, "gpu"),
     "account": (_WORD, "abc@v100"),
     "name": (re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,63}"), "train-1"),
     "memory": (re.compile(r"[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
-    "array": (re.compile(rf"{_RANGES}(,{_RANGES})*(%[0-9]+)?"), "0-9%2"),
     "dependency": (re.compile(rf"{_CONDITION}([,?]{_CONDITION})*"), "afterany:1234"),
     "launcher": (re.compile(r"[a-z][a-z0-9_-]{0,30}"), "auto, torchrun, srun or mpiexec"),
     "gpu_vendor": (re.compile("nvidia|amd|intel"), "nvidia, amd or intel"),
@@ -51,7 +49,6 @@ _TUPLES = (
     "module_paths",
     "modules",
     "directives",
-    "components",
     "chunk",
     "preflight",
 )
@@ -80,7 +77,6 @@ class Job:
     queue: str | None = None  # Slurm: partition
     account: str | None = None
     name: str | None = None
-    array: str | None = None  # "0-9%2"
     dependency: str | None = None  # "afterany:1234", several with a comma
     setup: tuple[str, ...] = ()  # shell lines, each complete in itself
     module_paths: tuple[str, ...] = ()  # for `module use`
@@ -91,8 +87,6 @@ class Job:
     signal_seconds: int | None = None  # USR1 to the job script this long before the walltime
     requeue: bool | None = None  # None: the scheduler's default
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
-    # Slurm, heterogeneous job: for each further component the options that differ from the first's.
-    components: tuple[str, ...] = ()
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
     container: str | None = None  # image of Apptainer or Singularity
     gpu_vendor: str | None = None  # for the container; None: that of the GPUs found in the job
@@ -113,9 +107,8 @@ class Job:
         for name in ("output", "container"):
             if getattr(self, name) is not None:
                 _check_path(name, getattr(self, name))
-        for name in ("directives", "components"):
-            for entry in getattr(self, name):
-                split_directive(entry, name)
+        for entry in self.directives:
+            split_directive(entry)
         for line in self.setup:
             _check_single_line(line)
         self._check_command()
@@ -163,25 +156,38 @@ class Job:
                 )
 
 
-def split_directive(entry: str, field: str = "directives") -> list[str]:
+def split_directive(entry: str) -> list[str]:
     """Split an option into words: "-l select='1:a=b'" -> ["-l", "select=1:a=b"].
 
-    field: the attribute of Job that the JobError names when the text is not an option.
+    Raises JobError (field directives) for a text that is not an option.
     """
     try:
         words = shlex.split(entry)
     except ValueError as error:
         raise JobError(
-            field, f"{entry[:60]!r} cannot be split into words: {error}. Close the quotes."
+            "directives", f"{entry[:60]!r} cannot be split into words: {error}. Close the quotes."
         ) from None
     is_option = words and re.match(r"-[A-Za-z]|--[A-Za-z]", words[0])
     if not is_option or _CONTROL.search(entry) or len(entry) > _MAX_LENGTH:
         raise JobError(
-            field,
+            "directives",
             f"{entry[:60]!r} is not an option of a scheduler, expected one such as "
             "--constraint=a100 or '-l filesystems=home'. Give one option per entry.",
         )
     return words
+
+
+def option_name(words: Sequence[str]) -> str:
+    """Return an option's name: ["--gres=gpu:2"] -> "--gres", ["-A", "x"] and ["-Ax"] -> "-A"."""
+    if words[0].startswith("--"):
+        return words[0].partition("=")[0]
+    return words[0][:2]
+
+
+def option_value(words: Sequence[str]) -> str:
+    """Return an option's value: ["--gres=gpu:2"] -> "gpu:2", ["-A", "x"] and ["-Ax"] -> "x"."""
+    joined = " ".join(words)
+    return joined[len(option_name(words)) :].lstrip("= ")
 
 
 def parse_walltime(text: str) -> int:

@@ -8,7 +8,6 @@ free hosts first. The job waits for exactly these hosts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...job.commands import run_command
@@ -17,9 +16,6 @@ from ...job.pbs_output import Fields, members
 from ...job.pbs_programs import find_program
 from ...job.pbs_query import query_job, query_objects
 from ...job.units import parse_number
-from .directives import option_value
-from .job_spec import Job, split_directive
-from .pbs_options import directives, settings
 
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
 _MAX_LENGTH = 3000  # of the select statement in a directive
@@ -38,23 +34,15 @@ class _Host(NamedTuple):
         return any(same_host(own, name) for own in self.names for name in names)
 
 
-def without_hosts(job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
-    """Return a job that requests other hosts, and why it cannot; or ""."""
+def without_hosts(select: str, hosts: Sequence[str]) -> tuple[str, str]:
+    """Return a select statement that requests other hosts, and why there is none; or "".
+
+    Raises SchedulerError.
+    """
     known = _query_hosts()
     if not any(host.is_one_of(hosts) for host in known):
-        return job, ""
-    given = [split_directive(entry) for entry in job.directives]
-    if any(name in settings(words) for words in given for name in ("-l select", "-l place")):
-        return job, "the job has its own -l select or -l place, and PBS cannot exclude a host"
-    [select] = [
-        option_value(words).partition("=")[2]
-        for words in directives(job)
-        if settings(words) == ["-l select"]
-    ]
-    changed, problem = _select_without(select, known, hosts, ())
-    if changed == select or problem:
-        return job, problem
-    return replace(job, directives=(*job.directives, f"-l select={changed}")), ""
+        return select, ""
+    return _select_without(select, known, hosts, ())
 
 
 def exclude_hosts(

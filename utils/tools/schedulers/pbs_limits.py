@@ -15,7 +15,7 @@ from ...job.commands import SchedulerError
 from ...job.pbs_output import Fields, members
 from ...job.pbs_query import query_objects
 from ...job.units import format_walltime, parse_duration, parse_number, parse_size
-from .directives import option_name, option_value
+from .job_spec import option_name, option_value
 from .scheduler import Queue
 
 _TIMEOUT_SECONDS = 10.0  # of each query; a user waits for the submission
@@ -72,26 +72,35 @@ class ServerState:
         ]
 
     def limit_problems(self, options: Sequence[Sequence[str]], queue: str) -> list[str]:
-        """Return the limits of a queue that a job with these options exceeds, each with a remedy.
-
-        A routing queue passes a job on to the first of its destinations that accepts it.
-        """
-        return self._problems(options, queue, seen=())
-
-    def _problems(
-        self, options: Sequence[Sequence[str]], queue: str, seen: tuple[str, ...]
-    ) -> list[str]:
+        """Return the limits that a job with these options exceeds in a queue, with remedies."""
         record = self.queues.get(queue, {})
-        problems = _queue_problems(options, queue, record, self.server)
-        destinations = [
-            name.partition("@")[0] for name in record.get("route_destinations", "").split(",")
-        ]
-        all_known = all(name in self.queues and name not in (queue, *seen) for name in destinations)
-        if problems or not all_known:
-            return problems
-        return min(
-            (self._problems(options, name, (queue, *seen)) for name in destinations), key=len
-        )
+        default_chunk = members(self.server, "default_chunk") | members(record, "default_chunk")
+        requested = _requested(options, default_chunk)
+        defaults = members(self.server, "resources_default") | members(record, "resources_default")
+        for resource, value in defaults.items():
+            default = _amount(value)
+            if default is not None:
+                requested.setdefault(resource, default)
+
+        problems = []
+        for attribute, is_max in (("resources_max", True), ("resources_min", False)):
+            of_queue = members(record, attribute)
+            for resource, value in (members(self.server, attribute) | of_queue).items():
+                limit = _amount(value)
+                amount = requested.get(resource)
+                if limit is None or amount is None:
+                    continue
+                if amount <= limit if is_max else amount >= limit:
+                    continue
+                owner = f"queue {queue}" if resource in of_queue else "the server"
+                whole = "" if ":" in value else " for the whole job"
+                found, remedy = ("more", "less") if is_max else ("less", "more")
+                problems.append(
+                    f"{resource}: {_show(amount, value)}{whole} is {found} than the "
+                    f"{_show(limit, value)} of {owner} ({attribute}). Request {remedy}, or take "
+                    "another queue."
+                )
+        return problems
 
 
 def _query(kind: str, program: str, option: str) -> dict[str, Fields]:
@@ -114,37 +123,6 @@ def _sum_hosts(vnodes: Mapping[str, Fields]) -> dict[str, _HostSize]:
             before.memory_bytes + (parse_size(available.get("mem", "")) or 0),
         )
     return sizes
-
-
-def _queue_problems(
-    options: Sequence[Sequence[str]], name: str, queue: Fields, server: Fields
-) -> list[str]:
-    default_chunk = members(server, "default_chunk") | members(queue, "default_chunk")
-    requested = _requested(options, default_chunk)
-    defaults = members(server, "resources_default") | members(queue, "resources_default")
-    for resource, value in defaults.items():
-        default = _amount(value)
-        if default is not None:
-            requested.setdefault(resource, default)
-
-    problems = []
-    for attribute, is_max in (("resources_max", True), ("resources_min", False)):
-        of_queue = members(queue, attribute)
-        for resource, value in (members(server, attribute) | of_queue).items():
-            limit = _amount(value)
-            amount = requested.get(resource)
-            if limit is None or amount is None:
-                continue
-            if amount <= limit if is_max else amount >= limit:
-                continue
-            owner = f"queue {name}" if resource in of_queue else "the server"
-            whole = "" if ":" in value else " for the whole job"
-            problems.append(
-                f"{resource}: {_show(amount, value)}{whole} is {'more' if is_max else 'less'} than "
-                f"the {_show(limit, value)} of {owner} ({attribute}). Request "
-                f"{'less' if is_max else 'more'}, or take another queue."
-            )
-    return problems
 
 
 def _requested(

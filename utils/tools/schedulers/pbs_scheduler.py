@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...job.commands import run_command
+from ...job.commands import SchedulerError, run_command
+from ...job.pbs_output import Fields
 from ...job.pbs_programs import find_program
+from ...job.pbs_query import query_job
+from ...job.units import format_walltime, parse_number
 from . import pbs_exclusion as exclusion
-from .directives import find_options, last_value, option_name, probable_cause, split_options
 from .job_checks import check_dependency, check_paths, check_queue
-from .job_spec import Job, split_directive
-from .job_status import Status
+from .job_spec import Job, JobError, option_name, option_value, split_directive
 from .pbs_limits import ServerState
-from .pbs_options import directives, quote, settings
-from .pbs_status import JOB_FINISHED, query_status
-from .scheduler import Scheduler
+from .scheduler import Scheduler, State, Status, state_of_exit
 
-# Phrases of qsub's errors, and the options that they may be about.
-_ERRORS = (
-    ("queue", ("-q",)),
-    ("Unauthorized", ("-q", "-A")),
-    ("ccount", ("-A",)),
-    ("name", ("-N",)),
-    ("select or place", ("select=", "place=")),
-)
+_UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub reads these as they are
+_UNKNOWN_JOB, _JOB_FINISHED = 153, 35  # exit statuses of qstat and qdel
+_DELETED, _SUCCEEDED = 91, 92  # substates of a finished job
+_TIMEOUT_SECONDS = 10.0  # of a query about another job
+
+_LETTERS: dict[State, str] = {"queued": "QWTM", "held": "HSU", "running": "RB", "ending": "E"}
+_STATES = {letter: state for state, letters in _LETTERS.items() for letter in letters}
+_PBS_ENDS: dict[int, tuple[State, str]] = {  # Exit_status below zero: PBS ended the job
+    -29: ("timeout", "the walltime limit was reached"),
+    -20: ("node_fail", "the first host of the job was lost"),
+    -3: ("failed", "the job could not be started; does the folder of its output exist?"),
+}
 
 
 class Pbs(Scheduler):
@@ -39,10 +42,28 @@ class Pbs(Scheduler):
     job_id_examples = "1234, 1234.server or 1234[].server"
 
     def directives(self, job: Job) -> list[list[str]]:
-        return directives(job)
+        """Return the options of a job: one select, each chunk on a separate host.
+
+        An option in job.directives replaces the kit's option for the same setting.
+        """
+        _refuse(job)
+        extra = [split_directive(entry) for entry in job.directives]
+        replaced = {setting for words in extra for setting in _settings(words)}
+        kept = [words for words in _field_options(job) if not replaced & set(_settings(words))]
+        return kept + extra
 
     def quote(self, word: str) -> str:
-        return quote(word)
+        """Quote a word of a #PBS line, in which qsub knows quotes but no escapes."""
+        if _UNQUOTED.fullmatch(word):
+            return word
+        for mark in "\"'":
+            if mark not in word:
+                return f"{mark}{word}{mark}"
+        raise JobError(
+            "directives",
+            f"{word[:60]!r} has both kinds of quotes, which a #PBS line cannot hold. Give the "
+            "option to qsub on its command line.",
+        )
 
     def setup_lines(self, job: Job) -> list[str]:
         """Return the shell lines that a job script runs before launch.py.
@@ -59,7 +80,16 @@ class Pbs(Scheduler):
         return lines
 
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
-        return exclusion.without_hosts(job, hosts)
+        select = _select(job)
+        changed, problem = exclusion.without_hosts(select, hosts)
+        if changed == select and not problem:
+            return job, ""
+        given = [split_directive(entry) for entry in job.directives]
+        if any(name in _settings(words) for words in given for name in ("-l select", "-l place")):
+            return job, "the job has its own -l select or -l place, and PBS cannot exclude a host"
+        if problem:
+            return job, problem
+        return replace(job, directives=(*job.directives, f"-l select={changed}")), ""
 
     def exclude_hosts(
         self,
@@ -73,12 +103,13 @@ class Pbs(Scheduler):
         return exclusion.exclude_hosts(job_id, hosts, preferred, dry_run)
 
     def check(self, job: Job) -> list[str]:
-        options = directives(job)
+        options = self.directives(job)
         server = ServerState.query()
-        queue = _local_queue(options)
+        named = [option_value(words) for words in options if option_name(words) == "-q"]
+        queue = named[-1].partition("@")[0] if named else ""  # "small" of "small@server"
         in_queue = replace(job, queue=queue or None)
         extra = [split_directive(entry) for entry in job.directives]
-        if any("-l select" in settings(words) for words in extra):  # replaces these fields
+        if any("-l select" in _settings(words) for words in extra):  # replaces these fields
             in_queue = replace(in_queue, nodes=1, gpus_per_node=0, cores_per_rank=None, memory=None)
         return [
             *check_queue(in_queue, server.as_queues(), "queue"),
@@ -90,47 +121,195 @@ class Pbs(Scheduler):
     def submit_command(self) -> list[str]:
         return [find_program("qsub")]
 
-    def explain(self, error: str, places: dict[str, str]) -> str | None:
-        if "resource limits" in error:
-            return _explain_limits([words for text in places for words in split_options(text)])
-        named = re.findall(r"directive error: (.+)", error)
-        named += re.findall(
-            r"(?:Resource_List\.|Unknown resource: |resource is: |illegal )(-?[A-Za-z_]+)", error
-        )
-        named += re.findall(r"value (\w+)\.", error)
-        meant = [name for phrase, names in _ERRORS if phrase in error for name in names]
-        return probable_cause(find_options(places, named + meant)[:1])
-
     def status(self, job_id: str) -> Status:
         self.check_job_id(job_id)
-        return query_status(job_id)
+        return _query_status(job_id)
 
     def cancel(self, job_id: str) -> None:
         self.check_job_id(job_id)
-        run_command([find_program("qdel"), job_id], accepted_statuses=(0, JOB_FINISHED))
+        run_command([find_program("qdel"), job_id], accepted_statuses=(0, _JOB_FINISHED))
 
 
-def _local_queue(options: Sequence[Sequence[str]]) -> str:
-    """The queue that the options name, without a server: "small" of "small@server"."""
-    return last_value(options, "-q").partition("@")[0]
+# Options of qsub ---------------------------------------------------------------------------------
 
 
-def _explain_limits(options: Sequence[Sequence[str]]) -> str:
-    """Name the limits that a job exceeds, which qsub does not.
+def _refuse(job: Job) -> None:
+    """Raise JobError for what Slurm supports and PBS does not."""
+    if job.dependency and ("?" in job.dependency or "singleton" in job.dependency):
+        raise JobError(
+            "dependency", f"{job.dependency!r} is for Slurm only. Write for example afterany:1234."
+        )
+    if job.output and (not job.output.isascii() or re.search(r"[\"'\\`$%:]", job.output)):
+        raise JobError(
+            "output",
+            f"{job.output!r} holds a pattern, a quote, a colon or a letter outside ASCII, which "
+            "qsub refuses or misreads. Give a plain file name, or a folder with / at its end: the "
+            "log is then named after the job id.",
+        )
+    if job.signal_seconds and not job.walltime:
+        raise JobError(
+            "signal_seconds",
+            "PBS sends no signal before the end; the job script itself waits for it, and needs "
+            "the walltime. Give a walltime.",
+        )
 
-    Where the server does not report its limits, show all that the job requests.
+
+def _field_options(job: Job) -> Iterator[list[str]]:
+    """The options that the fields of a job stand for."""
+    yield ["-l", f"select={_select(job)}"]
+    yield ["-l", "place=scatter"]  # by default two chunks may share a host
+    if job.walltime:
+        yield ["-l", f"walltime={format_walltime(job.walltime)}"]
+    values = {
+        "-N": job.name,
+        "-q": job.queue,
+        "-A": job.account,
+        "-j": "oe",
+        "-k": "doe",  # write the log to its final place while the job runs
+        "-o": job.output,
+        "-W": job.dependency and f"depend={job.dependency}",
+        "-r": None if job.requeue is None else "y" if job.requeue else "n",
+    }
+    for name, value in values.items():
+        if value is not None:
+            yield [name, value]
+
+
+def _select(job: Job) -> str:
+    """One chunk per node: "2:ncpus=8:mpiprocs=4:ompthreads=2:ngpus=4:mem=64gb".
+
+    Without ompthreads PBS sets OMP_NUM_THREADS of every rank to all cores of the chunk.
     """
-    server = ServerState.query()
-    queue = _local_queue(options) or server.default_queue
-    problems = server.limit_problems(options, queue)
-    if problems:
-        return "\n".join(problems)
-    requests = dict.fromkeys(
-        shlex.join(words) for words in options if option_name(words) in ("-l", "-q")
+    cores_per_rank = job.cores_per_rank or 1
+    resources: dict[str, str | int | None] = {
+        "ncpus": job.ranks * cores_per_rank,
+        "mpiprocs": 1 if job.launcher == "torchrun" else job.ranks,
+        "ompthreads": cores_per_rank,
+        "ngpus": job.gpus_per_node or None,
+        "mem": job.memory and f"{job.memory.lower().removesuffix('b')}b",
+    }
+    in_chunk = {resource.partition("=")[0] for resource in job.chunk}
+    parts = [
+        f"{name}={value}"
+        for name, value in resources.items()
+        if value is not None and name not in in_chunk
+    ]
+    return ":".join([str(job.nodes), *parts, *job.chunk])
+
+
+def _settings(words: Sequence[str]) -> list[str]:
+    """Return the settings that an option decides: ["-l", "a=1,b=2"] -> ["-l a", "-l b"]."""
+    name = option_name(words)
+    value = option_value(words)
+    if name == "-W":
+        return [f"-W {value.partition('=')[0]}"]
+    if name != "-l":
+        return [name]
+    decided = [f"-l {part.partition('=')[0].strip()}" for part in value.split(",")]
+    if "-l nodes" in decided:  # Torque's form decides both
+        decided += ["-l select", "-l place"]
+    return decided
+
+
+# Status -------------------------------------------------------------------------------------------
+
+
+def _query_status(job_id: str) -> Status:
+    """Query a job; one that has ended, as long as the server keeps its history."""
+    try:
+        job = query_job(job_id, ended=True)
+    except SchedulerError as error:
+        if error.exit_code not in (_UNKNOWN_JOB, _JOB_FINISHED):
+            raise
+        job = None
+    if job is None:
+        reason = "PBS does not know this job, or no longer (see job_history_enable)"
+        return Status(job_id, "unknown", reason=reason)
+
+    status = _job_status(job_id, job)
+    if status.scheduler_state == "H" and job.get("depend"):
+        return replace(status, reason=_why_held_forever(job) or status.reason)
+    return status
+
+
+def _job_status(job_id: str, job: Fields) -> Status:
+    """The status in one record of qstat."""
+    scheduler_state = job.get("job_state", "")
+    state: State = _STATES.get(scheduler_state, "unknown")
+    reason = job.get("comment", "")
+    exit_code = None  # until the job has ended, the record may hold that of an earlier run
+    if scheduler_state in ("F", "X"):
+        state, reason = _end(job, reason)
+        exit_code = _exit_code(job)
+
+    exec_host = [part.partition("/")[0] for part in job.get("exec_host", "").split("+")]
+    return Status(
+        job_id,
+        state,
+        exit_code,
+        reason,
+        scheduler_state,
+        hosts=tuple(dict.fromkeys(filter(None, exec_host))),
+        output=_log(job, job_id),
     )
-    show_queue = f"qstat -Qf {queue}".rstrip()
-    return (
-        "qsub does not name the limit. The job requests: "
-        f"{' '.join(requests) or 'nothing but defaults'}. Compare with resources_max and "
-        f"resources_min in: {show_queue}, and in: qstat -Bf"
-    )
+
+
+def _end(job: Fields, comment: str) -> tuple[State, str]:
+    """State and reason of a finished job. One without Exit_status never ran.
+
+    A job whose dependency cannot be met ends at once, with the substate of success.
+    """
+    substate = parse_number(job.get("substate", ""))
+    exit_status = parse_number(job.get("Exit_status", ""), signed=True)
+    if substate == _DELETED:
+        return "cancelled", comment or "deleted"
+    if exit_status is None:
+        dependency = job.get("depend")
+        if dependency:
+            comment = f"it waited for {dependency}, which failed, was deleted or is not known"
+        return "never_ran", comment or "it ended without having run"
+    if exit_status in _PBS_ENDS:
+        return _PBS_ENDS[exit_status]
+    if exit_status < 0:
+        return "failed", f"PBS ended it (Exit_status {exit_status}). {comment}".strip()
+    if exit_status == 0 and substate != _SUCCEEDED:
+        return "failed", comment
+    return state_of_exit(exit_status), comment
+
+
+def _exit_code(job: Fields) -> int | None:
+    """Read Exit_status: 256+N where signal N ended the login shell; below zero: no exit code."""
+    exit_status = parse_number(job.get("Exit_status", ""), signed=True)
+    if exit_status is None or exit_status < 0:
+        return None
+    return exit_status if exit_status < 256 else 128 + exit_status - 256
+
+
+def _log(job: Fields, job_id: str) -> str | None:
+    """The path of the log: Output_Path without its host; a folder holds JOB_ID.OU."""
+    path = job.get("Output_Path", "")
+    if re.match(r"[^/:]+:/", path):
+        path = path.partition(":")[2]
+    if path.endswith("/") or (path and os.path.isdir(path)):
+        return os.path.join(path, f"{job_id}.OU")
+    return path or None
+
+
+def _why_held_forever(job: Fields, seen: frozenset[str] = frozenset()) -> str:
+    """Why a job waits for ever for another one; "" where it does not.
+
+    PBS holds a job after one that was deleted before it ran, and then those after it in turn.
+    """
+    dependencies = re.findall(r"(after\w*):([^:,@]+)([^,]*)", job.get("depend", ""))
+    for kind, first, rest in dependencies:
+        for other in {first, *re.findall(r":([^:,@]+)", rest)} - seen:
+            try:
+                found = query_job(other, ended=True, timeout_seconds=_TIMEOUT_SECONDS) or {}
+            except SchedulerError:
+                continue
+            waits = f"waits for ever for {other} ({kind}), which"
+            if found.get("job_state") == "F" and "Exit_status" not in found:
+                return f"{waits} was deleted or ended before it ran; cancel this job"
+            if found.get("job_state") == "H" and _why_held_forever(found, seen | {other}):
+                return f"{waits} itself waits for ever; cancel this job"
+    return ""

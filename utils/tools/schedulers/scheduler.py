@@ -1,4 +1,4 @@
-"""Define what Slurm and PBS have in common: queues, and the operations on jobs."""
+"""Define what Slurm and PBS have in common: queues, the status of a job, operations on jobs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,28 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 from ...job.commands import SUBMIT_TIMEOUT_SECONDS, SchedulerError, run_command
+from ...job.exit_status import EXIT_REQUEUE
 from . import job_script as script
-from .directives import given_options
 from .job_spec import Job
-from .job_status import Status
+
+State = Literal[
+    "running",
+    "ending",
+    "queued",
+    "held",
+    "failed",
+    "node_fail",
+    "timeout",
+    "cancelled",
+    "never_ran",
+    "unknown",
+    "stopped",  # ended with EXIT_REQUEUE: it has saved, and another job is to continue it
+    "completed",
+]
+_NOT_ENDED = ("running", "ending", "queued", "held", "unknown")
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,39 @@ class Queue:
         """Return the limit in seconds for a job with so many nodes."""
         tiers = (seconds for most, seconds in self.max_walltime_by_nodes if nodes <= most)
         return next(tiers, self.max_walltime_seconds)
+
+
+@dataclass(frozen=True)
+class Status:
+    """A job at one moment. Only "completed" is success."""
+
+    job_id: str
+    state: State
+    # Of the job script; 128+N where signal N ended it; None: there is none (yet).
+    exit_code: int | None = None
+    reason: str = ""  # why the job waits or how it ended
+    scheduler_state: str = ""  # "PENDING", "Q"
+    hosts: tuple[str, ...] = ()
+    output: str | None = None  # path of the log
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has reached its final state."""
+        return self.state not in _NOT_ENDED
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a command that follows the job: 0 for success alone."""
+        if self.state == "completed":
+            return 0
+        return self.exit_code if self.exit_code and 0 < self.exit_code < 256 else 1
+
+
+def state_of_exit(exit_code: int | None) -> State:
+    """Return the state of a job that ended by itself; None: its exit code is not known."""
+    if exit_code == 0:
+        return "completed"
+    return "stopped" if exit_code == EXIT_REQUEUE else "failed"
 
 
 class Scheduler(ABC):
@@ -115,40 +163,15 @@ class Scheduler(ABC):
     def submit_command(self) -> list[str]:
         """Return the words before the options and the script."""
 
-    @abstractmethod
-    def explain(self, error: str, places: dict[str, str]) -> str | None:
-        """Return a sentence on the cause of a refused submission, or None.
+    def submit(self, path: str | os.PathLike[str], *, options: Sequence[str] = ()) -> str:
+        """Submit a script from the current directory and return the job id.
 
-        places: the options given, and where each stands; see directives.given_options().
-        """
+        path: the script. options: put before it.
 
-    def submit(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        options: Sequence[str] = (),
-        folder: str | os.PathLike[str] | None = None,
-    ) -> str:
-        """Submit a script and return the job id.
-
-        path: the script. options: put before it. folder: the submit directory; None: the current
-        one.
-
-        Raises SchedulerError with the scheduler's message and, where known, the line of the script
-        that caused it.
+        Raises SchedulerError with the scheduler's message.
         """
         words = [*self.submit_command(), *options, os.fspath(path)]
-        try:
-            output = run_command(
-                words, folder=folder, timeout_seconds=SUBMIT_TIMEOUT_SECONDS
-            ).strip()
-        except SchedulerError as error:
-            places = given_options(Path(folder or ".") / path, self.directive_prefix, options)
-            cause = self.explain(error.output, places)
-            if cause is not None:
-                error.args = (f"{error}\n{cause}",)
-            raise
-
+        output = run_command(words, timeout_seconds=SUBMIT_TIMEOUT_SECONDS).strip()
         last_line = output.split("\n")[-1]
         job_id = last_line.partition(";")[0]  # sbatch --parsable: "12;cluster"
         if not self.job_id_pattern.fullmatch(job_id):

@@ -4,48 +4,75 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...job import slurm_exclusion
 from ...job.commands import SchedulerError, run_command
-from .directives import find_options, probable_cause
+from ...job.slurm_hostlist import expand_hostlist
+from ...job.slurm_output import SEPARATOR, Fields, gpu_count, records, table
+from ...job.units import format_walltime, parse_duration, parse_number
 from .job_checks import check_dependency, check_paths, check_queue
-from .job_spec import Job
-from .job_status import Status
-from .scheduler import Scheduler
-from .slurm_options import chosen_partition, directives, quote, setting, without_hosts
-from .slurm_partitions import check_account, query_partitions
-from .slurm_status import StatusQuery
+from .job_spec import Job, JobError, option_name, option_value, split_directive
+from .scheduler import Queue, Scheduler, State, Status, state_of_exit
 
-# Phrases of sbatch's errors, and the options that they may be about. A phrase of the first table
-# excludes the second: "accounting/qos policy" holds "account" and "qos".
-_SPECIFIC_ERRORS = (
-    ("accounting/qos policy", ("--time", "-t", "--qos", "-q", "--nodes", "-N", "--array", "-a")),
-    ("account/partition", ("--account", "-A", "--partition", "-p")),
+_LONG_NAMES = {
+    "-J": "--job-name",
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-c": "--cpus-per-task",
+    "-t": "--time",
+    "-p": "--partition",
+    "-A": "--account",
+    "-d": "--dependency",
+    "-o": "--output",
+    "-G": "--gpus",
+    "-q": "--qos",
+    "-x": "--exclude",
+}
+_SAME_SETTING = {  # an option of the kit: what replaces it in job.directives
+    "--gpus-per-node": "--gres --gpus --gpus-per-task",
+    "--ntasks-per-node": "--ntasks --ntasks-per-gpu",
+    "--cpus-per-task": "--cpus-per-gpu",
+    "--mem": "--mem-per-cpu --mem-per-gpu",
+    "--requeue": "--no-requeue",
+}
+_SETTINGS = {other: name for name, others in _SAME_SETTING.items() for other in others.split()}
+_UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]&|^*()?~-]+")  # sbatch reads these as they are
+_MAX_LENGTH = 3000  # of the list of excluded hosts in a directive
+
+_TIMEOUT_SECONDS = 10.0  # of each query; a user waits for the submission
+_COLUMNS = {  # column: sinfo's format
+    "partition": "%P",
+    "availability": "%a",
+    "time_limit": "%l",
+    "nodes": "%D",
+    "cores": "%c",
+    "megabytes": "%m",
+    "gres": "%G",
+}
+
+_SCHEDULER_STATES: dict[State, str] = {
+    "queued": "PENDING CONFIGURING REQUEUED REQUEUE_FED",
+    "held": "SUSPENDED STOPPED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
+    "running": "RUNNING SIGNALING RESIZING",
+    "ending": "COMPLETING STAGE_OUT",
+    "completed": "COMPLETED",
+    "failed": "FAILED OUT_OF_MEMORY",
+    "node_fail": "NODE_FAIL BOOT_FAIL",
+    "timeout": "TIMEOUT DEADLINE",
+    "cancelled": "CANCELLED PREEMPTED REVOKED",
+}
+_STATES = {word: state for state, words in _SCHEDULER_STATES.items() for word in words.split()}
+_HOLD_REASONS = (  # of a pending job that does not start by itself
+    "JobHeldUser",
+    "JobHeldAdmin",
+    "DependencyNeverSatisfied",
+    "BadConstraints",
+    "launch_failed_requeued_held",
+    "job_requeued_in_held_state",
 )
-_ERRORS = (
-    ("partition", ("--partition", "-p")),
-    ("account", ("--account", "-A", "--partition", "-p")),
-    ("time limit", ("--time", "-t")),
-    ("gres", ("--gpus", "--gres", "-G")),
-    ("gpu", ("--gpus", "--gres", "-G")),
-    ("feature", ("--constraint", "-C")),
-    ("dependency", ("--dependency", "-d")),
-    ("memory", ("--mem",)),
-    ("qos", ("--qos", "-q")),
-    ("array", ("--array", "-a")),
-    ("reservation", ("--reservation",)),
-    ("licenses", ("--licenses", "-L")),
-    ("signal", ("--signal",)),
-    ("node count", ("--nodes", "-N")),
-    ("node list", ("--nodelist", "-w")),
-    ("cpu", ("--cpus-per-task", "-c")),
-    (
-        "node configuration",
-        ("--gpus", "--gres", "--cpus-per-task", "--mem", "--constraint", "--nodes"),
-    ),
-)
+_HAS_EXIT_CODE = ("completed", "failed", "cancelled", "timeout", "node_fail")
 
 
 class Slurm(Scheduler):
@@ -53,21 +80,39 @@ class Slurm(Scheduler):
 
     name = "slurm"
     directive_prefix = "#SBATCH"
-    job_id_pattern = re.compile(r"[0-9]+(?:_(?:[0-9]+|\[[0-9,:%-]+\])|\+[0-9]+)?")
-    job_id_examples = "1234, 1234_5 or 1234+1"
+    job_id_pattern = re.compile(r"[0-9]+(?:_[0-9]+)?")
+    job_id_examples = "1234 or 1234_5"
     can_requeue = True
 
-    def __init__(self) -> None:
-        self._query = StatusQuery()
-
     def directives(self, job: Job) -> list[list[str]]:
-        return directives(job)
+        """Return the options of a job.
+
+        An option in job.directives replaces the kit's option for the same setting.
+        """
+        _refuse(job)
+        extra = [split_directive(entry) for entry in job.directives]
+        replaced = {_setting(words) for words in extra}
+        return [words for words in _field_options(job) if _setting(words) not in replaced] + extra
 
     def quote(self, word: str) -> str:
-        return quote(word)
+        """Quote a word of an #SBATCH line: sbatch reads double quotes, backslashes and comments."""
+        if _UNQUOTED.fullmatch(word):
+            return word
+        return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
-        return without_hosts(job, hosts)
+        options = self.directives(job)
+        names, total = slurm_exclusion.nodes_of(hosts, _partition_of(options))
+        if not names:
+            return job, ""
+        value = ",".join([*filter(None, [_last_value(options, "--exclude")]), *names])
+        problem = slurm_exclusion.too_few(names, total, job.nodes)
+        if not problem and len(value) > _MAX_LENGTH:
+            problem = f"the list of {len(names)} nodes is too long for a directive"
+        if problem:
+            return job, problem
+        kept = [one for one in job.directives if _setting(split_directive(one)) != "--exclude"]
+        return replace(job, directives=(*kept, f"--exclude={value}")), ""
 
     def exclude_hosts(
         self,
@@ -81,15 +126,14 @@ class Slurm(Scheduler):
         return slurm_exclusion.exclude_hosts(job_id, hosts, dry_run)
 
     def check(self, job: Job) -> list[str]:
-        first = directives(replace(job, components=()))
+        options = self.directives(job)
         partitions = query_partitions()
-        partition = os.environ.get("SBATCH_PARTITION") or chosen_partition(first)
-        if not partition and any(setting(words) == "--qos" for words in first):
+        partition = _partition_of(options)
+        if not partition and _last_value(options, "--qos"):
             # The site chooses the partition by QOS: any of them may be meant.
             partitions = [replace(one, is_default=False) for one in partitions]
         return [
             *check_queue(replace(job, queue=partition or None), partitions, "partition"),
-            *check_account(job),
             *check_dependency(job, self.status),
             *check_paths(job),
         ]
@@ -97,19 +141,9 @@ class Slurm(Scheduler):
     def submit_command(self) -> list[str]:
         return ["sbatch", "--parsable"]
 
-    def explain(self, error: str, places: dict[str, str]) -> str | None:
-        lower = error.lower()
-        named = re.findall(r"--[a-z][a-z-]+", error) + re.findall(r"specified: (\S+)", error)
-        meant = [name for phrase, names in _SPECIFIC_ERRORS if phrase in lower for name in names]
-        if not meant:
-            meant = [name for phrase, names in _ERRORS if phrase in lower for name in names]
-        found = find_options(places, named + meant)
-        is_about_all = "policy" in lower  # sbatch does not name the part of a policy
-        return probable_cause(found if is_about_all else found[:1])
-
     def status(self, job_id: str) -> Status:
         self.check_job_id(job_id)
-        return self._query.status(job_id)
+        return _query_status(job_id)
 
     def cancel(self, job_id: str) -> None:
         self.check_job_id(job_id)
@@ -119,7 +153,216 @@ class Slurm(Scheduler):
             if not self.status(job_id).ended:
                 raise
 
-    def requeue(self, job_id: str) -> None:
-        """Put a job back into the queue under the same id. PBS lets only operators do this."""
-        self.check_job_id(job_id)
-        run_command(["scontrol", "requeue", job_id])
+
+# Options of sbatch --------------------------------------------------------------------------------
+
+
+def _setting(words: Sequence[str]) -> str:
+    """Return the setting that an option decides: "--gres=gpu:2" and "-G 2" -> "--gpus-per-node"."""
+    name = option_name(words)
+    name = _LONG_NAMES.get(name, name)
+    return _SETTINGS.get(name, name)
+
+
+def _last_value(options: Sequence[Sequence[str]], setting: str) -> str:
+    """The value of the last option for a setting, which counts; "" where there is none."""
+    values = [option_value(words) for words in options if _setting(words) == setting]
+    return values[-1] if values else ""
+
+
+def _partition_of(options: Sequence[Sequence[str]]) -> str:
+    """The partition that sbatch will use; "" where it is left to Slurm."""
+    return os.environ.get("SBATCH_PARTITION") or _last_value(options, "--partition")
+
+
+def _refuse(job: Job) -> None:
+    """Raise JobError for what PBS supports and Slurm does not."""
+    if job.chunk:
+        raise JobError(
+            "chunk", "this is for PBS only; Slurm has --constraint. Give directives instead."
+        )
+    if job.output and job.output.endswith("/"):
+        raise JobError(
+            "output", f"{job.output!r} is a folder, expected a file. Add a name such as %x-%j.out."
+        )
+    if job.output and "\\" in job.output:
+        raise JobError(
+            "output", f"{job.output!r} has a backslash, which Slurm drops. Give another name."
+        )
+    if job.dependency and "[" in job.dependency:
+        raise JobError(
+            "dependency", f"{job.dependency!r} has brackets, which no job id of Slurm has."
+        )
+
+
+def _field_options(job: Job) -> Iterator[list[str]]:
+    """The options that the fields of a job stand for."""
+    # With torchrun one task per node has the cores of all ranks.
+    one_agent = job.launcher == "torchrun"
+    tasks = 1 if one_agent else job.ranks
+    # A job without ranks and GPUs leaves the tasks to `sbatch -n 3`, or launch.py counts the GPUs.
+    counts_tasks = bool(job.ranks_per_node or job.gpus_per_node)
+    cores = job.cores_per_rank and job.cores_per_rank * (job.ranks if one_agent else 1)
+    values: dict[str, str | int | None] = {
+        "--job-name": job.name,
+        "--nodes": job.nodes,
+        "--ntasks-per-node": tasks if counts_tasks else None,
+        "--cpus-per-task": cores,
+        "--gpus-per-node": job.gpus_per_node or None,
+        "--mem": job.memory and job.memory.upper().removesuffix("B"),
+        "--time": job.walltime and format_walltime(job.walltime),
+        "--partition": job.queue,
+        "--account": job.account,
+        "--dependency": job.dependency,
+        # Without this a job whose dependency cannot be met stays queued.
+        "--kill-on-invalid-dep": "yes" if job.dependency else None,
+        "--output": job.output,
+        "--open-mode": "append",  # a requeued job continues its log
+        "--signal": job.signal_seconds and f"B:USR1@{job.signal_seconds}",
+    }
+    for name, value in values.items():
+        if value is not None:
+            yield [f"{name}={value}"]
+    if job.requeue is not None:
+        yield ["--requeue" if job.requeue else "--no-requeue"]
+
+
+# Partitions ---------------------------------------------------------------------------------------
+
+
+def query_partitions() -> list[Queue]:
+    """Query the partitions; none where sinfo does not respond."""
+    query = ["sinfo", "--all", "--exact", "--noheader", "--format"]
+    try:
+        output = run_command(
+            [*query, SEPARATOR.join(_COLUMNS.values())], timeout_seconds=_TIMEOUT_SECONDS
+        )
+    except SchedulerError:
+        return []
+
+    rows_by_name: dict[str, list[Fields]] = {}
+    for row in table(output, list(_COLUMNS)):
+        rows_by_name.setdefault(row["partition"].removesuffix("*"), []).append(row)
+    limits = _query_limits()
+    return [_partition(name, rows, limits.get(name, {})) for name, rows in rows_by_name.items()]
+
+
+def _query_limits() -> dict[str, Fields]:
+    try:
+        output = run_command(
+            ["scontrol", "--all", "show", "partition"], timeout_seconds=_TIMEOUT_SECONDS
+        )
+    except SchedulerError:
+        return {}
+    return {record.get("PartitionName", ""): record for record in records(output)}
+
+
+def _partition(name: str, rows: Sequence[Fields], limits: Fields) -> Queue:
+    """A partition from sinfo's rows, one for each kind of node, and scontrol's limits.
+
+    The limits read MaxNodes=4 MinNodes=2 MaxCPUsPerNode=UNLIMITED MaxMemPerNode=4000 (megabytes).
+    """
+
+    def numbers(column: str) -> list[int]:
+        return [parse_number(row[column]) or 0 for row in rows]
+
+    def limited(value: int, limit_name: str) -> int:
+        limit = parse_number(limits.get(limit_name, ""))
+        return min(value, limit) if limit else value
+
+    return Queue(
+        name,
+        is_default=any(row["partition"].endswith("*") for row in rows),
+        is_open=any(row["availability"] == "up" for row in rows),
+        max_walltime_seconds=parse_duration(rows[0]["time_limit"]),
+        min_nodes=parse_number(limits.get("MinNodes", "")) or 1,
+        max_nodes=limited(sum(numbers("nodes")), "MaxNodes"),
+        cores_per_node=limited(max(numbers("cores")), "MaxCPUsPerNode"),
+        gpus_per_node=max(gpu_count(row["gres"]) for row in rows),
+        memory_per_node_bytes=limited(max(numbers("megabytes")), "MaxMemPerNode") << 20,
+    )
+
+
+# Status -------------------------------------------------------------------------------------------
+
+
+def _query_status(job_id: str) -> Status:
+    """Return the status from scontrol; of a job that it no longer knows, from sacct."""
+    jobs = _query_controller(job_id) or _query_accounting(job_id)
+    if not jobs:
+        return Status(job_id, "unknown", reason="Slurm does not know this job, or no longer")
+    statuses = [_job_status(job_id, job) for job in jobs]
+    # An array, which a user has submitted with sbatch, has a record for each element.
+    return next((status for status in statuses if status.state != "completed"), statuses[0])
+
+
+def _query_controller(job_id: str) -> list[Fields]:
+    try:
+        return records(run_command(["scontrol", "show", "job", job_id]))
+    except SchedulerError as error:
+        if "invalid job id" in error.output.lower():
+            return []
+        raise
+
+
+def _query_accounting(job_id: str) -> list[Fields]:
+    """The records that sacct has, with scontrol's names; none where there is no accounting."""
+    columns = ("State", "ExitCode", "NodeList")
+    query = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}"]
+    try:
+        output = run_command([*query, f"--format={','.join(columns)}", "--jobs", job_id])
+    except SchedulerError:
+        return []
+    return [  # State is "CANCELLED by 0"
+        {**row, "JobState": row["State"].partition(" ")[0], "Reason": row["State"]}
+        for row in table(output, columns)
+    ]
+
+
+def _job_status(job_id: str, job: Fields) -> Status:
+    """The status in one record of scontrol or sacct."""
+    scheduler_state = job.get("JobState", "")
+    reason = job.get("Reason", "").replace("None", "")
+    state = _STATES.get(scheduler_state, "unknown")
+    if scheduler_state == "PENDING" and (reason in _HOLD_REASONS or job.get("Priority") == "0"):
+        state = "held"
+    if scheduler_state == "CANCELLED" and "Dependency" in reason:
+        state = "never_ran"
+    exit_code = _exit_code(job.get("ExitCode", "")) if state in _HAS_EXIT_CODE else None
+    if exit_code == 0 and state != "completed":
+        exit_code = None
+    if state == "failed":
+        state = state_of_exit(exit_code)
+
+    if not reason and job.get("PreemptTime", "None") not in ("None", "Unknown"):
+        reason = "Preempted"
+    if reason == "DependencyNeverSatisfied":
+        reason += ": the job that it waits for failed, was cancelled or never ran"
+    return Status(
+        job_id,
+        state,
+        exit_code,
+        reason,
+        scheduler_state,
+        hosts=_hosts(job.get("NodeList", "")),
+        output=job.get("StdOut") or None,
+    )
+
+
+def _exit_code(text: str) -> int | None:
+    """Read "3:0" as 3, and "0:15", where signal 15 ended the job, as 143."""
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if match is None:
+        return None
+    signal = int(match[2])
+    return 128 + signal if signal else int(match[1])
+
+
+def _hosts(nodes: str) -> tuple[str, ...]:
+    """The hosts of NodeList; none for "", "(null)" and "None assigned"."""
+    if " " in nodes or "(" in nodes:
+        return ()
+    try:
+        return tuple(expand_hostlist(nodes))
+    except ValueError:
+        return ()

@@ -1,5 +1,5 @@
 """Submit training scripts as Slurm or PBS jobs, and follow, list, cancel and resubmit them.
 
-cli.py runs the subcommands. build.py makes a Job from options and a site profile, submit.py submits
-it, records.py keeps what was submitted, and in_job.py runs inside the job.
+submit_cli.py runs the subcommands. build_job.py makes a Job from options and a site profile,
+submit.py submits it, submissions.py keeps what was submitted, and job_start.py runs inside the job.
 """

@@ -84,18 +84,16 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         queue=queue,
         account=args.account,
         name=args.job_name or _job_name(command),
-        array=args.array,
         dependency=args.dependency,
         setup=(*profile.setup, *args.setup),
         module_paths=profile.module_paths,
-        modules=(*profile.modules, *args.module),
+        modules=profile.modules,
         environment=_environment(args, profile, ranks),
         launcher=args.launcher or profile.launcher,
         signal_seconds=args.signal,
         preflight=_preflight(args),
         requeue=args.requeue,
         directives=directives,
-        components=tuple(args.component),
         chunk=profile.chunk,
         container=args.container,
         gpu_vendor=None if args.gpus_per_node == 0 else profile.gpu_vendor,
@@ -193,7 +191,7 @@ def _job_name(command: Sequence[str]) -> str:
 
 
 def _environment(args: argparse.Namespace, profile: Profile, ranks: int) -> dict[str, str]:
-    environment = profile.exports(args.nodes + len(args.component), ranks)
+    environment = profile.exports(args.nodes, ranks)
     for text in args.env:
         name, equals, value = text.partition("=")
         if not equals:
@@ -213,7 +211,7 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
     Where the image, modules or set-up lines of the job may bring another Python, the job chooses.
     """
     is_script = not job.container and interpreter.is_python(job.command)
-    if job.container or args.setup or args.module or profile.setup:
+    if job.container or args.setup or profile.setup:
         return job, []
     named = {name: value for name, value in job.environment.items() if name == "PYTHON" and value}
     try:

@@ -1,4 +1,4 @@
-"""Follow submitted jobs: print their states, queue positions and output until they have ended."""
+"""Follow submitted jobs: print their states and output until they have ended."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import BinaryIO
 from ...job.commands import SchedulerError
 from ..doctor.doctor_cli import summary
 from ..doctor.logs import diagnose
-from ..schedulers.job_status import Status
+from ..schedulers.scheduler import Status
 from .paths import PROGRAM
-from .submissions import array_index
 
 # Seconds between two queries: few after a change, more while nothing happens.
 MIN_QUERY_SECONDS = 1.0
@@ -24,50 +23,28 @@ LOG_SECONDS = 0.5  # between two reads of the output
 
 
 class Log:
-    """Print what is appended to the output files of a job.
-
-    A heading names the array element before its lines, and the file where a job has several.
-    """
+    """Print what is appended to the output files of a job."""
 
     def __init__(self, files: Callable[[], list[Path]], out: BinaryIO) -> None:
         self._files = files
         self._out = out
         self._offsets: dict[Path, int] = {}
-        self._last: Path | None = None
-        self._at_line_start = True
 
-    def print_new(self, *, partial_lines: bool = True) -> bool:
-        """Print what is new; return whether there was something.
-
-        partial_lines: print the last line of an array element even if it is incomplete. Otherwise
-        it waits, and the lines of two elements do not mix.
-        """
+    def print_new(self) -> bool:
+        """Print what is new; return whether there was something."""
         found = False
         for path in self._files():
-            index = array_index(path.name)
             try:
                 with path.open("rb") as file:
                     file.seek(self._offsets.get(path, 0))
                     data = file.read()
             except OSError:
                 continue  # a file server may show it a little later
-            if index and not partial_lines:
-                data = data[: data.rfind(b"\n") + 1]
-            if data:
-                self._print(path, index, data)
-                found = True
+            self._out.write(data)
+            self._out.flush()
+            self._offsets[path] = self._offsets.get(path, 0) + len(data)
+            found = found or bool(data)
         return found
-
-    def _print(self, path: Path, index: str, data: bytes) -> None:
-        if path != self._last and (index or self._last is not None):
-            name = f"array element {index}: {path.name}" if index else path.name
-            start = "" if self._at_line_start else "\n"
-            self._out.write(f"{start}==> {name}\n".encode(errors="surrogateescape"))
-        self._out.write(data)
-        self._out.flush()
-        self._at_line_start = data.endswith(b"\n")
-        self._offsets[path] = self._offsets.get(path, 0) + len(data)
-        self._last = path
 
 
 def describe(status: Status) -> str:
@@ -76,8 +53,6 @@ def describe(status: Status) -> str:
     if status.state == "stopped":
         state = "stopped after saving, to be continued"
     parts = [f"job {status.job_id}: {state}"]
-    if status.position is not None and status.state in ("queued", "held"):
-        parts.append(f"number {status.position} in the queue")
     if status.hosts and status.state == "running":
         parts.append("on " + " ".join(status.hosts[:8]) + (" ..." if len(status.hosts) > 8 else ""))
     if status.ended and status.exit_code is not None:
@@ -91,12 +66,12 @@ def describe(status: Status) -> str:
 def breaks_chain(status: Status) -> bool:
     """Whether the later jobs of a chain must not run after this one.
 
-    They continue a job that completed, stopped after saving, or was ended by the time limit or a
-    preemption. A job that the scheduler no longer knows counts as failed.
+    They continue a job that completed, stopped after saving, or was ended by the time limit, a
+    preemption or the failure of a host. A job that the scheduler no longer knows counts as failed.
     """
     if status.state == "unknown":
         return True
-    continuable = status.state in ("completed", "stopped", "timeout")
+    continuable = status.state in ("completed", "stopped", "timeout", "node_fail")
     return status.ended and not continuable and status.scheduler_state != "PREEMPTED"
 
 
@@ -159,7 +134,7 @@ def _follow_one(
         until = time.monotonic() + pause
         pause = min(pause * 1.5, MAX_QUERY_SECONDS)
         while time.monotonic() < until:
-            if log.print_new(partial_lines=False):
+            if log.print_new():
                 pause = MIN_QUERY_SECONDS
             time.sleep(LOG_SECONDS)
 

@@ -1,7 +1,8 @@
 """Start the ranks of a submitted job and record its exit status; job.sh calls this.
 
 In a chain, a job starts no ranks when the one before has failed or completed the training, and
-cancels the later jobs when it fails or completes the training itself.
+cancels the later jobs when it fails or completes the training itself. They continue a job that lost
+a host, without that host.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ...job import current_allocation, exclude_file
 from ...job.allocation import AllocationError
 from ...job.commands import SchedulerError
 from ...job.exit_status import EXIT_REQUEUE
+from ...job.hostnames import same_host
 from ...job.slurm_environment import unique_job_id
 from ..launch import launch_cli as launch_cli
 from ..schedulers.find_scheduler import get_scheduler
-from ..schedulers.job_status import Status
-from ..schedulers.scheduler import Scheduler
+from ..schedulers.scheduler import Scheduler, Status
 from . import bad_hosts as exclusion
 from . import preflight
 from . import submissions as records
@@ -60,7 +61,7 @@ def main(words: Sequence[str]) -> int:
     _remove_status(folder, job_id)
     limit = TimeLimit(folder, job_id)
     limit.watch()
-    status = 1
+    status, started = 1, int(time.time())
     try:
         stopped = None
         if doctor_options:
@@ -71,8 +72,11 @@ def main(words: Sequence[str]) -> int:
     finally:
         limit.close()
         if status in (0, EXIT_REQUEUE) or not limit.reached:
-            _write_status(folder, job_id, status)
-            if status != EXIT_REQUEUE:
+            lost = [] if status in (0, EXIT_REQUEUE) else _lost_hosts(folder, started)
+            _write_status(folder, job_id, records.HOST_LOST if lost else status)
+            if lost:
+                _continue_without(lost, scheduler, folder, job_id)
+            elif status != EXIT_REQUEUE:
                 why = "this job has failed" if status else "the training is complete"
                 cancel_later_jobs(scheduler, folder, job_id, why)
     return status
@@ -93,7 +97,7 @@ def refusal(scheduler: Scheduler, folder: Path, previous: str) -> tuple[int, str
     recorded = records.read_status(folder, previous)
     if recorded == 0:
         return complete
-    if recorded in (EXIT_REQUEUE, records.TIME_LIMIT):
+    if recorded in (EXIT_REQUEUE, records.TIME_LIMIT, records.HOST_LOST):
         return None
     if recorded == records.NOT_STARTED:
         return 1, f"job {previous} did not start either"
@@ -186,6 +190,26 @@ def _remove_status(folder: Path, job_id: str) -> None:
             f"the status of an earlier run of job {job_id} could not be removed from {folder}: "
             f"{error.strerror}. The next job of the chain may take it for this run's: remove it"
         )
+
+
+def _lost_hosts(folder: Path, started: float) -> list[str]:
+    """Return the hosts of this job that were found bad since then: launch.py lists lost ones."""
+    file = exclusion.path(folder.parent)
+    found = {one.host for one in exclude_file.read(file) if one.since and one.since >= started}
+    hosts = preflight.hosts_of_job()
+    return [host for host in hosts if any(same_host(host, bad) for bad in found)]
+
+
+def _continue_without(lost: Sequence[str], scheduler: Scheduler, folder: Path, job_id: str) -> None:
+    """Let the later jobs of the chain, which continue this one, avoid the lost hosts."""
+    try:
+        later = records.read(folder).after(job_id)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    note(f"this job has lost {', '.join(lost)}; {exclusion.path(folder.parent)} lists it")
+    good = [host for host in preflight.hosts_of_job() if host not in lost]
+    for later_id in later:
+        preflight.exclude(scheduler, later_id, lost, good)
 
 
 def cancel_later_jobs(scheduler: Scheduler, folder: Path, job_id: str, why: str) -> None:

@@ -16,7 +16,7 @@ from ...job.units import format_walltime, parse_duration, parse_number
 from ..schedulers.find_scheduler import get_scheduler
 from ..schedulers.pbs_limits import ServerState
 from ..schedulers.scheduler import Queue
-from ..schedulers.slurm_partitions import query_partitions
+from ..schedulers.slurm_scheduler import query_partitions
 
 _MODULES = re.compile("nccl|rccl|ofi|libfabric|pytorch|torch|cuda|rocm|conda|frameworks", re.I)
 _MAX_MODULES = 20  # listed
@@ -24,13 +24,12 @@ _MAX_MODULES = 20  # listed
 _NETWORKS = {r"hsn\d+": "AWS Libfabric", r"ib[a-z]*\d+": "IB"}
 
 
-def new_profile(scheduler: str | None = None) -> str:
+def new_profile() -> str:
     """Return the text of a profile; comments at its end list the values that were not found.
 
-    scheduler: "slurm" or "pbs"; None: that of this host.
     Raises SchedulerError if this host has the commands of both schedulers, or of none.
     """
-    return _Writer(get_scheduler(scheduler).name).text()
+    return _Writer(get_scheduler().name).text()
 
 
 class _Writer:

@@ -56,7 +56,7 @@ def check(
         )
         return None
 
-    hosts = _hosts()
+    hosts = hosts_of_job()
     bad = exclude_file.listed(file, hosts)
     if not bad:
         note(
@@ -70,11 +70,11 @@ def check(
     )
     good = [host for host in hosts if host not in bad]
     later = records.read(folder).after(job_id)
-    excluded = [_exclude(scheduler, one, bad, good) for one in later]
+    excluded = [exclude(scheduler, one, bad, good) for one in later]
     if not all(excluded):
         return _BAD
     if scheduler.can_requeue:
-        if not _exclude(scheduler, job_id, bad, good, dry_run=True):
+        if not exclude(scheduler, job_id, bad, good, dry_run=True):
             return _BAD
         if requeue({**os.environ, CHAIN_VARIABLE: ""}, limit=MAX_RESTARTS):
             note(f"preflight: job {job_id} is back in the queue, and avoids {', '.join(bad)}")
@@ -96,7 +96,8 @@ def _launch(words: Sequence[str]) -> int:
         os.environ.update(environ)
 
 
-def _hosts() -> tuple[str, ...]:
+def hosts_of_job() -> tuple[str, ...]:
+    """Return the hosts of this job; none where they are not known."""
     try:
         allocation = current_allocation()
     except AllocationError:
@@ -104,7 +105,7 @@ def _hosts() -> tuple[str, ...]:
     return allocation.hosts if allocation is not None else ()
 
 
-def _exclude(
+def exclude(
     scheduler: Scheduler,
     job_id: str,
     bad: Sequence[str],
@@ -117,8 +118,8 @@ def _exclude(
     except SchedulerError as error:
         problem = str(error)
     if problem:
-        note(f"preflight: job {job_id} may get {', '.join(bad)} again: {problem}")
+        note(f"job {job_id} may get {', '.join(bad)} again: {problem}")
         return False
     if not dry_run:
-        note(f"preflight: job {job_id}, which continues this one, avoids {', '.join(bad)}")
+        note(f"job {job_id}, which continues this one, avoids {', '.join(bad)}")
     return True

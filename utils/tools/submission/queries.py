@@ -11,15 +11,14 @@ from pathlib import Path
 from ...job import exclude_file
 from ...job.commands import SchedulerError
 from ...job.exit_status import EXIT_REQUEUE
-from ..schedulers.job_status import Status, state_of_exit
-from ..schedulers.scheduler import Scheduler
+from ..schedulers.scheduler import Scheduler, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records
 from .following import Log, breaks_chain, describe, follow, note
 from .paths import PROGRAM
 from .submissions import Submission
 
-MAX_LISTED = 20  # submissions, without --all
+MAX_LISTED = 20  # submissions
 
 
 def combined_exit_status(statuses: Sequence[int]) -> int:
@@ -35,7 +34,7 @@ def query(scheduler: Scheduler, submission: Submission | None, job_id: str) -> S
     """
     status = scheduler.status(job_id)
     recorded = _recorded_status(submission, job_id)
-    if recorded is not None and (status.state == "unknown" or _was_not_started(status, recorded)):
+    if recorded is not None and (status.state == "unknown" or _is_more_exact(status, recorded)):
         return recorded
     return status
 
@@ -61,13 +60,14 @@ def _recorded_status(submission: Submission | None, job_id: str) -> Status | Non
         )
     reason = "recorded by the job; the scheduler does not know it"
     if isinstance(recorded, str):
-        return Status(job_id, "timeout", reason=reason)
+        lost = recorded == records.HOST_LOST
+        return Status(job_id, "node_fail" if lost else "timeout", reason=reason)
     return Status(job_id, state_of_exit(recorded), recorded, reason)
 
 
-def _was_not_started(status: Status, recorded: Status) -> bool:
-    """Whether a failure in the scheduler's view is a job of a chain that refused to start."""
-    return status.state == "failed" and recorded.state == "never_ran"
+def _is_more_exact(status: Status, recorded: Status) -> bool:
+    """Whether a failure in the scheduler's view is a job that refused to start or lost a host."""
+    return status.state == "failed" and recorded.state in ("never_ran", "node_fail")
 
 
 def print_status(scheduler: Scheduler, submission: Submission | None, job_id: str) -> int:
@@ -97,22 +97,22 @@ def print_status(scheduler: Scheduler, submission: Submission | None, job_id: st
     return int(failed_before or failed)
 
 
-def print_list(parent: Path, scheduler_named: Callable[[str], Scheduler], everything: bool) -> int:
-    """Print a line for each job of the submissions in a folder, the latest first."""
+def print_list(parent: Path, scheduler_named: Callable[[str], Scheduler]) -> int:
+    """Print a line for each job of the latest submissions in a folder, the newest first."""
     submissions = records.read_all(parent)
     if not submissions:
         note(f"no submissions in {parent}")
         return 0
     rows = [("JOB", "STATE", "SUBMITTED", "NAME", "FOLDER")]
-    for submission in submissions if everything else submissions[:MAX_LISTED]:
+    for submission in submissions[:MAX_LISTED]:
         rows += _rows(submission, scheduler_named(submission.scheduler), parent)
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
         line = "  ".join([*cells, row[4]])
         print(line.encode(errors="surrogateescape").decode(errors="replace"))
-    if len(submissions) > MAX_LISTED and not everything:
-        note(f"{len(submissions) - MAX_LISTED} earlier submissions are not shown; --all lists them")
+    if len(submissions) > MAX_LISTED:
+        note(f"{len(submissions) - MAX_LISTED} earlier submissions in {parent} are not shown")
     file = exclusion.path(parent)
     for text in exclusion.describe(exclude_file.read(file)):
         note(f"hosts that jobs submitted from here avoid ({file}): {text}")
@@ -207,11 +207,7 @@ def _output_without_record(status: Status) -> list[Path]:
     """Find the output of a job that has no record here."""
     if status.output and Path(status.output).is_file():
         return [Path(status.output)]
-    number, index = records.job_number(status.job_id), records.array_index(status.job_id)
-    patterns = (
-        f"slurm-{number}{f'_{index}' if index else ''}.out",
-        f"*.o{number}{f'.{index}' if index else ''}",
-        f"{status.job_id}*.OU",
-    )
-    found = [path for text in patterns for path in Path().glob(text.replace("[", "[[]"))]
+    number = records.job_number(status.job_id)
+    patterns = (f"slurm-{number}.out", f"*.o{number}", f"{status.job_id}*.OU")
+    found = [path for pattern in patterns for path in Path().glob(pattern)]
     return sorted(path for path in found if path.is_file())

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...host.binding import parse_binding
-from ..schedulers.job_script import setup_lines
 from ..schedulers.job_spec import Job, JobError
 from .paths import JOBS
 from .profiles import Profile
@@ -202,7 +201,7 @@ def _contradictions(profile: Profile) -> Iterator[str]:
 def _unusable(profile: Profile) -> Iterator[str]:
     """Yield the first value with which no job script can be written."""
     try:
-        job = Job(
+        Job(
             memory=profile.memory_per_node,
             queue=profile.queue,
             setup=profile.setup,
@@ -212,7 +211,6 @@ def _unusable(profile: Profile) -> Iterator[str]:
             directives=profile.directives,
             chunk=profile.chunk,
         )
-        setup_lines(job)
     except JobError as error:
         yield str(error)
 

@@ -15,7 +15,6 @@ from . import profiles, site_checks
 from .new_profile import new_profile
 from .paths import KIT
 from .profiles import Profile, ProfileError
-from .site_guide import site_guide
 
 PROGRAM = "sites.py" if (KIT / "scripts" / "sites.py").exists() else "ddpkit sites"
 DESCRIPTION = f"""\
@@ -28,7 +27,6 @@ List, explain, check and write profiles of clusters, for `submit run --site`.
 {PROGRAM} new --output ours.yaml    write a profile from what the scheduler, the modules and the
                                    hardware report; run it on a node with GPUs
 {PROGRAM} check ours.yaml           check a profile of your own
-{PROGRAM} guide                     print the page docs/guide/sites.md
 """
 
 
@@ -41,7 +39,6 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(sys.argv[1:] if words is None else words)
     for option, given, used_by in (
         ("SITE", args.sites, ("show", "check")),
-        ("--scheduler", args.scheduler, ("new",)),
         ("--output", args.output, ("new",)),
     ):
         if given and args.subcommand not in used_by:
@@ -50,10 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if args.subcommand == "list":
             return _list()
         if args.subcommand == "new":
-            return _new(args.scheduler, args.output)
-        if args.subcommand == "guide":
-            print(site_guide([profiles.load(name) for name in profiles.names()]), end="")
-            return 0
+            return _new(args.output)
         sites = args.sites or profiles.names()
         if args.subcommand == "check":
             return _check(sites)
@@ -71,12 +65,12 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} list | show SITE ... | check [SITE ...] | new [OPTION ...] | guide",
+        usage=f"{PROGRAM} list | show SITE ... | check [SITE ...] | new [--output FILE]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("subcommand", choices=("list", "show", "check", "new", "guide"))
+    parser.add_argument("subcommand", choices=("list", "show", "check", "new"))
     group = parser.add_argument_group("show, check").add_argument
     group(
         "sites",
@@ -86,7 +80,6 @@ def _parser() -> ArgumentParser:
         help="a name, or a file (default: all of the kit)",
     )
     group = parser.add_argument_group("new").add_argument
-    group("--scheduler", choices=profiles.SCHEDULERS, help="default: that of this host")
     group("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
     return parser
 
@@ -144,8 +137,8 @@ def _check(sites: Sequence[str]) -> int:
     return int(num_findings > 0)
 
 
-def _new(scheduler: str | None, output: Path | None) -> int:
-    text = new_profile(scheduler)
+def _new(output: Path | None) -> int:
+    text = new_profile()
     if output is None:
         print(text, end="")
         return 0

@@ -21,6 +21,7 @@ LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.O
 
 # Recorded in place of an exit status:
 TIME_LIMIT = "time limit"  # the time limit was reached
+HOST_LOST = "host lost"  # a host failed, or was cut off
 NOT_STARTED = "not started"  # the job before it in the chain had failed
 
 
@@ -47,14 +48,10 @@ class Submission:
     def _index(self, job_id: str) -> int:
         return [job_number(known) for known in self.job_ids].index(job_number(job_id))
 
-    def logs(self, job_id: str | None = None) -> list[Path]:
-        """Return the existing output files of one job, or of all, the oldest first."""
+    def logs(self, job_id: str) -> list[Path]:
+        """Return the existing output files of a job."""
         files = [path for pattern in LOGS for path in self.folder.glob(pattern)]
-        if job_id is not None:
-            number, index = job_number(job_id), array_index(job_id)
-            files = [path for path in files if job_number(path.name) == number]
-            files = [path for path in files if index in ("", array_index(path.name))]
-        return sorted(files, key=lambda path: (path.stat().st_ctime, path.name))
+        return [path for path in files if job_number(path.name) == job_number(job_id)]
 
     def job(self) -> Job:
         """Return the submitted job, without the dependencies of a chain.
@@ -175,7 +172,7 @@ def find(parent: Path, job_id: str) -> Submission | None:
 
 
 def write_status(folder: Path, job_id: str, status: int | str) -> None:
-    """Record the exit status of a job, TIME_LIMIT or NOT_STARTED. Raises OSError."""
+    """Record the exit status of a job, or one of the words above. Raises OSError."""
     _replace(_status_path(folder, job_id), str(status))
 
 
@@ -185,20 +182,18 @@ def remove_status(folder: Path, job_id: str) -> None:
 
 
 def read_status(folder: Path, job_id: str) -> int | str | None:
-    """Return a job's recorded exit status, TIME_LIMIT or NOT_STARTED; None: nothing is recorded."""
+    """Return a job's recorded exit status, or one of the words above; None: nothing is recorded."""
     try:
         text = _status_path(folder, job_id).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
     if text.isdecimal():
         return int(text)
-    return text if text in (TIME_LIMIT, NOT_STARTED) else None
+    return text if text in (TIME_LIMIT, HOST_LOST, NOT_STARTED) else None
 
 
 def _status_path(folder: Path, job_id: str) -> Path:
-    """ "79[2].head", "79_2" -> FOLDER/79_2.status"""
-    index = array_index(job_id)
-    return folder / (job_number(job_id) + (f"_{index}" if index else "") + ".status")
+    return folder / f"{job_number(job_id)}.status"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -211,18 +206,12 @@ def _replace(path: Path, text: str) -> None:
 
 
 def job_number(text: str) -> str:
-    """Return the number in a job id or output file: "79[2].head", "79_2.out" -> "79"."""
+    """Return the number in a job id or output file: "79.head", "79.out" -> "79"."""
     return re.match("[0-9]*", text)[0]  # type: ignore[index]
 
 
-def array_index(text: str) -> str:
-    """Return the index of an array element: "79[2].head", "79[2].head.OU", "79_2.out" -> "2"."""
-    found = re.match(r"\d+(?:\[(\d+)\]|_(\d+))", text)
-    return (found[1] or found[2]) if found else ""
-
-
 def _same_job(requested: str, known: str) -> bool:
-    """Whether two ids are of one job: "12" and "12.server", an array and its element are."""
+    """Whether two ids are of one job: "12" and "12.server" are."""
     servers = [text.partition(".")[2] for text in (requested, known)]
     same_server = not all(servers) or servers[0] == servers[1]
     return job_number(requested) == job_number(known) and same_server

@@ -7,14 +7,17 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from ...job.commands import SchedulerError
+from ...job.requeue import CHAIN_VARIABLE
 from ...job.units import format_walltime
 from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers.job_script import quote
 from ..schedulers.job_spec import Job
 from ..schedulers.scheduler import Scheduler
 from . import bad_hosts as exclusion
@@ -29,9 +32,8 @@ from .build_job import (
     with_python,
 )
 from .following import follow, note
-from .paths import PROGRAM
+from .paths import JOBS, KIT, PROGRAM
 from .queries import combined_exit_status, dependency_is_over, is_over, query
-from .rendering import job_script
 from .submissions import Submission
 
 SCRIPT = "job.sh"
@@ -48,11 +50,6 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `submit run`; return an exit status."""
     if not 1 <= args.chain <= MAX_CHAIN:
         raise UsageError(f"--chain is {args.chain}. Expected a number from 1 to {MAX_CHAIN}.")
-    if args.chain > 1 and args.array:
-        raise UsageError(
-            "--chain and --array are both given, which is not supported. Submit the array with "
-            "--array ...%1, whose elements run one after the other, or a chain without an array."
-        )
     profile = choose_profile(args.site)
     job, problems = with_python(build_job(args, profile), args, profile)
     script = job_script(profile.scheduler, job)
@@ -109,6 +106,37 @@ def _check_and_submit(
     return follow(partial(query, scheduler, submission), submission.logs, submission.job_ids)
 
 
+def job_script(
+    scheduler: str,
+    job: Job,
+    folder: Path | None = None,
+    previous_job_id: str = "",
+    *,
+    in_chain: bool = False,
+) -> str:
+    """Return the script to submit for a job.
+
+    folder: of the submission, where the job records its exit status; None for a dry run.
+    previous_job_id: the job of the chain that this one continues. in_chain: whether it is in one.
+    Raises JobError, which names the field, for a value that cannot be written into a script.
+    """
+    template = (JOBS / "templates" / f"{scheduler}.sh").read_text(encoding="utf-8")
+    lines = [f"KIT={quote(str(KIT))}"]
+    if folder is not None:
+        lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
+        lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
+        if in_chain:
+            # The id: a job that this one submits inherits the variable.
+            lines.append(f'export {CHAIN_VARIABLE}="${{SLURM_JOB_ID-}}" # no requeue() in this job')
+        run = 'run job "$SUBMISSION" "$PREVIOUS"'
+        if job.preflight:
+            run += f" --preflight {quote(shlex.join(job.preflight))}"
+        template = template.replace("run launch", run)
+    elif job.preflight:
+        lines.append(f"# first: doctor {shlex.join(job.preflight)}")
+    return get_scheduler(scheduler).render(job, template.replace("@kit@", "\n".join(lines)))
+
+
 # Resubmitting -------------------------------------------------------------------------------------
 
 
@@ -125,7 +153,7 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
             f"folder of its submission with --folder, or submit it with `{PROGRAM} run`."
         )
     scheduler = get_scheduler(submission.scheduler)
-    job = _job_to_resubmit(scheduler, submission, job_id)
+    job = _job_to_resubmit(scheduler, submission)
     problems = [] if args.no_check else _unfinished(scheduler, submission)
     args.folder = submission.folder.parent.absolute()
     try:
@@ -139,7 +167,7 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
     return _check_and_submit(scheduler, submission.site, job, args, problems, count)
 
 
-def _job_to_resubmit(scheduler: Scheduler, submission: Submission, job_id: str) -> Job:
+def _job_to_resubmit(scheduler: Scheduler, submission: Submission) -> Job:
     try:
         job = submission.job()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -147,14 +175,6 @@ def _job_to_resubmit(scheduler: Scheduler, submission: Submission, job_id: str) 
             f"{submission.folder / records.FILE} holds no job that can be submitted: {error}. "
             f"Submit it with `{PROGRAM} run`."
         ) from None
-    index = records.array_index(job_id)
-    if index:
-        if scheduler.name == "pbs":
-            raise UsageError(
-                f"{job_id} is one array element, and PBS has no arrays of one. Resubmit the whole "
-                f"array, {submission.job_ids[0]}."
-            )
-        job = dataclasses.replace(job, array=index)
     if job.dependency and dependency_is_over(scheduler, job.dependency):
         note(f"note: {job.dependency} is left out; those jobs have ended")
         job = dataclasses.replace(job, dependency=None)
@@ -180,7 +200,7 @@ def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count:
     """Submit a job `count` times, each to continue the one before: all of them, or none.
 
     Each waits with "afterany", since no scheduler knows exit status 75. Its script refuses to start
-    ranks when the job before has failed or completed the training (in_job.py).
+    ranks when the job before has failed or completed the training (job_start.py).
     Raises UsageError and SchedulerError.
     """
     try:
@@ -202,7 +222,7 @@ def _submit_each(
     scheduler: Scheduler, site: str, job: Job, folder: Path, count: int, job_ids: list[str]
 ) -> None:
     """Submit the jobs of a chain; job_ids receives their ids."""
-    output = _output(scheduler, job, folder)
+    output = _output(scheduler, folder)
     submitted = exclusion.avoid_bad_hosts(scheduler, job, folder.parent)
     dependencies: list[str | None] = []
     for number in range(count):
@@ -265,11 +285,11 @@ def _cancelled(scheduler: Scheduler, job_id: str) -> bool:
     return True
 
 
-def _output(scheduler: Scheduler, job: Job, folder: Path) -> str:
+def _output(scheduler: Scheduler, folder: Path) -> str:
     if scheduler.name == "pbs":
         return f"{folder}/"
     escaped = str(folder).replace("%", "%%")  # a percent sign in the path itself
-    return f"{escaped}/{'%A_%a' if job.array else '%j'}.out"
+    return f"{escaped}/%j.out"
 
 
 def _options(scheduler: Scheduler, job: Job) -> list[str]:

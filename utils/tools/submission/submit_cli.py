@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.subcommand in ("run", "doctor"):
         return run(args)
     if args.subcommand == "list":
-        return queries.print_list(args.folder, get_scheduler, args.all)
+        return queries.print_list(args.folder, get_scheduler)
     if args.subcommand == "resubmit":
         return resubmit(args)
     return queries.combined_exit_status([_query(args, job_id) for job_id in args.job_ids])

@@ -91,9 +91,7 @@ def _parser(name: str) -> ArgumentParser:
         parser.set_defaults(job_name="doctor", time="10m")
     if name in ("run", "doctor"):
         return parser
-    if name == "list":
-        parser.add_argument("--all", action="store_true", help="list all submissions")
-    else:
+    if name != "list":
         printed = "as printed by submit or the scheduler"
         parser.add_argument("job_ids", nargs="+", metavar="JOB_ID", help=printed)
     if name in ("status", "logs", "cancel"):
@@ -180,7 +178,6 @@ def _add_job_options(add: Callable[..., object]) -> None:
         help="partition or QOS of Slurm, queue of PBS",
     )
     add("-J", "--job-name", metavar="NAME", help="default: the name of the script")
-    add("-a", "--array", metavar="0-9%2", help="job array: indices, and how many run at once")
     add("-d", "--dependency", metavar="afterok:ID", help="as for sbatch and qsub -W depend")
     add(
         "--chain",
@@ -216,25 +213,10 @@ def _add_job_options(add: Callable[..., object]) -> None:
         metavar="OPTION",
         help="another option of the scheduler, for example --directive=--constraint=a100",
     )
-    add(
-        "--component",
-        action="append",
-        default=[],
-        metavar="OPTIONS",
-        help="another component of a heterogeneous Slurm job: the options that differ from the "
-        "first, for example --component='--nodes=1 --gpus-per-node=2'",
-    )
 
 
 def _add_environment_options(add: Callable[..., object]) -> None:
     add("--launcher", metavar="NAME", help=f"starts the ranks: {', '.join(profiles.LAUNCHERS)}")
-    add(
-        "--module",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="environment module to load after those of the site",
-    )
     add(
         "--setup",
         action="append",
@@ -263,16 +245,13 @@ OPTION_OF_FIELD = {
     "queue": "--partition",
     "account": "--account",
     "name": "--job-name",
-    "array": "--array",
     "dependency": "--dependency",
     "setup": "--setup",
-    "modules": "--module",
     "environment": "--env",
     "launcher": "--launcher",
     "output": "--folder",
     "signal_seconds": "--signal",
     "directives": "--directive",
-    "components": "--component",
     "container": "--container",
     "preflight": "--preflight",
 }

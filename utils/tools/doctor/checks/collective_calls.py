@@ -29,14 +29,23 @@ from ....launch_error import LaunchError
 from ....launchers.rank_variables import RANK_VARIABLES
 from ...launch.rank_environment import clean, rank_variables
 from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
-from ..peers import data_address, interface_problem, listen, names_of, partners, serve, stop
-from ..probes import connect_all, respond, round_trips
+from ..peers import (
+    data_address,
+    exchange_with,
+    interface_problem,
+    listen,
+    names_of,
+    partners,
+    respond,
+    serve,
+    stop,
+)
 from .torch_import import import_torch
 
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 LOW_SHARE = 0.5  # of the expected bandwidth: the all-reduces are short
-_CAUSES = ("connections", "links", CPUS, "names", "equality", "installation", "import")
+_CAUSES = ("connections", CPUS, "names", "equality", "installation", "import")
 _SECONDS = 40.0  # for a process
 _LATE = "did not end within"
 _START_FAILED = "the ranks do not start: "
@@ -139,8 +148,8 @@ class Collectives(Check[CollectiveFacts]):
                 Level.WARNING,
                 f"all-reduces reach a bus bandwidth of {bandwidth / 1e9:.3g} GB/s; expected "
                 f"{self.expected / 1e9:.3g} (--expect)",
-                "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`), and at the check of links "
-                "for a slow host; `bench.py collectives` measures larger sizes",
+                "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`); `bench.py collectives` "
+                "measures larger sizes, and with --pairs finds a slow link or host",
                 follows=_CAUSES,
             )
 
@@ -151,18 +160,17 @@ class Collectives(Check[CollectiveFacts]):
         if ranks.me.local_rank == 0:
             listener = listen(address)
             serve(listener, respond)
-        own = {"address": address, "ports": [listener.getsockname()[1]]} if listener else None
+        own = listener.getsockname()[:2] if listener else None
         gathered = ranks.all_gather("listening", own)
         places = {one.node: gathered[one.rank] for one in ranks.hosts}
         others = partners(len(places), ranks.me.node) if listener else []
-        results = connect_all({node: places[node] for node in others if places[node]}, address)
-        reached = [node for node, problem, _ in results if not problem]
+        found = exchange_with({node: places[node] for node in others if places[node]}, address)
         ranks.all_gather("connected", True)
-        trips = round_trips({node: places[node] for node in reached})
-        ranks.all_gather("measured", True)
         if listener:
             stop(listener)
-        near = [node for node in reached if (trips.get(node) or 0.0) < FAR_SECONDS]
+        near = [
+            node for node, (bad, trip) in found.items() if not bad and (trip or 0) < FAR_SECONDS
+        ]
         return [node for node in others if node not in near], address
 
 
@@ -300,8 +308,8 @@ def _failure(
             Level.WARNING,
             f"all-reduces of {len(members)} ranks {_LATE} {_SECONDS:.0f} s on "
             f"{names_of([one.place.host for one in failed])}",
-            "Look at what the checks of connections and links have found, and at other programs on "
-            "these hosts; check again with --only collectives",
+            "Look at what the check of connections has found, and at other programs on these "
+            "hosts; `bench.py collectives --pairs` finds a slow link",
         )
     return Finding(
         Level.BAD,

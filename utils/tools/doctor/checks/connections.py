@@ -1,15 +1,12 @@
 """Check that hosts can connect to each other in both directions, and packets of full size arrive.
 
-Each host connects by TCP to several ports of the others, at the addresses that the collectives use.
-A connection needs both directions, so it does not show which one is broken. UDP packets do: each
-host counts those that arrive from each other host, and their sizes. These packets may not be
-divided (IP_PMTUDISC_PROBE, ip(7)), which shows the largest size that passes.
+Each host connects by TCP to the others, at the addresses that the collectives use, and exchanges
+12 KB with each. A path that loses large packets lets the connection through, and not the data.
 """
 
 from __future__ import annotations
 
 import statistics
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +14,18 @@ from dataclasses import dataclass, field
 from ....host import network
 from ...host_pairs import attribute
 from ..check import Check, Finding, Level, Ranks, Reported
-from ..peers import data_address, interface_problem, listen_spread, names_of, partners, serve, stop
-from ..probes import CONNECT_SECONDS, NO_DATA, PORTS, Probes, connect_all, respond, round_trips
+from ..peers import (
+    NO_DATA,
+    data_address,
+    exchange_with,
+    interface_problem,
+    listen,
+    names_of,
+    partners,
+    respond,
+    serve,
+    stop,
+)
 
 LONG_ROUND_TRIP_SECONDS = 20e-3
 _SHOWN = 6  # links
@@ -26,23 +33,21 @@ _SHOWN = 6  # links
 
 @dataclass
 class ConnectionFacts:
-    """What a host has found, by the number of the other host.
+    """What a host has found.
 
     interface_problem: why gloo or NCCL find no interface, or "".
-    tcp: number, the problem or "", round trip in seconds or None, ports that did not respond.
-    udp: number, packets that have arrived from there, the largest one in bytes.
+    others: number of a host, the problem or "", round trip in seconds or None.
     """
 
     address: str
     interface: str
     mtu: int | None
     interface_problem: str = ""
-    tcp: list[tuple[int, str, float | None, list[int]]] = field(default_factory=list)
-    udp: list[tuple[int, int, int]] = field(default_factory=list)
+    others: list[tuple[int, str, float | None]] = field(default_factory=list)
 
 
 class Connections(Check[ConnectionFacts]):
-    """Connections, directions, interfaces, packet sizes and round-trip times between hosts."""
+    """Connections, interfaces, packet sizes and round-trip times between hosts."""
 
     name = "connections"
     quick = True
@@ -57,41 +62,15 @@ class Connections(Check[ConnectionFacts]):
         facts = ConnectionFacts(address, interface, network.mtu(interface), problem)
         if len(ranks.hosts) < 2:
             return facts
-        listeners = listen_spread(address, PORTS)
-        for listener in listeners:
-            serve(listener, respond)
-        probes = Probes(address, ranks.me.node)
-        own = {
-            "address": address,
-            "ports": [listener.getsockname()[1] for listener in listeners],
-            "udp": probes.port,
-        }
-        gathered = ranks.all_gather("listening", own)
+        listener = listen(address)
+        serve(listener, respond)
+        gathered = ranks.all_gather("listening", listener.getsockname()[:2])
         places = {place.node: gathered[place.rank] for place in ranks.hosts}
-        near = partners(len(places), ranks.me.node)
-        others = {
-            node: places[node]
-            for node in sorted({0, *near} - {ranks.me.node})
-            if places.get(node) is not None
-        }
-        probed = {node: place for node, place in others.items() if node in near}
-        sender = threading.Thread(target=probes.send, args=(probed, facts.mtu or 1500), daemon=True)
-        sender.start()
-        tcp = connect_all(others, address)
-        sender.join(CONNECT_SECONDS)
+        near = {0, *partners(len(places), ranks.me.node)} - {ranks.me.node}
+        found = exchange_with({node: places[node] for node in near if places[node]}, address)
         ranks.all_gather("connected", True)
-        expected = [
-            node
-            for node, place in places.items()
-            if place is not None and ranks.me.node in partners(len(places), node)
-        ]
-        facts.udp = probes.received(expected)
-        reached = {node: others[node] for node, problem, _ in tcp if not problem}
-        trips = round_trips(reached)  # when nothing else is on its way
-        ranks.all_gather("measured", True)
-        facts.tcp = [(node, problem, trips.get(node), ports) for node, problem, ports in tcp]
-        for listener in listeners:
-            stop(listener)
+        stop(listener)
+        facts.others = [(node, *result) for node, result in found.items()]
         return facts
 
     def conclude(self, reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:
@@ -104,20 +83,19 @@ class Connections(Check[ConnectionFacts]):
         findings += [
             *_same_address(seen),
             *_broken(seen),
-            *_closed_ports(seen),
             *_interface_mtus(seen),
-            *_path_mtus(seen),
             *_long_round_trips(seen),
         ]
         yield from findings
         if not findings:
             interfaces = names_of(sorted({one.interface for one in seen.facts.values()}))
+            mtus = names_of(sorted({str(one.mtu) for one in seen.facts.values() if one.mtu}))
             trips = list(seen.round_trips().values())
             usual = f", round trip {statistics.median(trips) * 1e6:.0f} us" if trips else ""
             yield Finding(
                 Level.GOOD,
                 f"{len(reported)} hosts connect in both directions over {interfaces} "
-                f"(MTU {seen.usual_mtu()}){usual}",
+                f"(MTU {mtus or 'unknown'}){usual}",
             )
 
 
@@ -132,21 +110,13 @@ class _Seen:
         self.facts = {one.place.node: one.facts for one in reported}
         self.problem: dict[tuple[int, int], str] = {}
         self.trip: dict[tuple[int, int], float] = {}
-        self.closed: dict[tuple[int, int], list[int]] = {}
-        self.arrived: dict[tuple[int, int], int] = {}  # the largest packet; 0 for none
         for one in reported:
-            node = one.place.node
-            for other, problem, trip, ports in one.facts.tcp:
+            for other, problem, trip in one.facts.others:
                 if other not in self.hosts:  # the runner reports it
                     continue
-                self.problem[node, other] = problem
+                self.problem[one.place.node, other] = problem
                 if trip is not None:
-                    self.trip[node, other] = trip
-                if ports and not problem:
-                    self.closed[node, other] = ports
-            for other, _, largest in one.facts.udp:
-                if other in self.hosts:
-                    self.arrived[other, node] = largest
+                    self.trip[one.place.node, other] = trip
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return the pairs of which at least one host has tried to connect."""
@@ -163,11 +133,6 @@ class _Seen:
             pair = (min(a, b), max(a, b))
             found[pair] = min(trip, found.get(pair, trip))
         return found
-
-    def usual_mtu(self) -> int | None:
-        """Return the most frequent MTU of the interfaces."""
-        known = Counter(one.mtu for one in self.facts.values() if one.mtu)
-        return known.most_common(1)[0][0] if known else None
 
 
 def _wrong_interfaces(reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:
@@ -260,51 +225,21 @@ def _cause(seen: _Seen, a: int, b: int) -> str:
     if problem == "no route":
         return f"{one} has no route to {to}, or {other} does not respond to ARP"
     if problem in NO_DATA:
-        source, target = (a, b) if problem == NO_DATA[0] else (b, a)
-        largest = seen.arrived.get((source, target))
-        what = f"packets above {largest} bytes" if largest else "packets of full size"
-        mtu = seen.facts[source].mtu
+        source, target = (one, other) if problem == NO_DATA[0] else (other, one)
+        mtu = seen.facts[a if source == one else b].mtu
         return (
-            f"{one} connects to {to}, but {what} from {seen.hosts[source]} to {seen.hosts[target]} "
-            f"are lost; expected up to {mtu} bytes, the MTU of {seen.hosts[source]}. Set the same "
-            "MTU on all hosts and switches"
+            f"{one} connects to {to}, but packets of full size from {source} to {target} are lost; "
+            f"expected 12,000 bytes to arrive in packets of {mtu} bytes, the MTU of {source}. Set "
+            "the same MTU on all hosts and switches"
         )
     if problem != "timed out":
         return f"{one} cannot connect to {to}: {problem}"
-    there, back = seen.arrived.get((a, b)), seen.arrived.get((b, a))
-    if there is None and back is None:
-        return f"{one} gets no response from {to}"
-    if there and back:
-        reverse = "also" if seen.problem.get((b, a)) else "not"
+    if seen.problem.get((b, a)) == "":
         return (
-            f"{one} gets no response to a TCP connection to {to}, while UDP packets pass in both "
-            f"directions: a firewall drops TCP connections; those from {other} to {one} are "
-            f"{reverse} dropped"
+            f"{one} gets no response from {to}, while {other} connects to {one}: a firewall drops "
+            f"connections from {one}"
         )
-    if back:
-        return f"packets from {one} to {to} are lost; those from {other} to {one} arrive"
-    if there:
-        return f"packets from {to} to {one} are lost; those from {one} to {other} arrive"
-    return f"no packet passes between {one} and {to} in either direction"
-
-
-def _closed_ports(seen: _Seen) -> Iterator[Finding]:
-    if not seen.closed:
-        return
-    by_target: dict[int, list[int]] = {}
-    for source, target in seen.closed:
-        by_target.setdefault(target, []).append(source)
-    for target, sources in list(by_target.items())[:_SHOWN]:
-        ports = ", ".join(map(str, sorted(seen.closed[sources[0], target])))
-        observers = names_of([seen.hosts[source] for source in sources])
-        yield Finding(
-            Level.BAD,
-            f"{seen.hosts[target]} does not respond to {observers} at port {ports}, though it "
-            "listens there; other ports respond: a firewall closes a part of the ports",
-            f"Open all ports from and to the hosts of a job on {seen.hosts[target]}. "
-            f"{_CHECK_FIREWALL}",
-            hosts=(seen.hosts[target],),
-        )
+    return f"no response from {one} to {to}, nor from {other} to {one}: packets are dropped"
 
 
 def _interface_mtus(seen: _Seen) -> Iterator[Finding]:
@@ -328,32 +263,6 @@ def _interface_mtus(seen: _Seen) -> Iterator[Finding]:
             f"`ip link set {interface} mtu {usual}` on {names_of(names)}, and in the configuration "
             "of the network",
             hosts=names,
-        )
-
-
-def _path_mtus(seen: _Seen) -> Iterator[Finding]:
-    """Report paths that lose packets which both interfaces can carry."""
-    short: dict[tuple[int, int], int] = {}
-    for (a, b), largest in seen.arrived.items():
-        mtus = [seen.facts[node].mtu or 0 for node in (a, b)]
-        works = not seen.problem.get((a, b)) and not seen.problem.get((b, a))
-        if works and 0 < largest < min(*mtus, 65_000):
-            short[a, b] = largest
-    hosts, links = attribute(
-        sorted({(min(pair), max(pair)) for pair in seen.arrived}),
-        {(min(pair), max(pair)) for pair in short},
-    )
-    named = [(seen.hosts[node], [pair for pair in short if node in pair]) for node in hosts]
-    named += [(f"{seen.hosts[a]} - {seen.hosts[b]}", [(a, b), (b, a)]) for a, b in links]
-    for name, directions in named[:_SHOWN]:
-        a, b = next(pair for pair in directions if pair in short)
-        yield Finding(
-            Level.WARNING,
-            f"{name}: packets above {short[a, b]} bytes from {seen.hosts[a]} to {seen.hosts[b]} "
-            f"are lost, though the interfaces of both have MTU {seen.facts[a].mtu} and "
-            f"{seen.facts[b].mtu}. TCP connections work, because it finds the smaller size",
-            "Set the same MTU on the switches between these hosts, or a smaller one on all hosts",
-            hosts=tuple(dict.fromkeys(name.split(" - "))),
         )
 
 

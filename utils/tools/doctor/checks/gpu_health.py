@@ -19,7 +19,7 @@ from typing import Any
 
 from ....host import gpus as host_gpus
 from ..check import Check, Finding, Level, Ranks, Reported
-from ..nvml import Gpu, count_on_bus, read_gpus, xid_errors
+from ..nvidia_smi import Gpu, count_on_bus, read_gpus, xid_errors
 
 _USED_SHARE = 0.05  # of the memory, before any rank uses the GPU
 _ROCM_SMI_SECONDS = 15.0
@@ -65,7 +65,7 @@ class Gpus(Check[GpuFacts]):
     name = "GPUs"
     per = "rank"
     quick = True
-    seconds = 30.0
+    seconds = 60.0
     facts = GpuFacts
 
     def collect(self, ranks: Ranks) -> GpuFacts:
@@ -144,7 +144,7 @@ def _of_host(host: str, facts: GpuFacts) -> Iterator[Finding]:
 def _of_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
     name = f"GPU {gpu.index} of {host}"
     if gpu.memory_bytes and gpu.used_bytes and gpu.used_bytes > _USED_SHARE * gpu.memory_bytes:
-        ids = ", ".join(str(pid) for pid, _ in gpu.processes)
+        ids = ", ".join(map(str, gpu.processes))
         by = f"by other processes ({ids})" if ids else "by processes that are not visible here"
         yield Finding(
             Level.WARNING,
@@ -190,22 +190,12 @@ def _of_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
             hosts=(host,),
             exclude=True,
         )
-    elif gpu.temperature and gpu.slowdown_temperature:
-        if gpu.temperature >= gpu.slowdown_temperature:
-            yield Finding(
-                Level.WARNING,
-                f"{name} has {gpu.temperature} degrees Celsius; it slows down from "
-                f"{gpu.slowdown_temperature} on",
-                f"Exclude {host}, and report it: check its cooling",
-                hosts=(host,),
-                exclude=True,
-            )
 
 
 def _nvlinks(seen: Mapping[tuple[str, str], Gpu]) -> Iterator[Finding]:
     """Report GPUs with fewer NVLinks than most GPUs of the same kind. Those on PCIe use a part."""
     for kind in {gpu.name for gpu in seen.values()}:
-        up = {key: sum(gpu.nvlinks) for key, gpu in seen.items() if gpu.name == kind}
+        up = {key: gpu.nvlinks for key, gpu in seen.items() if gpu.name == kind}
         usual = statistics.mode(up.values())
         for (host, key), count in up.items():
             if count < usual:

@@ -62,33 +62,68 @@ class Names(Check[NameFacts]):
         return NameFacts(addresses, wrong[:_SENT])
 
     def conclude(self, reported: Sequence[Reported[NameFacts]]) -> Iterator[Finding]:
-        """Report each host whose name is wrong, and where it is wrong."""
+        """Report each name that leads elsewhere, and the hosts on which it does."""
         if len(reported) < 2:
             return
         hosts = {one.place.node: one.place.host for one in reported}
         counts = Counter(hosts.values())  # one name on two hosts: the check of placement reports it
         addresses = {one.place.node: one.facts.addresses for one in reported}
-        seen = [
-            (one.place.node, node, found)
-            for one in reported
-            for node, found in one.facts.wrong
-            if counts[hosts.get(node, "")] == 1
-            and (found is None or not _is_right(found, addresses[node]))
-        ]
-        own = [one for one in seen if one[0] == one[1]]
-        others = [one for one in seen if one[0] != one[1]]
-        unknown = _known_nowhere(len(hosts), [(a, b) for a, b, found in others if not found])
-        findings = [
-            *_unknown_names(hosts, addresses, unknown),
-            *_own_names(hosts, addresses, [one for one in own if one[2] or one[1] not in unknown]),
-            *_other_names(hosts, addresses, [one for one in others if one[1] not in unknown]),
-        ]
-        yield from findings
-        if not findings:
+        seen: dict[tuple[int, str | None], list[int]] = {}  # name's host, address: observers
+        for one in reported:
+            for node, found in one.facts.wrong:
+                if counts[hosts.get(node, "")] == 1 and not _is_right(found or (), addresses[node]):
+                    first = None if found is None else "".join(found[:1])
+                    seen.setdefault((node, first), []).append(one.place.node)
+        # The same of several names is one finding: where they do not resolve, and 127.0.1.1.
+        alike: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
+        for (node, first), by in seen.items():
+            own = bool(first) and network.is_loopback(first or "") and by == [node]
+            nowhere = not first and len(set(by) - {node}) == len(hosts) - 1
+            alike.setdefault((first, () if own or nowhere else tuple(by)), []).append(node)
+        for (first, observers), nodes in alike.items():
+            yield _wrong(hosts, addresses, first, observers, nodes)
+        if not alike:
             yield Finding(Level.GOOD, f"{len(hosts)} hosts resolve their names to their addresses")
 
 
-Seen = tuple[int, int, "list[str] | None"]  # the host that looked up, the name's host, addresses
+def _wrong(
+    hosts: Mapping[int, str],
+    addresses: Mapping[int, Sequence[str]],
+    first: str | None,
+    observers: Sequence[int],
+    nodes: Sequence[int],
+) -> Finding:
+    """Return the finding about names that lead to an address, "", or None: no response.
+
+    observers: the hosts that see it; none: all others, or for loopback the host itself.
+    """
+    names = names_of([hosts[node] for node in nodes])
+    by = names_of([hosts[node] for node in observers])
+    right = f"expected {_one_of(addresses[nodes[0]])} for {hosts[nodes[0]]}"
+    blamed = tuple(hosts[node] for node in observers or nodes)
+    in_dns = f"Correct the entry of {names} in DNS, or in /etc/hosts of {by or 'all hosts'}"
+    if first and not observers:
+        return Finding(
+            Level.WARNING,
+            f"the own name of {names} leads to {first}, which other hosts cannot reach; {right}",
+            f"Remove the line '{first} {hosts[nodes[0]]}' from /etc/hosts there, or write the "
+            "host's address into it. Without that, set GLOO_SOCKET_IFNAME for programs that do not "
+            "use this kit, and give addresses instead of names to an MPI",
+            hosts=blamed,
+        )
+    if first:
+        owner = next((hosts[one] for one in hosts if first in addresses[one]), None)
+        of_whom = f"an address of {owner}" if owner else "no address of a host of this job"
+        of_whom = "the host itself" if network.is_loopback(first) else of_whom
+        message = f"{by}: {names} leads to {first}, {of_whom}; {right}"
+        return Finding(Level.WARNING, message, in_dns, hosts=blamed)
+    how = f"within {LOOK_UP_SECONDS:.0f} s" if first is None else "at all"
+    return Finding(
+        Level.WARNING,
+        f"{by or 'all other hosts'}: {names} is not resolved {how}; {right}",
+        f"{in_dns}. Until then, use addresses in MASTER_ADDR, --rdzv-endpoint and host files",
+        hosts=blamed,
+    )
 
 
 def _is_right(found: Sequence[str], known: Sequence[str]) -> bool:
@@ -108,104 +143,6 @@ def _ipv6_addresses() -> list[str]:
         lines = file.read().splitlines()
     # "fe800000000000000042acfffe110002 02 40 20 80     eth0"
     return [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
-
-
-def _known_nowhere(count: int, unresolved: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the hosts whose names none of the others resolves. unresolved: observer, host."""
-    observers = Counter(node for _, node in unresolved)
-    return sorted(node for node, number in observers.items() if number == count - 1)
-
-
-def _unknown_names(
-    hosts: Mapping[int, str], addresses: Mapping[int, Sequence[str]], unknown: Sequence[int]
-) -> Iterator[Finding]:
-    if not unknown:
-        return
-    names = tuple(hosts[node] for node in unknown)
-    first = unknown[0]
-    yield Finding(
-        Level.WARNING,
-        f"no other host resolves {names_of(names)}; expected {_one_of(addresses[first])} for "
-        f"{hosts[first]}",
-        f"Add {names_of(names)} to DNS, or to /etc/hosts of all hosts. Until then, use addresses "
-        "in MASTER_ADDR, --rdzv-endpoint and host files",
-        hosts=names,
-    )
-
-
-def _own_names(
-    hosts: Mapping[int, str], addresses: Mapping[int, Sequence[str]], seen: Sequence[Seen]
-) -> Iterator[Finding]:
-    loopback: dict[str, list[int]] = {}
-    for node, _, found in seen:
-        if found and network.is_loopback(found[0]):
-            loopback.setdefault(found[0], []).append(node)
-            continue
-        host = hosts[node]
-        yield Finding(
-            Level.WARNING,
-            f"{host} {_resolves(found)} its own name{_to(found)}; expected "
-            f"{_one_of(addresses[node])}",
-            f"Write the address of {host} into DNS, or into its /etc/hosts",
-            hosts=(host,),
-        )
-    for address, nodes in loopback.items():
-        first = hosts[nodes[0]]
-        names = tuple(hosts[node] for node in nodes)
-        resolve = "resolves its own name" if len(names) == 1 else "resolve their own names"
-        yield Finding(
-            Level.WARNING,
-            f"{names_of(names)} {resolve} to {address}, which other hosts cannot reach; expected "
-            f"{_one_of(addresses[nodes[0]])} on {first}",
-            f"Remove the line '{address} {first}' from /etc/hosts there, or write the host's "
-            "address into it. Without that, set GLOO_SOCKET_IFNAME for programs that do not use "
-            "this kit, and give addresses instead of names to an MPI",
-            hosts=names,
-        )
-
-
-def _other_names(
-    hosts: Mapping[int, str], addresses: Mapping[int, Sequence[str]], seen: Sequence[Seen]
-) -> Iterator[Finding]:
-    """Group the hosts that resolve a name in the same way, and the names that they do not find."""
-    observers: dict[tuple[int, tuple[str, ...] | None], list[str]] = {}
-    for observer, node, found in seen:
-        key = (node, None if found is None else tuple(found))
-        observers.setdefault(key, []).append(hosts[observer])
-    unresolved: dict[tuple[tuple[str, ...], bool], list[str]] = {}
-    for (node, found_there), by in observers.items():
-        if not found_there:
-            unresolved.setdefault((tuple(by), found_there is None), []).append(hosts[node])
-            continue
-        owner = next((hosts[one] for one in hosts if found_there[0] in addresses[one]), None)
-        of_whom = f"an address of {owner}" if owner else "no address of a host of this job"
-        if network.is_loopback(found_there[0]):
-            of_whom = "the host itself"
-        yield Finding(
-            Level.WARNING,
-            f"{names_of(by)} resolve{'s' * (len(by) == 1)} {hosts[node]} to {found_there[0]}, "
-            f"{of_whom}; expected {_one_of(addresses[node])}",
-            f"Correct the entry of {hosts[node]} in DNS, or in /etc/hosts of {names_of(by)}",
-            hosts=tuple(by),
-        )
-    for (by_hosts, is_late), names in unresolved.items():
-        how = f"within {LOOK_UP_SECONDS:.0f} s" if is_late else "at all"
-        yield Finding(
-            Level.WARNING,
-            f"{names_of(by_hosts)} {'do' if len(by_hosts) > 1 else 'does'} not resolve "
-            f"{names_of(names)} {how}",
-            f"Add {names_of(names)} to DNS or to /etc/hosts of {names_of(by_hosts)}. Until then, "
-            "use addresses in MASTER_ADDR, --rdzv-endpoint and host files",
-            hosts=by_hosts,
-        )
-
-
-def _resolves(found: Sequence[str] | None) -> str:
-    return "resolves" if found else "does not resolve"
-
-
-def _to(found: Sequence[str] | None) -> str:
-    return f" to {found[0]}, which is no address of it" if found else ""
 
 
 def _one_of(addresses: Sequence[str]) -> str:

@@ -1,18 +1,20 @@
-"""Implement scripts/plot.py: draw the logs of one or more runs as a PNG file."""
+"""Draw results as PNG files with matplotlib; scripts/plot.py draws run logs and step times."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..log import print_result
+from ..log import get_logger, print_result
 from ..metrics.run_log import FILE_NAME, Run, read_run
 from .arguments import ArgumentParser
 
+_log = get_logger(__name__)
 _SMOOTHED_FROM = 50  # steps; a shorter run is drawn as it is
 _NOT_DRAWN = ("time", "step_seconds", "data_seconds")  # speed and data_share show them
 _WITHOUT_NOISE = ("lr", "memory_bytes")
@@ -20,7 +22,7 @@ _COLOURS = ("#1f6fb4", "#d1495b", "#2a9d5c", "#e08e1b", "#7d5ba6", "#4b5563", "#
 EPILOG = f"""\
 A LOG is the {FILE_NAME} of a training, or the folder that contains it. Each run has a colour. A
 dashed line shows where a restart resumed. Dots are values that only some steps have, such as those
-of an evaluation.
+of an evaluation. A file that ends in .csv holds the step times of a StepTimer.
 """
 
 
@@ -28,22 +30,27 @@ def main(words: Sequence[str] | None = None) -> int:
     """Draw the logs and return an exit status. words: the arguments; None: sys.argv."""
     parser = ArgumentParser(
         prog="plot.py",
-        description="Draw the logs of one or more runs as a PNG file (needs matplotlib).",
+        description="Draw the logs of one or more runs, or step times, as a PNG file (needs "
+        "matplotlib).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("logs", nargs="+", type=Path, metavar="LOG", help=f"{FILE_NAME} or its folder")
     add(
-        "--output",
-        type=Path,
-        default=Path("metrics.png"),
-        metavar="FILE",
-        help="default: %(default)s",
+        "logs", nargs="+", type=Path, metavar="LOG", help=f"{FILE_NAME} or its folder, or steps.csv"
     )
+    help_output = "default: metrics.png; of step times the same name with .png"
+    add("--output", type=Path, metavar="FILE", help=help_output)
     args = parser.parse_args(words)
+    is_steps = args.logs[0].suffix == ".csv"
+    if is_steps and len(args.logs) > 1:
+        parser.error(f"found {args.logs[1]} after {args.logs[0]}. Expected one file of step times")
+    output = args.output or (args.logs[0].with_suffix(".png") if is_steps else Path("metrics.png"))
     try:
-        draw([read_run(log) for log in args.logs], args.output)
+        if is_steps:
+            draw_step_times(args.logs[0], output)
+        else:
+            draw([read_run(log) for log in args.logs], output)
     except ImportError as error:
         problem = f"{error}. Expected matplotlib. Install it: pip install matplotlib"
     except OSError as error:
@@ -54,10 +61,20 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         problem = str(error)
     else:
-        print_result(f"{args.output} written")
+        print_result(f"{output} written")
         return 0
     print(f"plot.py: error: {problem}", file=sys.stderr)
     return 2
+
+
+def _figure(width: float, height: float) -> Any:
+    """Return an empty picture of so many inches. Raises ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def draw(runs: Sequence[Run], output: Path) -> None:
@@ -65,9 +82,6 @@ def draw(runs: Sequence[Run], output: Path) -> None:
 
     Raises ValueError if there is nothing to draw.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     for run in runs:
         _add_data_share(run)
     names = {name for run in runs for name in run.columns}
@@ -99,8 +113,7 @@ def draw(runs: Sequence[Run], output: Path) -> None:
         )
 
     rows, top = (len(panels) + 1) // 2, 1 if losses else 0
-    figure = Figure(figsize=(11, 4.2 * top + 2.3 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(11, 4.2 * top + 2.3 * rows)
     grid = figure.add_gridspec(top + rows, 2, height_ratios=[1.9] * top + [1.0] * rows)
     if losses:
         axes = figure.add_subplot(grid[0, :])
@@ -168,3 +181,69 @@ def _add_data_share(run: Run) -> None:
         return
     shares = [wait / max(step, 1e-9) for wait, step in zip(waits, seconds, strict=False)]
     run.columns["data_share"] = (steps, shares)
+
+
+def draw_step_times(file: Path, output: Path) -> None:
+    """Draw data, computation and waiting of all ranks over the steps: a file of StepTimer.
+
+    Raises ValueError if it is another file.
+    """
+    parts = ("data", "computation", "waiting")
+    with open(file, newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    if not rows or not {"step", "rank", "host", *parts} <= rows[0].keys():
+        raise ValueError(
+            f"{file} has no step times. Expected the file of a StepTimer(file=...), "
+            "after its first comparison. Correct the path"
+        )
+    steps = sorted({int(row["step"]) for row in rows})
+    hosts = {int(row["rank"]): row["host"] for row in rows}
+    cells = {
+        (row["rank"], row["step"], part): 1e3 * float(row[part]) for row in rows for part in parts
+    }
+    highest = max(cells.values(), default=1.0)
+
+    height = min(12.0, max(2.6, 1.5 + 0.22 * len(hosts)))  # room for the label of the colours
+    figure = _figure(13, height)
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, part in zip(axes, parts, strict=True):
+        table = [
+            [cells.get((str(rank), str(step), part), float("nan")) for step in steps]
+            for rank in sorted(hosts)
+        ]
+        extent = (0, steps[-1], len(hosts) - 0.5, -0.5)
+        image = axis.imshow(table, aspect="auto", vmin=0, vmax=highest, extent=extent)
+        axis.set(title=part, xlabel="step")
+    labelled = range(0, len(hosts), max(1, len(hosts) // 40))
+    axes[0].set_yticks(list(labelled), [f"rank {rank}, {hosts[rank]}" for rank in labelled])
+    figure.colorbar(image, ax=axes, label="ms per step")
+    figure.savefig(output, dpi=120)
+
+
+def draw_lines(
+    path: Path,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    log: bool = False,
+) -> None:
+    """Draw named lines of (x, y); warn where matplotlib is missing."""
+    try:
+        figure = _figure(8, 5)
+    except ImportError as error:
+        _log.warning("%s was not drawn: %s. Install it: pip install matplotlib", path, error)
+        return
+    axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
+    for name, points in lines.items():
+        axes.plot([point[0] for point in points], [point[1] for point in points], "o-", label=name)
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

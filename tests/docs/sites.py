@@ -1,17 +1,25 @@
-"""Write a page with a short section for each profile: docs/guide/sites.md."""
+"""docs/guide/sites.md: a short section for each profile.
+
+python -m tests.docs.sites --write     write the page again, from the profiles
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 
-from ...job.units import format_walltime
-from .profiles import Profile
+from tests.docs import pages
+from utils.job.units import format_walltime
+from utils.tools.submission import profiles
+from utils.tools.submission.profiles import Profile
+
+PAGE = pages.GUIDE / "sites.md"
 
 HEAD = """\
 # Sites
 
-This page is written by `./scripts/sites.py guide` from the profiles in `jobs/sites/`.
+This page is written from the profiles in `jobs/sites/`.
 `./scripts/sites.py show NAME` prints every value of a profile with its source. The profiles follow
 the pages of the centres; no job has been run on these clusters. On a login node of the cluster, and
 without `--dry-run`, the commands submit the job.
@@ -21,9 +29,9 @@ Your cluster is not here? `./scripts/sites.py new` writes a profile for it. See
 """
 
 
-def site_guide(profiles: list[Profile]) -> str:
-    """Return the page for these profiles."""
-    return "\n".join([HEAD, *(_section(profile) for profile in profiles)])
+def site_guide() -> str:
+    """Return the page for the profiles of the kit."""
+    return "\n".join([HEAD, *(_section(profiles.load(name)) for name in profiles.names())])
 
 
 def _section(profile: Profile) -> str:
@@ -97,3 +105,9 @@ def _wrapped(text: str) -> str:
 def _listed(parts: list[str]) -> str:
     """Return "a, b and c"."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    PAGE.write_text(site_guide())
