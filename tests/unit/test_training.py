@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.unit.programs import python
-from utils.training import accumulate, linear_warmup, prime_ddp_buckets, scale_adam, scale_lr, split_batch
+from utils.training import accumulate, linear_warmup, prime_ddp_buckets, scale_lr, split_batch
 
 
 def test_every_split_is_exact_and_none_has_fewer_passes() -> None:
@@ -39,28 +38,16 @@ def test_every_split_is_exact_and_none_has_fewer_passes() -> None:
         assert split.micro_batch == max(d for d in range(1, min(most, share) + 1) if share % d == 0)
 
 
-@pytest.mark.parametrize(("global_batch", "world_size", "least", "batches", "ranks"), [
-    (1000, 3, 1, "999 or 1002", "2 or 4"), (2, 3, 1, "3", "2"),
-    (254, 2, 8, "252 or 256", "no other number of"), (100, 7, 1, "98 or 105", "5 or 10")])
-def test_an_impossible_split_names_the_nearest_possible_ones(
-        global_batch: int, world_size: int, least: int, batches: str, ranks: str) -> None:
-    with pytest.raises(ValueError) as refused:
+@pytest.mark.parametrize(("global_batch", "world_size", "least"), [(1000, 3, 1), (2, 3, 1), (254, 2, 8), (100, 7, 1)])
+def test_an_impossible_split_is_refused(global_batch: int, world_size: int, least: int) -> None:
+    with pytest.raises(ValueError, match=f"{global_batch} cannot be split .* {least} to 64 samples on {world_size}"):
         split_batch(global_batch, world_size, 64, min_micro_batch=least)
-    assert f"take a global batch of {batches}; with" in str(refused.value)
-    assert str(refused.value).endswith(f"of {global_batch} take {ranks} rank(s)")
-    for batch in map(int, batches.split(" or ")):
-        split_batch(batch, world_size, 64, min_micro_batch=least)
-    for count in map(int, re.findall(r"\d+", ranks)):
-        split_batch(global_batch, count, 64, min_micro_batch=least)
 
 
 def test_rules_of_the_learning_rate() -> None:
     assert scale_lr(0.1, 32, "linear") == pytest.approx(3.2)  # Goyal et al.: batches 256, 8192
     assert scale_lr(0.1, 16, "sqrt") == pytest.approx(0.4)
     assert scale_lr(0.1, 16, "none") == 0.1
-
-    scaled = scale_adam(4, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
-    assert scaled == {"lr": pytest.approx(2e-3), "betas": pytest.approx((0.6, 0.996)), "eps": pytest.approx(0.5e-8)}
 
     assert [linear_warmup(step, 4) for step in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
     assert [linear_warmup(step, 4, start=0.2) for step in range(5)] == pytest.approx([0.4, 0.6, 0.8, 1, 1])
@@ -70,7 +57,7 @@ def test_rules_of_the_learning_rate() -> None:
 @pytest.mark.parametrize(("call", "words"), [
     (lambda: split_batch(0, 1, 1), "expected at least 1"), (lambda: split_batch(8, 0, 1), "world_size"),
     (lambda: split_batch(8, 1, 0), "max_micro_batch"), (lambda: scale_lr(0.1, 2, "cubic"), "linear, sqrt, none"),
-    (lambda: scale_lr(0.1, 0, "linear"), "factor=0"), (lambda: scale_adam(16, lr=1e-3), "factors up to 10 "),
+    (lambda: scale_lr(0.1, 0, "linear"), "factor=0"),
     (lambda: list(accumulate(model(), [torch.empty(0, 5)])), "0 samples"),
     (lambda: list(accumulate(model(), ["text"])), "Give size=")])
 def test_bad_arguments_are_refused(call: Callable[[], object], words: str) -> None:

@@ -84,7 +84,7 @@ def unused_allocation(environ: Mapping[str, str], reason: str) -> Iterator[str]:
         slots = node_file(environ).count("\n")
         size = f"{slots} slots" if slots > 1 else ""
     elif is_set(environ, "LSB_JOBID"):
-        job, launcher = f"LSF job {environ['LSB_JOBID']}", "jsrun"
+        job, launcher = f"LSF job {environ['LSB_JOBID']}", "mpiexec"
         slots = number(environ, "LSB_DJOB_NUMPROC") or 1
         size = f"{slots} slots" if slots > 1 else ""
     if size:

@@ -10,7 +10,6 @@ from ..launch_error import LaunchError
 from .by_hand import RANK_VARIABLES, ByHand, Single, is_stale
 from .flux import Flux
 from .hydra import MPICH, MVAPICH, PMI, IntelMPI
-from .jsrun import Jsrun
 from .launcher import Launcher, Placement, is_set, shown
 from .openmpi import OpenMPI
 from .pals import PALS
@@ -28,7 +27,6 @@ LAUNCHERS: list[Launcher] = [
     Submitit(),
     PALS(),
     MVAPICH(),
-    Jsrun(),
     OpenMPI(),
     IntelMPI(),
     MPICH(),

@@ -56,8 +56,7 @@ def split_batch(
     """Return the split with the fewest passes of at most max_micro_batch samples on a rank.
 
     min_micro_batch: refuse splits that would be slow: 127 samples per rank have no divisors but 1
-    and 127. Raises ValueError, which names the nearest global batches and numbers of ranks that can
-    be split.
+    and 127. Raises ValueError where there is no split.
     """
     for name, value in (
         ("global_batch", global_batch),
@@ -73,38 +72,15 @@ def split_batch(
             "Correct one"
         )
 
-    def micro(batch: int, ranks: int) -> int | None:
-        return (
-            _micro_batch(batch // ranks, min_micro_batch, max_micro_batch)
-            if batch % ranks == 0
-            else None
-        )
-
-    found = micro(global_batch, world_size)
-    if found is not None:
-        return BatchSplit(global_batch, world_size, found, global_batch // world_size // found)
-
-    # min_micro_batch * k samples per rank can be split for every k: the search ends there.
-    multiple = global_batch - global_batch % world_size
-    end = global_batch + world_size * min_micro_batch + 1
-    smaller_batches = range(multiple, 0, -world_size)
-    larger_batches = range(multiple + world_size, end, world_size)
-    batches = [
-        next((batch for batch in candidates if micro(batch, world_size)), None)
-        for candidates in (smaller_batches, larger_batches)
-    ]
-    fewer_ranks = range(min(world_size - 1, global_batch), 0, -1)
-    more_ranks = range(world_size + 1, global_batch + 1)
-    ranks = [
-        next((count for count in candidates if micro(global_batch, count)), None)
-        for candidates in (fewer_ranks, more_ranks)
-    ]
+    share, rest = divmod(global_batch, world_size)
+    micro_batch = None if rest else _micro_batch(share, min_micro_batch, max_micro_batch)
+    if micro_batch is not None:
+        return BatchSplit(global_batch, world_size, micro_batch, share // micro_batch)
     raise ValueError(
         f"A global batch of {global_batch} cannot be split into equal micro-batches of "
         f"{min_micro_batch} to {max_micro_batch} samples on {world_size} rank(s). Expected a "
-        f"product of micro-batch, ranks and accumulation. With {world_size} rank(s) take a global "
-        f"batch of {_either(batches)}; with a global batch of {global_batch} take "
-        f"{_either(ranks)} rank(s)"
+        "product of micro-batch, ranks and accumulation. Change the global batch or the number of "
+        "ranks"
     )
 
 
@@ -114,10 +90,6 @@ def _micro_batch(share: int, least: int, most: int) -> int | None:
         if share % passes == 0:
             return share // passes
     return None
-
-
-def _either(values: Sequence[int | None]) -> str:
-    return " or ".join(str(value) for value in values if value is not None) or "no other number of"
 
 
 # The learning rate ------------------------------------------------------------------------------
@@ -130,7 +102,7 @@ def scale_lr(lr: float, factor: float, rule: str) -> float:
               1 Hour", arXiv:1706.02677, section 2.1; for SGD, with linear_warmup().
     "sqrt"    lr * sqrt(factor), which keeps the variance of an SGD update: Krizhevsky 2014, "One
               weird trick for parallelizing convolutional neural networks", arXiv:1404.5997. For
-              Adam and similar optimizers see scale_adam().
+              Adam see Malladi et al. 2022, arXiv:2205.10287.
     "none"    lr.
 
     Raises ValueError for another rule, or numbers that are not finite or not positive.
@@ -143,30 +115,6 @@ def scale_lr(lr: float, factor: float, rule: str) -> float:
     if rule not in RULES:
         raise ValueError(f"rule is {rule!r}; expected one of {', '.join(RULES)}. Correct it")
     return lr * {"linear": factor, "sqrt": math.sqrt(factor), "none": 1.0}[rule]
-
-
-def scale_adam(
-    factor: float, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
-) -> dict[str, float | tuple[float, float]]:
-    """Return lr, betas and eps of Adam for a global batch `factor` times as large.
-
-    The square-root scaling rule: lr * sqrt(k), 1 - k (1 - beta) for both betas, eps / sqrt(k).
-    Malladi, Lyu, Panigrahi and Arora 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
-    Algorithms", arXiv:2205.10287. Raises ValueError where a beta would fall below 0.
-    """
-    scaled = tuple(1 - factor * (1 - beta) for beta in betas)
-    if not all(0 <= beta < 1 for beta in scaled):
-        most = min(1 / (1 - beta) for beta in betas)
-        raise ValueError(
-            f"factor={factor} makes betas={betas} {scaled}; expected numbers from 0 to 1. The rule "
-            f"holds for factors up to {most:.4g} with these betas: change the batch less, or scale "
-            "lr alone"
-        )
-    return {
-        "lr": scale_lr(lr, factor, "sqrt"),
-        "betas": (scaled[0], scaled[1]),
-        "eps": eps / math.sqrt(factor),
-    }
 
 
 def linear_warmup(step: int, steps: int, start: float = 0.0) -> float:

@@ -201,7 +201,4 @@ Up to about {linear:,.0f} samples per step the speed-up is nearly linear. Beyond
 {batch:,.0f} samples per step take {1 + noise_scale / batch:.3g} times the fewest steps and \
 {1 + batch / noise_scale:.3g} times the fewest samples.
 From {batch:,.0f} to {linear:,.0f} samples, multiply the learning rate of SGD by {factor:.3g} \
-(linear rule: {growth:.3g}), that of Adam by {factor**0.5:.3g} (square root: {growth**0.5:.3g}).
-Larger batches need a rate per layer, LARS for SGD or LAMB for Adam: pip install pytorch-optimizer
-    from pytorch_optimizer import LARS, Lamb
-    optimizer = Lamb(model.parameters(), lr=2e-3, weight_decay=0.01)"""
+(linear rule: {growth:.3g}), that of Adam by {factor**0.5:.3g} (square root: {growth**0.5:.3g})."""
