@@ -17,9 +17,10 @@ import torch
 from tests.faults.programs import run_ranks
 from tests.unit.programs import ROOT, python
 from utils.metrics import Metrics
-from utils.metrics.run_log import FILE_NAME, RunLog, read_run
+from utils.metrics.run_log import FILE_NAME, RunLog
 from utils.metrics.trackers import TensorBoard
 from utils.tools import charts
+from utils.tools.read_run import read_run
 
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
 

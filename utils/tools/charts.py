@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..log import get_logger, print_result
-from ..metrics.run_log import FILE_NAME, Run, read_run
+from ..metrics.run_log import FILE_NAME
 from .arguments import ArgumentParser
+from .read_run import Run, read_run
 
 _log = get_logger(__name__)
 _SMOOTHED_FROM = 50  # steps; a shorter run is drawn as it is
