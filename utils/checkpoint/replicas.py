@@ -36,7 +36,7 @@ class ReplicaSample:
         self._settings = [zlib.crc32(json.dumps(one).encode()) for one in packed.settings.values()]
         self._tensor_count = len(packed.common)
         self._groups: list[tuple[list[int], list[int], Tensor]] = []
-        self._events: list[torch.Event] = []
+        self._events: list[tuple[torch.device, torch.Event]] = []
 
         numbers: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         tensors = list(packed.common.values())
@@ -48,12 +48,13 @@ class ReplicaSample:
             values = torch.cat(parts).to("cpu", non_blocking=is_queued)
             self._groups.append((members, [part.numel() for part in parts], values))
             if is_queued:
-                self._events.append(torch.cuda.current_stream(device).record_event())
+                self._events.append((device, torch.cuda.current_stream(device).record_event()))
 
     def digests(self) -> str:
         """Wait for the copies from a GPU, and return the digests of all entries in one string."""
-        for event in self._events:
-            event.synchronize()
+        for device, event in self._events:
+            with torch.cuda.device(device):  # as in Snapshot.bytes()
+                event.synchronize()
         of_tensors = [0] * self._tensor_count
         for members, sizes, values in self._groups:
             # One at a time: torch starts threads for more elements, which takes longer.
