@@ -3,24 +3,21 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.unit.test_checkpoint_state import Frozen
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank
 from utils.checkpoint.checksums import checksums
+from utils.checkpoint.entries import StateError
 from utils.checkpoint.format import FORMAT, MANIFEST, rank_file_name, render_manifest
 from utils.checkpoint.pack import pack
 from utils.checkpoint.restore import Restorer
 from utils.checkpoint.rng import read_random_states
 from utils.checkpoint.unpack import unpack
-from utils.checkpoint.values import StateError
 
 FILE = rank_file_name(0)
 
@@ -33,41 +30,20 @@ TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), 
 
 
 @pytest.mark.parametrize("tree", [
-    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "12"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
-    {"numpy scalar": "O", "bytes": ""}, {"numpy scalar": "f8", "bytes": "AA=="},
-    {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]},
-    {"tensor": "t", "dtype": "float32", "shape": [5]},
-    {"tensor": "t", "dtype": "float32", "shape": [2, -2]},
+    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "x"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
+    {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]}, {"tensor": "t", "dtype": "float32", "shape": [5]},
     {"tensor": "t", "dtype": "int64", "shape": [2]},
     {"tensor": "t", "dtype": "float32", "shape": [2, 2], "stride": [1, 10**12]},
-    {"tensor": "t", "dtype": "float32", "shape": [0, 2**62, 4]},
-    {"array": {"dtype": "f8", "shape": [10**12]}, "data": {"tensor": "b"}},
-    {"array": {"dtype": "O", "shape": [1]}, "data": {"tensor": "b"}},
-    {"array": {"dtype": [["a", "O"]], "shape": [1]}, "data": {"tensor": "b"}},
-    {"set": [[1]]}, {"tuple": {"a": 1}}, {"defaultdict": [], "factory": "eval"}, {"dict": {}, "metadata": {"dict": {}}},
-    {"generator": "random.Random"}, {"enum": "Mode", "member": "WARM"}, {"long": "str", "data": {"tensor": "b"}},
+    {"array": {"dtype": "O", "shape": [1]}}, {"numpy scalar": "O"}, {"tuple": {"a": 1}}, {"complex": "x"},
+    {"OrderedDict": [[[1], 2]]}, {"per rank": "x"},
 ], ids=lambda tree: json.dumps(tree)[:60])
 def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
-    tensors = {"t": torch.zeros(4), "b": torch.full((8,), 255, dtype=torch.uint8)}
     with pytest.raises(StateError, match="^x/0"):
-        unpack({"dict": {"x": [tree]}}, tensors)
+        unpack({"dict": {"x": [tree]}}, {"t": torch.zeros(4)})
 
 
-@pytest.mark.parametrize("state, tree, words", [
-    (nn.Identity(), {"object": "Identity", "state": 1}, "holds no entries for one"),
-    (nn.Identity(), {"object": "Identity", "state": {"dict": {}, "metadata": 1}}, "holds no versions"),
-    (torch.optim.SGD([torch.zeros(1)]), {"object": "SGD", "state": {"dict": {"state": 1, "param_groups": []}},
-                                         "parameters": []}, "no state of an optimizer"),
-    (random.Random(), {"generator": "random.Random", "state": 1}, "holds no state for one"),
-    (PerRank(1), {"per rank": 1}, "lacks this rank's part"),
-    (Frozen(1), {"dataclass": "Frozen", "fields": 1}, "was saved as Frozen with none")],
-    ids=lambda value: value if isinstance(value, str) else "")
-def test_trees_that_match_no_object_are_refused(state: Any, tree: Any, words: str) -> None:
-    try:
-        found = str(Restorer([state], [tree], {}, {}).mismatches)
-    except StateError as error:
-        found = str(error)
-    assert words in found
+def test_a_part_that_this_rank_has_not_saved_is_a_mismatch() -> None:
+    assert "lacks this rank's part" in str(Restorer([PerRank(1)], [{"per rank": "x"}], {}, {}).mismatches)
 
 
 @pytest.mark.parametrize("state", [

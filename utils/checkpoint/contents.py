@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from .entries import StateError, Tree
 from .format import Damaged, Manifest, rank_file_name
 from .rank_file import read_rank_file
 from .restore import Restorer
 from .rng import read_random_states
-from .values import StateError, Tree
 
 _KEY = "ddpkit"  # of the kit's part in the metadata of a file
 _SHOWN_MISMATCHES = 8

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checksums import BLOCK_BYTES
 
-FORMAT = 2  # raise it whenever one version of the kit would misread checkpoints of another
+FORMAT = 3  # raise it whenever one version of the kit would misread checkpoints of another
 MANIFEST = "manifest.json"
 
 _MAX_COUNT = 1 << 62  # of bytes or elements
