@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -31,8 +31,8 @@ def divide(
     """Return the CPUs of each local rank of a host: a subset of its mask, and never empty.
 
     Ranks with the same mask divide its cores among themselves. Each rank gets whole cores, which
-    no other rank has, on the NUMA node of its GPU. Cores that share an L3 cache stay together. If
-    a rank would get one core, the ranks near a node share its cores.
+    no other rank has, on the NUMA node of its GPU. If a rank would get one core, the ranks near a
+    node share its cores.
 
     A mask is kept if the launcher has given each rank its own, if it overlaps with another mask,
     or if it has fewer cores than ranks.
@@ -69,74 +69,35 @@ def _cpus(cores: Sequence[Core]) -> Cpus:
 def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
     """Divide cores among ranks; there are at least as many cores as ranks.
 
-    Ranks share the cores on the NUMA node of their GPU. A rank gets cores on the nodes without
-    GPUs of other ranks if the node of its GPU is unknown or has fewer cores than ranks.
-
-    Otherwise these far cores stay idle, unless a rank would have less than half of an equal share.
-    More cores are then faster than near ones. If the far cores are too few for that, each rank gets
-    an equal share of all cores.
-
-    Ranks near a node share its cores if one of them would have a single core. All ranks share all
-    cores if the node has only one, or is unknown.
+    The ranks with a GPU on a node get equal shares of its cores. All ranks get equal shares of all
+    cores if a rank would have less than half of that, or a node has a single core or is unknown.
     """
-    cores_on = Counter(core.node for core in cores)
-    ranks_on = Counter(gpu_nodes)
-    near = [
-        node if node is not None and cores_on[node] >= ranks_on[node] else None
-        for node in gpu_nodes
-    ]
-    far_cores = [core for core in cores if core.node not in near]
-    if len(far_cores) < near.count(None):
-        near, far_cores = [None] * len(near), list(cores)
+    ranks_near: dict[int | None, list[int]] = {}
+    for rank, node in enumerate(gpu_nodes):
+        ranks_near.setdefault(node, []).append(rank)
+    near = {node: [core for core in cores if core.node == node] for node in ranks_near}
+    if any(
+        len(near[node]) < _LEAST_CORES
+        or 2 * (len(near[node]) // len(ranks)) * len(gpu_nodes) < len(cores)
+        for node, ranks in ranks_near.items()
+    ):
+        nodes = [-1 if None in gpu_nodes else node or 0 for node in gpu_nodes]
+        by_node = sorted(range(len(nodes)), key=nodes.__getitem__)
+        ranks_near, near = {None: by_node}, {None: list(cores)}
 
-    parts: list[list[Core]] = [[] for _ in near]
-    for node in dict.fromkeys(near):
-        ranks = [rank for rank, its_node in enumerate(near) if its_node == node]
-        shared = far_cores if node is None else [core for core in cores if core.node == node]
-        for rank, part in zip(ranks, _split(shared, len(ranks)), strict=True):
+    parts: list[list[Core]] = [[] for _ in gpu_nodes]
+    for node, ranks in ranks_near.items():
+        for rank, part in zip(ranks, _split(near[node], len(ranks)), strict=True):
             parts[rank] = part
-    extra = [] if None in near else _split(far_cores, len(near))
-    if not _is_fair(parts, cores) and extra:
-        parts = [part + more for part, more in zip(parts, extra, strict=True)]
-    if not _is_fair(parts, cores):  # these nodes have too few cores for their ranks
-        by_node = sorted(range(len(near)), key=lambda rank: -1 if None in near else near[rank] or 0)
-        for rank, part in zip(by_node, _split(cores, len(near)), strict=True):
-            parts[rank] = part
-
-    crowded = {node for node, part in zip(near, parts, strict=True) if len(part) < _LEAST_CORES}
-    on_node = {node: [core for core in cores if core.node == node] for node in crowded}
-    if any(len(its_cores) < _LEAST_CORES for its_cores in on_node.values()):
-        return [list(cores)] * len(near)
-    return [on_node.get(node, part) for node, part in zip(near, parts, strict=True)]
+    return parts
 
 
-def _is_fair(parts: Sequence[Sequence[Core]], cores: Sequence[Core]) -> bool:
-    """Return whether each rank has at least half of an equal share of these cores."""
-    return 2 * len(parts) * min(map(len, parts)) >= len(cores)
-
-
-def _split(cores: Sequence[Core], count: int) -> list[list[Core]]:
-    """Split cores into contiguous parts of about equal size, preferably between two L3 caches.
-
-    Each end moves by an eighth of an equal share at most, so that no part is more than a quarter
-    smaller than that.
-    """
-    total = len(cores)
-    between_caches = [
-        index
-        for index in range(1, total)
-        if (cores[index - 1].node, cores[index - 1].l3) != (cores[index].node, cores[index].l3)
-    ]
-    ends = [0]
-    for part in range(1, count):
-        exact = part * total  # count times the exact end; integers, so that all hosts agree
-        end = (2 * exact + count) // (2 * count)
-        nearest = min(between_caches, key=lambda index: abs(index * count - exact), default=end)
-        if 8 * abs(nearest * count - exact) <= total:  # an eighth of an equal share
-            end = nearest
-        ends.append(end)
-    ends.append(total)
-    return [list(cores[first:last]) for first, last in zip(ends, ends[1:], strict=False)]
+def _split(cores: list[Core], count: int) -> list[list[Core]]:
+    """Split cores into contiguous parts of equal size; all of them to each if a part has one."""
+    if len(cores) < _LEAST_CORES * count:
+        return [cores] * count
+    ends = [(2 * part * len(cores) + count) // (2 * count) for part in range(count + 1)]
+    return [cores[first:last] for first, last in itertools.pairwise(ends)]
 
 
 def is_far(topology: Topology, cpus: Cpus, gpu_node: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Read the cores, L3 caches and NUMA nodes of this host from sysfs. No torch.
+"""Read the cores and NUMA nodes of this host from sysfs. No torch.
 
 Source: Documentation/admin-guide/cputopology.rst and Documentation/ABI of the Linux kernel.
 """
@@ -17,20 +17,19 @@ class Core(NamedTuple):
 
     cpus: tuple[int, ...]  # its hardware threads, by the kernel's numbers
     node: int  # its NUMA node
-    l3: int  # its L3 cache, named by the lowest CPU that shares it; -1 if unknown
 
 
 class Topology(NamedTuple):
-    """The cores of a host, sorted by NUMA node, L3 cache and CPU."""
+    """The cores of a host, sorted by NUMA node and CPU."""
 
     cores: tuple[Core, ...]
 
     def to_text(self) -> str:
         """Return one line: "0:0+4,1+5;1:2+6,3+7" for two nodes of two cores of two threads."""
-        groups: dict[tuple[int, int], list[str]] = {}
+        groups: dict[int, list[str]] = {}
         for core in self.cores:
-            groups.setdefault((core.node, core.l3), []).append("+".join(map(str, core.cpus)))
-        return ";".join(f"{node}:{','.join(cores)}" for (node, _), cores in groups.items())
+            groups.setdefault(core.node, []).append("+".join(map(str, core.cpus)))
+        return ";".join(f"{node}:{','.join(cores)}" for node, cores in groups.items())
 
     @classmethod
     def from_text(cls, text: str) -> Topology:
@@ -38,8 +37,8 @@ class Topology(NamedTuple):
         cores = []
         for group in text.split(";"):
             node, _, members = group.partition(":")
-            cpus_of = [tuple(map(int, core.split("+"))) for core in members.split(",")]
-            cores += [Core(cpus, int(node), cpus_of[0][0]) for cpus in cpus_of]
+            for core in members.split(","):
+                cores.append(Core(tuple(map(int, core.split("+"))), int(node)))
         return cls(tuple(cores))
 
 
@@ -54,11 +53,9 @@ def read_topology(root: Path = Path("/")) -> Topology | None:
         return None
     node_of = dict(_nodes(system))
     one_thread_each = _read(f"{system}/cpu/smt/active").strip() == "0"
-    level_3 = _index_of_l3(f"{system}/cpu/cpu{min(online)}/cache")
 
     cores: list[Core] = []
     seen: set[int] = set()
-    l3_of: dict[int, int] = {}
     for cpu in sorted(online):
         if cpu in seen:
             continue
@@ -67,11 +64,8 @@ def read_topology(root: Path = Path("/")) -> Topology | None:
         if not one_thread_each:
             siblings |= parse_ranges(_read(f"{folder}/topology/thread_siblings_list")) & online
         seen |= siblings
-        if level_3 and cpu not in l3_of:
-            shared = parse_ranges(_read(f"{folder}/cache/{level_3}/shared_cpu_list"))
-            l3_of |= dict.fromkeys(shared, min(shared, default=-1))
-        cores.append(Core(tuple(sorted(siblings)), node_of.get(cpu, 0), l3_of.get(cpu, -1)))
-    cores.sort(key=lambda core: (core.node, core.l3, core.cpus))
+        cores.append(Core(tuple(sorted(siblings)), node_of.get(cpu, 0)))
+    cores.sort(key=lambda core: (core.node, core.cpus))
     return Topology(tuple(cores))
 
 
@@ -114,15 +108,6 @@ def _nodes(system: str) -> Iterator[tuple[int, int]]:
         if re.fullmatch(r"node\d+", name):
             for cpu in parse_ranges(_read(f"{system}/node/{name}/cpulist")):
                 yield cpu, int(name[4:])
-
-
-def _index_of_l3(folder: str) -> str:
-    """Return the name of the L3 cache in the folder of a CPU's caches, such as "index3"."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return ""
-    return next((name for name in names if _read(f"{folder}/{name}/level").strip() == "3"), "")
 
 
 def _read(path: str) -> str:
