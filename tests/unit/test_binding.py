@@ -119,7 +119,7 @@ def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
 def test_random_hosts_and_masks_keep_the_promises() -> None:
     chance = random.Random(12)
     for number in range(10_000):
-        nodes = [(chance.randint(0, 3), chance.randint(1, 8)) for _ in range(chance.randint(1, 4))]
+        nodes = [chance.randint(0, 3) * chance.randint(1, 8) for _ in range(chance.randint(1, 4))]
         topology = host(*nodes, 1, threads=chance.choice((1, 2)))
         cpus = sorted(everything(topology))
         mask = frozenset(chance.sample(cpus, chance.randint(1, len(cpus))))
