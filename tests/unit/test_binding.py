@@ -6,9 +6,21 @@ import random
 import pytest
 
 from tests.unit.topologies import NAMES, load_site
-from utils.host.binding import Cpus, cores_in, divide, is_far, mask_of_cpus, openmp_binding, parse_binding
-from utils.host.cores import HostMasks, choose_cores, notes_on_cores
-from utils.host.topology import Core, Topology, parse_ranges
+from utils.host.cores import (
+    Core,
+    Cpus,
+    HostMasks,
+    Topology,
+    choose_cores,
+    cores_in,
+    divide,
+    is_far,
+    mask_of_cpus,
+    notes_on_cores,
+    openmp_binding,
+    parse_binding,
+    parse_ranges,
+)
 from utils.tools.submission.profiles import load
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.topologies import write_tree
+from utils.host.cores import Core, format_ranges, parse_ranges, pci_node, read_topology
 from utils.host.gpus import intel_addresses, nvidia_address, visible_gpu_addresses
-from utils.host.topology import Core, format_ranges, parse_ranges, pci_node, read_topology
 
 
 def test_core_has_its_threads_and_its_node(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.host.binding import Cpus
-from utils.host.topology import Topology, format_ranges, parse_ranges, pci_node, read_topology
+from utils.host.cores import Cpus, Topology, format_ranges, parse_ranges, pci_node, read_topology
 
 FOLDER = Path(__file__).resolve().parents[1] / "topologies"
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # hundreds of small files

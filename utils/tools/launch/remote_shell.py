@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from ...job.hostnames import short_name
-from ...job.slurm_environment import components
+from ...job.allocation import short_name
+from ...job.slurm_job import components
 from .bootstrap import import_code
 
 VARIABLE = "DDPKIT_REMOTE_SHELL"  # holds the code that runs main()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from ....host.gpus import MASKS
-from ....job.slurm_environment import components
+from ....job.slurm_job import components
 from .. import remote_shell
 from ..launch_plan import AgentStart, Method, Plan, Request
 from .srun_environment import daemon_variables, step_environment

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from ....job.slurm_environment import components, in_step
+from ....job.slurm_job import components, in_step
 from ..launch_plan import Request
 
 # What the job requested for its tasks, and how an outer step was bound, applies to those alone.
