@@ -4,7 +4,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -221,16 +220,6 @@ def test_program_without_the_kit_gets_its_share_of_the_cores(is_given: bool) -> 
     _, cpus, threads = output.split()
     assert parse_ranges(cpus) == ({last} if is_given else divided)
     assert share.variables == {"OMP_NUM_THREADS": threads}
-
-
-def test_early_signal_has_its_default_action_in_another_program() -> None:
-    with ReportListener() as report:
-        process, connection, received = started(report, "sh", "-c", "echo started")
-        with connection:
-            process.send_signal(signal.SIGUSR1)
-            connection.sendall(start_message(received["cores"]))
-            assert process.communicate(timeout=30) == ("", "")
-    assert process.returncode == -signal.SIGUSR1
 
 
 def test_output_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:

@@ -119,6 +119,12 @@ def started_by_mpiexec(folder: Path, end: str, *command: str, **options: Any) ->
                 command=command, python=sys.executable, **options)
 
 
+def test_signal_of_an_mpiexec_waits_for_the_handlers_of_all_ranks(tmp_path: Path) -> None:
+    rank = f"kill -USR1 {os.getpid()}; sleep 0.$((4 * RANK + 2)); trap 'exit 9' USR1; sleep 60 & wait"
+    end = "trap 'trap \"\" USR1; kill -USR1 0' USR1; wait; wait $!"
+    assert run(started_by_mpiexec(tmp_path, end, "bash", "-c", rank)) == 9
+
+
 COPY, LONG_COPY = (("sh", "-c", f"sleep {seconds}", "train.py") for seconds in (2, 10.5))
 EXCHANGE = """
 import os, socket, sys, time

@@ -27,9 +27,6 @@ SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
 _DRAIN_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 10.0
 _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
-# Wait for the scheduler's own broadcast of a signal to this host, to avoid double delivery.
-_BROADCAST_SECONDS = 0.2
-_SAME_SIGNAL_SECONDS = 2.0
 
 
 class Agent:
@@ -44,8 +41,7 @@ class Agent:
         self._input: int | None = None  # the pipe that the first process reads
         self._unwritten = b""
         self._end_requested = False
-        self._caught_at: dict[int, float] = {}  # when this process itself caught a signal
-        self._to_pass_on: list[tuple[float, int, bool]] = []  # when, signal, whether to workers
+        self._stops: list[tuple[int, bool]] = []  # signal, whether to workers
 
     def run(self) -> int:
         """Serve the coordinator until all is done; return 0 where it knows the result."""
@@ -63,7 +59,7 @@ class Agent:
                 self._start(processes, self._order)
                 watch = GroupWatch(self._order["launch_id"], self._order["watched_ranks"])
                 while processes.running:
-                    self._step(processes, watch, shielded=self._order["new_session"])
+                    self._step(processes, watch)
                 if watch.ended_without_group(time.monotonic()):
                     self._connection.send({"copies": False})
                 lost = self._connection.closed
@@ -79,9 +75,7 @@ class Agent:
         if "start" in message:
             self._order = message["start"]
         if "signal" in message:
-            number, to_workers = message["signal"]
-            due = time.monotonic() + _BROADCAST_SECONDS
-            self._to_pass_on.append((due, number, to_workers))
+            self._stops.append(message["signal"])
         if "end" in message:
             self._end_requested = True
         if "input" in message and self._input is not None:
@@ -111,7 +105,6 @@ class Agent:
             processes,
             self._outputs,
             output_dir=order["output_dir"],
-            new_session=order["new_session"],
             stdin=stdin,
         )
         if isinstance(stdin, int):
@@ -138,43 +131,23 @@ class Agent:
         os.close(self._input)
         self._input = None
 
-    def _step(self, processes: Processes, watch: GroupWatch, *, shielded: bool) -> None:
-        """Wait for something to happen and handle it.
-
-        shielded: whether signals to all processes of this host do not reach the ranks.
-        """
+    def _step(self, processes: Processes, watch: GroupWatch) -> None:
+        """Wait for something to happen and handle it."""
         now, reported = time.monotonic(), watch.groups
         next_look = watch.look(now)
         if watch.groups != reported:
             self._connection.send({"groups": list(watch.groups.items())})
         if watch.is_late(now):
             self._connection.send({"copies": True})
-        self._wait(
-            next_look,
-            processes.kill_late(now),
-            *(max(0.0, at - now) for at, _, _ in self._to_pass_on),
-        )
-        now = time.monotonic()
-        for number in self._loop.signals.take():
-            self._caught_at[number] = now
+        self._wait(next_look, processes.kill_late(now), processes.pass_on_held())
+        self._loop.signals.take()  # launch.py passes each stop on
         if self._end_requested or self._connection.closed:
-            processes.end(now)
-        self._pass_on_signals(processes, now, shielded)
+            processes.end(time.monotonic())
+        for number, to_workers in self._stops:
+            processes.stop(number, to_workers=to_workers)
+        self._stops.clear()
         for index, status in processes.ended():
             self._connection.send({"exit": (index, status)})
-
-    def _pass_on_signals(self, processes: Processes, now: float, shielded: bool) -> None:
-        """Signal the ranks, unless the scheduler has signalled all processes of this host.
-
-        PBS does so on a job's first host, Slurm with a step.
-        """
-        due = [entry for entry in self._to_pass_on if entry[0] <= now]
-        self._to_pass_on = [entry for entry in self._to_pass_on if entry[0] > now]
-        for _, number, to_workers in due:
-            caught_at = self._caught_at.get(number)
-            have_it = caught_at is not None and now - caught_at <= _SAME_SIGNAL_SECONDS
-            if shielded or not have_it:
-                processes.signal(number, to_workers=to_workers)
 
     def _wait(self, *timeouts: float | None) -> None:
         """Run the loop once, at most for the shortest timeout (seconds), and pass output on."""

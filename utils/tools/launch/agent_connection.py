@@ -64,7 +64,6 @@ class StartOrder(TypedDict):
     launch_id: str
     host: str  # of launch.py
     environ: dict[str, str]
-    new_session: bool  # keep the processes away from signals to a whole session
     output_dir: str
     watched_ranks: int  # for nested.GroupWatch
     input: bool  # the first process reads the standard input of launch.py
@@ -97,6 +96,7 @@ class Message(TypedDict, total=False):
     watched_ranks: int  # for nested.GroupWatch
     # Of the ranks of the host, for the one that starts the watch there; beside `variables`
     processes: list[tuple[int, int | None, str]]
+    handled: list[int]  # the signals of HELD that all ranks of the host handle
     ended: bool  # all ranks of the host have
     failed: bool
 

@@ -231,7 +231,6 @@ class Coordinator(ConnectionServer):
                 launch_id=f"{self._id}.{index}",
                 host=socket.gethostname(),
                 environ=dict(plan.method.agent_environment(plan.environ)),
-                new_session=torchrun,
                 output_dir="" if torchrun else plan.options.output_dir,
                 watched_ranks=plan.ranks[index] if plan.is_watched else 0,
                 input=plan.options.input and index == 0,

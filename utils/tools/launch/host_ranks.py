@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from ...launch_error import LaunchError
 from .child_processes import Processes
 from .launch_result import print_status
-from .rank_cores import RankShare, report_mask, shares_of_ranks
+from .rank_cores import RankShare, divides_cores, report_mask, shares_of_ranks
 from .rank_output import Outputs, open_file
-from .script_imports import imports_this_package
 
 
 def start_on_host(
@@ -21,14 +20,12 @@ def start_on_host(
     outputs: Outputs | None,
     *,
     output_dir: str = "",
-    new_session: bool = False,
     stdin: bytes | int = b"",
 ) -> None:
     """Start ranks or a torchrun agent on this host.
 
     commands: words and variables of each. outputs: gets what they write; None where they share our
-    streams. output_dir: where each rank writes a file instead. new_session: see Processes.start().
-    stdin: of the first one.
+    streams. output_dir: where each rank writes a file instead. stdin: of the first one.
     """
     shares = _shares(commands, environ)
     for index, (words, variables) in enumerate(commands):
@@ -40,9 +37,7 @@ def start_on_host(
             {**environ, **variables, **shares[index].variables},
             stdout=target,
             stderr=target,
-            new_session=new_session,
             stdin=b"" if index else stdin,
-            hold_signals=True,
             cpus=shares[index].cpus,
         )
         if output_dir and target is not None:
@@ -57,7 +52,7 @@ def _shares(
     """Return what each rank gets of the cores; nothing where setup_distributed() divides them."""
     unbound = [RankShare() for _ in commands]
     words, variables = commands[0]
-    if "LOCAL_RANK" not in variables or imports_this_package(words):  # not for torchrun's agent
+    if "LOCAL_RANK" not in variables or divides_cores(words):  # not for torchrun's agent
         return unbound
     reports = [report_mask({**environ, **variables}) for _, variables in commands]
     try:

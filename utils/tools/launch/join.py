@@ -47,7 +47,7 @@ class JoinServer(ConnectionServer):
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
     it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
     ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
-    started the watch there, until that ends.
+    started the watch there, until that ends. handled: see Message, by such a rank.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class JoinServer(ConnectionServer):
         self._groups: dict[int, dict[int, int]] = {}  # from nested.GroupWatch, by local rank 0
         self._limit = time.monotonic() + START_SECONDS
         self.watched: set[int] = set()
+        self._handled: dict[int, list[int]] = {}
         self._end_reported = False
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
@@ -81,6 +82,10 @@ class JoinServer(ConnectionServer):
                 f"{self._plan.world_size} ranks on {', '.join(self._plan.hosts[:_SHOWN])}. Check "
                 f"these hosts, and that they can reach {socket.gethostname()} by TCP"
             )
+
+    def all_handle(self, number: int) -> bool:
+        """Return whether all ranks run and handle a signal, as far as the hosts report it."""
+        return self.complete and all(number in self._handled.get(one, ()) for one in self.watched)
 
     def missing(self) -> str:
         """Return "2 of 4 ranks did not join: ranks 1, 3"."""
@@ -147,6 +152,8 @@ class JoinServer(ConnectionServer):
             self.problem = self.problem or problem(self._groups.values(), self._plan.world_size)
         if "copies" in message and self._joined[index].host == self._joined[0].host:
             report_copies(self._plan, self._result, running=message["copies"])
+        if "handled" in message:
+            self._handled[index] = message["handled"]
         self._end_reported |= message.get("ended", False)
 
     def client_lost(self, index: int) -> None:

@@ -36,11 +36,7 @@ class NativeCommand:
     def start(
         self, words: Sequence[str], environ: Mapping[str, str], stderr: int | None = None
     ) -> subprocess.Popen[bytes] | None:
-        """Start the command; None where that is not possible.
-
-        It gets its own session: PBS and a terminal signal a whole session, but each stop must reach
-        the command once, through signal().
-        """
+        """Start the command; None where that is not possible."""
         method = self._plan.method
         with tempfile.TemporaryFile() as file:  # has no name, so nothing of it can be left
             file.write(method.host_file(self._plan).encode())
@@ -55,7 +51,6 @@ class NativeCommand:
                 {**environ, **method.variables(self._plan)},
                 stderr=stderr,
                 stdin=0 if self._plan.rank_0_reads_input else b"",
-                new_session=True,
                 pass_fds=[file.fileno()],
             )
         self._pid = child.pid if child else 0

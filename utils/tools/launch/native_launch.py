@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from ...monitor.launch_report import ReportListener
 from .bootstrap import module_command
-from .child_processes import Processes
+from .child_processes import HELD, Processes
 from .event_loop import CaughtSignals, EventLoop
 from .files import checksum_of
 from .join import JoinServer
@@ -63,6 +63,7 @@ class _NativeLaunch:
         self._errors: SrunErrors | None = None
         self._rank_failed_at: float | None = None
         self._pass_term_at: float | None = None
+        self._held: set[int] = set()  # signals for which not all ranks have a handler yet
         self._reported_waiting = self._ending = False
 
     def run(self) -> None:
@@ -177,8 +178,13 @@ class _NativeLaunch:
                 self._end(now)
             elif self._errors is not None and number == signal.SIGTERM:
                 self._pass_term_at = now + _ABORT_SECONDS
+            elif number in HELD:
+                self._held.add(number)
             else:
                 self._command.signal(number)
+        for number in filter(self._ranks.all_handle, list(self._held)):
+            self._held.remove(number)
+            self._command.signal(number)
         if self._pass_term_at is not None and now >= self._pass_term_at:
             self._pass_term_at = None
             # Slurm has signalled the ranks itself where it ends the whole job.

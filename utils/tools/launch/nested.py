@@ -6,11 +6,13 @@ torch names the threads of a group, and /proc shows which processes are connecte
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import select
 import shlex
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +20,10 @@ from contextlib import suppress
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
 from .agent_connection import CONNECT_SECONDS, LaunchConnection, Message
-from .child_processes import LAUNCH_VARIABLE
+from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
-from .script_imports import imports_this_package
+from .rank_cores import divides_cores
 
 # What starts ranks, by the name of a program or module, and the --launcher for the same.
 _LAUNCHERS = {
@@ -38,25 +40,13 @@ _LAUNCHERS = {
     "srun": "srun",
     "pbs_tmrsh": "pbs_tmrsh",
     "pbsdsh": "pbsdsh",
-    "jsrun": "",
     "aprun": "",
     "launch.py": "",
 }
 _MPIEXEC = re.compile(r"(mpi(exec|run)|orterun|prterun|prun)(\W|$)")
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-# Programs that run the command among their arguments.
-_WRAPPERS = frozenset(
-    "-m env nice ionice chrt numactl taskset stdbuf time timeout nohup setsid unshare sudo exec "
-    "command uv uvx conda mamba micromamba pixi poetry pipenv hatch apptainer singularity shifter "
-    "podman docker nsys ncu gdb strace perf".split()
-)
-_CONTAINERS = ("apptainer", "singularity", "shifter", "podman", "docker")  # images may be paths
-# What follows is a name or a path: uv run --with deepspeed, pixi run -e accelerate.
-_VALUE_OPTIONS = ("-e", "-o", "-B", "-w")
-_FLAGS = ("--", "--nv", "--rocm", "--no-capture-output", "--live-stream", "--isolated", "--frozen")
-_COMMAND = re.compile(r"-[a-z]*c[a-z]*")  # bash -lc
-_MODULE = re.compile(r"[A-Za-z_][\w.]*")
-_BEFORE_COMMAND = re.compile(r"\w+=.*|if|then|elif|else|while|until|do|!|\{", re.DOTALL)
+_WRAPPER = re.compile(r"-m|env|nice|(python|pypy)[\d.]*")
+_BEFORE_COMMAND = re.compile(r"-.*|\d+|\w+=.*|exec|then|do", re.DOTALL)
 
 _FIRST_SECONDS = 0.5  # between two looks, longer with time
 _LONGEST_SECONDS = 10.0
@@ -69,31 +59,25 @@ _GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")
 def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
     """Return the launcher that a command runs, and the --launcher for it; None for none.
 
-    Wrappers and the text of `bash -c` are looked through, up to the script.
+    It is found behind env, nice, python -m and the "--" of another program, and in `bash -c`.
     """
     name = os.path.basename(words[0]) if words else ""
     if name in _LAUNCHERS or _MPIEXEC.match(name):
         return name, _LAUNCHERS.get(name, "mpiexec")
     if name in _SHELLS:
         pairs = zip(words[1:], words[2:], strict=False)
-        texts = [text for option, text in pairs if _COMMAND.fullmatch(option)]
-        commands = (command for text in texts[:1] for command in _shell_commands(text))
-        return next(filter(None, map(launcher_in, commands)), None)
-    if name not in _WRAPPERS and not re.fullmatch(r"(python|pypy)[\d.]*", name):
+        text = next((text for option, text in pairs if re.fullmatch("-[a-z]*c", option)), "")
+        return next(filter(None, map(launcher_in, _shell_commands(text))), None)
+    if _WRAPPER.fullmatch(name):
+        return launcher_in(_without_options(words[1:]))
+    before = list(itertools.takewhile(lambda word: word != "--", words))
+    if any(word == "-m" or word.endswith(".py") for word in before):  # its own arguments follow
         return None
+    return launcher_in(words[len(before) + 1 :]) if before else None
 
-    for index, word in enumerate(words[1:], start=1):
-        before, base = words[index - 1], os.path.basename(word)
-        is_value = before in _VALUE_OPTIONS or before.startswith("--") and before not in _FLAGS
-        if name.endswith(("conda", "mamba")):
-            is_value = is_value or before in ("-n", "-p")
-        if "=" in word or is_value or name in _CONTAINERS and "/" in word:
-            continue
-        if base in _SHELLS or (base in _LAUNCHERS or _MPIEXEC.match(base)) and words[index + 1 :]:
-            return launcher_in(words[index:])
-        if word.endswith(".py") or before == "-m" and _MODULE.fullmatch(word):
-            return None
-    return None
+
+def _without_options(words: Iterable[str]) -> list[str]:
+    return list(itertools.dropwhile(_BEFORE_COMMAND.fullmatch, words))
 
 
 def _shell_commands(text: str) -> Iterator[list[str]]:
@@ -104,13 +88,9 @@ def _shell_commands(text: str) -> Iterator[list[str]]:
         words = list(lexer)
     except ValueError:  # an open quotation mark: the shell reports it
         return
-    command: list[str] = []
-    for word in [*words, ";"]:
-        if set(word) <= set("();<>|&"):
-            yield command
-            command = []
-        elif command or not _BEFORE_COMMAND.fullmatch(word):
-            command.append(word)
+    for ends, command in itertools.groupby(words, lambda word: set(word) <= set("();<>|&")):
+        if not ends:
+            yield _without_options(command)
 
 
 def refusal(words: Sequence[str], program: str, option: str) -> str:
@@ -293,7 +273,7 @@ def report_copies(plan: Plan, result: LaunchResult, *, running: bool) -> None:
 
     Programs that use the kit check that themselves.
     """
-    if imports_this_package(plan.program):
+    if divides_cores(plan.program):
         return
     words = [word for word in plan.command if word != "-m"]
     name = next((word for word in words if word.endswith(".py")), words[0])
@@ -313,8 +293,14 @@ def report_copies(plan: Plan, result: LaunchResult, *, running: bool) -> None:
         result.warning = text
 
 
+def _all_await(pids: Iterable[int], number: int) -> bool:
+    return all(process.awaits_signal(pid, number) for pid in pids)
+
+
 def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Message) -> None:
-    """Start a process that reports the groups of this host, and the end of its ranks, to launch.py.
+    """Start a process that reports to launch.py on the ranks of this host.
+
+    It reports their groups, which signals of HELD all of them handle, and their end.
 
     It is no child of this process, which becomes the user's program, and holds nothing but the
     connection. It ends with it, or with the ranks. Return at once.
@@ -324,6 +310,8 @@ def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Mess
         return
     try:
         os.setsid()
+        for number in HELD:  # Slurm signals all processes of a step
+            signal.signal(number, signal.SIG_IGN)
         if os.fork():
             return
         os.closerange(0, connection.fileno())
@@ -335,16 +323,23 @@ def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Mess
             with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
                 poll.register(os.pidfd_open(pid), select.POLLIN)
         watch = GroupWatch(launch_id, response["watched_ranks"])
-        reported = watch.groups
+        reported, started = watch.groups, time.monotonic()
+        handled: list[int] = []
         # What is in another namespace is not seen from here.
-        while any(there != namespace or process.start_time(pid) == t for pid, t, there in ranks):
-            seconds = watch.look(time.monotonic())
+        hidden = any(there != namespace for _, _, there in ranks)
+        while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
+            seconds = watch.look(time.monotonic()) or _LONGEST_SECONDS
             if watch.groups != reported:
                 reported = watch.groups
                 connection.send({"groups": list(reported.items())}, timeout=CONNECT_SECONDS)
             if watch.is_late(time.monotonic()):
                 connection.send({"copies": True}, timeout=CONNECT_SECONDS)
-            for ready, _ in poll.poll(1000 * (_LONGEST_SECONDS if seconds is None else seconds)):
+            before, handled = handled, [int(one) for one in HELD if _all_await(seen, one)]
+            if handled != before:
+                connection.send({"handled": handled}, timeout=CONNECT_SECONDS)
+            if len(handled) < len(HELD):  # a program without handlers is looked at less and less
+                seconds = min(seconds, max(HANDLER_SECONDS, (time.monotonic() - started) / 20))
+            for ready, _ in poll.poll(1000 * seconds):
                 if ready == connection.fileno():
                     return
                 poll.unregister(ready)

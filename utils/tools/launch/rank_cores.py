@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -30,6 +31,17 @@ def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
         "mask": binding.mask_of_cpus(binding.available_cpus()),
         "gpu_nodes": [pci_node(address, root) if address else None for address in addresses],
     }
+
+
+def divides_cores(words: Sequence[str]) -> bool:
+    """Return whether the script or module of a command calls setup_distributed(), by its text."""
+    modules = [
+        f"{words[i + 1].replace('.', '/')}.py" for i, w in enumerate(words[:-1]) if w == "-m"
+    ]
+    for path in (word for word in (*words, *modules) if word.endswith(".py")):
+        with suppress(OSError):
+            return b"setup_distributed(" in Path(path).read_bytes()
+    return False
 
 
 class RankShare(NamedTuple):

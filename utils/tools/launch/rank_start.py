@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ... import signals as early_signals
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
@@ -21,11 +20,10 @@ from .agent_connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Mes
 from .child_processes import LAUNCH_VARIABLE
 from .files import problem_with
 from .nested import report_on_ranks
-from .rank_cores import bind, report_mask, shares_of_ranks
+from .rank_cores import bind, divides_cores, report_mask, shares_of_ranks
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
 from .reserved_port import ReservedPort
-from .script_imports import imports_this_package
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(response["variables"])
     if os.environ.get("SLURM_JOB_ID") and launcher != "slurm":
         correct_slurm_variables(os.environ, response["num_hosts"])
-    if not imports_this_package(program):
+    if not divides_cores(program):
         try:
             local_rank = int(response["variables"]["LOCAL_RANK"])
             share = shares_of_ranks(response["cores"], os.environ)[local_rank]
@@ -87,7 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-    _restore_signals(program)
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvp(program[0], program)
     except OSError as error:
@@ -124,19 +123,6 @@ def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
         report_on_ranks(connection, launch_id, response)
     connection.close()
     return response if response and "variables" in response else None
-
-
-def _restore_signals(program: Sequence[str]) -> None:
-    """Give the program the signals that it expects."""
-    if imports_this_package(program):
-        early_signals.block()
-        os.environ[early_signals.VARIABLE] = "1"
-        for number in early_signals.take():  # caught since the import of this package
-            os.kill(os.getpid(), number)  # stays pending for the program
-    else:
-        early_signals.release()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 def _fail(text: str, status: int = 1) -> int:

@@ -86,7 +86,6 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
             processes,
             outputs,
             output_dir="" if torchrun else plan.options.output_dir,
-            new_session=torchrun,  # PBS signals whole sessions; torchrun would be terminated by it
             stdin=0 if plan.options.input else b"",
         )
         watch = nested.GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
@@ -101,7 +100,7 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
                 if result.is_last_stop(number, now):
                     result.end_now(number, now)
                 else:
-                    processes.signal(number, to_workers=signals_workers(plan, number))
+                    processes.stop(number, to_workers=signals_workers(plan, number))
             next_look = watch.look(now)
             if text := nested.problem([watch.groups], plan.world_size):
                 result.fail(text, now)
@@ -112,7 +111,8 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
                 processes.end(now)
                 due = processes.kill_late(now)
             if processes.running:
-                loop.run_once(due, next_look, outputs.flush_partial_lines() if outputs else None)
+                partial = outputs.flush_partial_lines() if outputs else None
+                loop.run_once(due, next_look, processes.pass_on_held(), partial)
         if watch.ended_without_group(time.monotonic()):
             nested.report_copies(plan, result, running=False)
         if outputs is not None:
