@@ -55,14 +55,14 @@ def test_ranks_have_all_variables_and_the_chosen_python(folder: Path) -> None:
 @pytest.mark.parametrize(("script", "expected"), [
     ("echo data | {}\necho later", ["rank 0: data", "rank 1: ", "later"]),
     ("echo data >file; {} <file\necho later", ["rank 0: data", "rank 1: ", "later"]),
-    ("{}\necho later", ["rank 0: ", "rank 1: ", "later"]), ("{i}\necho later", ["rank 0: echo later", "rank 1: "]),
+    ("{}\necho later", ["rank 0: ", "rank 1: ", "later"]),
     ("while read line; do {} 2>/dev/null; done\n1\n2", ["rank 0: ", "rank 1: "] * 2)])
 @pytest.mark.parametrize("is_file", [False, True])
 def test_rank_0_reads_what_launch_py_is_given_and_no_script_around_it(
         tmp_path: Path, script: str, expected: list[str], is_file: bool) -> None:
     """The shell reads its script from its standard input, as in `ssh host bash <<EOF`."""
     program = ["-n", "2", "sh", "-c", "echo rank $RANK: $(cat)"]
-    text = script.format(shlex.join([*LAUNCH, *program]), i=shlex.join([*LAUNCH, "-i", *program])) + "\n"
+    text = script.format(shlex.join([*LAUNCH, *program])) + "\n"
     with open(tmp_path / "script", "w+") as file:
         file.write(text)
         file.seek(0)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,13 +19,13 @@ from tests.unit.launch_plans import SLURM, job, make
 from utils.host.binding import cpus_of_mask
 from utils.host.topology import parse_ranges
 from utils.monitor.launch_report import VARIABLE, ReportListener, parse_address, report_saved
-from utils.tools.launch.agent_connection import JoinReport
 from utils.tools.launch.bootstrap import module_command
 from utils.tools.launch.event_loop import CaughtSignals, EventLoop
+from utils.tools.launch.host_ranks import RankMask, shares_of_ranks
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
+from utils.tools.launch.launch_connection import JoinReport
 from utils.tools.launch.launch_plan import Plan
 from utils.tools.launch.launch_result import LaunchResult
-from utils.tools.launch.rank_cores import RankMask, shares_of_ranks
 
 Joining = tuple[ReportListener, EventLoop, JoinServer]
 
@@ -62,7 +63,7 @@ def test_ranks_on_other_hosts_than_planned(hosts: list[str], hint: str) -> None:
 
 @pytest.fixture
 def joining() -> Iterator[Joining]:
-    with ReportListener() as report, CaughtSignals() as signals, EventLoop(signals) as loop:
+    with ReportListener() as report, CaughtSignals() as signals, closing(EventLoop(signals)) as loop:
         yield report, loop, JoinServer(planned(), report, loop, LaunchResult())
 
 

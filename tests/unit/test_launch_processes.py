@@ -21,15 +21,14 @@ from utils.host.topology import parse_ranges
 from utils.job import exclude_file
 from utils.monitor.launch_report import FirstCause
 from utils.tools.launch import native_launch, nested
-from utils.tools.launch.agent_connection import connect
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator
-from utils.tools.launch.host_ranks import start_on_host
+from utils.tools.launch.host_ranks import report_mask, shares_of_ranks, start_on_host
+from utils.tools.launch.host_readiness import ReservedPort
+from utils.tools.launch.launch_connection import connect
 from utils.tools.launch.launch_plan import Mpiexec, Plan
 from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
 from utils.tools.launch.methods import Mpich
-from utils.tools.launch.rank_cores import report_mask, shares_of_ranks
-from utils.tools.launch.reserved_port import ReservedPort
 from utils.tools.launch.run_plan import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,7 +205,7 @@ def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytes
 
 def test_reservation_lasts_as_long_as_the_program_that_inherits_it() -> None:
     code = (f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); "
-            "from utils.tools.launch.reserved_port import ReservedPort; "
+            "from utils.tools.launch.host_readiness import ReservedPort; "
             "ReservedPort([31000]).keep_over_exec(); os.execvp('cat', ['cat'])")
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as holder:
         wait_until(lambda: process.name(holder.pid) == "cat", "cat")

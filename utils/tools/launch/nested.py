@@ -19,11 +19,11 @@ from contextlib import suppress
 
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
-from .agent_connection import CONNECT_SECONDS, LaunchConnection, Message
 from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
+from .host_ranks import divides_cores
+from .launch_connection import CONNECT_SECONDS, LaunchConnection, Message
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
-from .rank_cores import divides_cores
 
 # What starts ranks, by the name of a program or module, and the --launcher for the same.
 _LAUNCHERS = {
@@ -118,6 +118,7 @@ class GroupWatch:
     """The process groups of torch that the ranks of this host form, seen from outside.
 
     groups: each rank whose processes have a group without another rank, and how many they are.
+    next_look: the seconds until it is time to look again; None if there is nothing left to see.
     formed: whether a rank has had a group, or a socket has had the port that launch.py gave to
     rank 0; also where the ranks are not watched.
     """
@@ -125,6 +126,7 @@ class GroupWatch:
     def __init__(self, launch_id: str, ranks: int) -> None:
         """launch_id: in the environment of the ranks. ranks: on this host; 0: do not watch."""
         self.groups: dict[int, int] = {}
+        self.next_look: float | None = None
         self.formed = not ranks
         self._port = self._rank_0 = 0  # the port, and the process id
         self._late_at = time.monotonic() + LATE_SECONDS
@@ -144,12 +146,15 @@ class GroupWatch:
             self._due = now + min(max(seconds, _FIRST_SECONDS), _LONGEST_SECONDS)
         return self._due - now
 
-    def is_late(self, now: float) -> bool:
-        """Return, once, whether the ranks have run for long without a group."""
-        if self.formed or now < self._late_at:
-            return False
-        self._late_at = math.inf
-        return True
+    def messages(self, now: float) -> Iterator[Message]:
+        """Look if it is time; yield what launch.py is to know."""
+        before = self.groups
+        self.next_look = self.look(now)
+        if self.groups != before:
+            yield {"groups": list(self.groups.items())}
+        if not self.formed and now >= self._late_at:
+            self._late_at = math.inf
+            yield {"copies": True}
 
     def ended_without_group(self, now: float) -> bool:
         """Return whether the ranks, which have all ended now, never had a group.
@@ -249,48 +254,57 @@ def _peers(pid: int, rank_of: Mapping[str, int]) -> Iterator[int | None]:
             yield None
 
 
-def problem(groups: Iterable[Mapping[int, int]], world_size: int) -> str:
-    """Return what is wrong with the groups that were seen on each host; "" for nothing.
+class GroupReports:
+    """What the hosts of a launch report about their process groups."""
 
-    Rank 0 alone proves nothing: it is the last in its group while it saves, and the one that starts
-    an evaluation.
-    """
-    found = {rank: size for of_host in groups for rank, size in of_host.items()}
-    rank = max(found, default=0)
-    if rank == 0:
-        return ""
-    size = found[rank]
-    return (
-        f"rank {rank} of {world_size} has formed a process group of {size} "
-        f"process{'es' * (size > 1)} without the other ranks. Expected one group of all "
-        f"{world_size} ranks. Leave out what starts ranks in the script or program, such as "
-        "torchrun, or give --independent if each rank is a program of its own"
-    )
+    def __init__(self, plan: Plan, result: LaunchResult) -> None:
+        self._plan, self._result = plan, result
+        self._of_hosts: dict[int, dict[int, int]] = {}
 
+    def note(self, host: int, message: Message, *, of_rank_0: bool) -> str:
+        """Note a message of a host; return what is wrong with the groups, or "".
 
-def report_copies(plan: Plan, result: LaunchResult, *, running: bool) -> None:
-    """Warn that no rank has formed a group: at once if they are running, else if they succeed.
+        of_rank_0: whether rank 0 runs there. Rank 0 alone proves nothing: it is the last in its
+        group while it saves, and the one that starts an evaluation.
+        """
+        if "copies" in message and of_rank_0:
+            self._report_copies(running=message["copies"])
+        if "groups" not in message:
+            return ""
+        self._of_hosts[host] = dict(message["groups"])
+        sizes = {rank: size for one in self._of_hosts.values() for rank, size in one.items()}
+        rank, world_size = max(sizes, default=0), self._plan.world_size
+        if rank == 0:
+            return ""
+        size = sizes[rank]
+        return (
+            f"rank {rank} of {world_size} has formed a process group of {size} "
+            f"process{'es' * (size > 1)} without the other ranks. Expected one group of all "
+            f"{world_size} ranks. Leave out what starts ranks in the script or program, such as "
+            "torchrun, or give --independent if each rank is a program of its own"
+        )
 
-    Programs that use the kit check that themselves.
-    """
-    if divides_cores(plan.program):
-        return
-    words = [word for word in plan.command if word != "-m"]
-    name = next((word for word in words if word.endswith(".py")), words[0])
-    found = (
-        "are running: no rank formed a process group within 5 minutes"
-        if running
-        else ("ran: no rank formed a process group")
-    )
-    text = (
-        f"{plan.world_size} independent copies of {os.path.basename(name)} {found}. Expected one "
-        "group of all ranks. Call setup_distributed() or init_process_group() in the script, or "
-        "give --independent if each rank is a program of its own"
-    )
-    if running:
-        print_status(text)
-    else:
-        result.warning = text
+    def _report_copies(self, *, running: bool) -> None:
+        """Warn that no rank has formed a group: at once if they run, else if they succeed.
+
+        Programs that use the kit check that themselves.
+        """
+        plan = self._plan
+        if divides_cores(plan.program):
+            return
+        words = [word for word in plan.command if word != "-m"]
+        name = next((word for word in words if word.endswith(".py")), words[0])
+        verb, when = ("are running", " within 5 minutes") if running else ("ran", "")
+        text = (
+            f"{plan.world_size} independent copies of {os.path.basename(name)} {verb}: no rank "
+            f"formed a process group{when}. Expected one group of all ranks. Call "
+            "setup_distributed() or init_process_group() in the script, or give --independent if "
+            "each rank is a program of its own"
+        )
+        if running:
+            print_status(text)
+        else:
+            self._result.warning = text
 
 
 def _all_await(pids: Iterable[int], number: int) -> bool:
@@ -323,17 +337,13 @@ def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Mess
             with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
                 poll.register(os.pidfd_open(pid), select.POLLIN)
         watch = GroupWatch(launch_id, response["watched_ranks"])
-        reported, started = watch.groups, time.monotonic()
-        handled: list[int] = []
+        started, handled = time.monotonic(), list[int]()
         # What is in another namespace is not seen from here.
         hidden = any(there != namespace for _, _, there in ranks)
         while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
-            seconds = watch.look(time.monotonic()) or _LONGEST_SECONDS
-            if watch.groups != reported:
-                reported = watch.groups
-                connection.send({"groups": list(reported.items())}, timeout=CONNECT_SECONDS)
-            if watch.is_late(time.monotonic()):
-                connection.send({"copies": True}, timeout=CONNECT_SECONDS)
+            for message in watch.messages(time.monotonic()):
+                connection.send(message, timeout=CONNECT_SECONDS)
+            seconds = watch.next_look or _LONGEST_SECONDS
             before, handled = handled, [int(one) for one in HELD if _all_await(seen, one)]
             if handled != before:
                 connection.send({"handled": handled}, timeout=CONNECT_SECONDS)

@@ -11,19 +11,19 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
 from ...monitor.launch_report import VARIABLE, parse_address
-from .agent_connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
 from .child_processes import LAUNCH_VARIABLE
-from .files import problem_with
+from .host_ranks import divides_cores, report_mask, shares_of_ranks
+from .host_readiness import ReservedPort, problem_with
+from .launch_connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
 from .nested import report_on_ranks
-from .rank_cores import bind, divides_cores, report_mask, shares_of_ranks
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
-from .reserved_port import ReservedPort
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,7 +75,9 @@ def main(arguments: Sequence[str]) -> int:
             share = shares_of_ranks(response["cores"], os.environ)[local_rank]
         except LaunchError as error:
             return _fail(str(error))
-        bind(share.cpus)
+        if share.cpus:
+            with suppress(OSError):  # without the binding, the program is slower, not wrong
+                os.sched_setaffinity(0, share.cpus)
         os.environ.update(share.variables)
     if port is not None:
         port.keep_over_exec()
@@ -117,7 +119,7 @@ def host_id() -> list[str]:
 def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
     connection.send({"join": report}, timeout=CONNECT_SECONDS)
-    response = connection.receive_one()
+    response = connection.wait_for_message()
     if response and response.get("processes"):
         launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
         report_on_ranks(connection, launch_id, response)
