@@ -60,7 +60,7 @@ def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> 
       "#SBATCH --no-requeue"], "--ntasks=8"),
     ("--site perlmutter --account m1 --queue debug train.py", ["#SBATCH --qos=debug"], "partition"),
     ("--site aurora --nodes 2 train.py", ["#PBS -l select=2:ncpus=204:mpiprocs=12:"], "ngpus"),
-    ("--site alps --container a.sif train.py", ["--container a.sif --gpu-vendor nvidia -- train.py"], "$@"),
+    ("--site alps --container a.sif train.py", ["--container a.sif -- train.py"], "$@"),
     ("--site lumi --container a.sif --gpus-per-node 0 train.py", ["--container a.sif -- train.py"], "vendor"),
     ("--site generic-slurm -m package.module --lr 1 -m x", ["=module\n", " -- -m package.module --lr 1 -m x\n"],
      "train.py")])

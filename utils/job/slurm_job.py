@@ -252,17 +252,6 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
     return value
 
 
-def components(environ: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Return the hosts of each component of a heterogeneous job; empty in any other job.
-
-    Raises ValueError where the variables cannot be read.
-    """
-    return tuple(
-        tuple(expand_hostlist(environ[f"SLURM_JOB_NODELIST{suffix}"]))
-        for suffix in _component_suffixes(environ)
-    )
-
-
 def resources(environ: Mapping[str, str]) -> Resources:
     """Return the hosts and resources of the whole job, as far as the variables hold them.
 

@@ -64,7 +64,7 @@ class Profile:
     gpus_per_node: int | None = None
     cores_per_node: int | None = None  # available to jobs, counted as the scheduler counts
     memory_per_node: str | None = None  # "64G"
-    gpu_vendor: str | None = None  # None: each job detects it
+    gpu_vendor: str | None = None  # None: it is not known
     request_gpus: bool = True  # false where nodes are exclusive and the scheduler knows no GPUs
     launcher: str = "auto"
     network: str | None = None  # the network in NCCL's log: "AWS Libfabric", "IB"
