@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
-import marshal
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ class Run:
     shell: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    found: dict[str, Any] = field(default_factory=dict)  # what a fault has to remember
+    pid: int | None = None  # of rank 5
 
     @property
     def checkpoints(self) -> Path:
@@ -201,30 +200,15 @@ def host_file(host: str, **other: str) -> Callable[[Run], object]:
     return inject
 
 
-def another_address(run: Run) -> None:
-    host_file(OTHER, **{BAD: run.hosts.address[LAST]})(run)
-
-
-def one_way(run: Run) -> None:
-    packets.drop(run.hosts, OTHER, "to", packets.source(run.hosts, BAD))
-
-
-def no_way_to_rank_0(run: Run) -> None:
-    packets.drop(run.hosts, "h1", "to", packets.TCP, *packets.NOT_SSH, packets.source(run.hosts, BAD))
+def lose(host: str, *conditions: packets.Condition) -> Callable[[Run], object]:
+    """Lose what a host would receive from the bad one."""
+    return lambda run: packets.drop(run.hosts, host, "to", *conditions, packets.source(run.hosts, BAD))
 
 
 def black_hole(run: Run) -> None:
     packets.one_packet_per_frame(run.hosts, run.hosts.hosts)
     for direction in ("from", "to"):
         packets.drop(run.hosts, BAD, direction, *packets.NOT_SSH, packets.longer_than(1400))
-
-
-def link_down(run: Run) -> None:
-    packets.run(run.hosts, "switch", f"ip link set {packets.port(run.hosts, BAD)} down")
-
-
-def signalled(number: int) -> Callable[[Run], object]:
-    return lambda run: os.kill(run.found["pid"], number)
 
 
 def on_bad_host(*lines: str) -> Callable[[Run], object]:
@@ -250,27 +234,6 @@ def gpus(*lines: str) -> Callable[[Run], object]:
     return inject
 
 
-def another_torch(run: Run) -> None:
-    version = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/version.py"))
-    text = re.sub(r"^__version__ = .*", "__version__ = '2.6.0+cpu'", version.read_text(), flags=re.MULTILINE)
-    host_faults.replace_file(run.hosts, BAD, version, text)
-
-
-def another_python(run: Run) -> None:
-    """The system's Python, with the packages of this environment."""
-    system = Path("/usr/bin/python3")
-    shown = subprocess.run([system, "-V"], capture_output=True, text=True, check=True).stdout.strip()
-    this = sys.version.split()[0]
-    if shown == f"Python {this}" or shown.split(".")[:2] != f"Python {this}".split(".")[:2]:
-        raise Impossible(f"{system} is {shown}; another patch level of {this} is needed")
-    environment = run.folder / "environment"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").symlink_to(system)
-    (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
-    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
-    on_bad_host(f"shift; set -- {environment}/bin/python \"$@\"")(run)
-
-
 def another_kit(run: Run) -> None:
     file = ROOT / "utils" / "training" / "batch.py"
     host_faults.replace_file(run.hosts, BAD, file, file.read_text() + "# an older version\n")
@@ -283,31 +246,14 @@ def full_disk(run: Run) -> None:
             file.write(bytes(1 << 16))
 
 
-def over_checkpoints(options: str) -> Callable[[Run], object]:
-    """Mount something over the folder for checkpoints on one host."""
-    return lambda run: packets.run(run.hosts, BAD, f"mount {options} {run.checkpoints}")
-
-
 def read_only(run: Run) -> None:
-    over_checkpoints(f"--bind {run.checkpoints}")(run)
-    over_checkpoints("-o remount,bind,ro")(run)
+    for options in (f"--bind {run.checkpoints}", "-o remount,bind,ro"):
+        packets.run(run.hosts, BAD, f"mount {options} {run.checkpoints}")
 
 
-def slow_disk(run: Run) -> None:
-    run.found["device"] = host_faults.slow_disk(run.folder / "disk", run.checkpoints)
-
-
-def throttle(run: Run) -> None:
-    limit = f"{run.found['device']} {1_000_000}"
-    run.undo.enter_context(host_faults.cgroup("blkio", {"blkio.throttle.write_bps_device": limit}))(run.hosts, BAD)
-
-
-def on_gpus(fault: Callable[[Run], object]) -> Callable[[Run], object]:
-    """A fault that matters on hosts with GPUs only."""
-    def inject(run: Run) -> None:
-        gpus()(run)
-        fault(run)
-    return inject
+def low_memlock(run: Run) -> None:
+    gpus()(run)
+    host_faults.set_limits(run.hosts, BAD, memlock=65536)
 
 
 def little(controller: str, **settings: str) -> Callable[[Run], object]:
@@ -326,63 +272,36 @@ def one_name(run: Run) -> None:
     packets.run(run.hosts, LAST, f"hostname {BAD}")
 
 
-def by_hand(*ranks: int) -> Callable[[Run], subprocess.Popen[str]]:
-    """Start these ranks with torchrun's variables, as scripts do that know no launcher."""
-    def start(run: Run) -> subprocess.Popen[str]:
-        output, end = os.pipe()
-        started = []
-        for rank in ranks:
-            host = run.hosts.hosts[rank // run.per_host]
-            started.append(run.start(
-                host, run.doctor, end, RANK=str(rank), WORLD_SIZE=str(run.size * run.per_host), PBS_JOBID="",
-                LOCAL_RANK=str(rank % run.per_host), LOCAL_WORLD_SIZE=str(run.per_host),
-                MASTER_ADDR=run.hosts.address["h1"], MASTER_PORT="29541"))
-            run.undo.enter_context(killed_at_end(started[-1]))
-        os.close(end)
-        started[0].stdout = os.fdopen(output)
-        return started[0]
-    return start
+def by_hand(run: Run) -> subprocess.Popen[str]:
+    """Start the ranks with torchrun's variables, as scripts do that know no launcher."""
+    output, end = os.pipe()
+    started = []
+    for rank in range(run.size * run.per_host):
+        started.append(run.start(
+            run.hosts.hosts[rank // run.per_host], run.doctor, end, RANK=str(rank), PBS_JOBID="",
+            WORLD_SIZE=str(run.size * run.per_host), LOCAL_RANK=str(rank % run.per_host),
+            LOCAL_WORLD_SIZE=str(run.per_host), MASTER_ADDR=run.hosts.address["h1"], MASTER_PORT="29541"))
+        run.undo.enter_context(killed_at_end(started[-1]))
+    os.close(end)
+    started[0].stdout = os.fdopen(output)
+    return started[0]
 
 
-def packages_file(name: str, change: Callable[[str], str]) -> Callable[[Run], object]:
-    """Change a file of the installed packages on a host."""
-    def inject(run: Run) -> None:
-        path = next(Path(sys.prefix).glob(f"lib/python*/site-packages/{name}"))
-        host_faults.replace_file(run.hosts, BAD, path, change(path.read_text()))
-    return inject
+def another_numpy(run: Run) -> None:
+    path = next(Path(sys.prefix).glob("lib/python*/site-packages/numpy/version.py"))
+    text = re.sub(r'^version = .*', 'version = "1.26.4"', path.read_text(), flags=re.MULTILINE)
+    host_faults.replace_file(run.hosts, BAD, path, text)
 
 
-def no_torch(run: Run) -> None:
-    folder = next(Path(sys.prefix).glob("lib/python*/site-packages/torch"))
-    packets.run(run.hosts, BAD, f"mount -t tmpfs none {folder}")
+def broken_torch(run: Run) -> None:
+    run.options.append("--quick")
+    path = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/functional.py"))
+    host_faults.replace_file(run.hosts, BAD, path, "raise ImportError('libmpi.so.12: not found')")
 
 
 def other_file(run: Run) -> None:
     (run.work / "train.yaml").write_text("lr: 0.1\n")
     host_faults.replace_file(run.hosts, BAD, run.work / "train.yaml", "lr: 0.2\n")
-
-
-def stale_code(run: Run) -> None:
-    """Compiled code of one host that is another file's, with the date and size of the file."""
-    source = run.work / "model.py"
-    source.write_text("WIDTH = 512\n")
-    status = source.stat()
-    header = b"".join(int(one).to_bytes(4, "little") for one in (0, status.st_mtime, status.st_size))
-    cache = run.folder / "cache" / Path(importlib.util.cache_from_source(str(source))).name
-    cache.parent.mkdir()
-    cache.write_bytes(importlib.util.MAGIC_NUMBER + header + marshal.dumps(compile("WIDTH = 256\n", source, "exec")))
-    (run.work / "__pycache__").mkdir()
-    packets.run(run.hosts, BAD, f"mount --bind {cache.parent} {run.work}/__pycache__")
-
-
-def other_data(run: Run) -> None:
-    """A folder of data, with a file of other content on one host."""
-    for host, content in (("all", b"1"), (BAD, b"2")):
-        (run.folder / f"data.{host}").mkdir()
-        for name, byte in (("shard-0", b"0"), ("shard-1", content)):
-            (run.folder / f"data.{host}" / name).write_bytes(5000 * byte)
-    run.options += ["--data", str(run.folder / "data.all")]
-    packets.run(run.hosts, BAD, f"mount --bind {run.folder}/data.{BAD} {run.folder}/data.all")
 
 
 def by_torchrun(run: Run) -> subprocess.Popen[str]:
@@ -396,13 +315,6 @@ def by_mpiexec(name: str) -> Callable[[Run], subprocess.Popen[str]]:
     return start
 
 
-def stale_rank(run: Run) -> subprocess.Popen[str]:
-    """doctor.py in a shell that still has the variables of a rank."""
-    return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, env={"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "h2",
-                                                          "MASTER_PORT": "29500"})
-
-
 def another_mpi(run: Run) -> subprocess.Popen[str]:
     """mpiexec of Open MPI, and an mpi4py that loads MPICH."""
     environ = run.lab.mpi4py("mpich5")
@@ -412,10 +324,6 @@ def another_mpi(run: Run) -> subprocess.Popen[str]:
     return run.start("h1", [*mpiexec, *run.doctor], **environ)
 
 
-class Impossible(Exception):
-    """This machine cannot have the fault."""
-
-
 BOTH, MAYBE_ALL = (OTHER, BAD), ("h1", "h2", "h4")
 COLLECTIVES = r"collectives: .*(h3|h2)"
 FAULTS = {
@@ -423,17 +331,16 @@ FAULTS = {
         BAD, h3="127.0.1.1")),
     "name without an address": Fault("names", r"h3: h2 is not resolved", inject=host_file(BAD, h2=""),
                                      maybe=(OTHER,), also=COLLECTIVES),
-    "name of another host": Fault("names", r"h3 leads to 10\.79\.1\.4", hosts=(OTHER,), maybe=(BAD, LAST),
-                                  inject=another_address),
     "IPv6 name that leads nowhere": Fault("names", r"h2: h3 leads to fd00::99", hosts=(OTHER,), size=3,
                                           inject=host_file(OTHER, h3="fd00::99"), start=by_mpiexec("mpich5")),
     "one name on two hosts": Fault("placement", r"2 hosts have the name h3", inject=one_name,
                                    also="no rank runs on h4|names: "),
     # The network
-    "one-way loss between two hosts": Fault("connections", r"h3 to h2|from h3", hosts=BOTH, inject=one_way,
+    "one-way loss between two hosts": Fault("connections", r"h3 to h2|from h3", hosts=BOTH, inject=lose(OTHER),
                                             also=COLLECTIVES),
-    "rank 0 cannot be reached": Fault("launch", r"did not join: ranks? 4-5", hosts=(), inject=no_way_to_rank_0,
-                                      start=by_hand(*range(8)), output=r"rank [45] of 8 on h3 .*rank 0"),
+    "rank 0 cannot be reached": Fault("launch", r"did not join: ranks 4-5", hosts=(), maybe=MAYBE_ALL, start=by_hand,
+                                      inject=lose("h1", packets.TCP, *packets.NOT_SSH),
+                                      output=r"rank [45] of 8 on h3 .*rank 0"),
     "refused connections": Fault("connections", r"refuse", inject=lambda run: packets.refuse(run.hosts, BAD),
                                  also=COLLECTIVES, maybe=MAYBE_ALL),
     "200 ms delay": Fault("connections", r"round trip to h3", also=r"collectives: .*h3",
@@ -449,12 +356,10 @@ FAULTS = {
                                            inject=on_bad_host("export GLOO_SOCKET_IFNAME=ib7"),
                                            also="GLOO_SOCKET_IFNAME|" + COLLECTIVES),
     # Ranks
-    "host vanishes": Fault("launch", r"respond|ended|lost|vanish", during=link_down, also=r"h3"),
-    "missing rank": Fault("launch", r"did not join: rank 5", start=by_hand(0, 1, 2, 3, 4, 6, 7), maybe=(BAD,),
-                          hosts=()),
-    "stopped rank": Fault("launch", r"rank 5.*respond", during=signalled(19)),
-    "killed rank": Fault("launch", r"rank 5.*(ended|died)", during=signalled(9)),
-    "stale RANK in the shell": Fault("installation", r"RANK=3 .*no launcher", hosts=(), start=stale_rank),
+    "host vanishes": Fault("launch", r"respond|ended|lost|vanish", during=lambda run: packets.run(
+        run.hosts, "switch", f"ip link set {packets.port(run.hosts, BAD)} down"), also=r"h3"),
+    "stopped rank": Fault("launch", r"rank 5.*respond", during=lambda run: os.kill(run.pid, signal.SIGSTOP)),
+    "killed rank": Fault("launch", r"rank 5.*(ended|died)", during=lambda run: os.kill(run.pid, signal.SIGKILL)),
     "mpi4py of another MPI": Fault("installation", r"mpi4py.*(MPICH|mpich)", hosts=(), start=another_mpi),
     # Placement
     "both ranks on one core": Fault("placement", r"2 ranks of h3 may run on core 0 only",
@@ -464,57 +369,34 @@ FAULTS = {
     "masked GPU": Fault("placement", r"sees? no GPU", inject=gpus("export CUDA_VISIBLE_DEVICES="),
                         also="CUDA_VISIBLE_DEVICES"),
     # Equality
-    "another torch": Fault("equality", r"2\.6\.0", inject=another_torch, also=r"equality|collectives"),
-    "another Python": Fault("equality", r"Python.*3\.\d+\.\d+", inject=another_python),
     "other code": Fault("equality", r"code of the kit.*batch\.py", inject=another_kit),
     "another variable": Fault("equality", r"NCCL_IB_DISABLE", inject=on_bad_host("export NCCL_IB_DISABLE=1")),
-    "asserts switched off": Fault("equality", r"sys\.flags\.optimize differs", start=by_mpiexec("openmpi5"), size=3,
-                                  inject=on_bad_host("export PYTHONOPTIMIZE=1")),
-    "another locale": Fault("equality", r"text encoding of the locale differs", size=3,
-                            inject=on_bad_host("export LC_ALL=C")),
-    "another numpy": Fault("equality", r"packages \(numpy\) differs\. h3: 1\.26\.4", start=by_torchrun, size=3,
-                           inject=packages_file("numpy/version.py", lambda text: re.sub(
-        r'^version = .*', 'version = "1.26.4"', text, flags=re.MULTILINE))),
-    "random.py hides a module": Fault("equality", r"random\.py .*hides the module random", hosts=(), size=3,
-                                      inject=lambda run: (run.work / "random.py").write_text("SEED = 1\n")),
+    "another numpy": Fault("equality", r"packages \(numpy\) differs\. h3: 1\.26\.4", inject=another_numpy,
+                           start=by_torchrun, size=3),
     "another configuration": Fault("equality", r"working directory \(train\.yaml\) differs", size=3,
                                    inject=other_file),
-    "stale compiled code": Fault("equality", r"model\.py.* not compiled from it", inject=stale_code,
-                                 start=by_mpiexec("mpich5"), size=3),
     # Storage
     "full disk": Fault("storage", r"No space", hosts=(), before=full_disk),
     "read-only folder": Fault("storage", r"[Rr]ead-only", inject=read_only),
-    "folder that is not shared": Fault("storage", r"h3 does not see files", inject=over_checkpoints("-t tmpfs none")),
-    "slow disk": Fault("storage", r"took .* s to write", before=slow_disk, inject=throttle),
     "hung file system": Fault("storage", r"storage|checkpoints", inject=lambda run: host_faults.hang_folder(
         run.hosts, BAD, run.checkpoints)),
-    "data file of other content": Fault("storage", r"shard-1\) differs.*checksum", inject=other_data,
-                                        start=by_torchrun, size=3),
     # Limits
-    "low memlock": Fault("limits", r"memlock|locked", maybe=MAYBE_ALL, also="CPU build|torch|GPU", inject=on_gpus(
-        lambda run: host_faults.set_limits(run.hosts, BAD, memlock=65536))),
+    "low memlock": Fault("limits", r"locked", maybe=MAYBE_ALL, also="CPU build|torch|GPU", inject=low_memlock),
     "few open files": Fault("limits", r"ulimit -n", inject=lambda run: host_faults.set_limits(
         run.hosts, BAD, nofile=256)),
-    "few processes": Fault("limits", r"h3 allows 100 processes.*ulimit -u", start=by_torchrun, size=3,
-                           inject=lambda run: host_faults.set_limits(run.hosts, BAD, nproc=100)),
-    "small /dev/shm": Fault("limits", r"/dev/shm", also="CPU build|torch|GPU", inject=on_gpus(  # Docker's default
-        lambda run: packets.run(run.hosts, BAD, "mount -t tmpfs -o size=64m none /dev/shm"))),
     "little memory": Fault("limits", r"memory", inject=little("memory", memory_limit_in_bytes=str(768 << 20))),
     "CPU quota": Fault("limits", r"allows the time of 1 CPUs", size=3,
                        inject=little("cpu", cpu_cfs_quota_us="100000")),  # of 100 ms: one CPU
     # torch
     "torch that cannot be imported": Fault("import", r"cannot be imported on h3: ImportError: libmpi", size=3,
-                                           inject=lambda run: (run.options.append("--quick"), packages_file(
-        "torch/functional.py", lambda text: "raise ImportError('libmpi.so.12: not found')")(run))),
-    "Python without torch": Fault("installation", r"Python of h3 has no torch", inject=no_torch, size=3),
+                                           inject=broken_torch),
 }
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def broken(fault: Fault) -> Iterator[Run]:
-    """Start hosts and break them; all is gone at the end."""
+def examine(fault: Fault, *options: str) -> Outcome:
+    """Start hosts, break them, and run doctor.py with these options there; all is gone at the end."""
     with (tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder,
           contextlib.ExitStack() as at_end):
         run = Run(Path(folder), fault.size, fault.per_host)
@@ -526,27 +408,21 @@ def broken(fault: Fault) -> Iterator[Run]:
             fault.before(run)
         run.hosts = at_end.enter_context(Hosts(fault.size))
         run.lab = Lab(run.hosts, run.hosts.start_sshd(), find_or_skip)
-        with run.undo:
-            if fault.inject:
-                fault.inject(run)
-            yield run
-
-
-def examine(fault: Fault, *options: str) -> Outcome:
-    """Run doctor.py with these options on broken hosts."""
-    with broken(fault) as run:
+        at_end.enter_context(run.undo)
+        if fault.inject:
+            fault.inject(run)
         run.options += options
         begin = time.monotonic()
-        with killed_at_end(fault.start(run)) as started:
-            if fault.during:
-                threading.Thread(target=break_later, args=(fault, run), daemon=True).start()
-            return follow(started, begin, 2 * SECONDS)
+        started = at_end.enter_context(killed_at_end(fault.start(run)))
+        if fault.during:
+            threading.Thread(target=break_later, args=(fault, run), daemon=True).start()
+        return follow(started, begin, 2 * SECONDS)
 
 
 def break_later(fault: Fault, run: Run) -> None:
     def joined() -> bool:
-        run.found["pid"] = run.rank_pid(5)
-        return run.found["pid"] is not None
+        run.pid = run.rank_pid(5)
+        return run.pid is not None
 
     assert fault.during
     wait_until(joined, "the ranks to join", seconds=SECONDS)
@@ -574,41 +450,29 @@ def follow(started: subprocess.Popen[str], begin: float, limit: float) -> Outcom
     return Outcome(reported or time.monotonic() - begin, started.poll(), "".join(lines))
 
 
-# What is unusual and healthy, on all hosts, which have the bridge of Docker then, too.
-ODD = ({"LANG": "tr_TR.UTF-8"}, {"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}, {"LANG": "ja_JP.SJIS"},
-       {"http_proxy": "http://10.79.1.250:3128", "https_proxy": "http://10.79.1.250:3128", "no_proxy": "localhost"},
-       {"LC_ALL": "POSIX", "ALL_PROXY": "socks5://127.0.0.1:9"}, {"LC_CTYPE": "C", "LC_NUMERIC": "de_DE.UTF-8"},
-       {"LANG": "", "HTTP_PROXY": "http://nowhere:1"}, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONOPTIMIZE": "1"})
 # A healthy run: the hosts, the launcher, and the options of doctor.py.
 HEALTHY = (("launch.py", 4, 2, ()), ("torchrun", 2, 2, ()), ("mpich5", 3, 2, ()), ("launch.py", 1, 2, ()),
            ("openmpi5", 3, 2, ()), ("launch.py", 4, 2, ("--quick",)), ("laptop", 1, 1, ()), ("launch.py", 8, 1, ()))
 
 
 def healthy(number: int) -> tuple[str, Outcome]:
-    """Run doctor.py where nothing is wrong; from the tenth run on, with ODD surroundings."""
+    """Run doctor.py where nothing is wrong, on hosts that have the bridge of Docker, too."""
     kind, size, per_host, options = HEALTHY[number % len(HEALTHY)]
-    odd = ODD[number % 10] if number % 20 >= 10 else {}
 
     def docker(run: Run) -> None:
-        run.environ.update(odd)
-        for host in run.hosts.hosts if odd else ():
+        for host in run.hosts.hosts:
             for words in ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0",
                           "link set docker0 up"):
                 packets.run(run.hosts, host, f"ip {words}")
 
     def start(run: Run) -> subprocess.Popen[str]:
-        run.options += options
-        if kind == "torchrun":
-            return by_torchrun(run)
-        if kind in MPIS:
-            return by_mpiexec(kind)(run)
         if kind == "laptop":
             return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, env=run.environ)
-        return run.launch()
+        return by_torchrun(run) if kind == "torchrun" else by_mpiexec(kind)(run) if kind in MPIS else run.launch()
 
-    what = f"{kind} {size} x {per_host} {' '.join([*options, *(f'{name}={value}' for name, value in odd.items())])}"
-    return what, examine(Fault("", start=start, inject=docker, size=size, per_host=per_host))
+    fault = Fault("", "", start=start, inject=docker, size=size, per_host=per_host)
+    return f"{kind} {size} x {per_host} {' '.join(options)}", examine(fault, *options)
 
 
 def main() -> int:
@@ -622,12 +486,8 @@ def main() -> int:
     names = args.faults or ([] if args.healthy else list(FAULTS))
     problems = []
     for name in names:
-        try:
-            outcome = examine(FAULTS[name])
-            problems.append(problem(FAULTS[name], outcome))
-        except Impossible as reason:
-            outcome = Outcome(0.0, None, "")
-            problems.append(f"left out: {reason}")
+        outcome = examine(FAULTS[name])
+        problems.append(problem(FAULTS[name], outcome))
         print(f"{name:32} {outcome.seconds:5.1f} s  {problems[-1] or 'right'}", flush=True)
         if args.show:
             print(outcome.output, flush=True)
