@@ -110,7 +110,7 @@ def connections(pid: int) -> int:
 class Fault:
     """A fault, and what doctor.py has to say.
 
-    check: the name of the check. cause: a regular expression for the message of its finding. hosts: those that this
+    check: the name of the check; "": that which runs then. cause: a regular expression for the message of its finding. hosts: those that this
     finding names, and no others but `maybe`; none: it names no host or all. before: what is done before the hosts
     start; inject: when they are up; during: when the ranks have joined. start: what starts doctor.py instead of
     launch.py. also: further findings that follow from the fault. output: a regular expression for what other ranks
@@ -173,7 +173,7 @@ def problem(fault: Fault, outcome: Outcome) -> str:
     for finding in outcome.findings:
         blamed = named(finding, report)
         hosts = set(fault.hosts) if fault.hosts or not blamed else everywhere
-        if (finding["check"] == fault.check and re.search(fault.cause, finding["message"])
+        if (fault.check in ("", finding["check"]) and re.search(fault.cause, finding["message"])
                 and blamed - set(fault.maybe) in (set(fault.hosts), hosts)):
             right = True
         elif not (fault.also and re.search(fault.also, f"{finding['check']}: {finding['message']}")):
@@ -356,10 +356,10 @@ FAULTS = {
                                            inject=on_bad_host("export GLOO_SOCKET_IFNAME=ib7"),
                                            also="GLOO_SOCKET_IFNAME|" + COLLECTIVES),
     # Ranks
-    "host vanishes": Fault("launch", r"respond|ended|lost|vanish", during=lambda run: packets.run(
+    "host vanishes": Fault("", r"did not respond|ended", during=lambda run: packets.run(
         run.hosts, "switch", f"ip link set {packets.port(run.hosts, BAD)} down"), also=r"h3"),
-    "stopped rank": Fault("launch", r"rank 5.*respond", during=lambda run: os.kill(run.pid, signal.SIGSTOP)),
-    "killed rank": Fault("launch", r"rank 5.*(ended|died)", during=lambda run: os.kill(run.pid, signal.SIGKILL)),
+    "stopped rank": Fault("", r"rank 5 on h3 did not respond", during=lambda run: os.kill(run.pid, signal.SIGSTOP)),
+    "killed rank": Fault("", r"rank 5.*(ended|died)", during=lambda run: os.kill(run.pid, signal.SIGKILL)),
     "mpi4py of another MPI": Fault("installation", r"mpi4py.*(MPICH|mpich)", hosts=(), start=another_mpi),
     # Placement
     "both ranks on one core": Fault("placement", r"2 ranks of h3 may run on core 0 only",
