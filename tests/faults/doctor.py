@@ -110,11 +110,11 @@ def connections(pid: int) -> int:
 class Fault:
     """A fault, and what doctor.py has to say.
 
-    check: the name of the check; "": that which runs then. cause: a regular expression for the message of its finding. hosts: those that this
-    finding names, and no others but `maybe`; none: it names no host or all. before: what is done before the hosts
-    start; inject: when they are up; during: when the ranks have joined. start: what starts doctor.py instead of
-    launch.py. also: further findings that follow from the fault. output: a regular expression for what other ranks
-    print.
+    check: the name of the check; "": that which runs then. cause: a regular expression for the message of its
+    finding. hosts: those that this finding names, and no others but `maybe`; none: it names no host or all. before:
+    what is done before the hosts start; inject: when they are up; during: when the ranks have joined. start: what
+    starts doctor.py instead of launch.py. also: further findings that follow from the fault. output: a regular
+    expression for what other ranks print.
     """
 
     check: str
