@@ -180,6 +180,12 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
         assert login.commands.calls() == [] and login.submissions() == []
 
 
+def test_a_centre_sets_the_default_site(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPKIT_SITE", "derecho")
+    assert "\n#PBS -q main" in login.submit(*"run --account p --dry-run train.py".split()).out
+    assert "\n#SBATCH " in login.submit(*"run --site lumi --account p --dry-run train.py".split()).out
+
+
 def test_without_a_site_the_scheduler_of_this_host_is_used(login: Login) -> None:
     assert login.submit("run", "train.py").status == 0
     assert records.read(login.submissions()[0]).site == "generic-slurm"
