@@ -16,8 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
-from utils.host.binding import cpus_of_mask
-from utils.host.topology import parse_ranges
+from utils.host.cores import cpus_of_mask, parse_ranges
 from utils.monitor.launch_report import VARIABLE, ReportListener, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
 from utils.tools.launch.event_loop import CaughtSignals, EventLoop

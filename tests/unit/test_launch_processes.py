@@ -17,7 +17,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
 from utils.host import process
-from utils.host.topology import parse_ranges
+from utils.host.cores import parse_ranges
 from utils.job import exclude_file
 from utils.monitor.launch_report import FirstCause
 from utils.tools.launch import native_launch, nested

@@ -10,10 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from ...host import binding
-from ...host.cores import HostMasks, choose_cores
+from ...host.cores import (
+    CPU_BIND,
+    HostMasks,
+    available_cpus,
+    choose_cores,
+    mask_of_cpus,
+    parse_ranges,
+    pci_node,
+    read_topology,
+)
 from ...host.gpus import visible_gpu_addresses
-from ...host.topology import parse_ranges, pci_node, read_topology
 from ...launch_error import LaunchError
 from .child_processes import Processes
 from .launch_plan import Plan
@@ -183,7 +190,7 @@ def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
     """Return the CPUs of this process and the GPUs of a rank with this environment."""
     addresses = visible_gpu_addresses(environ, root)
     return {
-        "mask": binding.mask_of_cpus(binding.available_cpus()),
+        "mask": mask_of_cpus(available_cpus()),
         "gpu_nodes": [pci_node(address, root) if address else None for address in addresses],
     }
 
@@ -221,7 +228,7 @@ def shares_of_ranks(
         HostMasks(
             bind=True,
             topology=topology.to_text() if topology else "",
-            binding=environ.get(binding.VARIABLE, ""),
+            binding=environ.get(CPU_BIND, ""),
             masks=tuple(report["mask"] for report in reports),
             local_ranks=tuple(range(len(reports))),
             gpu_nodes=tuple(

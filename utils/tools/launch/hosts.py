@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...host.gpus import MASKS
-from ...job.allocation import Allocation
-from ...job.hostnames import short_name
-from ...job.slurm_hostlist import expand_hostlist
+from ...job.allocation import Allocation, short_name
+from ...job.slurm_job import expand_hostlist
 from .launch_plan import HostInfo, Hosts, Options, PlanError
 
 _SHOWN = 8  # hosts in a message

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ...host import network
-from ...job.hostnames import short_name
+from ...job.allocation import short_name
 from ...monitor.launch_report import ReportListener
 from . import rank_environment as environment
 from .event_loop import EventLoop

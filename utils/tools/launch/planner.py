@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...host import binding
+from ...host.cores import CPU_BIND, NO_BINDING, binding_for
 from ...job.allocation import Allocation
 from .hosts import choose_hosts, job_name, notes_on_sharing
 from .launch_plan import HostInfo, Options, Plan, PlanError, Request
@@ -32,10 +32,10 @@ def make_plan(
             "heterogeneous job with srun: srun --het-group=0,1 python train.py"
         )
     hosts = choose_hosts(options, allocation, host_info)
-    given = environ.get(binding.VARIABLE, "")
-    if given not in ("", binding.NO_BINDING):
+    given = environ.get(CPU_BIND, "")
+    if given not in ("", NO_BINDING):
         try:
-            binding.binding_for(given, max(hosts.ranks))
+            binding_for(given, max(hosts.ranks))
         except ValueError as error:
             raise PlanError(str(error)) from None
     if hosts.partial:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ...job.pbs_programs import find_program as find_pbs_program
+from ...job.pbs_job import find_program as find_pbs_program
 from .launch_plan import Mpiexec
 from .methods import MPIEXECS
 from .methods.mpiexec import Pals

@@ -7,7 +7,7 @@ import time
 from contextlib import closing, suppress
 
 from ...job import exclude_file
-from ...job.exit_status import EXIT_REQUEUE
+from ...job.allocation import EXIT_REQUEUE
 from ...monitor.launch_report import ReportListener
 from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...job.units import parse_duration
+from ...job.allocation import parse_duration
 
 _MAX_COUNT = 1 << 20  # sanity bound of nodes, ranks, cores, GPUs
 _MAX_SECONDS = 100 * _MAX_COUNT

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...host.binding import VARIABLE as CPU_BIND
-from ...host.binding import parse_binding
+from ...host.cores import CPU_BIND, parse_binding
 from ...host.gpus import VENDORS
 from ..launch.methods import NAMES
 from ..schedulers.job_spec import parse_walltime

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from ....host.gpus import MASKS
 from ....job.commands import SchedulerError, run_command
-from ....job.slurm_environment import in_step
+from ....job.slurm_job import in_step
 from ..child_processes import Processes
 from ..hosts import index_of
 from ..launch_plan import HOST_FILE, Plan, Request

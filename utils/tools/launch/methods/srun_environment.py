@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ....job.slurm_environment import in_step
+from ....job.slurm_job import in_step
 from ..launch_plan import Request
 
 # What the job requested for its tasks, and how an outer step was bound, applies to those alone.
