@@ -102,10 +102,10 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
 
 
 def test_a_script_has_modules_environment_setup_and_command() -> None:
-    job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), environment={"A": "two words"},
-              setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
-    assert Slurm().render(job, TEMPLATE).split("\n")[-6:-1] == [
-        "set -euo pipefail", "module load cuda/12.4", "export A='two words'", "source env.sh",
+    job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), module_paths=("/soft",),
+              environment={"A": "two words"}, setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
+    assert Slurm().render(job, TEMPLATE).split("\n")[-7:-1] == [
+        "set -euo pipefail", "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
         "launch --launcher mpiexec --ntasks-per-node 2 -- 'my train.py' --lr 1e-3"]
     assert Slurm().render(Job(launcher="torchrun"), TEMPLATE).endswith('\nlaunch --torchrun -- "$@"\n')
 
