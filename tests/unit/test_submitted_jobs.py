@@ -58,7 +58,7 @@ def query(login: Login, monkeypatch: pytest.MonkeyPatch) -> Query:
 def scripted(states: str) -> Scripted:
     """Jobs 1, 2, ... in these states."""
     codes = {"completed": 0, "failed": 3, "stopped": 75}
-    return Scripted({str(number): Status(str(number), state, codes.get(state))  # type: ignore[arg-type]
+    return Scripted({str(number): DOWN if state == "down" else Status(str(number), state, codes.get(state))
                      for number, state in enumerate(states.split(), 1)})
 
 
@@ -108,7 +108,28 @@ def test_scheduler_that_is_down_is_queried_again(chain: Submission, job: InJob, 
     assert capfd.readouterr().err.count("the state of job 1 is not known: scontrol does not respond") == 2
 
 
+RECORDED: dict[str, tuple[int | str, int, int, str]] = {  # and the statuses of `status` and of `logs --follow`
+    "completed": (0, 0, 0, ", exit status 0"), "stopped": (75, 75, 75, " after saving"),
+    "failed": (3, 1, 3, ", exit status 3"), "timeout": (TIME_LIMIT, 1, 1, ""), "node fail": (HOST_LOST, 1, 1, ""),
+    "never ran": (NOT_STARTED, 1, 1, ", exit status 1 (it refused to start")}
+
+
+@pytest.mark.parametrize("state", RECORDED)
+def test_recorded_status_counts_where_the_scheduler_has_none(state: str, chain: Submission, query: Query) -> None:
+    """Slurm without accounting forgets a job soon, PBS without history at its end."""
+    recorded, status, followed, text = RECORDED[state]
+    (chain.folder / "1.out").write_text("loss 0.5\n")
+    (chain.folder / "11.out").write_text("another job\n")
+    records.write_status(chain.folder, "1", recorded)
+    for view in ("down", "unknown", *["failed"] * (recorded in (NOT_STARTED, HOST_LOST))):
+        done = query("status 1", scripted(view))
+        assert done.status == status and f"job 1: {state}{text}" in done.out
+    done = query("logs --follow 1", {"1": [Status("1", "running"), Status("1", "unknown")]})
+    assert (done.status, done.out) == (followed, "loss 0.5\n")
+
+
 @pytest.mark.parametrize(("words", "states", "exit_status", "message"), [
+    ("status 1", "down", 1, "does not respond"),
     ("status 1", "completed", 0, "job 1: completed, exit status 0\n  record: {folder}"),
     ("status 1", "failed", 1, "job 1: failed, exit status 3"),
     ("status 1", "unknown", 1, "job 1: unknown"),
@@ -178,27 +199,6 @@ def test_output_of_a_job_without_a_record_is_found(name: str, job_id: str, login
     for option in ("", "--follow"):
         done = query(f"logs {option} {job_id} --site generic-slurm", {job_id: status})
         assert done.status == 0 and done.out.endswith("loss 0.5\n")
-
-
-@pytest.mark.parametrize(("recorded", "status", "followed", "text"), [
-    (0, 0, 0, "completed"), (75, 75, 75, "stopped after saving"), (3, 1, 3, "failed, exit status 3"),
-    (TIME_LIMIT, 1, 1, "timeout"), (HOST_LOST, 1, 1, "node fail"),
-    (NOT_STARTED, 1, 1, "never ran, exit status 1 (it refused to start")])
-def test_recorded_status_counts_where_the_scheduler_has_none(recorded: int | str, status: int, followed: int,
-                                                             text: str, chain: Submission, query: Query) -> None:
-    """Slurm without accounting forgets a job soon, PBS without history at its end."""
-    (chain.folder / "1.out").write_text("loss 0.5\n")
-    (chain.folder / "11.out").write_text("another job\n")
-    assert query("logs 1", {}) == (0, "loss 0.5\n", "")
-    done = query("status 1", {"1": DOWN})
-    assert done.status == 1 and "does not respond" in done.err
-    records.write_status(chain.folder, "1", recorded)
-    other_views = [Status("1", "failed", 1)] if recorded in (NOT_STARTED, HOST_LOST) else []
-    for value in (DOWN, Status("1", "unknown"), *other_views):
-        done = query("status 1", {"1": value})
-        assert done.status == status and f"job 1: {text}" in done.out
-    done = query("logs --follow 1", {"1": [Status("1", "running"), Status("1", "unknown")]})
-    assert (done.status, done.out) == (followed, "loss 0.5\n")
 
 
 class InJob:
@@ -278,8 +278,8 @@ def test_rest_of_a_chain_continues_a_job_that_lost_a_host_without_that_host(
         exclude_file.add(os.environ[exclude_file.VARIABLE], {"n2.cluster": "launch: lost", "n9": "another job"})
         return 1
 
-    assert job.run(fail) == 1
-    assert (job.scheduler.cancelled, job.scheduler.excluded, job.recorded) == ([], {"3": ["n2"]}, HOST_LOST)
+    assert (job.run(fail), job.recorded) == (1, HOST_LOST)
+    assert (job.scheduler.cancelled, job.scheduler.excluded) == ([], {"3": [["n2"], ["n1", "n3"]]})
 
 
 @pytest.mark.parametrize(("extension", "recorded", "cancelled"), [(0.0, TIME_LIMIT, []), (1000.0, 3, ["3"])])
