@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
 from utils.job.commands import SchedulerError, run_command
-from utils.tools.schedulers.find_scheduler import get_scheduler
+from utils.tools.schedulers import get_scheduler
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
 from utils.tools.schedulers.slurm_scheduler import Slurm

@@ -14,7 +14,7 @@ from ...job.commands import SchedulerError
 from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
 from ..launch.nested import refusal
-from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers import get_scheduler
 from ..schedulers.job_checks import check_queue
 from ..schedulers.job_spec import Job, parse_walltime
 from . import preflight, profiles

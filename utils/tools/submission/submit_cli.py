@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ...job.commands import SchedulerError
-from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers import get_scheduler
 from ..schedulers.job_spec import JobError
 from . import queries
 from . import submissions as records
