@@ -13,7 +13,7 @@ from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_recording, s
 from tests.unit.submission import Login
 from utils.host import network
 from utils.tools import interpreter
-from utils.tools.submission import profiles, site_checks
+from utils.tools.submission import profiles
 from utils.tools.submission import sites_cli as sites
 from utils.tools.submission.profiles import Origin, ProfileError
 
@@ -27,7 +27,7 @@ VENDORS = {  # of the GPUs of each cluster
 
 
 def findings(text: str, path: Path = Path("ours.yaml")) -> list[str]:
-    return site_checks.check(profiles.parse(text, path), site_checks.load_rules())
+    return sites.check(profiles.parse(text, path), sites.load_rules())
 
 
 def test_profiles_of_the_kit_have_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,8 +179,8 @@ def test_rules_have_dated_sources_and_known_facts(tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text("- {if: {module: cuda}, problem: a, remedy: b, source: c, read: d}\n")
     with pytest.raises(ProfileError, match=r"rules.yaml, line 1: a fact is 'module'\. Expected: .*modules"):
-        site_checks.load_rules(file)
-    for rule in site_checks.load_rules():
+        sites.load_rules(file)
+    for rule in sites.load_rules():
         assert rule.source.startswith("https://") and datetime.date.fromisoformat(rule.read), rule.problem
 
 

@@ -21,8 +21,16 @@ from . import preflight, profiles
 from .following import note
 from .paths import PROGRAM
 from .profiles import Profile
-from .submit_options import COMMANDS
 
+COMMANDS = {
+    "run": "submit a script, a module or a program as a job",
+    "status": "print the status of jobs",
+    "list": "list the latest submissions",
+    "logs": "print the output of jobs",
+    "cancel": "cancel jobs, and what is left of their chains",
+    "resubmit": "submit recorded jobs again, with the same options and a new folder",
+    "doctor": "submit a job that checks the cluster, as doctor.py does",
+}
 # Options that people put after the script by mistake, where they are passed to it.
 MISPLACED = {
     "--nodes",
