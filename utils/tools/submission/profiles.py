@@ -11,10 +11,10 @@ import datetime
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...host.cores import CPU_BIND, parse_binding
 from ...host.gpus import VENDORS
@@ -30,158 +30,6 @@ LAUNCHERS = ("auto", "torchrun", *(name for name in NAMES if name != "local"))
 
 class ProfileError(ValueError):
     """A profile is missing or has a mistake; the message names file, line and key."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A YAML node with its line: a text, a list of items, or pairs of key and value."""
-
-    line: int  # from 1
-    text: str | None = None
-    items: list[Node] | None = None
-    pairs: list[tuple[Node, Node]] | None = None
-
-    @property
-    def found(self) -> str:
-        """The description of the node in an error message."""
-        if self.text is not None:
-            return repr(self.text)
-        return "a list" if self.items is not None else "a set of keys"
-
-    def get(self, key: str) -> Node | None:
-        """Return the value of a key; None if this is no mapping, or has no such key."""
-        return next((value for name, value in self.pairs or () if name.text == key), None)
-
-
-def read_text(path: Path, name: str = "") -> str:
-    """Read a YAML file. name: for messages. Raises ProfileError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ProfileError(
-            f"The site file {name or path} cannot be read: {error.strerror}. Expected the path of "
-            "a YAML file. Check the path."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ProfileError(
-            f"The site file {name or path} is not UTF-8 text: {error.reason} at byte "
-            f"{error.start}. Save it as UTF-8."
-        ) from None
-
-
-def compose(text: str, path: Path) -> Node:
-    """Read the nodes of a YAML text. path: for messages. Raises ProfileError.
-
-    Scalars stay texts: YAML would read 6:00:00 as a number, and `on` as a truth value.
-    """
-    try:
-        import yaml
-    except ImportError:
-        raise ProfileError(
-            "PyYAML is not installed, and site profiles are YAML files. Install it with "
-            "`python -m pip install pyyaml`, or run scripts/setup_env.sh."
-        ) from None
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None:
-            return _converted(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise ProfileError(f"{where}: this is not YAML: {error.problem}. Correct it.") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ProfileError(f"{path}: this is not YAML: {error}. Correct the file.") from None
-    raise ProfileError(f"{path}: the file is empty. Expected keys such as 'title' and 'scheduler'.")
-
-
-def _converted(node: Any) -> Node:
-    line = node.start_mark.line + 1
-    if node.id == "sequence":
-        return Node(line, items=[_converted(item) for item in node.value])
-    if node.id == "mapping":
-        pairs = [(_converted(key), _converted(value)) for key, value in node.value]
-        return Node(line, pairs=pairs)
-    return Node(line, text=str(node.value))
-
-
-class Reader:
-    """Convert YAML nodes to values, each with the function of its key."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def error(self, node: Node, key: str, found: str, expected: str) -> ProfileError:
-        return ProfileError(
-            f"{self.path}, line {node.line}: {key} is {found}. Expected: {expected}."
-        )
-
-    def items(self, node: Node, key: str) -> Iterator[tuple[str, Node, Node]]:
-        """Yield (name, node of the name, node of the value) of a mapping."""
-        if node.pairs is None:
-            raise self.error(node, key, node.found, "keys with values, one 'key: value' per line")
-        seen: set[str] = set()
-        for name_node, value_node in node.pairs:
-            name = name_node.text
-            if name is None:
-                raise self.error(name_node, f"a key of {key}", name_node.found, "a word")
-            if name in seen:
-                raise self.error(name_node, f"key {name!r}", "given twice", "each key once")
-            seen.add(name)
-            yield name, name_node, value_node
-
-    def mapping(self, node: Node, key: str, readers: dict[str, Read]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, name_node, value_node in self.items(node, key):
-            if name not in readers:
-                raise ProfileError(
-                    f"{self.path}, line {name_node.line}: the key {name!r} is unknown."
-                    f"{suggestion(name, list(readers))} Expected one of: {', '.join(readers)}."
-                )
-            values[name] = readers[name](self, value_node, repr(name))
-        return values
-
-    def text(self, node: Node, key: str) -> str:
-        if node.text is None:
-            raise self.error(node, key, node.found, "one value")
-        if not node.text.strip():
-            raise self.error(node, key, "empty", "a value; remove the line if there is none")
-        return node.text
-
-    def one_of(self, node: Node, key: str, choices: tuple[str, ...]) -> str:
-        value = self.text(node, key)
-        if value not in choices:
-            raise self.error(node, key, repr(value), f"one of {', '.join(choices)}")
-        return value
-
-    def matching(self, node: Node, key: str, pattern: str, expected: str) -> str:
-        """Read a text that matches a regular expression. expected: the pattern in words."""
-        value = self.text(node, key)
-        if not re.fullmatch(pattern, value):
-            raise self.error(node, key, repr(value), expected)
-        return value
-
-    def count(self, node: Node, key: str) -> int:
-        return int(self.matching(node, key, "[1-9][0-9]{0,6}", "a whole number from 1 on"))
-
-    def boolean(self, node: Node, key: str) -> bool:
-        return self.one_of(node, key, ("true", "false")) == "true"
-
-    def list_of(self, node: Node, key: str) -> list[Node]:
-        if node.items is None:
-            raise self.error(node, key, node.found, "a list, [a, b] or one '- value' per line")
-        return node.items
-
-    def texts(self, node: Node, key: str) -> tuple[str, ...]:
-        return tuple(self.text(item, f"an entry of {key}") for item in self.list_of(node, key))
-
-
-Read = Callable[[Any, Node, str], object]  # (reader, node, key for messages) -> value
-
-
-def suggestion(word: str, known: list[str]) -> str:
-    """Return " Did you mean ...?" if a known word is similar to this one, else ""."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 @dataclass(frozen=True)
@@ -276,219 +124,327 @@ def load(name: str) -> Profile:
             f"{suggestion(name, names())} For a profile of your own, give its path: "
             "--site path/to/site.yaml."
         )
-    return parse(read_text(path, name), path)
+    return parse(read_text(path), path)
 
 
 def parse(text: str, path: Path) -> Profile:
     """Parse a profile. path: for messages; its stem becomes the profile's name."""
     root = compose(text, path)
-    reader = _ProfileReader(path)
-    sources = root.get("sources")
-    if sources is not None:
-        reader.sources = reader.read_sources(sources)
-    values = reader.mapping(root, "the file", _PROFILE_KEYS)
-    values.pop("sources", None)
+    reader = _ProfileReader(root)
+    values = mapping(root, "the file", reader.keys())
     for key in ("title", "scheduler"):
         if key not in values:
             raise ProfileError(
                 f"{path}: the key {key!r} is missing. Every site needs it. Add a line '{key}: ...'."
             )
+    values.pop("sources", None)
     return Profile(name=path.stem, path=path, origins=reader.origins, **values)
 
 
-class _ProfileReader(Reader):
-    """A reader that keeps the origin of each value."""
+# YAML with line numbers ---------------------------------------------------------------------------
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.sources: dict[str, Origin] = {}
+Node = Any  # of PyYAML: its id is "scalar", "sequence" or "mapping"
+Read = Callable[[Node, str], Any]  # (node, key for messages) -> value
+_T = TypeVar("_T")
+
+
+def read_text(path: Path) -> str:
+    """Read a YAML file. Raises ProfileError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ProfileError(
+            f"The site file {path} cannot be read: {error.strerror}. Expected the path of a YAML "
+            "file. Check the path."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            f"The site file {path} is not UTF-8 text: {error.reason} at byte {error.start}. Save "
+            "it as UTF-8."
+        ) from None
+
+
+def compose(text: str, path: Path) -> Node:
+    """Read the nodes of a YAML text. path: for messages. Raises ProfileError.
+
+    Scalars stay texts: YAML would read 6:00:00 as a number, and `on` as a truth value.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise ProfileError(
+            "PyYAML is not installed, and site profiles are YAML files. Install it with "
+            "`python -m pip install pyyaml`, or run scripts/setup_env.sh."
+        ) from None
+    try:
+        loader = yaml.SafeLoader(text)
+        loader.name = str(path)
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise ProfileError(f"{where}: this is not YAML: {error.problem}. Correct it.") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ProfileError(f"{path}: this is not YAML: {error}. Correct the file.") from None
+    if root is None:
+        raise ProfileError(
+            f"{path}: the file is empty. Expected keys such as 'title' and 'scheduler'."
+        )
+    return root
+
+
+def mistake(node: Node, key: str, found: str, expected: str) -> ProfileError:
+    """Return the error for a value that is not as expected. found: "" for the value itself."""
+    mark = node.start_mark
+    shown = {"scalar": repr(node.value), "sequence": "a list", "mapping": "a set of keys"}
+    return ProfileError(
+        f"{mark.name}, line {mark.line + 1}: {key} is {found or shown[node.id]}. "
+        f"Expected: {expected}."
+    )
+
+
+def child(node: Node, key: str) -> Node | None:
+    """Return the value of a key; None if this is no mapping, or has no such key."""
+    pairs = node.value if node.id == "mapping" else ()
+    return next((value for name, value in pairs if name.value == key), None)
+
+
+def items(node: Node, key: str) -> Iterator[tuple[str, Node, Node]]:
+    """Yield (name, node of the name, node of the value) of a mapping."""
+    if node.id != "mapping":
+        raise mistake(node, key, "", "keys with values, one 'key: value' per line")
+    seen: set[str] = set()
+    for name_node, value_node in node.value:
+        name = name_node.value
+        if name_node.id != "scalar":
+            raise mistake(name_node, f"a key of {key}", "", "a word")
+        if name in seen:
+            raise mistake(name_node, f"key {name!r}", "given twice", "each key once")
+        seen.add(name)
+        yield name, name_node, value_node
+
+
+def mapping(node: Node, key: str, readers: Mapping[str, Read]) -> dict[str, Any]:
+    """Read a mapping, each value with the function of its key."""
+    values: dict[str, Any] = {}
+    for name, name_node, value_node in items(node, key):
+        if name not in readers:
+            mark = name_node.start_mark
+            raise ProfileError(
+                f"{mark.name}, line {mark.line + 1}: the key {name!r} is unknown."
+                f"{suggestion(name, list(readers))} Expected one of: {', '.join(readers)}."
+            )
+        values[name] = readers[name](value_node, repr(name))
+    return values
+
+
+def list_of(node: Node, key: str) -> list[Node]:
+    """Return the nodes of a list."""
+    if node.id != "sequence":
+        raise mistake(node, key, "", "a list, [a, b] or one '- value' per line")
+    return list(node.value)
+
+
+def text(node: Node, key: str) -> str:
+    """Read one value, which is not empty."""
+    if node.id != "scalar":
+        raise mistake(node, key, "", "one value")
+    if not node.value.strip():
+        raise mistake(node, key, "empty", "a value; remove the line if there is none")
+    return str(node.value)
+
+
+def texts(node: Node, key: str) -> tuple[str, ...]:
+    """Read a list of values."""
+    return tuple(text(item, f"an entry of {key}") for item in list_of(node, key))
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """Return " Did you mean ...?" if a known word is similar to this one, else ""."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+# The keys of a profile: what converts each value, and an example ----------------------------------
+
+
+def _form(convert: Callable[[str], _T], expected: str) -> Callable[[Node, str], _T]:
+    """Return what reads a value. convert: raises ValueError for a text that is not as expected."""
+
+    def read(node: Node, key: str) -> _T:
+        value = text(node, key)
+        try:
+            return convert(value)
+        except ValueError:
+            raise mistake(node, key, "", expected) from None
+
+    return read
+
+
+def _matching(pattern: str, convert: Callable[[str], _T]) -> Callable[[str], _T]:
+    def converted(value: str) -> _T:
+        if not re.fullmatch(pattern, value):
+            raise ValueError
+        return convert(value)
+
+    return converted
+
+
+def _choice(*choices: str) -> Read:
+    return _form(lambda value: choices[choices.index(value)], f"one of {', '.join(choices)}")
+
+
+_count = _form(_matching("[1-9][0-9]{0,6}", int), "a whole number from 1 on")
+_number = _form(_matching(r"[0-9]{1,6}(\.[0-9]+)?", float), "a number such as 1.5")
+_boolean = _form(lambda value: ("false", "true").index(value) == 1, "one of true, false")
+_seconds = _form(parse_walltime, "a time such as 12:00:00")
+_date = _form(lambda text: str(datetime.date.fromisoformat(text)), "a date such as 2026-11-22")
+_url = _form(
+    _matching(r"(https?://|\$ )\S.*", str),
+    "an address that begins with https:// or http://, or '$ ' and a command",
+)
+
+
+def _max_time(node: Node, key: str) -> tuple[tuple[int, int], ...]:
+    """Read a time, or {up to so many nodes: a time} with ascending numbers."""
+    if node.id != "mapping":
+        return ((sys.maxsize, _seconds(node, key)),)
+    tiers: list[tuple[int, int]] = []
+    for _, nodes, value in items(node, key):
+        tiers.append((_count(nodes, f"a number of nodes in {key}"), _seconds(value, key)))
+        if tiers != sorted(tiers, key=lambda tier: tier[0]):
+            raise mistake(nodes, key, "not ascending", "the smallest number of nodes first")
+    return tuple(tiers)
+
+
+class _ProfileReader:
+    """Read the values of a profile, and keep the origin of each."""
+
+    def __init__(self, root: Node) -> None:
         self.origins: dict[str, Origin] = {}
+        self._sources: dict[str, Origin] = {}
+        sources = child(root, "sources")  # read before the rest
+        for name, _, node in items(sources, "'sources'") if sources is not None else ():
+            self._sources[name] = self._page(node, f"source {name!r}")
 
-    def read_sources(self, node: Node) -> dict[str, Origin]:
-        """Read {NAME: {url: ..., read: DATE}}."""
-        pages = {}
-        for name, _, value in self.items(node, "'sources'"):
-            parts = self.mapping(value, f"source {name!r}", {"url": _url, "read": _date})
-            for part in ("url", "read"):
-                if part not in parts:
-                    raise self.error(
-                        value, f"source {name!r}", f"without {part}", "{url: ..., read: 2026-11-22}"
-                    )
-            pages[name] = Origin(source=parts["url"], read=parts["read"])
-        return pages
+    def keys(self) -> dict[str, Read]:
+        """Return what reads each key of a profile."""
+        return {
+            "title": text,
+            "scheduler": _choice(*SCHEDULERS),
+            "sources": lambda node, key: None,
+            "account_example": text,
+            "queue": text,
+            "queue_option": _choice("partition", "qos"),
+            "queues": self._queues,
+            "gpus_per_node": self._value(_count),
+            "cores_per_node": self._value(_count),
+            "memory_per_node": self._value(text),
+            "gpu_vendor": self._value(_choice(*VENDORS)),
+            "request_gpus": self._value(_boolean),
+            "launcher": self._value(_choice(*LAUNCHERS)),
+            "network": self._value(text),
+            "interface": self._value(text),
+            "host_suffix": self._value(text),
+            "binding": self._binding,
+            **dict.fromkeys(_LISTS, self._entries),
+            "environment": self._variables,
+        }
 
-    def with_origin(self, node: Node, name: str, keys: dict[str, Read]) -> dict[str, Any]:
+    def _page(self, node: Node, key: str) -> Origin:
+        parts = mapping(node, key, {"url": _url, "read": _date})
+        for part in ("url", "read"):
+            if part not in parts:
+                raise mistake(node, key, f"without {part}", "{url: ..., read: 2026-11-22}")
+        return Origin(source=parts["url"], read=parts["read"])
+
+    def _source(self, node: Node, key: str) -> Origin:
+        """Read the name of one of the profile's sources, or a URL."""
+        name = text(node, key)
+        if name in self._sources:
+            return self._sources[name]
+        if re.match(r"\$ |\w+://", name):
+            return Origin(source=_url(node, key))
+        known = ", ".join(self._sources) or "there are none"
+        raise mistake(node, key, "", f"a URL, or one of 'sources': {known}")
+
+    def _with_origin(self, node: Node, name: str, keys: Mapping[str, Read]) -> dict[str, Any]:
         """Read a mapping of these keys, reason, source and read, and keep the last three."""
-        parts = self.mapping(node, repr(name), keys | _ORIGIN_KEYS)
+        own: dict[str, Read] = {"reason": text, "source": self._source, "read": _date}
+        parts = mapping(node, repr(name), {**keys, **own})
         origin = parts.pop("source", Origin())
         reason, read = parts.pop("reason", ""), parts.pop("read", origin.read)
         self.origins[name] = replace(origin, reason=reason, read=read)
         return parts
 
-    def sourced(self, node: Node, name: str, read: Read) -> Any:
+    def _sourced(self, node: Node, name: str, read: Read) -> Any:
         """Read a value that is alone, or in a mapping with its origin."""
-        if node.get("value") is None:
+        if child(node, "value") is None:
             self.origins[name] = Origin()
-            return read(self, node, repr(name))
-        return self.with_origin(node, name, {"value": read})["value"]
+            return read(node, repr(name))
+        return self._with_origin(node, name, {"value": read})["value"]
 
+    def _value(self, read: Read) -> Read:
+        return lambda node, key: self._sourced(node, key.strip("'"), read)
 
-def _url(reader: Reader, node: Node, key: str) -> str:
-    expected = "an address that begins with https:// or http://, or '$ ' and a command"
-    return reader.matching(node, key, r"(https?://|\$ )\S.*", expected)
+    def _entries(self, node: Node, key: str) -> tuple[str, ...]:
+        """Read a list of texts, each alone or with its origin."""
+        name, entries = key.strip("'"), []
+        for item in list_of(node, key):
+            entry = text(child(item, "value") or item, f"an entry of {key}")
+            entries.append(self._sourced(item, f"{name}.{entry}", text))
+        return tuple(entries)
 
-
-def _date(reader: Reader, node: Node, key: str) -> str:
-    value = reader.text(node, key)
-    try:
-        return datetime.date.fromisoformat(value).isoformat()
-    except ValueError:
-        raise reader.error(node, key, repr(value), "a date such as 2026-11-22") from None
-
-
-def _source(reader: _ProfileReader, node: Node, key: str) -> Origin:
-    """Read the name of one of the profile's sources, or a URL."""
-    known = reader.sources
-    if node.text in known:
-        return known[node.text]
-    if re.match(r"\$ |\w+://", reader.text(node, key)):
-        return Origin(source=_url(reader, node, key))
-    expected = f"a URL, or one of 'sources': {', '.join(known) or 'there are none'}"
-    raise reader.error(node, key, repr(node.text), expected)
-
-
-def _seconds(reader: Reader, node: Node, key: str) -> int:
-    value = reader.text(node, key)
-    try:
-        return parse_walltime(value)
-    except ValueError:
-        raise reader.error(node, key, repr(value), "a time such as 12:00:00") from None
-
-
-def _number(reader: Reader, node: Node, key: str) -> float:
-    return float(reader.matching(node, key, r"[0-9]{1,6}(\.[0-9]+)?", "a number such as 1.5"))
-
-
-def _max_time(reader: Reader, node: Node, key: str) -> tuple[tuple[int, int], ...]:
-    """Read a time, or {up to so many nodes: a time} with ascending numbers."""
-    if node.pairs is None:
-        return ((sys.maxsize, _seconds(reader, node, key)),)
-    tiers = []
-    for _, nodes, value in reader.items(node, key):
-        tiers.append((reader.count(nodes, f"a number of nodes in {key}"), value))
-        if tiers != sorted(tiers, key=lambda tier: tier[0]):
-            raise reader.error(nodes, key, "not ascending", "the smallest number of nodes first")
-    return tuple((most, _seconds(reader, value, key)) for most, value in tiers)
-
-
-def _name(key: str) -> str:
-    """Return the name of a key: "'queues'" -> "queues"."""
-    return key.strip("'")
-
-
-def _value(read: Read) -> Read:
-    return lambda reader, node, key: reader.sourced(node, _name(key), read)
-
-
-def _choice(*choices: str) -> Read:
-    return lambda reader, node, key: reader.one_of(node, key, choices)
-
-
-def _entries(reader: _ProfileReader, node: Node, key: str) -> tuple[str, ...]:
-    """Read a list of texts, each alone or with its origin."""
-    texts = []
-    for item in reader.list_of(node, key):
-        text = reader.text(item.get("value") or item, f"an entry of {key}")
-        reader.sourced(item, f"{_name(key)}.{text}", Reader.text)
-        texts.append(text)
-    return tuple(texts)
-
-
-def _queues(reader: _ProfileReader, node: Node, key: str) -> dict[str, Queue]:
-    queues = {}
-    for queue, _, value in reader.items(node, key):
-        limits = reader.with_origin(value, f"queues.{queue}", _QUEUE_KEYS)
-        tiers = limits.get("max_time", ())
-        queues[queue] = Queue(
-            queue,
-            min_walltime_seconds=limits.get("min_time", 0),
-            max_walltime_seconds=max((seconds for _, seconds in tiers), default=None),
-            max_walltime_by_nodes=tiers if len(tiers) > 1 else (),
-            min_nodes=limits.get("min_nodes", 1),
-            max_nodes=limits.get("max_nodes"),
-            max_node_hours=limits.get("max_node_hours"),
-            max_gpus=limits.get("max_gpus"),
-        )
-    return queues
-
-
-def _variables(reader: _ProfileReader, node: Node, key: str) -> dict[str, Variable]:
-    variables = {}
-    for variable, name_node, value in reader.items(node, key):
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", variable):
-            raise reader.error(
-                name_node, f"a name in {key}", repr(variable), "letters, digits and _"
+    def _queues(self, node: Node, key: str) -> dict[str, Queue]:
+        queues = {}
+        for name, _, value in items(node, key):
+            limits = self._with_origin(value, f"queues.{name}", _QUEUE_KEYS)
+            tiers = limits.pop("max_time", ())
+            queues[name] = Queue(
+                name,
+                min_walltime_seconds=limits.pop("min_time", 0),
+                max_walltime_seconds=max((seconds for _, seconds in tiers), default=None),
+                max_walltime_by_nodes=tiers if len(tiers) > 1 else (),
+                **limits,
             )
-        parts = reader.with_origin(value, f"environment.{variable}", _VARIABLE_KEYS)
-        for part in ("value", "reason"):
-            if value.get(part) is None:
-                raise reader.error(
-                    value,
-                    f"variable {variable!r}",
-                    f"without its {part}",
-                    "'value: ...' and 'reason: ...'",
-                )
-        variables[variable] = Variable(**parts)
-    return variables
+        return queues
+
+    def _variables(self, node: Node, key: str) -> dict[str, Variable]:
+        variables = {}
+        for name, name_node, value in items(node, key):
+            if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+                raise mistake(name_node, f"a name in {key}", "", "letters, digits and _")
+            keys = {"value": text, "from_nodes": _count}
+            parts = self._with_origin(value, f"environment.{name}", keys)
+            for part in ("value", "reason"):
+                if child(value, part) is None:
+                    found = f"without its {part}"
+                    expected = "'value: ...' and 'reason: ...'"
+                    raise mistake(value, f"variable {name!r}", found, expected)
+            variables[name] = Variable(**parts)
+        return variables
+
+    def _binding(self, node: Node, key: str) -> str:
+        """Read {list: [4-7, 8-11]} or {masks: [0xfe, 0xfe00]}."""
+        parts = self._with_origin(node, key.strip("'"), {"list": texts, "masks": texts})
+        form = "'list: [\"0-7\", \"8-15\"]' or 'masks: [0xff, 0xff00]'"
+        if len(parts) != 1:
+            raise mistake(node, key, "without cores, or with both", form)
+        [(kind, cores)] = parts.items()
+        binding = "list:" + ":".join(cores) if kind == "list" else "mask_cpu:" + ",".join(cores)
+        try:
+            parse_binding(binding)
+        except ValueError:
+            raise mistake(node, key, repr(binding), form) from None
+        return binding
 
 
-def _binding(reader: _ProfileReader, node: Node, key: str) -> str:
-    """Read {list: [4-7, 8-11]} or {masks: [0xfe, 0xfe00]}."""
-    parts = reader.with_origin(node, _name(key), {"list": Reader.texts, "masks": Reader.texts})
-    form = "'list: [\"0-7\", \"8-15\"]' or 'masks: [0xff, 0xff00]'"
-    if len(parts) != 1:
-        raise reader.error(node, key, "without cores, or with both", form)
-    [(kind, entries)] = parts.items()
-    binding = "list:" + ":".join(entries) if kind == "list" else "mask_cpu:" + ",".join(entries)
-    try:
-        parse_binding(binding)
-    except ValueError:
-        raise reader.error(node, key, repr(binding), form) from None
-    return binding
-
-
-_ORIGIN_KEYS: dict[str, Read] = {"reason": Reader.text, "source": _source, "read": _date}
+_LISTS = ("module_paths", "modules", "setup", "directives", "chunk")
 _QUEUE_KEYS: dict[str, Read] = {
     "min_time": _seconds,
     "max_time": _max_time,
-    "min_nodes": Reader.count,
-    "max_nodes": Reader.count,
+    "min_nodes": _count,
+    "max_nodes": _count,
     "max_node_hours": _number,
-    "max_gpus": Reader.count,
-}
-_VARIABLE_KEYS: dict[str, Read] = {"value": Reader.text, "from_nodes": Reader.count}
-_PROFILE_KEYS: dict[str, Read] = {
-    "title": Reader.text,
-    "scheduler": _choice(*SCHEDULERS),
-    "sources": lambda reader, node, key: None,  # read before the rest
-    "account_example": Reader.text,
-    "queue": Reader.text,
-    "queue_option": _choice("partition", "qos"),
-    "queues": _queues,
-    "gpus_per_node": _value(Reader.count),
-    "cores_per_node": _value(Reader.count),
-    "memory_per_node": _value(Reader.text),
-    "gpu_vendor": _value(_choice(*VENDORS)),
-    "request_gpus": _value(Reader.boolean),
-    "launcher": _value(_choice(*LAUNCHERS)),
-    "network": _value(Reader.text),
-    "interface": _value(Reader.text),
-    "host_suffix": _value(Reader.text),
-    "binding": _binding,
-    "module_paths": _entries,
-    "modules": _entries,
-    "setup": _entries,
-    "directives": _entries,
-    "chunk": _entries,
-    "environment": _variables,
+    "max_gpus": _count,
 }

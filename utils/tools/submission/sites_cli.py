@@ -23,7 +23,7 @@ from ..schedulers.job_spec import Job, JobError
 from . import profiles
 from .new_profile import new_profile
 from .paths import JOBS, KIT
-from .profiles import Node, Profile, ProfileError, Read, Reader, compose, read_text
+from .profiles import Node, Profile, ProfileError, Read
 
 PROGRAM = "sites.py" if (KIT / "scripts" / "sites.py").exists() else "ddpkit sites"
 DESCRIPTION = f"""\
@@ -205,15 +205,12 @@ class Rule:
 
 def load_rules(path: Path = RULES) -> list[Rule]:
     """Read the rules. Raises ProfileError, which names the line, for a mistake in them."""
-    reader = Reader(path)
     rules = []
-    for node in reader.list_of(compose(read_text(path), path), "the file"):
-        values = reader.mapping(node, "a rule", _RULE_KEYS)
-        missing = [
-            key for key in ("problem", "remedy", "source", "read", "if") if key not in values
-        ]
+    for node in profiles.list_of(profiles.compose(profiles.read_text(path), path), "the file"):
+        values = profiles.mapping(node, "a rule", _RULE_KEYS)
+        missing = [key for key in (*_RULE_TEXTS, "if") if key not in values]
         if missing:
-            raise reader.error(node, "a rule", f"without {', '.join(missing)}", "all of them")
+            raise profiles.mistake(node, "a rule", f"without {', '.join(missing)}", "all of them")
         rules.append(Rule(conditions=values.pop("if"), **values))
     return rules
 
@@ -231,24 +228,20 @@ def check(profile: Profile, rules: list[Rule]) -> list[str]:
     ]
 
 
-def _conditions(reader: Reader, node: Node, key: str) -> dict[str, str]:
+def _conditions(node: Node, key: str) -> dict[str, str]:
     conditions = {}
-    for name, name_node, value in reader.items(node, key):
+    for name, name_node, value in profiles.items(node, key):
         if not re.fullmatch(r"[A-Z][A-Z0-9_]+(\.from_nodes)?", name) and name not in _FACTS:
-            raise reader.error(
-                name_node, "a fact", repr(name), f"a variable or {', '.join(_FACTS)}"
-            )
-        conditions[name] = reader.text(value, repr(name))
+            raise profiles.mistake(name_node, "a fact", "", f"a variable or {', '.join(_FACTS)}")
+        conditions[name] = profiles.text(value, repr(name))
     return conditions
 
 
+_RULE_TEXTS = ("problem", "remedy", "source", "read")
 _RULE_KEYS: dict[str, Read] = {
     "if": _conditions,
-    "lacks": Reader.texts,
-    "problem": Reader.text,
-    "remedy": Reader.text,
-    "source": Reader.text,
-    "read": Reader.text,
+    "lacks": profiles.texts,
+    **dict.fromkeys(_RULE_TEXTS, profiles.text),
 }
 
 
@@ -288,7 +281,7 @@ def _facts(profile: Profile) -> dict[str, str]:
     facts["software"] = "\n".join(
         facts[name] for name in ("modules", "setup", "directives") if name in facts
     )
-    facts["text"] = read_text(profile.path) if profile.path.is_file() else ""
+    facts["text"] = profiles.read_text(profile.path) if profile.path.is_file() else ""
     return facts
 
 
