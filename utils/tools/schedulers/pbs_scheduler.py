@@ -338,26 +338,19 @@ def _why_held_forever(job: Fields, seen: frozenset[str] = frozenset()) -> str:
 
 
 @dataclass(frozen=True)
-class _HostSize:
-    cores: int = 0
-    gpus: int = 0
-    memory_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class ServerState:
     """What the server reports of its queues, itself and its hosts; empty where it does not."""
 
     queues: Mapping[str, Fields]
     server: Fields
-    host_sizes: Mapping[str, _HostSize]
+    host_sizes: Sequence[Mapping[str, float]]  # cores, GPUs and bytes of each
 
     @classmethod
     def query(cls) -> ServerState:
         """Query the server. Nothing is raised where it does not respond."""
         queues = _query("Queue", "qstat", "-Qf")
         if not queues:
-            return cls({}, {}, {})
+            return cls({}, {}, [])
         servers = _query("Server", "qstat", "-Bf")
         vnodes = _query("nodes", "pbsnodes", "-a")
         return cls(queues, next(iter(servers.values()), {}), _sum_hosts(vnodes))
@@ -372,16 +365,19 @@ class ServerState:
 
         PBS ties hosts to queues in too many ways. For the limits see limit_problems().
         """
-        sizes = self.host_sizes.values()
+        cores, gpus, memory = (
+            int(max((size.get(name, 0) for size in self.host_sizes), default=0)) or None
+            for name in ("ncpus", "ngpus", "mem")
+        )
         return [
             Queue(
                 name,
                 is_default=name == self.default_queue,
                 is_open=queue.get("enabled") != "False" and queue.get("from_route_only") != "True",
-                max_nodes=len(sizes) or None,
-                cores_per_node=max((size.cores for size in sizes), default=0) or None,
-                gpus_per_node=max((size.gpus for size in sizes), default=0) or None,
-                memory_per_node_bytes=max((size.memory_bytes for size in sizes), default=0) or None,
+                max_nodes=len(self.host_sizes) or None,
+                cores_per_node=cores,
+                gpus_per_node=gpus,
+                memory_per_node_bytes=memory,
             )
             for name, queue in self.queues.items()
         ]
@@ -425,19 +421,15 @@ def _query(kind: str, program: str, option: str) -> dict[str, Fields]:
         return {}
 
 
-def _sum_hosts(vnodes: Mapping[str, Fields]) -> dict[str, _HostSize]:
-    """Sum the virtual nodes of each host."""
-    sizes: dict[str, _HostSize] = {}
+def _sum_hosts(vnodes: Mapping[str, Fields]) -> list[dict[str, float]]:
+    """Sum the resources of the virtual nodes of each host."""
+    sizes: dict[str, dict[str, float]] = {}
     for name, vnode in vnodes.items():
         available = members(vnode, "resources_available")
-        host = available.get("host", name)
-        before = sizes.get(host, _HostSize())
-        sizes[host] = _HostSize(
-            before.cores + (parse_number(available.get("ncpus", "")) or 0),
-            before.gpus + (parse_number(available.get("ngpus", "")) or 0),
-            before.memory_bytes + (parse_size(available.get("mem", "")) or 0),
-        )
-    return sizes
+        size = sizes.setdefault(available.get("host", name), {})
+        for resource, value in available.items():
+            size[resource] = size.get(resource, 0) + (_amount(value) or 0)
+    return list(sizes.values())
 
 
 def _requested(
