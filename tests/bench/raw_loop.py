@@ -38,7 +38,7 @@ def raw_loop(size: int, ranks: operations.Ranks) -> float:
 
 
 def kit(size: int, ranks: operations.Ranks) -> float:
-    sweep = collectives.Sweep(size, size, 2, ITERATIONS, 1, 1, "float")
+    sweep = collectives.Sweep(size, size, ITERATIONS)
     return collectives.measure(operations.AllReduce, size, sweep, ranks).seconds
 
 

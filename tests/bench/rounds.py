@@ -9,8 +9,7 @@ import torch.distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import setup_distributed
 from utils.tools import host_pairs
-from utils.tools.bench import operations
-from utils.tools.bench import pair_bench as pairs
+from utils.tools.bench import links, operations
 
 with setup_distributed("gloo", bind=False) as dist:
     ranks = operations.Ranks(dist.rank, dist.world_size, dist.device)
@@ -20,7 +19,7 @@ with setup_distributed("gloo", bind=False) as dist:
         torch.distributed.broadcast_object_list(more, 0)
         if not more[0]:
             break
-        measured = pairs.measure_pairs(range(dist.world_size), ranks, int(sys.argv[1]), 3)
+        measured = links.measure_pairs(range(dist.world_size), ranks, int(sys.argv[1]), 3)
         if dist.is_main:
             bandwidths = {pair: one.bandwidth for pair, one in measured.items()}
             print("FOUND", host_pairs.describe(bandwidths, names), flush=True)

@@ -34,9 +34,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.cluster.hosts import Hosts
 from tests.faults import packets
 from utils.tools.plan import traced
-from utils.tools.plan.communication import Link, Network
-from utils.tools.plan.hardware import Hardware
-from utils.tools.plan.predict import Workload, scaling, workload
+from utils.tools.plan.hardware import Hardware, Link, Network
+from utils.tools.plan.step_model import Workload, scaling, workload
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = ("<!-- step time -->", "<!-- end of step time -->")

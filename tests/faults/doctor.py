@@ -1,53 +1,39 @@
 """Break one of four hosts in many ways, and check what doctor.py says about it.
 
-python -m tests.faults.doctor [FAULT ...] [--torchrun] [--show] [--results FILE]
-python -m tests.faults.doctor --healthy 20    no finding where nothing is wrong
-python -m tests.faults.doctor --times 5       the seconds of doctor.py and of doctor.py --quick
+python -m tests.faults.doctor [FAULT ...] [--show]
+python -m tests.faults.doctor --healthy 16      no finding where nothing is wrong
 
 Each fault is real: packets are lost, disks are full, hosts vanish. doctor.py runs on two ranks per host, started by
 launch.py unless the fault is about another launcher. It prints for each fault the seconds, and whether doctor.py has
-named the cause and the host or rank, and nothing else. --torchrun prints beside it what a script of five lines says
-under bare torchrun. The hosts are network namespaces (root).
+named the cause and the host or rank, and nothing else. The hosts are network namespaces (root).
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import importlib.util
 import json
-import marshal
 import os
 import re
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
 from tests.conftest import find_or_skip
 from tests.faults import host_faults, packets
-from tests.launch.launchers import LAUNCH, MPIS, ROOT, TORCHRUN, Lab
+from tests.launch.launchers import LAUNCH, MPIS, ROOT, Lab
 from utils.host import process
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
 BAD, OTHER, LAST = "h3", "h2", "h4"
-SECONDS, TORCHRUN_SECONDS = 60, 120
-FIVE_LINES = """\
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for _ in range(200): dist.all_reduce(torch.ones(100_000))
-dist.barrier()
-print("trained", flush=True)
-"""
+SECONDS = 60
 
 
 @dataclass
@@ -66,7 +52,7 @@ class Run:
     shell: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    found: dict[str, Any] = field(default_factory=dict)  # what a fault has to remember
+    pid: int | None = None  # of rank 5
 
     @property
     def checkpoints(self) -> Path:
@@ -88,10 +74,7 @@ class Run:
     @property
     def doctor(self) -> list[str]:
         """The command of a rank."""
-        return self.in_shell([sys.executable, str(DOCTOR), "--json", "--checkpoints", str(self.checkpoints),
-                              *self.options])
-
-    def in_shell(self, words: list[str]) -> list[str]:
+        words = [sys.executable, str(DOCTOR), "--json", "--checkpoints", str(self.checkpoints), *self.options]
         return ["sh", "-c", "\n".join([*self.shell, 'exec "$@"']), "sh", *words] if self.shell else words
 
     def launch(self) -> subprocess.Popen[str]:
@@ -127,12 +110,14 @@ def connections(pid: int) -> int:
 class Fault:
     """A fault, and what doctor.py has to say.
 
-    before: what is done before the hosts start; inject: when they are up; during: when the ranks have joined. start:
-    what starts doctor.py instead of launch.py. cause: a regular expression for the message of one finding. hosts:
-    those that this finding names, and no others but `maybe`. also: further findings that follow from the fault.
-    output: a regular expression for what other ranks print.
+    check: the name of the check; "": that which runs then. cause: a regular expression for the message of its
+    finding. hosts: those that this finding names, and no others but `maybe`; none: it names no host or all. before:
+    what is done before the hosts start; inject: when they are up; during: when the ranks have joined. start: what
+    starts doctor.py instead of launch.py. also: further findings that follow from the fault. output: a regular
+    expression for what other ranks print.
     """
 
+    check: str
     cause: str
     hosts: tuple[str, ...] = (BAD,)
     inject: Callable[[Run], object] | None = None
@@ -144,7 +129,6 @@ class Fault:
     maybe: tuple[str, ...] = ()
     size: int = 4
     per_host: int = 2
-    torchrun: bool = True  # whether it can happen under bare torchrun
 
 
 @dataclass
@@ -185,16 +169,16 @@ def problem(fault: Fault, outcome: Outcome) -> str:
     if report is None:  # launch.py has found it before any rank ran
         right = re.search(fault.cause, outcome.output) and all(host in outcome.output for host in fault.hosts)
         return "" if right and outcome.status else f"no report, exit status {outcome.status}"
-    right = False
-    alarms = []
+    right, everywhere, alarms = False, {place["host"] for place in report["ranks"]}, []
     for finding in outcome.findings:
         blamed = named(finding, report)
-        if (re.search(fault.cause, finding["message"]) and set(fault.hosts) <= blamed
-                and blamed <= {*fault.hosts, *fault.maybe} | (set() if fault.hosts else blamed)):
+        hosts = set(fault.hosts) if fault.hosts or not blamed else everywhere
+        if (fault.check in ("", finding["check"]) and re.search(fault.cause, finding["message"])
+                and blamed - set(fault.maybe) in (set(fault.hosts), hosts)):
             right = True
         elif not (fault.also and re.search(fault.also, f"{finding['check']}: {finding['message']}")):
             alarms.append(f"{finding['check']} about {','.join(sorted(blamed)) or 'all'}: {finding['message']}")
-    wrong = [] if right else [f"no finding with {fault.cause!r} about {','.join(fault.hosts) or 'all'}"]
+    wrong = [] if right else [f"no finding of {fault.check} with {fault.cause!r} about {fault.hosts or 'all'}"]
     wrong += [f"false alarm: {alarm}" for alarm in alarms]
     if not re.search(fault.output, outcome.output):
         wrong.append(f"no output {fault.output!r}")
@@ -203,13 +187,6 @@ def problem(fault: Fault, outcome: Outcome) -> str:
     if right and outcome.seconds > SECONDS:
         wrong.append("too late")
     return "; ".join(wrong)
-
-
-def said(fault: Fault, outcome: Outcome) -> str:
-    """Return the finding that names the cause, or else all that was said."""
-    texts = [f"{one['level']} {one['check']}: {one['message']}" for one in outcome.findings]
-    right = [text for text in texts if re.search(fault.cause, text)]
-    return " | ".join(right[:1] or texts) or " ".join(outcome.output.split())[-600:]
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -223,22 +200,9 @@ def host_file(host: str, **other: str) -> Callable[[Run], object]:
     return inject
 
 
-def another_address(run: Run) -> None:
-    host_file(OTHER, **{BAD: run.hosts.address[LAST]})(run)
-
-
-def dropped_ports(run: Run) -> None:
-    for direction, there in (("to", BAD), ("to", OTHER)):
-        other = OTHER if there == BAD else BAD
-        packets.drop(run.hosts, there, direction, packets.TCP, *packets.NOT_SSH, packets.source(run.hosts, other))
-
-
-def one_way(run: Run) -> None:
-    packets.drop(run.hosts, OTHER, "to", packets.source(run.hosts, BAD))
-
-
-def no_way_to_rank_0(run: Run) -> None:
-    packets.drop(run.hosts, "h1", "to", packets.TCP, *packets.NOT_SSH, packets.source(run.hosts, BAD))
+def lose(host: str, *conditions: packets.Condition) -> Callable[[Run], object]:
+    """Lose what a host would receive from the bad one."""
+    return lambda run: packets.drop(run.hosts, host, "to", *conditions, packets.source(run.hosts, BAD))
 
 
 def black_hole(run: Run) -> None:
@@ -247,27 +211,11 @@ def black_hole(run: Run) -> None:
         packets.drop(run.hosts, BAD, direction, *packets.NOT_SSH, packets.longer_than(1400))
 
 
-def link_down(run: Run) -> None:
-    packets.run(run.hosts, "switch", f"ip link set {packets.port(run.hosts, BAD)} down")
-
-
-def stop_rank(run: Run) -> None:
-    os.kill(run.found["pid"], 19)
-
-
-def kill_rank(run: Run) -> None:
-    os.kill(run.found["pid"], 9)
-
-
 def on_bad_host(*lines: str) -> Callable[[Run], object]:
     """Let the ranks of one host run lines of shell first."""
     def inject(run: Run) -> None:
         run.shell += [f"if [ $(hostname) = {BAD} ]; then", *lines, "fi"]
     return inject
-
-
-def everywhere(**environ: str) -> Callable[[Run], object]:
-    return lambda run: run.environ.update(environ)
 
 
 def gpus(*lines: str) -> Callable[[Run], object]:
@@ -286,27 +234,6 @@ def gpus(*lines: str) -> Callable[[Run], object]:
     return inject
 
 
-def another_torch(run: Run) -> None:
-    version = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/version.py"))
-    text = re.sub(r"^__version__ = .*", "__version__ = '2.6.0+cpu'", version.read_text(), flags=re.MULTILINE)
-    host_faults.replace_file(run.hosts, BAD, version, text)
-
-
-def another_python(run: Run) -> None:
-    """The system's Python, with the packages of this environment."""
-    system = Path("/usr/bin/python3")
-    shown = subprocess.run([system, "-V"], capture_output=True, text=True, check=True).stdout.strip()
-    this = sys.version.split()[0]
-    if shown == f"Python {this}" or shown.split(".")[:2] != f"Python {this}".split(".")[:2]:
-        raise Impossible(f"{system} is {shown}; another patch level of {this} is needed")
-    environment = run.folder / "environment"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").symlink_to(system)
-    (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
-    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
-    on_bad_host(f"shift; set -- {environment}/bin/python \"$@\"")(run)
-
-
 def another_kit(run: Run) -> None:
     file = ROOT / "utils" / "training" / "batch.py"
     host_faults.replace_file(run.hosts, BAD, file, file.read_text() + "# an older version\n")
@@ -319,35 +246,9 @@ def full_disk(run: Run) -> None:
             file.write(bytes(1 << 16))
 
 
-def no_inodes(run: Run) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=100", "none", run.checkpoints], check=True)
-    with contextlib.suppress(OSError):
-        for number in range(200):
-            (run.checkpoints / str(number)).touch()
-
-
-def over_checkpoints(options: str) -> Callable[[Run], object]:
-    """Mount something over the folder for checkpoints on one host."""
-    return lambda run: packets.run(run.hosts, BAD, f"mount {options} {run.checkpoints}")
-
-
 def read_only(run: Run) -> None:
-    over_checkpoints(f"--bind {run.checkpoints}")(run)
-    over_checkpoints("-o remount,bind,ro")(run)
-
-
-def no_folder(run: Run) -> None:
-    packets.run(run.hosts, BAD, f"mount -t tmpfs none {run.checkpoints.parent}")
-
-
-def slow_disk(run: Run) -> None:
-    run.found["device"] = host_faults.slow_disk(run.folder / "disk", run.checkpoints)
-
-
-def throttle(run: Run) -> None:
-    limit = f"{run.found['device']} {1_000_000}"
-    enter = run.undo.enter_context(host_faults.cgroup("blkio", {"blkio.throttle.write_bps_device": limit}))
-    enter(run.hosts, BAD)
+    for options in (f"--bind {run.checkpoints}", "-o remount,bind,ro"):
+        packets.run(run.hosts, BAD, f"mount {options} {run.checkpoints}")
 
 
 def low_memlock(run: Run) -> None:
@@ -355,15 +256,12 @@ def low_memlock(run: Run) -> None:
     host_faults.set_limits(run.hosts, BAD, memlock=65536)
 
 
-def small_shared_memory(run: Run) -> None:
-    """The default of Docker, on a host with GPUs."""
-    gpus()(run)
-    packets.run(run.hosts, BAD, "mount -t tmpfs -o size=64m none /dev/shm")
-
-
-def little_memory(run: Run) -> None:
-    enter = run.undo.enter_context(host_faults.cgroup("memory", {"memory.limit_in_bytes": str(768 << 20)}))
-    enter(run.hosts, BAD)
+def little(controller: str, **settings: str) -> Callable[[Run], object]:
+    """Set a limit by a cgroup: memory_limit_in_bytes="1"."""
+    def inject(run: Run) -> None:
+        named = {name.replace("_", ".", 1): value for name, value in settings.items()}
+        run.undo.enter_context(host_faults.cgroup(controller, named))(run.hosts, BAD)
+    return inject
 
 
 def one_name(run: Run) -> None:
@@ -374,83 +272,36 @@ def one_name(run: Run) -> None:
     packets.run(run.hosts, LAST, f"hostname {BAD}")
 
 
-def by_hand(*ranks: int) -> Callable[[Run], subprocess.Popen[str]]:
-    """Start these ranks with torchrun's variables, as scripts do that know no launcher."""
-    def start(run: Run) -> subprocess.Popen[str]:
-        output, end = os.pipe()
-        started = []
-        for rank in ranks:
-            host = run.hosts.hosts[rank // run.per_host]
-            started.append(run.start(
-                host, run.doctor, end, RANK=str(rank), WORLD_SIZE=str(run.size * run.per_host), PBS_JOBID="",
-                LOCAL_RANK=str(rank % run.per_host), LOCAL_WORLD_SIZE=str(run.per_host),
-                MASTER_ADDR=run.hosts.address["h1"], MASTER_PORT="29541"))
-            run.undo.enter_context(killed_at_end(started[-1]))
-        os.close(end)
-        started[0].stdout = os.fdopen(output)
-        return started[0]
-    return start
+def by_hand(run: Run) -> subprocess.Popen[str]:
+    """Start the ranks with torchrun's variables, as scripts do that know no launcher."""
+    output, end = os.pipe()
+    started = []
+    for rank in range(run.size * run.per_host):
+        started.append(run.start(
+            run.hosts.hosts[rank // run.per_host], run.doctor, end, RANK=str(rank), PBS_JOBID="",
+            WORLD_SIZE=str(run.size * run.per_host), LOCAL_RANK=str(rank % run.per_host),
+            LOCAL_WORLD_SIZE=str(run.per_host), MASTER_ADDR=run.hosts.address["h1"], MASTER_PORT="29541"))
+        run.undo.enter_context(killed_at_end(started[-1]))
+    os.close(end)
+    started[0].stdout = os.fdopen(output)
+    return started[0]
 
 
-def hosts_file(*lines: str) -> Callable[[Run], object]:
-    """Put lines into the hosts file of a host before the others; no line there names the bad host otherwise."""
-    def inject(run: Run) -> None:
-        host_file(OTHER, **{BAD: ""})(run)
-        path = run.hosts.folder / f"hosts.{OTHER}"
-        path.write_text("".join(f"{line}\n" for line in lines) + path.read_text())
-    return inject
+def another_numpy(run: Run) -> None:
+    path = next(Path(sys.prefix).glob("lib/python*/site-packages/numpy/version.py"))
+    text = re.sub(r'^version = .*', 'version = "1.26.4"', path.read_text(), flags=re.MULTILINE)
+    host_faults.replace_file(run.hosts, BAD, path, text)
 
 
-def packages_file(name: str, change: Callable[[str], str]) -> Callable[[Run], object]:
-    """Change a file of the installed packages on a host."""
-    def inject(run: Run) -> None:
-        path = next(Path(sys.prefix).glob(f"lib/python*/site-packages/{name}"))
-        host_faults.replace_file(run.hosts, BAD, path, change(path.read_text()))
-    return inject
+def broken_torch(run: Run) -> None:
+    run.options.append("--quick")
+    path = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/functional.py"))
+    host_faults.replace_file(run.hosts, BAD, path, "raise ImportError('libmpi.so.12: not found')")
 
 
-def no_torch(run: Run) -> None:
-    folder = next(Path(sys.prefix).glob("lib/python*/site-packages/torch"))
-    packets.run(run.hosts, BAD, f"mount -t tmpfs none {folder}")
-
-
-def work_file(name: str, text: str = "", on_bad: str | None = None) -> Callable[[Run], object]:
-    """Write a file into the working directory; on_bad: its text on one host."""
-    def inject(run: Run) -> None:
-        (run.work / name).write_text(text)
-        if on_bad is not None:
-            host_faults.replace_file(run.hosts, BAD, run.work / name, on_bad)
-    return inject
-
-
-def stale_code(run: Run) -> None:
-    """Compiled code of one host that is another file's, with the date and size of the file."""
-    source = run.work / "model.py"
-    source.write_text("WIDTH = 512\n")
-    status = source.stat()
-    header = b"".join(int(one).to_bytes(4, "little") for one in (0, status.st_mtime, status.st_size))
-    cache = run.folder / "cache" / Path(importlib.util.cache_from_source(str(source))).name
-    cache.parent.mkdir()
-    cache.write_bytes(importlib.util.MAGIC_NUMBER + header + marshal.dumps(compile("WIDTH = 256\n", source, "exec")))
-    (run.work / "__pycache__").mkdir()
-    packets.run(run.hosts, BAD, f"mount --bind {cache.parent} {run.work}/__pycache__")
-
-
-def data(on_bad: bytes) -> Callable[[Run], object]:
-    """A folder of data, with another file on one host."""
-    def inject(run: Run) -> None:
-        for host, content in (("all", b"1" * 5000), (BAD, on_bad)):
-            (run.folder / f"data.{host}").mkdir()
-            for name in ("shard-0", "shard-1"):
-                (run.folder / f"data.{host}" / name).write_bytes(content if name == "shard-1" else b"0" * 5000)
-        run.options += ["--data", str(run.folder / "data.all")]
-        packets.run(run.hosts, BAD, f"mount --bind {run.folder}/data.{BAD} {run.folder}/data.all")
-    return inject
-
-
-def cpu_quota(run: Run) -> None:
-    enter = run.undo.enter_context(host_faults.cgroup("cpu", {"cpu.cfs_quota_us": "100000"}))  # one of 100 ms
-    enter(run.hosts, BAD)
+def other_file(run: Run) -> None:
+    (run.work / "train.yaml").write_text("lr: 0.1\n")
+    host_faults.replace_file(run.hosts, BAD, run.work / "train.yaml", "lr: 0.2\n")
 
 
 def by_torchrun(run: Run) -> subprocess.Popen[str]:
@@ -464,13 +315,6 @@ def by_mpiexec(name: str) -> Callable[[Run], subprocess.Popen[str]]:
     return start
 
 
-def stale_rank(run: Run) -> subprocess.Popen[str]:
-    """doctor.py in a shell that still has the variables of a rank."""
-    return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, env={"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "h2",
-                                                          "MASTER_PORT": "29500"})
-
-
 def another_mpi(run: Run) -> subprocess.Popen[str]:
     """mpiexec of Open MPI, and an mpi4py that loads MPICH."""
     environ = run.lab.mpi4py("mpich5")
@@ -480,112 +324,79 @@ def another_mpi(run: Run) -> subprocess.Popen[str]:
     return run.start("h1", [*mpiexec, *run.doctor], **environ)
 
 
-class Impossible(Exception):
-    """This machine cannot have the fault."""
-
-
-BOTH = (OTHER, BAD)
+BOTH, MAYBE_ALL = (OTHER, BAD), ("h1", "h2", "h4")
 COLLECTIVES = r"collectives: .*(h3|h2)"
 FAULTS = {
-    # Names
-    "own name is 127.0.1.1": Fault(r"127\.0\.1\.1", inject=host_file(BAD, h3="127.0.1.1")),
-    "name without an address": Fault(r"h3: h2 is not resolved", inject=host_file(BAD, h2=""),
+    "own name is 127.0.1.1": Fault("names", r"own name of h3 leads to 127\.0\.1\.1", inject=host_file(
+        BAD, h3="127.0.1.1")),
+    "name without an address": Fault("names", r"h3: h2 is not resolved", inject=host_file(BAD, h2=""),
                                      maybe=(OTHER,), also=COLLECTIVES),
-    "name of another host": Fault(r"h3.*10\.79\.1\.4", hosts=(OTHER,), maybe=(BAD, LAST), inject=another_address),
-    "one name on two hosts": Fault(r"2 hosts have the name h3", inject=one_name, also="no rank runs on h4|names: "),
-    # Network
-    "dropped ports between two hosts": Fault(r"connect", hosts=BOTH, inject=dropped_ports, also=COLLECTIVES),
-    "one-way loss between two hosts": Fault(r"h3 to h2|from h3", hosts=BOTH, inject=one_way, also=COLLECTIVES),
-    "rank 0 cannot be reached": Fault(r"did not join: ranks? 4-5", hosts=(), inject=no_way_to_rank_0,
-                                      start=by_hand(*range(8)), output=r"rank [45] of 8 on h3 .*rank 0"),
-    "refused connections": Fault(r"refuse", inject=lambda run: packets.refuse(run.hosts, BAD), also=COLLECTIVES,
-                                 maybe=("h1", "h2", "h4")),
-    "200 ms delay": Fault(r"round.trip|latency|delay", inject=lambda run: packets.delay(run.hosts, BAD, 0.1),
-                          also=r"collectives: .*h3"),
-    "small MTU on one host": Fault(r"MTU.*1200", inject=lambda run: packets.run(run.hosts, BAD,
-                                                                                "ip link set eth0 mtu 1200")),
-    "path MTU black hole": Fault(r"MTU|packets? of|bytes", inject=black_hole, also=r"collectives: .*h3",
-                                 maybe=("h1", "h2", "h4")),
-    "host vanishes": Fault(r"respond|ended|lost|vanish", during=link_down, also=r"h3"),
+    "IPv6 name that leads nowhere": Fault("names", r"h2: h3 leads to fd00::99", hosts=(OTHER,), size=3,
+                                          inject=host_file(OTHER, h3="fd00::99"), start=by_mpiexec("mpich5")),
+    "one name on two hosts": Fault("placement", r"2 hosts have the name h3", inject=one_name,
+                                   also="no rank runs on h4|names: "),
+    # The network
+    "one-way loss between two hosts": Fault("connections", r"h3 to h2|from h3", hosts=BOTH, inject=lose(OTHER),
+                                            also=COLLECTIVES),
+    "rank 0 cannot be reached": Fault("launch", r"did not join: ranks 4-5", hosts=(), maybe=MAYBE_ALL, start=by_hand,
+                                      inject=lose("h1", packets.TCP, *packets.NOT_SSH),
+                                      output=r"rank [45] of 8 on h3 .*rank 0"),
+    "refused connections": Fault("connections", r"refuse", inject=lambda run: packets.refuse(run.hosts, BAD),
+                                 also=COLLECTIVES, maybe=MAYBE_ALL),
+    "200 ms delay": Fault("connections", r"round trip to h3", also=r"collectives: .*h3",
+                          inject=lambda run: packets.delay(run.hosts, BAD, 0.1)),
+    "small MTU on one host": Fault("connections", r"MTU.*1200", inject=lambda run: packets.run(
+        run.hosts, BAD, "ip link set eth0 mtu 1200")),
+    "path MTU black hole": Fault("connections", r"packets of full size", inject=black_hole,
+                                 also=r"collectives: .*h3", maybe=MAYBE_ALL),
+    "loopback on two hosts": Fault("connections", r"GLOO_SOCKET_IFNAME=lo .*loopback", hosts=BOTH, size=3,
+                                   inject=lambda run: run.shell.append(
+        f"case $(hostname) in {OTHER}|{BAD}) export GLOO_SOCKET_IFNAME=lo;; esac")),
+    "interface that does not exist": Fault("connections", r"GLOO_SOCKET_IFNAME=ib7, but h3 has no interface ib7",
+                                           inject=on_bad_host("export GLOO_SOCKET_IFNAME=ib7"),
+                                           also="GLOO_SOCKET_IFNAME|" + COLLECTIVES),
     # Ranks
-    "missing rank": Fault(r"rank 5|: 5\b|ranks? 5", start=by_hand(0, 1, 2, 3, 4, 6, 7), torchrun=False, maybe=(BAD,),
-                          hosts=()),
-    "stopped rank": Fault(r"rank 5.*respond", during=stop_rank),
-    "killed rank": Fault(r"rank 5.*(ended|died)", during=kill_rank),
-    "stale RANK in the shell": Fault(r"RANK", hosts=(), start=stale_rank, torchrun=False),
-    "mpi4py of another MPI": Fault(r"mpi4py.*(MPICH|mpich)", hosts=(), start=another_mpi, torchrun=False),
+    "host vanishes": Fault("", r"did not respond|ended", during=lambda run: packets.run(
+        run.hosts, "switch", f"ip link set {packets.port(run.hosts, BAD)} down"), also=r"h3"),
+    "stopped rank": Fault("", r"rank 5 on h3 did not respond", during=lambda run: os.kill(run.pid, signal.SIGSTOP)),
+    "killed rank": Fault("", r"rank 5.*(ended|died)", during=lambda run: os.kill(run.pid, signal.SIGKILL)),
+    "mpi4py of another MPI": Fault("installation", r"mpi4py.*(MPICH|mpich)", hosts=(), start=another_mpi),
     # Placement
-    "both ranks on one core": Fault(r"core", inject=lambda run: host_faults.set_cores(run.hosts, BAD, {0})),
-    "64 threads": Fault(r"64", hosts=(), inject=everywhere(OMP_NUM_THREADS="64")),
-    "two ranks on one GPU": Fault(r"same GPU|share", inject=gpus("export CUDA_VISIBLE_DEVICES=0"),
-                                  also="CUDA_VISIBLE_DEVICES"),
-    "masked GPU": Fault(r"no GPU|0 GPU|GPU.*visible|mask", inject=gpus("export CUDA_VISIBLE_DEVICES="),
+    "both ranks on one core": Fault("placement", r"2 ranks of h3 may run on core 0 only",
+                                    inject=lambda run: host_faults.set_cores(run.hosts, BAD, {0})),
+    "64 threads on one host": Fault("placement", r"2 ranks on h3 would start 128 threads", size=3,
+                                    inject=on_bad_host("export OMP_NUM_THREADS=64")),
+    "masked GPU": Fault("placement", r"sees? no GPU", inject=gpus("export CUDA_VISIBLE_DEVICES="),
                         also="CUDA_VISIBLE_DEVICES"),
     # Equality
-    "another torch": Fault(r"2\.6\.0", inject=another_torch, also=r"equality|collectives"),
-    "another Python": Fault(r"Python.*3\.\d+\.\d+", inject=another_python),
-    "other code": Fault(r"code|training\.py", inject=another_kit),
-    "another variable": Fault(r"NCCL_IB_DISABLE", inject=on_bad_host("export NCCL_IB_DISABLE=1")),
-    "interface that does not exist": Fault(r"ib7.* no|no .*ib7", inject=on_bad_host("export GLOO_SOCKET_IFNAME=ib7"),
-                                           also="GLOO_SOCKET_IFNAME|" + COLLECTIVES),
+    "other code": Fault("equality", r"code of the kit.*batch\.py", inject=another_kit),
+    "another variable": Fault("equality", r"NCCL_IB_DISABLE", inject=on_bad_host("export NCCL_IB_DISABLE=1")),
+    "another numpy": Fault("equality", r"packages \(numpy\) differs\. h3: 1\.26\.4", inject=another_numpy,
+                           start=by_torchrun, size=3),
+    "another configuration": Fault("equality", r"working directory \(train\.yaml\) differs", size=3,
+                                   inject=other_file),
     # Storage
-    "full disk": Fault(r"full|No space", hosts=(), before=full_disk),
-    "no inodes": Fault(r"inodes", hosts=(), before=no_inodes),
-    "read-only folder": Fault(r"[Rr]ead-only", inject=read_only),
-    "missing folder": Fault(r"does not exist|No such|missing|not shared", inject=no_folder),
-    "folder that is not shared": Fault(r"shared|visible|see", inject=over_checkpoints("-t tmpfs none")),
-    "slow disk": Fault(r"took .* s to write", before=slow_disk, inject=throttle),
-    "hung file system": Fault(r"storage|checkpoints", inject=lambda run: host_faults.hang_folder(
+    "full disk": Fault("storage", r"No space", hosts=(), before=full_disk),
+    "read-only folder": Fault("storage", r"[Rr]ead-only", inject=read_only),
+    "hung file system": Fault("storage", r"storage|checkpoints", inject=lambda run: host_faults.hang_folder(
         run.hosts, BAD, run.checkpoints)),
     # Limits
-    "low memlock": Fault(r"memlock|locked", inject=low_memlock, maybe=("h1", "h2", "h4"), also="CPU build|torch|GPU"),
-    "few open files": Fault(r"ulimit -n", inject=lambda run: host_faults.set_limits(run.hosts, BAD,
-                                                                                          nofile=256)),
-    "small /dev/shm": Fault(r"/dev/shm", inject=small_shared_memory, also="CPU build|torch|GPU"),
-    "little memory": Fault(r"memory|cgroup", inject=little_memory),
-} | {name: dataclasses.replace(fault, size=3) for name, fault in {
-    "wrong address first": Fault(r"h2: h3 leads to 10\.79\.1\.99", hosts=(OTHER,), inject=hosts_file(
-        "10.79.1.99 h3", "10.79.1.3 h3")),
-    "IPv6 name that leads nowhere": Fault(r"h2: h3 leads to fd00::99", hosts=(OTHER,),
-                                          inject=hosts_file("fd00::99 h3"), start=by_mpiexec("mpich5")),
-    "asserts switched off": Fault(r"sys\.flags\.optimize differs", inject=on_bad_host("export PYTHONOPTIMIZE=1"),
-                                  start=by_mpiexec("openmpi5")),
-    "development mode": Fault(r"dev_mode differs", inject=on_bad_host(
-        "python=$1; shift; set -- $python -X dev \"$@\"")),
-    "another locale": Fault(r"text encoding of the locale differs", inject=on_bad_host("export LC_ALL=C")),
-    "UTF-8 mode": Fault(r"UTF-8 mode differs", inject=on_bad_host("export PYTHONUTF8=1"),
-                        start=by_mpiexec("openmpi5")),
-    "another numpy": Fault(r"packages \(numpy\) differs\. h3: 1\.26\.4", start=by_torchrun, inject=packages_file(
-        "numpy/version.py", lambda text: re.sub(r'^version = .*', 'version = "1.26.4"', text, flags=re.MULTILINE))),
-    "random.py hides a module": Fault(r"random\.py .*hides the module random", hosts=(),
-                                      inject=work_file("random.py", "SEED = 1\n")),
-    "utils.py hides the kit": Fault(r"utils\.py .*hides the module utils of the kit", hosts=(),
-                                    inject=work_file("utils.py")),
-    "another configuration": Fault(r"working directory \(train\.yaml\) differs", inject=work_file(
-        "train.yaml", "lr: 0.1\n", "lr: 0.2\n")),
-    "stale compiled code": Fault(r"model\.py.* not compiled from it", inject=stale_code, start=by_mpiexec("mpich5")),
-    "data file of another size": Fault(r"shard-1\) differs. h3: 4000 bytes", inject=data(b"1" * 4000)),
-    "data file of other content": Fault(r"shard-1\) differs.*checksum", inject=data(b"2" * 5000), start=by_torchrun),
-    "CPU quota": Fault(r"allows the time of 1 CPUs", inject=cpu_quota),
-    "few processes": Fault(r"h3 allows 100 processes.*ulimit -u", start=by_torchrun,
-                           inject=lambda run: host_faults.set_limits(run.hosts, BAD, nproc=100)),
-    "torch that cannot be imported": Fault(r"torch cannot be imported on h3: ImportError: libmpi", inject=lambda run: (
-        run.options.append("--quick"),
-        packages_file("torch/functional.py", lambda text: "raise ImportError('libmpi.so.12: not found')")(run))),
-    "Python without torch": Fault(r"Python of h3 has no torch", inject=no_torch),
-    "loopback on two hosts": Fault(r"GLOO_SOCKET_IFNAME=lo .*loopback", hosts=BOTH, inject=lambda run: run.shell.append(
-        f"case $(hostname) in {OTHER}|{BAD}) export GLOO_SOCKET_IFNAME=lo;; esac")),
-    "loopback for NCCL": Fault(r"NCCL_SOCKET_IFNAME=lo .*loopback", hosts=("h1", "h2", "h3"),
-                               inject=everywhere(NCCL_SOCKET_IFNAME="lo"), start=by_mpiexec("openmpi5")),
-    "64 threads on one host": Fault(r"would start 128 threads", inject=on_bad_host("export OMP_NUM_THREADS=64")),
-}.items()}
+    "low memlock": Fault("limits", r"locked", maybe=MAYBE_ALL, also="CPU build|torch|GPU", inject=low_memlock),
+    "few open files": Fault("limits", r"ulimit -n", inject=lambda run: host_faults.set_limits(
+        run.hosts, BAD, nofile=256)),
+    "little memory": Fault("limits", r"memory", inject=little("memory", memory_limit_in_bytes=str(768 << 20))),
+    "CPU quota": Fault("limits", r"allows the time of 1 CPUs", size=3,
+                       inject=little("cpu", cpu_cfs_quota_us="100000")),  # of 100 ms: one CPU
+    # torch
+    "torch that cannot be imported": Fault("import", r"cannot be imported on h3: ImportError: libmpi", size=3,
+                                           inject=broken_torch),
+}
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def broken(fault: Fault) -> Iterator[Run]:
-    """Start hosts and break them; all is gone at the end."""
+def examine(fault: Fault, *options: str) -> Outcome:
+    """Start hosts, break them, and run doctor.py with these options there; all is gone at the end."""
     with (tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder,
           contextlib.ExitStack() as at_end):
         run = Run(Path(folder), fault.size, fault.per_host)
@@ -597,27 +408,21 @@ def broken(fault: Fault) -> Iterator[Run]:
             fault.before(run)
         run.hosts = at_end.enter_context(Hosts(fault.size))
         run.lab = Lab(run.hosts, run.hosts.start_sshd(), find_or_skip)
-        with run.undo:
-            if fault.inject:
-                fault.inject(run)
-            yield run
-
-
-def examine(fault: Fault, *options: str) -> Outcome:
-    """Run doctor.py with these options on broken hosts."""
-    with broken(fault) as run:
+        at_end.enter_context(run.undo)
+        if fault.inject:
+            fault.inject(run)
         run.options += options
         begin = time.monotonic()
-        with killed_at_end(fault.start(run)) as started:
-            if fault.during:
-                threading.Thread(target=break_later, args=(fault, run), daemon=True).start()
-            return follow(started, begin, 2 * SECONDS)
+        started = at_end.enter_context(killed_at_end(fault.start(run)))
+        if fault.during:
+            threading.Thread(target=break_later, args=(fault, run), daemon=True).start()
+        return follow(started, begin, 2 * SECONDS)
 
 
 def break_later(fault: Fault, run: Run) -> None:
     def joined() -> bool:
-        run.found["pid"] = run.rank_pid(5)
-        return run.found["pid"] is not None
+        run.pid = run.rank_pid(5)
+        return run.pid is not None
 
     assert fault.during
     wait_until(joined, "the ranks to join", seconds=SECONDS)
@@ -645,172 +450,65 @@ def follow(started: subprocess.Popen[str], begin: float, limit: float) -> Outcom
     return Outcome(reported or time.monotonic() - begin, started.poll(), "".join(lines))
 
 
-def bare_torchrun(fault: Fault) -> tuple[float, str]:
-    """Run a script of five lines under bare torchrun on broken hosts; return the seconds and what it says."""
-    with broken(fault) as run, contextlib.ExitStack() as at_end:
-        script = run.folder / "five_lines.py"
-        script.write_text(FIVE_LINES)
-        begin, agents = time.monotonic(), []
-        for node, host in enumerate(run.hosts.hosts):
-            words = [*TORCHRUN, f"--nnodes={run.size}", f"--nproc-per-node={run.per_host}", f"--node-rank={node}",
-                     "--master-addr=h1", "--master-port=29500", str(script)]
-            agents.append(at_end.enter_context(killed_at_end(run.start(host, run.in_shell(words), PBS_JOBID=""))))
-        if fault.during:
-            threading.Thread(target=break_later, args=(fault, run), daemon=True).start()
-        outputs = [""] * len(agents)
-
-        def read(index: int) -> None:
-            stream = agents[index].stdout
-            assert stream
-            outputs[index] = stream.read()
-
-        readers = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(len(agents))]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join(max(0.0, begin + TORCHRUN_SECONDS - time.monotonic()))
-        seconds = time.monotonic() - begin
-        if any(reader.is_alive() for reader in readers):
-            return seconds, "hangs: " + (first_error("".join(outputs)) or "no message")
-        if all(agent.poll() == 0 for agent in agents):
-            return seconds, "no message: it trains"
-        return seconds, first_error("".join(outputs)) or "ends without a message"
-
-
-def first_error(output: str) -> str:
-    """Return the line of an output that says most about a failure."""
-    lines = [line.strip() for line in output.splitlines()]
-    for pattern in (r"^(\[rank\d+\]: )?[\w.]*(Error|Exception)\b: ", r"Error|timed out|refused|failed"):
-        for line in lines:
-            if re.search(pattern, line):
-                return line[:200]
-    return next((line[:200] for line in reversed(lines) if line), "")
-
-
-# What is unusual and healthy, on all hosts, which have the bridge of Docker then, too.
-ODD = ({"LANG": "tr_TR.UTF-8"}, {"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}, {"LANG": "ja_JP.SJIS"},
-       {"http_proxy": "http://10.79.1.250:3128", "https_proxy": "http://10.79.1.250:3128", "no_proxy": "localhost"},
-       {"LC_ALL": "POSIX", "ALL_PROXY": "socks5://127.0.0.1:9"}, {"LC_CTYPE": "C", "LC_NUMERIC": "de_DE.UTF-8"},
-       {"LANG": "", "HTTP_PROXY": "http://nowhere:1"}, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONOPTIMIZE": "1"})
 # A healthy run: the hosts, the launcher, and the options of doctor.py.
 HEALTHY = (("launch.py", 4, 2, ()), ("torchrun", 2, 2, ()), ("mpich5", 3, 2, ()), ("launch.py", 1, 2, ()),
            ("openmpi5", 3, 2, ()), ("launch.py", 4, 2, ("--quick",)), ("laptop", 1, 1, ()), ("launch.py", 8, 1, ()))
 
 
 def healthy(number: int) -> tuple[str, Outcome]:
-    """Run doctor.py where nothing is wrong; from the tenth run on, with ODD surroundings."""
+    """Run doctor.py where nothing is wrong, on hosts that have the bridge of Docker, too."""
     kind, size, per_host, options = HEALTHY[number % len(HEALTHY)]
-    odd = ODD[number % 10] if number % 20 >= 10 else {}
 
     def docker(run: Run) -> None:
-        run.environ.update(odd)
-        for host in run.hosts.hosts if odd else ():
+        for host in run.hosts.hosts:
             for words in ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0",
                           "link set docker0 up"):
                 packets.run(run.hosts, host, f"ip {words}")
 
     def start(run: Run) -> subprocess.Popen[str]:
-        run.options += options
-        if kind == "torchrun":
-            return by_torchrun(run)
-        if kind in MPIS:
-            return by_mpiexec(kind)(run)
         if kind == "laptop":
             return run.hosts.popen("h1", ["env", "-C", str(run.work), *run.doctor], stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, env=run.environ)
-        return run.launch()
+        return by_torchrun(run) if kind == "torchrun" else by_mpiexec(kind)(run) if kind in MPIS else run.launch()
 
-    what = f"{kind} {size} x {per_host} {' '.join([*options, *(f'{name}={value}' for name, value in odd.items())])}"
-    return what, examine(Fault("", start=start, inject=docker, size=size, per_host=per_host))
-
-
-def times(count: int) -> dict[str, float]:
-    """Return the median seconds of launches on 4 x 2 healthy ranks, without doctor.py and with it."""
-    measured: dict[str, list[float]] = {}
-    with broken(Fault("")) as run:
-        commands = {"an empty program": [sys.executable, "-c", ""],
-                    "doctor.py --quick": [sys.executable, str(DOCTOR), "--quick"],
-                    "doctor.py": [sys.executable, str(DOCTOR), "--checkpoints", str(run.checkpoints)]}
-        for _ in range(count):  # in turn
-            for name, command in commands.items():
-                begin = time.monotonic()
-                with killed_at_end(run.start("h1", [*LAUNCH, *command])) as started:
-                    output = started.communicate(timeout=2 * SECONDS)[0]
-                assert started.returncode == 0, output
-                measured.setdefault(name, []).append(time.monotonic() - begin)
-    return {name: statistics.median(seconds) for name, seconds in measured.items()}
-
-
-def in_own_mount_namespace() -> bool:
-    return os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")
+    fault = Fault("", "", start=start, inject=docker, size=size, per_host=per_host)
+    return f"{kind} {size} x {per_host} {' '.join(options)}", examine(fault, *options)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help="; ".join(FAULTS).replace("%", "%%"))
     parser.add_argument("--healthy", type=int, default=0, metavar="N", help="runs without a fault")
-    parser.add_argument("--times", type=int, default=0, metavar="N", help="time N healthy runs of each kind")
-    parser.add_argument("--torchrun", action="store_true", help="run bare torchrun, too")
-    parser.add_argument("--only-torchrun", action="store_true", help="run bare torchrun instead of doctor.py")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many runs, each on its own hosts")
     parser.add_argument("--show", action="store_true", help="print the whole output")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="append the results to a file of JSON lines")
     args = parser.parse_args()
-    unknown = [name for name in args.faults if name not in FAULTS]
-    if unknown:
+    if unknown := [name for name in args.faults if name not in FAULTS]:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(FAULTS)}")
-    right = alarms = 0
-    names = args.faults or ([] if args.healthy or args.times else FAULTS)
-    with ThreadPoolExecutor(args.at_once) as pool:
-        right += sum(pool.map(partial(try_fault, args), names))
-        alarms += sum(not good for good in pool.map(partial(try_healthy, args), range(args.healthy)))
-    if args.times:
-        for what, took in times(args.times).items():
-            print(f"launch.py {what:20} {took:5.1f} s", flush=True)
-    print(f"{right} of {len(names)} faults right, {alarms} alarms in {args.healthy} healthy runs")
-    return int(right < len(names) or alarms > 0)
+    names = args.faults or ([] if args.healthy else list(FAULTS))
+    problems = []
+    for name in names:
+        outcome = examine(FAULTS[name])
+        problems.append(problem(FAULTS[name], outcome))
+        print(f"{name:32} {outcome.seconds:5.1f} s  {problems[-1] or 'right'}", flush=True)
+        if args.show:
+            print(outcome.output, flush=True)
+    alarms = [try_healthy(number) for number in range(args.healthy)]
+    print(f"{problems.count('')} of {len(names)} faults right, {sum(alarms)} alarms in {args.healthy} healthy runs")
+    return int(any(problems) or any(alarms))
 
 
-def try_healthy(args: argparse.Namespace, number: int) -> bool:
-    """Make one healthy run and print its line; return whether doctor.py gives no alarm."""
+def try_healthy(number: int) -> bool:
+    """Make one healthy run and print its line; return whether doctor.py gives an alarm."""
     kind, outcome = healthy(number)
     alarms = [f"{one['check']}: {one['message']}" for one in outcome.findings]
     if outcome.report is None or outcome.status != 0:
         alarms.append(f"exit status {outcome.status}: {outcome.output[-2000:]}")
     print(f"healthy, {kind:24} {outcome.seconds:5.1f} s  {'; '.join(alarms) or 'no alarm'}", flush=True)
-    if args.show:
-        print(outcome.output, flush=True)
-    return not alarms
-
-
-def try_fault(args: argparse.Namespace, name: str) -> bool:
-    """Run one fault and print its lines; return whether doctor.py is right."""
-    fault, result = FAULTS[name], {"fault": name}
-    found = ""
-    try:
-        if not args.only_torchrun:
-            outcome = examine(fault)
-            found = problem(fault, outcome)
-            result |= {"seconds": round(outcome.seconds, 1), "problem": found, "said": said(fault, outcome)}
-            print(f"{name:32} {outcome.seconds:5.1f} s  {'WRONG: ' + found if found else 'right'}\n"
-                  f"    doctor.py: {result['said']}", flush=True)
-            if args.show:
-                print(outcome.output, flush=True)
-        if (args.torchrun or args.only_torchrun) and fault.torchrun:
-            seconds, text = bare_torchrun(fault)
-            result |= {"torchrun_seconds": round(seconds, 1), "torchrun": text}
-            print(f"{name if args.only_torchrun else '':32} {seconds:5.1f} s\n    torchrun:  {text}", flush=True)
-    except Impossible as reason:
-        found = f"left out: {reason}"
-        print(f"{name:32} {found}", flush=True)
-    if args.results:
-        with open(args.results, "a") as file:
-            file.write(json.dumps(result) + "\n")
-    return not found
+    return bool(alarms)
 
 
 if __name__ == "__main__":
-    if not in_own_mount_namespace():  # what is mounted before the hosts start is seen by nobody else
+    if os.readlink("/proc/self/ns/mnt") == os.readlink(f"/proc/{os.getppid()}/ns/mnt"):
+        # What is mounted before the hosts start is seen by nobody else.
         command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.faults.doctor"]
         os.execvp(command[0], [*command, *sys.argv[1:]])
     sys.exit(main())

@@ -82,16 +82,6 @@ def cgroup(controller: str, settings: dict[str, str]) -> Iterator[Callable[[Host
             signal.sigtimedwait([], 0.05)
 
 
-def slow_disk(image: Path, folder: Path) -> str:
-    """Mount a disk at a folder, for hosts that start later; return its device number, such as "7:3"."""
-    with open(image, "wb") as file:
-        file.truncate(4 << 30)
-    subprocess.run(["mkfs.ext2", "-q", "-F", "-N", "4096", image], check=True)
-    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
-    device = os.stat(folder).st_dev
-    return f"{os.major(device)}:{os.minor(device)}"
-
-
 def hang_folder(hosts: Hosts, host: str, folder: Path) -> None:
     """Mount a file system over a folder of a host that never responds, as NFS without its server."""
     started = hosts.popen(host, [sys.executable, __file__, "hang", str(folder)], env={"PYTHONPATH": str(ROOT)},

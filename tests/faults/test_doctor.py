@@ -14,7 +14,7 @@ from tests.faults.packets import TCP, longer_than, program
 @pytest.mark.parametrize(("name", "check"), [
     ("one name on two hosts", "placement"), ("one-way loss between two hosts", "connections"),
     ("path MTU black hole", "connections"), ("hung file system", "storage"),
-    ("loopback on two hosts", "equality,connections"), ("stale compiled code", "equality")])
+    ("loopback on two hosts", "equality,connections"), ("another configuration", "equality")])
 def test_doctor_names_the_fault_and_nothing_else(need: Callable[[str], Path], name: str, check: str) -> None:
     for needed in ("hosts", "sshd"):
         need(needed)

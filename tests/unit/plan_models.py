@@ -16,20 +16,26 @@ from torch.utils.checkpoint import checkpoint
 Step = Callable[[nn.Module], Tensor]
 
 
-class Bottleneck(nn.Module):
-    """The block of ResNet-50."""
+class Called(nn.Module):
+    """Layers, and how they are called."""
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, layers: dict[str, nn.Module], call: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-            nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width))
-        self.short = nn.Identity() if inputs == 4 * width else nn.Sequential(
-            nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+        self.layers, self.call = nn.ModuleDict(layers), call
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu_(self.body(x) + self.short(x))
+    def forward(self, *inputs: Tensor, **named: object) -> Tensor:
+        return self.call(self.layers, *inputs, **named)
+
+
+def bottleneck(inputs: int, width: int, stride: int) -> nn.Module:
+    """The block of ResNet-50."""
+    short = nn.Identity() if inputs == 4 * width else nn.Sequential(
+        nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+    return Called({"short": short, "body": nn.Sequential(
+        nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+        nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+        nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width))},
+        lambda m, x: torch.relu_(m["body"](x) + m["short"](x)))
 
 
 def resnet50() -> nn.Module:
@@ -39,7 +45,7 @@ def resnet50() -> nn.Module:
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for i in range(blocks):
-            layers.append(Bottleneck(channels, width, 2 if i == 0 and width > 64 else 1))
+            layers.append(bottleneck(channels, width, 2 if i == 0 and width > 64 else 1))
             channels = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
@@ -92,65 +98,42 @@ class ViT(nn.Module):
         return self.head(self.blocks(self.patches(images).flatten(2).transpose(1, 2) + self.places).mean(1))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, layer: nn.Module, width: int) -> None:
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0].mean(1))
+def recurrent(kind: type[nn.Module], width: int, **options: object) -> nn.Module:
+    return Called({"layer": kind(64, 128, batch_first=True, **options), "head": nn.Linear(width, 10)},
+                  lambda m, x: m["head"](m["layer"](x)[0].mean(1)))
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.GRU(64, 128, 2, dropout=0.1), nn.Linear(128, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, torch.arange(10, 26), batch_first=True, enforce_sorted=False)
-        return self.head(self.layer(packed)[1][-1])
+def packed() -> nn.Module:
+    return Called({"layer": nn.GRU(64, 128, 2, dropout=0.1), "head": nn.Linear(128, 10)}, lambda m, x: m["head"](
+        m["layer"](pack_padded_sequence(x, torch.arange(10, 26), batch_first=True, enforce_sorted=False))[1][-1]))
 
 
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """A mixture of experts: each sample goes to one of four layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.router = nn.Linear(64, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, choice = self.router(x).softmax(-1).max(-1)
+    def call(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        weight, choice = m["router"](x).softmax(-1).max(-1)
         output = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
+        for number, expert in enumerate(m["experts"]):
             rows = (choice == number).nonzero().flatten()
             output = output.index_add(0, rows, expert(x[rows]) * weight[rows, None])
         return output
+    torch.manual_seed(0)
+    return Called({"router": nn.Linear(64, 4), "experts": nn.ModuleList(
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))}, call)
 
 
-class Positive(nn.Module):
+def positive() -> nn.Module:
     """A loss over the elements that a mask selects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x)
+    def call(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = m["body"](x)
         return y[y > 0].exp()
+    torch.manual_seed(0)
+    return Called({"body": mlp()}, call)
 
 
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(5000, 64, sparse=True), nn.Linear(64, 10)
-        self.head.requires_grad_(False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.table(words).mean(1))
+def bag() -> nn.Module:
+    return Called({"table": nn.Embedding(5000, 64, sparse=True), "head": nn.Linear(64, 10).requires_grad_(False)},
+                  lambda m, words: m["head"](m["table"](words).mean(1)))
 
 
 def classify(inputs: Tensor, classes: int = 10) -> Step:
@@ -214,64 +197,55 @@ CASES = {
     "GPT, accumulation over 4": Case(GPT, next_word(), adamw, accumulate=4),
     "GPT, autocast to bfloat16": Case(GPT, next_word(dtype=torch.bfloat16), adamw),
     "GPT in bfloat16": Case(lambda: GPT().to(torch.bfloat16), next_word(), adamw),
-    "mixture of experts": Case(Experts, lambda model: model(RANDOM).square().mean(), adamw),
-    "loss over a boolean mask": Case(Positive, lambda model: model(RANDOM).mean(), adamw),
-    "sparse embedding": Case(Bag, lambda model: model(torch.arange(320).view(32, 10)).sum(), sparse_adam),
+    "mixture of experts": Case(experts, lambda model: model(RANDOM).square().mean(), adamw),
+    "loss over a boolean mask": Case(positive, lambda model: model(RANDOM).mean(), adamw),
+    "sparse embedding": Case(bag, lambda model: model(torch.arange(320).view(32, 10)).sum(), sparse_adam),
     "MLP, LBFGS": Case(mlp, lambda model: mse_loss(model(RANDOM), RANDOM), lbfgs, steps=9),
-    "LSTM": Case(lambda: Recurrent(nn.LSTM(64, 128, 2, batch_first=True), 128), classify(SEQUENCES), adamw),
-    "GRU, bidirectional": Case(lambda: Recurrent(nn.GRU(64, 128, 2, batch_first=True, bidirectional=True), 256),
-                               classify(SEQUENCES), adamw),
-    "GRU of packed sequences": Case(Packed, classify(SEQUENCES), adamw),
-    "RNN": Case(lambda: Recurrent(nn.RNN(64, 128, batch_first=True), 128), classify(SEQUENCES), adamw),
+    "LSTM": Case(lambda: recurrent(nn.LSTM, 128, num_layers=2), classify(SEQUENCES), adamw),
+    "GRU, bidirectional": Case(lambda: recurrent(nn.GRU, 256, num_layers=2, bidirectional=True), classify(SEQUENCES),
+                               adamw),
+    "GRU of packed sequences": Case(packed, classify(SEQUENCES), adamw),
+    "RNN": Case(lambda: recurrent(nn.RNN, 128), classify(SEQUENCES), adamw),
 }
 
 
 # --- written after the tracer was finished, and not used while it was written
 
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        def block(inputs: int, outputs: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
-        self.down1, self.down2, self.middle = block(3, 16), block(16, 32), block(32, 64)
-        self.up2, self.up1 = nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)
-        self.join2, self.join1, self.head = block(64, 32), block(32, 16), nn.Conv2d(16, 1, 1)
+def unet() -> nn.Module:
+    def block(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
 
-    def forward(self, x: Tensor) -> Tensor:
-        a = self.down1(x)
-        b = self.down2(max_pool2d(a, 2))
-        c = self.join2(torch.cat([self.up2(self.middle(max_pool2d(b, 2))), b], 1))
-        return self.head(self.join1(torch.cat([self.up1(c), a], 1)))
+    def call(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        a = m["down1"](x)
+        b = m["down2"](max_pool2d(a, 2))
+        c = m["join2"](torch.cat([m["up2"](m["middle"](max_pool2d(b, 2))), b], 1))
+        return m["head"](m["join1"](torch.cat([m["up1"](c), a], 1)))
+    return Called({"down1": block(3, 16), "down2": block(16, 32), "middle": block(32, 64),
+                   "up2": nn.ConvTranspose2d(64, 32, 2, 2), "up1": nn.ConvTranspose2d(32, 16, 2, 2),
+                   "join2": block(64, 32), "join1": block(32, 16), "head": nn.Conv2d(16, 1, 1)}, call)
 
 
-class Masked(nn.Module):
+def masked() -> nn.Module:
     """A language model whose loss is over 15 % of the places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(1000, 64), nn.Linear(64, 1000)
-        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 2,
-                                          enable_nested_tensor=False)
-
-    def forward(self, words: Tensor) -> Tensor:
+    def call(m: nn.ModuleDict, words: Tensor) -> Tensor:
         hidden = torch.rand(words.shape, generator=torch.Generator().manual_seed(0)) < 0.15
-        x = self.body(self.words(words.masked_fill(hidden, 0)))
-        return cross_entropy(self.head(x[hidden]), words[hidden])
+        x = m["body"](m["words"](words.masked_fill(hidden, 0)))
+        return cross_entropy(m["head"](x[hidden]), words[hidden])
+    body = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 2,
+                                 enable_nested_tensor=False)
+    return Called({"words": nn.Embedding(1000, 64), "head": nn.Linear(64, 1000), "body": body}, call)
 
 
-class Clicks(nn.Module):
+def clicks() -> nn.Module:
     """Sparse tables of categories beside dense features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(n, 32, mode="sum", sparse=True) for n in (2000, 500, 50))
-        self.bottom, self.top = nn.Linear(13, 32), nn.Sequential(nn.Linear(38, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
-        parts = torch.stack([self.bottom(dense), *(t(categories[i]) for i, t in enumerate(self.tables))], 1)
+    def call(m: nn.ModuleDict, dense: Tensor, categories: Tensor) -> Tensor:
+        parts = torch.stack([m["bottom"](dense), *(t(categories[i]) for i, t in enumerate(m["tables"]))], 1)
         rows, columns = torch.triu_indices(4, 4, 1)
         products = (parts @ parts.transpose(1, 2))[:, rows, columns]
-        return self.top(torch.cat([parts[:, 0], products], 1))
+        return m["top"](torch.cat([parts[:, 0], products], 1))
+    return Called({
+        "tables": nn.ModuleList(nn.EmbeddingBag(n, 32, mode="sum", sparse=True) for n in (2000, 500, 50)),
+        "bottom": nn.Linear(13, 32), "top": nn.Sequential(nn.Linear(38, 64), nn.ReLU(), nn.Linear(64, 1))}, call)
 
 
 class Contrast(nn.Module):
@@ -284,56 +258,43 @@ class Contrast(nn.Module):
         return cross_entropy(one @ other.T * self.scale.exp(), torch.arange(len(x)))
 
 
-class Translator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
-        self.body = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
-
-    def forward(self, words: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
-        x = self.words(words)
-        return self.head(self.body(x, x, tgt_mask=mask))
+def translator() -> nn.Module:
+    def call(m: nn.ModuleDict, words: Tensor) -> Tensor:
+        x, mask = m["words"](words), nn.Transformer.generate_square_subsequent_mask(words.shape[1])
+        return m["head"](m["body"](x, x, tgt_mask=mask))
+    return Called({"words": nn.Embedding(500, 64), "head": nn.Linear(64, 500),
+                   "body": nn.Transformer(64, 4, 2, 2, 128, batch_first=True)}, call)
 
 
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-        self.edges = torch.randint(256, (2, 2000), generator=torch.Generator().manual_seed(0))
+def graph() -> nn.Module:
+    edges = torch.randint(256, (2, 2000), generator=torch.Generator().manual_seed(0))
 
-    def forward(self, x: Tensor) -> Tensor:
-        source, target = self.edges
+    def call(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        source, target = edges
         degree = torch.bincount(target, minlength=256).clamp(min=1)[:, None]
-        for layer in self.layers:
+        for layer in m["layers"]:
             x = x + torch.zeros_like(x).index_add(0, target, layer(x)[source]).div(degree).relu()
         return x
+    return Called({"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(3))}, call)
 
 
-class VAE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(64, 2 * 16), nn.Sequential(nn.Linear(16, 200), nn.ELU(),
-                                                                           nn.Linear(200, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, log_variance = self.encoder(x).chunk(2, -1)
+def vae() -> nn.Module:
+    def call(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        mean, log_variance = m["encoder"](x).chunk(2, -1)
         latent = mean + torch.randn_like(mean) * (log_variance / 2).exp()
         divergence = (mean.square() + log_variance.exp() - log_variance - 1).sum(-1).mean()
-        return mse_loss(self.decoder(latent), x) + divergence
+        return mse_loss(m["decoder"](latent), x) + divergence
+    return Called({"encoder": nn.Linear(64, 32),
+                   "decoder": nn.Sequential(nn.Linear(16, 200), nn.ELU(), nn.Linear(200, 64))}, call)
 
 
-class Mobile(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1), nn.Hardswish(inplace=True)]
-        for inputs, outputs in ((32, 64), (64, 96), (96, 128)):
-            layers += [nn.Conv2d(inputs, inputs, 3, 2, 1, groups=inputs, bias=False), nn.BatchNorm2d(inputs),
-                       nn.Hardswish(inplace=True), nn.Conv2d(inputs, outputs, 1), nn.Dropout2d(0.1)]
-        self.body, self.head = nn.Sequential(*layers), nn.Linear(128, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x).mean((2, 3)))
+def mobile() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1), nn.Hardswish(inplace=True)]
+    for inputs, outputs in ((32, 64), (64, 96), (96, 128)):
+        layers += [nn.Conv2d(inputs, inputs, 3, 2, 1, groups=inputs, bias=False), nn.BatchNorm2d(inputs),
+                   nn.Hardswish(inplace=True), nn.Conv2d(inputs, outputs, 1), nn.Dropout2d(0.1)]
+    return Called({"body": nn.Sequential(*layers), "head": nn.Linear(128, 10)},
+                  lambda m, x: m["head"](m["body"](x).mean((2, 3))))
 
 
 class TopTwo(nn.Module):
@@ -358,16 +319,10 @@ class TopTwo(nn.Module):
         return output
 
 
-class Detector(nn.Module):
+def detector() -> nn.Module:
     """Boxes with a score above a threshold, without those that overlap with a better one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Conv2d(3, 32, 3, 2, 1), nn.Conv2d(32, 5, 3, 2, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        found = self.head(self.body(images).relu()).flatten(2).transpose(1, 2)
+    def call(m: nn.ModuleDict, images: Tensor) -> Tensor:
+        found = m["head"](m["body"](images).relu()).flatten(2).transpose(1, 2)
         total = found.square().mean()
         for boxes in found:
             boxes = boxes[boxes[:, 4] > boxes[:, 4].mean()]
@@ -377,21 +332,19 @@ class Detector(nn.Module):
                 total = total + best[:4].abs().sum()
                 left = left[(boxes[left, :4] - best[:4]).abs().sum(1) > 0.5]
         return total
+    torch.manual_seed(0)
+    return Called({"body": nn.Conv2d(3, 32, 3, 2, 1), "head": nn.Conv2d(32, 5, 3, 2, 1)}, call)
 
 
-class Critic(nn.Module):
+def critic() -> nn.Module:
     """A loss with a penalty for the norm of the gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(weight_norm(nn.Conv1d(1, 16, 3, dilation=2)), nn.Softplus(), nn.Flatten(),
-                                  spectral_norm(nn.Linear(16 * 60, 1)))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def call(m: nn.ModuleDict, x: Tensor) -> Tensor:
         x = x[:, None].requires_grad_()
-        score = self.body(x).sum()
+        score = m["body"](x).sum()
         slope, = torch.autograd.grad(score, x, create_graph=True)
         return score + slope.square().sum()
+    return Called({"body": nn.Sequential(weight_norm(nn.Conv1d(1, 16, 3, dilation=2)), nn.Softplus(), nn.Flatten(),
+                                         spectral_norm(nn.Linear(16 * 60, 1)))}, call)
 
 
 def loss_of(*inputs: Tensor) -> Step:
@@ -400,20 +353,20 @@ def loss_of(*inputs: Tensor) -> Step:
 
 WORDS = torch.arange(8 * 32).view(8, 32)
 HELD_OUT = {
-    "U-Net, RMSprop": Case(UNet, loss_of(torch.zeros(2, 3, 32, 32)), RMSprop),
-    "masked language model, AdamW": Case(Masked, loss_of(WORDS), adamw),
-    "sparse tables, SGD": Case(Clicks, loss_of(torch.zeros(64, 13), torch.arange(50).repeat(3, 64, 1)), sgd),
+    "U-Net, RMSprop": Case(unet, loss_of(torch.zeros(2, 3, 32, 32)), RMSprop),
+    "masked language model, AdamW": Case(masked, loss_of(WORDS), adamw),
+    "sparse tables, SGD": Case(clicks, loss_of(torch.zeros(64, 13), torch.arange(50).repeat(3, 64, 1)), sgd),
     "contrastive loss, Adagrad": Case(Contrast, loss_of(RANDOM), Adagrad),
-    "encoder and decoder, AMSGrad": Case(Translator, loss_of(WORDS), functools.partial(AdamW, amsgrad=True)),
-    "graph, NAdam": Case(Graph, loss_of(RANDOM), NAdam),
-    "VAE, Adamax": Case(VAE, loss_of(RANDOM), Adamax),
+    "encoder and decoder, AMSGrad": Case(translator, loss_of(WORDS), functools.partial(AdamW, amsgrad=True)),
+    "graph, NAdam": Case(graph, loss_of(RANDOM), NAdam),
+    "VAE, Adamax": Case(vae, loss_of(RANDOM), Adamax),
     "depthwise convolutions, Nesterov": Case(
-        Mobile, classify(torch.zeros(4, 3, 64, 64).to(memory_format=torch.channels_last)),
+        mobile, classify(torch.zeros(4, 3, 64, 64).to(memory_format=torch.channels_last)),
         functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True)),
     "two of eight experts, AdamW": Case(TopTwo, loss_of(RANDOM), adamw),
     "detector with suppression, SGD": Case(  # of a view of 4 channels: the plan counts 3
-        Detector, loss_of(RANDOM.view(2, 2, 64, 64).repeat(1, 2, 1, 1)[:, :3]), momentum),
-    "gradient penalty, Adadelta": Case(Critic, loss_of(RANDOM), Adadelta),
+        detector, loss_of(RANDOM.view(2, 2, 64, 64).repeat(1, 2, 1, 1)[:, :3]), momentum),
+    "gradient penalty, Adadelta": Case(critic, loss_of(RANDOM), Adadelta),
     "CNN, LBFGS with line search": Case(cnn, classify(torch.randn(8, 3, 32, 32)), functools.partial(
         LBFGS, max_iter=4, history_size=8, line_search_fn="strong_wolfe"), steps=9),
 }
@@ -435,17 +388,6 @@ def gpt2_xl(batch: int) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
 Made = tuple[nn.Module, Tensor | tuple[Tensor, ...] | dict[str, object]]
 
 
-class Called(nn.Module):
-    """Layers, and how they are called."""
-
-    def __init__(self, layers: dict[str, nn.Module], call: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layers, self.call = nn.ModuleDict(layers), call
-
-    def forward(self, *inputs: Tensor, **named: object) -> Tensor:
-        return self.call(self.layers, *inputs, **named)
-
-
 def images(batch: int) -> Made:
     return cnn(), torch.zeros(batch, 3, 32, 32)
 
@@ -456,7 +398,7 @@ def sequence_first(batch: int) -> Made:
 
 def batch_last(batch: int) -> Made:
     return Called({"up": nn.Linear(32, 200), "down": nn.Linear(200, 1)},
-                  lambda layers, x: layers["down"](layers["up"](x.T).relu())), torch.zeros(32, batch)
+                  lambda m, x: m["down"](m["up"](x.T).relu())), torch.zeros(32, batch)
 
 
 def contrast(batch: int) -> Made:
@@ -466,21 +408,21 @@ def contrast(batch: int) -> Made:
 def all_pairs(batch: int) -> Made:
     """Distances of all pairs of samples, each with 16 numbers before they are summed."""
     return Called({"body": nn.Linear(64, 16)},
-                  lambda layers, x: (layers["body"](x)[:, None] - layers["body"](x)[None]).square().sum(-1).exp()
+                  lambda m, x: (m["body"](x)[:, None] - m["body"](x)[None]).square().sum(-1).exp()
                   ), torch.zeros(batch, 64)
 
 
 def bag_with_offsets(batch: int) -> Made:
     return Called({"bag": nn.EmbeddingBag(900, 64, mode="sum"), "up": nn.Linear(64, 256), "down": nn.Linear(256, 1)},
-                  lambda layers, words, offsets: layers["down"](gelu(layers["up"](layers["bag"](words, offsets))))
+                  lambda m, words, offsets: m["down"](gelu(m["up"](m["bag"](words, offsets))))
                   ), (torch.zeros(batch * 7, dtype=torch.long), torch.arange(0, batch * 7, 7))
 
 
 def graphs(batch: int) -> Made:
     """Graphs of 20 nodes and 60 edges in one: the edge index is 2 x edges."""
-    def call(layers: nn.ModuleDict, nodes: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
-        x = layers["into"](nodes)
-        x = x + torch.zeros_like(x).index_add(0, edges[1], layers["message"](x[edges[0]]).relu())
+    def call(m: nn.ModuleDict, nodes: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        x = m["into"](nodes)
+        x = x + torch.zeros_like(x).index_add(0, edges[1], m["message"](x[edges[0]]).relu())
         return x.new_zeros(batch, x.shape[1]).index_add(0, graph, x)
     edges = torch.arange(120 * batch).view(2, -1) % (20 * batch)
     return Called({"into": nn.Linear(8, 32), "message": nn.Linear(32, 32)}, call), (
@@ -489,8 +431,8 @@ def graphs(batch: int) -> Made:
 
 def detection(batch: int) -> Made:
     """A list of images of two sizes, with a list of boxes each."""
-    def call(layers: nn.ModuleDict, images: list[Tensor], boxes: list[Tensor]) -> Tensor:
-        found = [layers["head"](layers["body"](image[None]).relu()).mean((2, 3)) for image in images]
+    def call(m: nn.ModuleDict, images: list[Tensor], boxes: list[Tensor]) -> Tensor:
+        found = [m["head"](m["body"](image[None]).relu()).mean((2, 3)) for image in images]
         return torch.stack([(one - box).square().mean() for one, box in zip(found, boxes, strict=True)])
     return Called({"body": nn.Conv2d(3, 64, 3), "head": nn.Conv2d(64, 4, 3)}, call), {
         "images": [torch.zeros(3, 48, 48 + 32 * (i % 2)) for i in range(batch)],
@@ -499,40 +441,40 @@ def detection(batch: int) -> Made:
 
 def gru(batch: int) -> Made:
     return Called({"gru": nn.GRU(32, 64), "head": nn.Linear(64, 5)},
-                  lambda layers, x: layers["head"](layers["gru"](x)[0][-1])), torch.zeros(5, batch, 32)
+                  lambda m, x: m["head"](m["gru"](x)[0][-1])), torch.zeros(5, batch, 32)
 
 
 def masked_attention(batch: int) -> Made:
-    def call(layers: nn.ModuleDict, x: Tensor, mask: Tensor) -> Tensor:
-        scores = layers["q"](x) @ layers["k"](x).transpose(1, 2) + mask
-        return scores.softmax(-1) @ layers["v"](x)
+    def call(m: nn.ModuleDict, x: Tensor, mask: Tensor) -> Tensor:
+        scores = m["q"](x) @ m["k"](x).transpose(1, 2) + mask
+        return scores.softmax(-1) @ m["v"](x)
     return Called({name: nn.Linear(32, 32) for name in "qkv"}, call), (
         torch.zeros(batch, 64, 32), torch.zeros(batch, 64, 64))
 
 
 def even_only(batch: int) -> Made:
     """Two views of each sample lie beside each other."""
-    return Called({"body": mlp()}, lambda layers, x: layers["body"](x).view(-1, 2, 64).prod(1)
+    return Called({"body": mlp()}, lambda m, x: m["body"](x).view(-1, 2, 64).prod(1)
                   ), torch.zeros(batch, 64)
 
 
 def more_if_even(batch: int) -> Made:
     return Called({"body": mlp(), "more": mlp()},
-                  lambda layers, x: layers["body"](x) + (0 if len(x) % 2 else layers["more"](x.repeat(3, 1))[:len(x)])
+                  lambda m, x: m["body"](x) + (0 if len(x) % 2 else m["more"](x.repeat(3, 1))[:len(x)])
                   ), torch.zeros(batch, 64)
 
 
 def large_table(batch: int) -> Made:
     """The optimizer's temporary tensors are the peak of small batches."""
     return Called({"table": nn.Embedding(5000, 32), "up": nn.Linear(32, 512)},
-                  lambda layers, words: layers["up"](layers["table"](words)).tanh()
+                  lambda m, words: m["up"](m["table"](words)).tanh()
                   ), torch.zeros(batch, 10, dtype=torch.long)
 
 
 def selected_words(batch: int) -> Made:
     """Values decide: a run with real tensors."""
     return Called({"words": nn.Embedding(100, 32), "head": nn.Linear(32, 500)},
-                  lambda layers, words: layers["head"](layers["words"](words)[words % 4 == 0]).exp()
+                  lambda m, words: m["head"](m["words"](words)[words % 4 == 0]).exp()
                   ), torch.arange(batch * 16).view(batch, 16) % 100
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ..host.topology import format_ranges
+from ..host.cores import format_ranges
 from .hang import Collective, Group, thread_location, user_frame
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")

@@ -13,16 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...distributed import Distributed, setup_distributed
-from ...host.device import BACKENDS
 from ...log import get_logger
 from .. import host_pairs
 from ..arguments import ArgumentParser
 from ..charts import draw_lines
-from . import causes, links, scaling, try_settings
 from . import collective_bench as collectives
-from . import pair_bench as pairs
-from .operations import DATA_TYPES, OPERATIONS, Ranks
-from .timing import gather_objects
+from . import links, scaling, try_settings
+from .operations import OPERATIONS, Ranks, gather_objects
 from .trials import TrialFailed, Trials, start_trials
 
 _log = get_logger(__name__)
@@ -39,7 +36,7 @@ columns, as nccl-tests defines them (GB is 10^9 bytes):
   algbw    size / time
   busbw    algbw * factor: all_reduce 2(n-1)/n; all_gather, reduce_scatter and all_to_all (n-1)/n;
            broadcast and send_recv 1
-  #wrong   number of elements with a wrong value, over all ranks and checks
+  #wrong   number of elements with a wrong value, over all ranks
   p50 p99  percentiles of the iterations; the slowest rank gives the time of an iteration
 all_reduce and broadcast run in place, the others out of place.
 """
@@ -71,17 +68,12 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         metavar="OPERATION",
         help=f"default: all of {', '.join(OPERATIONS)}",
     )
-    one.add_argument("--backend", choices=BACKENDS, help="default: that of the device")
     one.add_argument("--pairs", action="store_true", help="measure each pair of hosts")
     sweep = one.add_argument_group("sizes and iterations, as in nccl-tests")
     add = sweep.add_argument
     add("-b", "--minbytes", type=_bytes, default=1 << 10, metavar="N", help="default: 1K")
     add("-e", "--maxbytes", type=_bytes, default=1 << 25, metavar="N", help="default: 32M")
-    add("-f", "--stepfactor", type=int, default=4, metavar="N", help="between sizes; default: 4")
     add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations; default: 20")
-    add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="default: 1")
-    add("-c", "--check", type=int, default=1, metavar="N", help="checks of each size; default: 1")
-    add("-d", "--datatype", choices=DATA_TYPES, default="float", help="default: float")
     output = one.add_argument_group("output")
     add = output.add_argument
     add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON as nccl-tests does")
@@ -100,7 +92,6 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = two.add_argument
     add("--batch", type=int, default=8, metavar="N", help="for {batch} in ARGUMENTS; default: 8")
     add("--steps", type=int, default=10, metavar="N", help="measured per phase; default: 10")
-    add("--warm-up", type=int, default=5, metavar="N", help="steps not measured; default: 5")
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
     add("--full-only", action="store_true", help="weak scaling on one rank and on all ranks only")
     add(
@@ -120,20 +111,14 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("script", nargs=argparse.REMAINDER, help=help_script)
     args = parser.parse_args(_lone_try(sys.argv[1:] if words is None else words))
     if args.run is _ddp:
-        if min(args.batch, args.steps) < 1 or args.warm_up < 0 or not args.trial_timeout > 0:
-            two.error(
-                "expected --batch, --steps and --trial-timeout above 0, and --warm-up 0 or more. "
-                "Correct them"
-            )
+        if min(args.batch, args.steps) < 1 or not args.trial_timeout > 0:
+            two.error("expected --batch, --steps and --trial-timeout above 0. Correct them")
         return args
     unknown = [name for name in args.operations if name not in OPERATIONS]
     if unknown:
         one.error(f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}")
-    in_order = 0 < args.minbytes <= args.maxbytes and args.stepfactor >= 2
-    if not in_order or args.iters < 1 or min(args.warmup_iters, args.check) < 0:
-        one.error(
-            "expected 0 < -b <= -e, -f at least 2, -n at least 1, -w and -c 0 or more. Correct them"
-        )
+    if not 0 < args.minbytes <= args.maxbytes or args.iters < 1:
+        one.error("expected 0 < -b <= -e, and -n at least 1. Correct them")
     if args.expect is not None and not args.expect > 0:
         one.error(f"--expect is {args.expect:g}. Expected a bandwidth above 0 GB/s")
     args.operations = list(dict.fromkeys(args.operations))  # each once
@@ -168,7 +153,7 @@ def _bytes(text: str) -> int:
 
 
 def _collectives(args: argparse.Namespace) -> int:
-    with setup_distributed(args.backend) as job:
+    with setup_distributed() as job:
         ranks = Ranks(job.rank, job.world_size, job.device)
         if job.world_size == 1:
             _log.error("found one rank. Expected at least two: start them with a launcher")
@@ -177,8 +162,7 @@ def _collectives(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace, job: Distributed, ranks: Ranks) -> int:
-    sizes = (args.minbytes, args.maxbytes, args.stepfactor)
-    sweep = collectives.Sweep(*sizes, args.iters, args.warmup_iters, args.check, args.datatype)
+    sweep = collectives.Sweep(args.minbytes, args.maxbytes, args.iters)
     start, results = time.time(), list[collectives.Result]()
     devices = gather_objects(collectives.describe_rank(ranks))
     stop = collectives.StopRequest(ranks)
@@ -228,13 +212,13 @@ def _pairs(args: argparse.Namespace, job: Distributed) -> int:
 
 def _measure_hosts(
     job: Distributed, size: int, iterations: int
-) -> tuple[dict[host_pairs.Pair, float], list[str], dict[host_pairs.Pair, pairs.PairResult]]:
+) -> tuple[dict[host_pairs.Pair, float], list[str], dict[host_pairs.Pair, links.PairResult]]:
     """Return the bandwidth of each pair of hosts, the names of the hosts, and all results."""
     places = gather_objects((job.node_rank, socket.gethostname()))
     node_ranks = [node for node, _ in places]
     names = [name for _, name in sorted(set(places))]
     ranks = Ranks(job.rank, job.world_size, job.device)
-    measured = pairs.measure_pairs(node_ranks, ranks, size, iterations)
+    measured = links.measure_pairs(node_ranks, ranks, size, iterations)
     return {pair: one.bandwidth for pair, one in measured.items()}, names, measured
 
 
@@ -246,7 +230,7 @@ def _ddp(args: argparse.Namespace) -> int:
     kinds = ["weak"]
     if "{batch}" in " ".join(script) and not args.full_only:
         kinds.append("strong")  # the global batch can be kept
-    with start_trials(script, args.warm_up, args.trial_timeout) as (job, trials):
+    with start_trials(script, args.trial_timeout) as (job, trials):
         if args.tried:
             return _try(args, job, trials, script)
         numbers = scaling.numbers_of_ranks(job.world_size)
@@ -277,10 +261,10 @@ def _ddp(args: argparse.Namespace) -> int:
         weak = next(one for one in reversed(points) if one.kind == "weak")
         between = None
         if weak.hosts > 1 and weak.reports[0].backend == "gloo":  # what the trials use, too
-            between = causes.Links(*_measure_hosts(job, 1 << 20, 3)[:2])
+            between = scaling.Links(*_measure_hosts(job, 1 << 20, 3)[:2])
         if job.is_main:
             _write_points(args, points, script)
-        _log.info(causes.explain(weak, causes.find_causes(weak, between)))
+        _log.info(scaling.explain(weak, scaling.find_causes(weak, between)))
     return 0
 
 

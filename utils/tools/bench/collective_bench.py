@@ -18,9 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .operations import OPERATIONS, Operation, Ranks
-from .timing import barrier, gather, percentile, time_iterations
+from .operations import (
+    OPERATIONS,
+    Operation,
+    Ranks,
+    barrier,
+    gather,
+    percentile,
+    time_iterations,
+)
 
+_FACTOR = 4
 _TIME = "%Y-%m-%d %H:%M:%S"
 HEADER = f"""\
 # {"operation":>14} {"size":>12} {"count":>12} {"type":>8} {"redop":>6} {"root":>5} \
@@ -31,21 +39,17 @@ HEADER = f"""\
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure: nccl-tests' -b, -e, -f, -n, -w, -c and -d."""
+    """What to measure: nccl-tests' -b, -e and -n. Each size is four times the one before."""
 
     smallest_bytes: int
     largest_bytes: int
-    factor: int
     iterations: int
-    warm_up: int
-    checks: int
-    data_type: str
 
     def sizes(self) -> Iterator[int]:
         size = self.smallest_bytes
         while size <= self.largest_bytes:
             yield size
-            size *= self.factor
+            size *= _FACTOR
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,8 @@ class Result:
     kind: type[Operation]
     size: int
     count: int
-    data_type: str
     factor: float
-    wrong: int | None  # elements, over all ranks and checks; None: not checked
+    wrong: int  # elements, over all ranks
     rank_seconds: list[list[float]] = field(repr=False)  # of each rank, each iteration
 
     @property
@@ -105,18 +108,14 @@ class StopRequest:
 
 def measure(kind: type[Operation], size: int, sweep: Sweep, ranks: Ranks) -> Result:
     """Check and time one operation at one size. All ranks of the group call it together."""
-    operation = kind(ranks, size, sweep.data_type)
-    wrong = None
-    if sweep.checks:
-        found = sum(operation.count_wrong() for _ in range(sweep.checks))
-        wrong = int(sum(count for (count,) in gather([found], ranks)))
-        operation.input.fill_(1)
-    for _ in range(sweep.warm_up):
-        operation.run()
+    operation = kind(ranks, size)
+    wrong = int(sum(count for (count,) in gather([operation.count_wrong()], ranks)))
+    operation.input.fill_(1)
+    operation.run()  # warm-up
     barrier(ranks)  # outside of the time
     every = gather(time_iterations(operation.run, sweep.iterations, ranks.device), ranks)
     size, count, factor = operation.size, operation.count, operation.factor
-    return Result(kind, size, count, sweep.data_type, factor, wrong, every)
+    return Result(kind, size, count, factor, wrong, every)
 
 
 def measure_all(
@@ -153,11 +152,11 @@ def measure_all(
 def show(result: Result) -> str:
     """Return one line of the table."""
     slowest = result.slowest_seconds
-    wrong = "N/A" if result.wrong is None else str(result.wrong)
+    bandwidths = _gigabytes(result.algorithm_bandwidth), _gigabytes(result.bus_bandwidth)
     return (
-        f"  {result.operation:>14} {result.size:>12} {result.count:>12} {result.data_type:>8} "
+        f"  {result.operation:>14} {result.size:>12} {result.count:>12} {'float':>8} "
         f"{result.kind.redop:>6} {result.kind.root:>5} {result.seconds * 1e6:>10.1f} "
-        f"{_gigabytes(result.algorithm_bandwidth)} {_gigabytes(result.bus_bandwidth)} {wrong:>6} "
+        f"{bandwidths[0]} {bandwidths[1]} {result.wrong:>6} "
         f"{percentile(slowest, 50) * 1e6:>10.1f} {percentile(slowest, 99) * 1e6:>10.1f}"
     )
 
@@ -172,7 +171,7 @@ def as_json(results: Sequence[Result], sweep: Sweep, devices: object, start: flo
 
     Not from nccl-tests: "collective" in each result, because one file holds several.
     """
-    wrong = sum(result.wrong or 0 for result in results)
+    wrong = sum(result.wrong for result in results)
     mean = statistics.fmean([result.bus_bandwidth for result in results] or [0.0])
     content = {
         "version": 1,
@@ -183,11 +182,11 @@ def as_json(results: Sequence[Result], sweep: Sweep, devices: object, start: flo
             "ngpus": 1,
             "minimum_bytes": sweep.smallest_bytes,
             "maximum_bytes": sweep.largest_bytes,
-            "step_factor": sweep.factor,
-            "warmup_iters": sweep.warm_up,
+            "step_factor": _FACTOR,
+            "warmup_iters": 1,
             "iterations": sweep.iterations,
             "aggregated_iterations": 1,
-            "validation": sweep.checks,
+            "validation": 1,
             "devices": devices,
         },
         "results": [_result_json(result) for result in results],
@@ -226,7 +225,7 @@ def _result_json(result: Result) -> dict[str, Any]:
         "collective": result.operation,
         "size": result.size,
         "count": result.count,
-        "type": result.data_type,
+        "type": "float",
         "redop": result.kind.redop,
         "root": str(result.kind.root),
         other: None,
@@ -265,12 +264,9 @@ def summary(results: Sequence[Result], missing: Sequence[str], expected: float |
     )
     share = f", {best.bus_bandwidth / expected:.0%} of the expected" if expected else ""
     wrong = [result for result in results if result.wrong]
-    unchecked = any(result.wrong is None for result in results)
     correct = (
         f"WRONG RESULTS in {', '.join(sorted({result.operation for result in wrong}))}"
         if wrong
-        else "results were not checked"
-        if unchecked
         else "all results are correct"
     )
     sentence = (

@@ -1,33 +1,30 @@
-"""Define the collectives that are measured: buffers, call, factor of the bus bandwidth, check.
+"""Define the collectives that are measured: buffers, call, factor of bus bandwidth, check, time.
 
 Sizes, factors and the meaning of in place are those of nccl-tests:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 Every operation is checked against values that each rank can compute alone. They are small whole
-numbers, so that sums are exact in each data type and in any order.
+numbers, so that sums are exact in any order.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# nccl-tests' name: the type, and the whole number up to which it represents every one.
-DATA_TYPES = {
-    "float": (torch.float32, 1 << 24),
-    "double": (torch.float64, 1 << 53),
-    "half": (torch.float16, 1 << 11),
-    "bfloat16": (torch.bfloat16, 1 << 8),
-    "int32": (torch.int32, 1 << 31),
-    "int64": (torch.int64, 1 << 63),
-}
+T = TypeVar("T")
 # New names, and warnings for the old ones, from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ITEM_BYTES = torch.float32.itemsize
 _PERIOD = 97  # prime: a block that arrives in the wrong place shows
 
 
@@ -60,13 +57,12 @@ class Operation:
     passes = 1  # of all data through the ring
     bus_factor: float | None = None  # where the bus bandwidth is not that of a ring
 
-    def __init__(self, ranks: Ranks, size: int, data_type: str) -> None:
+    def __init__(self, ranks: Ranks, size: int) -> None:
         self.ranks = ranks
-        self.dtype, self.exact = DATA_TYPES[data_type]
-        count = max(1, size // self.dtype.itemsize)
+        count = max(1, size // _ITEM_BYTES)
         if self.sends_block or self.receives_block or self.exchanges_blocks:
             count = -(-count // ranks.size) * ranks.size
-        self.count, self.size = count, count * self.dtype.itemsize
+        self.count, self.size = count, count * _ITEM_BYTES
         block = count // ranks.size
         self.input = self.ones(block if self.sends_block else count)
         self.output = self.input
@@ -95,43 +91,30 @@ class Operation:
         return int((self.output != self.expected()).sum())
 
     def ones(self, count: int) -> Tensor:
-        return torch.ones(count, dtype=self.dtype, device=self.ranks.device)
+        return torch.ones(count, device=self.ranks.device)
 
-    def sequence(self, count: int, start: int, period: int = _PERIOD) -> Tensor:
-        """Return whole numbers from 0 to period - 1 in turn, beginning at `start`."""
-        one = (torch.arange(period, device=self.ranks.device) + start) % period
-        return one.to(self.dtype).repeat(-(-count // period))[:count]
+    def sequence(self, count: int, start: int) -> Tensor:
+        """Return whole numbers from 0 to _PERIOD - 1 in turn, beginning at `start`."""
+        one = (torch.arange(_PERIOD, device=self.ranks.device) + start) % _PERIOD
+        return one.float().repeat(-(-count // _PERIOD))[:count]
 
 
 class AllReduce(Operation):
     name = "all_reduce"
     redop = "sum"
     in_place = True
-
     passes = 2
 
     def run(self) -> None:
         dist.all_reduce(self.input, group=self.ranks.group)
 
     def fill(self) -> None:
-        self.input.copy_(self._summand(self.ranks.rank, self.count))
+        self.input.copy_(self.sequence(self.count, 3 * self.ranks.rank))
 
     def expected(self) -> Tensor:
-        period = self._period
-        ranks = range(self.ranks.size)
-        one = sum(self._summand(rank, period).to(torch.int64) for rank in ranks)
+        one = sum(self.sequence(_PERIOD, 3 * rank) for rank in range(self.ranks.size))
         assert isinstance(one, Tensor)
-        return one.to(self.dtype).repeat(-(-self.count // period))[: self.count]
-
-    @property
-    def _period(self) -> int:
-        return max(2, min(_PERIOD, self.exact // self.ranks.size))
-
-    def _summand(self, rank: int, count: int) -> Tensor:
-        # Beyond this rank the sum would not be exact, with 16 bits and very many ranks.
-        if (rank + 1) * (self._period - 1) > self.exact:
-            return self.ones(count).zero_()
-        return self.sequence(count, 3 * rank, self._period)
+        return one.repeat(-(-self.count // _PERIOD))[: self.count]
 
 
 class ReduceScatter(AllReduce):
@@ -224,3 +207,52 @@ def exchange(
     ]
     for one in dist.batch_isend_irecv(both):
         one.wait()
+
+
+def time_iterations(run: Callable[[], None], count: int, device: torch.device) -> list[float]:
+    """Return the seconds of each of `count` runs: by the clock, or by an accelerator's events.
+
+    Their sum is the time of the whole loop.
+    """
+    if device.type == "cpu":
+        clock = time.perf_counter
+        stamps = [clock()]
+        for _ in range(count):
+            run()
+            stamps.append(clock())
+        return [end - start for start, end in zip(stamps, stamps[1:], strict=False)]
+    events = [torch.Event(device=device.type, enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    events[-1].synchronize()
+    pairs = zip(events, events[1:], strict=False)
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def barrier(ranks: Ranks) -> None:
+    """Wait for all ranks of the group, and on an accelerator until it has done its work."""
+    one = torch.zeros(1, device=ranks.device)
+    dist.all_reduce(one, group=ranks.group)
+    one.item()
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return the value of each rank."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather(values: Sequence[float], ranks: Ranks) -> list[list[float]]:
+    """Return the values of each rank; all ranks have the same number of them."""
+    own = torch.tensor(values, dtype=torch.float64, device=ranks.device)
+    parts = [torch.empty_like(own) for _ in range(ranks.size)]
+    dist.all_gather(parts, own, group=ranks.group)
+    return [part.tolist() for part in parts]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the percentile by nearest rank, as nccl-tests does."""
+    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ...distributed import Distributed, setup_distributed
 from ..launch.rank_environment import rank_variables
-from .timing import gather_objects
+from .operations import gather_objects
 from .worker import VARIABLE, Phase, Report, Settings, Trial
 
 _FOLLOWER = "ended because another rank has failed"
@@ -39,9 +39,7 @@ class TrialFailed(RuntimeError):
 
 
 @contextlib.contextmanager
-def start_trials(
-    command: Sequence[str], warm_up: int, timeout: float
-) -> Iterator[tuple[Distributed, Trials]]:
+def start_trials(command: Sequence[str], timeout: float) -> Iterator[tuple[Distributed, Trials]]:
     """Join the ranks of this launch, which will run trials of a script."""
     threads = os.environ.get("OMP_NUM_THREADS")
     with setup_distributed("gloo", bind=False) as job:  # gloo: the GPUs stay free for the trials
@@ -49,18 +47,15 @@ def start_trials(
             del os.environ["OMP_NUM_THREADS"]  # the script chooses as it would by itself
         # An exception lets _wait() end the rank of a trial.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        yield job, Trials(job, command, warm_up, timeout)
+        yield job, Trials(job, command, timeout)
 
 
 class Trials:
     """Runs of one script. Every rank of the launch creates a Trials; all call run() together."""
 
-    def __init__(
-        self, job: Distributed, command: Sequence[str], warm_up: int, timeout: float
-    ) -> None:
+    def __init__(self, job: Distributed, command: Sequence[str], timeout: float) -> None:
         self._job, self._command = job, list(command)
-        self._warm_up, self._timeout = warm_up, timeout
-        self._count = 0
+        self._timeout, self._count = timeout, 0
         self._place = (job.node_rank, job.local_rank, job.rank)
         self._places = sorted(gather_objects(self._place))  # host by host
 
@@ -93,7 +88,7 @@ class Trials:
                 port=port,
             )
             with tempfile.TemporaryDirectory(prefix="ddpkit-trial-") as folder:
-                trial = Trial(settings, list(phases), self._warm_up, f"{folder}/report")
+                trial = Trial(settings, list(phases), f"{folder}/report")
                 result = (number, *self._run_rank(trial, variables))
         found = sorted(one for one in gather_objects(result) if one is not None)
         failed = [(number, error) for number, _, error in found if error]

@@ -28,13 +28,12 @@ from torch.utils.data import DataLoader
 
 from ..script_modules import name_conflict, script_modules
 from . import hooks
-from .operations import AllReduce, Ranks
-from .timing import time_iterations
+from .operations import AllReduce, Ranks, time_iterations
 
 VARIABLE = "DDPKIT_TRIAL"
 HOOKS = ("bf16", "fp16")
 SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
-POWERSGD_START = 5  # backward passes that exchange whole gradients before PowerSGD starts
+WARM_UP_STEPS = 5  # not measured; PowerSGD exchanges whole gradients in so many backward passes
 # Work.wait() is timed, too.
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
@@ -61,7 +60,6 @@ class Trial:
 
     settings: Settings
     phases: list[tuple[str, int]]
-    warm_up: int
     output: str
 
 
@@ -121,9 +119,7 @@ class Recorder:
         self._trial = trial
         self.report = Report()
         # The kind of each coming step, and whether it is measured.
-        compressed = trial.settings.hook.startswith("powersgd")
-        warm_up = max(trial.warm_up, POWERSGD_START if compressed else 0)
-        self._plan = [("warm-up", False)] * warm_up
+        self._plan = [("warm-up", False)] * WARM_UP_STEPS
         for kind, steps in trial.phases:
             self._plan += [(kind, False)] * SETTLING_STEPS + [(kind, True)] * steps
         self._step = 0
@@ -289,7 +285,7 @@ class Recorder:
             )
             report.find_unused_parameters |= bool(ddp.find_unused_parameters)
             report.unused_bytes += data.get("unused_parameter_size", 0)
-        # What causes.py needs.
+        # What scaling.find_causes() needs.
         if ddps and any(kind == "local" for kind, _ in self._trial.phases):
             device = next(ddps[0].parameters()).device
             report.small_seconds = _time_all_reduce(4, device)
@@ -300,7 +296,7 @@ class Recorder:
 def powersgd_arguments(hook: str) -> dict[str, Any]:
     """Return the keyword arguments of PowerSGDState for a hook such as "powersgd-16"."""
     rank = int(hook.rpartition("-")[2])
-    return {"matrix_approximation_rank": rank, "start_powerSGD_iter": POWERSGD_START}
+    return {"matrix_approximation_rank": rank, "start_powerSGD_iter": WARM_UP_STEPS}
 
 
 def _wrap_init(
@@ -327,7 +323,7 @@ def _refuse_spawn(*args: object, **options: object) -> None:
 def _time_all_reduce(size: int, device: torch.device) -> float:
     """Return the median seconds of an all-reduce of float32 values."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
-    operation = AllReduce(ranks, size, "float")
+    operation = AllReduce(ranks, size)
     operation.run()
     return statistics.median(time_iterations(operation.run, 5, device))
 

@@ -1,17 +1,29 @@
-"""Derive one recommendation from a prediction: what fits, then how it scales."""
+"""Say what a prediction means: a report, a page with sliders, and one recommendation."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from .communication import Network
-from .predict import Workload, percentages
-from .step import Step
+from .hardware import Network
+from .step_model import (
+    COMMUNICATION_SHARE,
+    EXPECTED_MAXIMA,
+    OPTIMIZER_STATES,
+    PRECISIONS,
+    Step,
+    Workload,
+    percentages,
+)
 
 GOOD, LEAST = 0.8, 0.7  # target efficiency; efficiency below which to shard
 GB = 1e9
+_PAGE = Path(__file__).with_name("page.html")
+_SECONDS = ("step", "computation", "communication", "exposed")
 _FACTORS = (2, 4, 8, 16, 32)  # of the micro-batch, or of the micro-steps
 
 
@@ -166,3 +178,60 @@ def _first_good(
         if step.low_efficiency >= GOOD:
             break
     return factor, step
+
+
+# The report and the page ----------------------------------------------------------------------
+
+
+def as_text(plan: dict[str, Any]) -> str:
+    """Return a report to read."""
+    lines = []
+    if plan["assumed"]:
+        lines += [f"Assumed: {', '.join(plan['assumed'])}", ""]
+    if plan["memory"]:
+        total = sum(plan["memory"].values())
+        where = f", at its peak in {plan['peak']}" if plan["peak"] else ""
+        lines += [f"Memory per GPU: {total / GB:.2f} GB{where}"]
+        lines += [f"  {name:<12} {size / GB:9.3f} GB" for name, size in plan["memory"].items()]
+    if largest := plan["largest_micro_batch"]:
+        samples, doubt = largest["samples"], largest["doubt"]
+        found = "unknown" if samples is None else f"{samples} samples" if samples else "none fits"
+        found += f", not confirmed: {doubt}" if doubt else ""
+        lines += ["", f"Largest micro-batch on {largest['gpu']}: {found}"]
+    if plan["scaling"]:
+        lines += ["", "Scaling, each GPU with its own batch"]
+        head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent")
+        lines.append("  " + " ".join(f"{text:>10}" for text in head) + "    efficiency")
+        for row in plan["scaling"]:
+            numbers = (
+                *(row[f"{key}_seconds"] for key in _SECONDS),
+                row["sent_bytes"] / GB,
+            )
+            cells = " ".join(f"{number:>10.4f}" for number in numbers)
+            efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
+            lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
+        for level, size in plan["holds_up_to"].items():
+            limit = (
+                f"on up to {size} GPU{'s' * (size > 1)}"
+                if size
+                else f"on all of up to {row['gpus']} GPUs"
+            )
+            lines.append(f"  at least {float(level):.0%} {limit}")
+    if plan["advice"]:
+        lines += ["", "Advice", *(f"  {text}" for text in plan["advice"])]
+    if plan["notes"]:
+        lines += ["", "Notes", *(f"  {text}" for text in plan["notes"])]
+    return "\n".join(lines).strip()
+
+
+def write_page(inputs: dict[str, Any], path: Path) -> None:
+    """Write the page with sliders. inputs: where they stand at first."""
+    data = {
+        "inputs": inputs,
+        "precisions": {name: vars(kind) for name, kind in PRECISIONS.items()},
+        "optimizer_states": OPTIMIZER_STATES,
+        "expected_maxima": EXPECTED_MAXIMA,
+        "communication_share": COMMUNICATION_SHARE,
+    }
+    text = _PAGE.read_text(encoding="utf-8")
+    path.write_text(text.replace("/*DATA*/ null", json.dumps(data)), encoding="utf-8")

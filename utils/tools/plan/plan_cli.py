@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ...log import print_result
 from ..arguments import ArgumentParser
 from ..submission import profiles
-from . import advice, report, sharded, traced
-from .communication import Link, Network, PlanError, read_links
-from .hardware import PROGRAM, Accelerator, Hardware, Node
-from .predict import (
+from . import advice, traced
+from .hardware import PROGRAM, Accelerator, Hardware, Link, Network, Node, PlanError, read_links
+from .step_model import (
     OPTIMIZER_STATES,
     PRECISIONS,
     SPREAD,
@@ -56,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         plan = make_plan(args)
         if args.html:
-            report.write_page(plan["inputs"], args.html)
+            advice.write_page(plan["inputs"], args.html)
     except (PlanError, profiles.ProfileError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
@@ -64,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
         problem = f"{error.filename}: {error.strerror}. Expected a file in a writable folder"
         print(f"{PROGRAM}: error: {problem}. Correct --html.", file=sys.stderr)
         return 1
-    print_result(json.dumps(plan, indent=1) if args.json else report.as_text(plan))
+    print_result(json.dumps(plan, indent=1) if args.json else advice.as_text(plan))
     return 0
 
 
@@ -92,7 +91,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--precision", choices=PRECISIONS, default="fp32")
     how.add_argument("--accumulate", type=int, default=1, metavar="STEPS")
     how.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of DDP")
-    how.add_argument("--bucket-view", action="store_true", help="gradient_as_bucket_view=True")
     how.add_argument(
         "--shard",
         type=int,
@@ -121,8 +119,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     where.add_argument("--inside", metavar="LINK|B/S", help="link of each GPU within a node")
     where.add_argument("--between", metavar="LINK|B/S", help="links of a node: '4 slingshot-200'")
     where.add_argument("--bandwidth", metavar="B/S", help="of --inside and --between")
-    where.add_argument("--inside-latency", type=float, metavar="S")
-    where.add_argument("--between-latency", type=float, metavar="S")
     where.add_argument("--links", type=Path, metavar="FILE", help="links measured by bench.py")
     where.add_argument("--ring", action="store_true", help="rings only, as in gloo")
     out = parser.add_argument_group("what is printed")
@@ -151,26 +147,23 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     gpu = hardware.accelerator(name) if name else None
     notes = [hardware.memory_note(gpu)] if gpu else []
 
-    bucket_view = args.bucket_view
     trace = None if args.parameters else _trace(args, args.batch)
     largest: traced.LargestBatch | None = None
     if trace and gpu is None and args.compute_seconds is not None:
         assumed.append(f"operations take shares of the step as on {_GPU} (--gpu)")
     shards = _shards(args, trace, gpus)
+    bucket_view = bool(trace and trace.ddp_options.get("gradient_as_bucket_view"))
     if trace is None:
-        memory = state_memory(
-            args.parameters, args.precision, args.optimizer, bucket_view=bucket_view
-        )
+        memory = state_memory(args.parameters, args.precision, args.optimizer)
         notes.append("The memory excludes activations. Give --model or a script to include them.")
         if shards:
             del memory["buckets"]
             memory = {name: size / shards for name, size in memory.items()}
             notes.append("The memory excludes what FSDP gathers. Give a script to include it.")
     else:
-        bucket_view = bucket_view or bool(trace.ddp_options.get("gradient_as_bucket_view"))
         memory_of = functools.partial(traced.memory, bucket_view=bucket_view)
         if shards:
-            memory_of = functools.partial(sharded.memory, shards=shards)
+            memory_of = functools.partial(traced.sharded_memory, shards=shards)
         memory = memory_of(trace)
         if gpu is not None:
             largest = _largest_batch(args, trace, gpu, memory_of, notes)
@@ -261,14 +254,14 @@ def _network(
     """Return the network, and what is assumed about it because nothing was given."""
     assumed = []
 
-    def link(text: str | None, latency: float | None, default: Link) -> Link:
+    def link(text: str | None, default: Link) -> Link:
         text = text or args.bandwidth
-        if text is not None:
-            try:
-                default = Link(float(text), default.latency)
-            except ValueError:
-                default = hardware.link(text)
-        return Link(default.bandwidth, default.latency if latency is None else latency)
+        if text is None:
+            return default
+        try:
+            return Link(float(text), default.latency)
+        except ValueError:
+            return hardware.link(text)
 
     per_node = args.gpus_per_node or (site.gpus_per_node if site else _GPUS_PER_NODE)
     if not args.gpus_per_node and not site:
@@ -283,13 +276,8 @@ def _network(
             assumed.append(f"{_INSIDE} within a node (--inside)")
         if args.between is None:
             assumed.append(f"{_BETWEEN} between nodes (--between)")
-    network = Network(
-        link(args.inside, args.inside_latency, inside),
-        link(args.between, args.between_latency, between),
-        per_node,
-        tree=not args.ring,
-    )
-    return network, assumed
+    inside, between = link(args.inside, inside), link(args.between, between)
+    return Network(inside, between, per_node, tree=not args.ring), assumed
 
 
 def _trace(args: argparse.Namespace, batch: int) -> Trace:

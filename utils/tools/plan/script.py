@@ -30,8 +30,7 @@ from torch.utils._pytree import tree_map
 from ...checkpoint import Checkpointer
 from ...host import process
 from ..script_modules import name_conflict, script_modules
-from .communication import PlanError
-from .hardware import PROGRAM
+from .hardware import PROGRAM, PlanError
 from .trace import (
     StepsTraced,
     StepTracer,

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from .communication import PlanError
+from .hardware import PlanError
 
 CATEGORIES = (
     "parameters",
