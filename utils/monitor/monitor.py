@@ -234,9 +234,7 @@ class Monitor:
         with self._lock:
             known = {**self._departed, **self._failed}
             same = [rank for rank, reason in known.items() if reason and reason in cause]
-            # Several may raise what is wrong with another, which the text then names.
-            named = [rank for rank in same if cause.startswith(f"rank {rank} ")] or same
-            rank = named[0] if len(named) == 1 else None
+            rank = same[0] if len(same) == 1 else None  # several raise what is wrong with another
             is_over = self._hang_announced or bool(self._lost)
             if self._rank in (0, *same) or 0 in self._departed or self._hang_announced:
                 threading.Thread(target=report_first_cause, args=(cause, rank, is_over)).start()
