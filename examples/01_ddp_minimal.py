@@ -1,12 +1,12 @@
 """The smallest DDP training script. It differs from a single-GPU script in six lines:
 
-    + with setup_distributed() as dist:
+    + with setup_distributed() as job:
     -     device = torch.device("cuda")
-    +     device = dist.device
+    +     device = job.device
     -     loader = DataLoader(data, batch_size=64, shuffle=True)
-    +     sampler = DistributedSampler(data, dist.world_size, dist.rank)
+    +     sampler = DistributedSampler(data, job.world_size, job.rank)
     +     loader = DataLoader(data, batch_size=64, sampler=sampler)
-    +     ddp = DDP(model, device_ids=dist.device_ids)
+    +     ddp = DDP(model, device_ids=job.device_ids)
           for epoch in range(epochs):
     +         sampler.set_epoch(epoch)
 
@@ -40,32 +40,32 @@ def main() -> None:
     parser.add_argument("--backend", help="gloo, nccl or xccl (default: the device's)")
     args = parser.parse_args()
 
-    with setup_distributed(args.backend) as dist:
+    with setup_distributed(args.backend) as job:
         torch.manual_seed(0)  # the same data and the same model on every rank
         inputs = torch.randn(4096, 32)
         data = TensorDataset(inputs, inputs[:, :4].sin().sum(dim=1, keepdim=True))
-        sampler = DistributedSampler(data, dist.world_size, dist.rank)
+        sampler = DistributedSampler(data, job.world_size, job.rank)
         loader = DataLoader(data, batch_size=64, sampler=sampler)
 
-        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).to(dist.device)
-        ddp = DDP(model, device_ids=dist.device_ids)
+        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).to(job.device)
+        ddp = DDP(model, device_ids=job.device_ids)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)  # otherwise every epoch has the order of the first
-            total = torch.zeros((), device=dist.device)
+            total = torch.zeros((), device=job.device)
             for x, y in loader:
-                loss = mse_loss(ddp(x.to(dist.device)), y.to(dist.device))
+                loss = mse_loss(ddp(x.to(job.device)), y.to(job.device))
                 optimizer.zero_grad()
                 loss.backward()  # DDP averages the gradients over all ranks here
                 optimizer.step()
                 total += loss.detach()  # a tensor: reading its value would wait for the GPU
 
-            mean_loss = dist.all_reduce_mean(total / len(loader)).item()  # called by every rank
-            if dist.is_main:
+            mean_loss = job.all_reduce_mean(total / len(loader)).item()  # called by every rank
+            if job.is_main:
                 print(f"epoch {epoch + 1}/{args.epochs}: loss {mean_loss:.6f}", flush=True)
 
-        if dist.is_main:  # all ranks hold the same model; rank 0 prints, and would save it
+        if job.is_main:  # all ranks hold the same model; rank 0 prints, and would save it
             print(f"final loss: {mean_loss:.10f}", flush=True)
 
 

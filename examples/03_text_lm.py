@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 # The data -----------------------------------------------------------------------------------------
 
 
-def standard_library(dist: Distributed) -> Tensor:
+def standard_library(job: Distributed) -> Tensor:
     """Return Python's own sources: real text that every host has, so nothing is downloaded."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -116,7 +116,7 @@ def standard_library(dist: Distributed) -> Tensor:
             break
     text = text[:LIBRARY_BYTES]
     checksum = zlib.crc32(text)
-    if dist.all_reduce_mean(checksum) != checksum:
+    if job.all_reduce_mean(checksum) != checksum:
         raise RuntimeError(
             "the hosts have different sources of Python. Expected the same ones on all. Use the "
             "same Python, or --text with a file that they share"
@@ -129,13 +129,13 @@ def memory_map(path: Path, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
 
 
-def read_data(args: argparse.Namespace, dist: Distributed) -> tuple[Tensor, Tensor]:
+def read_data(args: argparse.Namespace, job: Distributed) -> tuple[Tensor, Tensor]:
     """Return the tokens to train on and those held out. The tokens of a text are its bytes."""
     if args.tokens:  # int16: torch cannot index uint16; windows() corrects the sign
         data = memory_map(args.tokens / "train.bin", torch.int16)
         held_out = memory_map(args.tokens / "val.bin", torch.int16)
     else:
-        text = memory_map(args.text, torch.uint8) if args.text else standard_library(dist)
+        text = memory_map(args.text, torch.uint8) if args.text else standard_library(job)
         data, held_out = text.tensor_split([len(text) - len(text) // 10])
     if min(len(data), len(held_out)) <= args.context:
         raise ValueError(
@@ -266,18 +266,18 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def micro_batches(
-    data: Tensor, step: int, args: argparse.Namespace, dist: Distributed
+    data: Tensor, step: int, args: argparse.Namespace, job: Distributed
 ) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's inputs and targets of a step: windows that start anywhere in the text.
 
     Seed and step determine the windows of all ranks, so a resumed run needs no other state.
     """
     generator = torch.Generator().manual_seed(sample_seed(args.seed, 0, step))
-    count = dist.world_size * args.accumulate * args.batch_size
+    count = job.world_size * args.accumulate * args.batch_size
     starts = torch.randint(len(data) - args.context, (count,), generator=generator)
-    share = starts[dist.rank :: dist.world_size]
+    share = starts[job.rank :: job.world_size]
     return [
-        windows(data, batch, args.context, dist.device) for batch in share.split(args.batch_size)
+        windows(data, batch, args.context, job.device) for batch in share.split(args.batch_size)
     ]
 
 
@@ -307,18 +307,18 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Tensor, args: argparse.Namespace, dist: Distributed) -> float:
+def evaluate(model: nn.Module, data: Tensor, args: argparse.Namespace, job: Distributed) -> float:
     """Return the mean loss over windows spread over the held-out text; the ranks share the work.
 
     It takes the model without DDP, as the ranks may have different numbers of batches.
     """
     count = min(HELD_OUT_WINDOWS, (len(data) - 1) // args.context)
     starts = torch.linspace(0, len(data) - args.context - 1, count, dtype=torch.float64).long()
-    total = torch.zeros(2, device=dist.device)  # loss, windows
-    for batch in starts[dist.rank :: dist.world_size].split(args.batch_size):
-        loss = model(*windows(data, batch, args.context, dist.device))
+    total = torch.zeros(2, device=job.device)  # loss, windows
+    for batch in starts[job.rank :: job.world_size].split(args.batch_size):
+        loss = model(*windows(data, batch, args.context, job.device))
         total += torch.stack([loss, torch.ones_like(loss)]) * len(batch)
-    loss_sum, window_count = dist.all_reduce_mean(total).tolist()
+    loss_sum, window_count = job.all_reduce_mean(total).tolist()
     return loss_sum / window_count
 
 
@@ -335,22 +335,22 @@ def describe_sample(model: GPT, held_out: Tensor, args: argparse.Namespace) -> s
 
 def main() -> int:
     args = parse_arguments()
-    with setup_distributed(args.backend) as dist, contextlib.ExitStack() as at_end:
-        data, held_out = read_data(args, dist)
+    with setup_distributed(args.backend) as job, contextlib.ExitStack() as at_end:
+        data, held_out = read_data(args, job)
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is used on a GPU
         vocabulary = GPT2_VOCABULARY if args.tokens else 256
-        model = GPT(vocabulary, args.layers, args.heads, args.width, args.context).to(dist.device)
+        model = GPT(vocabulary, args.layers, args.heads, args.width, args.context).to(job.device)
         if args.compile:
             model.compile()
-        ddp = DDP(model, device_ids=dist.device_ids, gradient_as_bucket_view=True)
+        ddp = DDP(model, device_ids=job.device_ids, gradient_as_bucket_view=True)
         optimizer = make_optimizer(model, args.lr)
-        precision = args.precision or fastest_precision(dist.device)
+        precision = args.precision or fastest_precision(job.device)
         half = torch.float16 if precision == "float16" else torch.bfloat16
-        autocast = torch.autocast(dist.device.type, half, enabled=precision != "float32")
-        scaler = torch.amp.GradScaler(dist.device.type, enabled=precision == "float16")
+        autocast = torch.autocast(job.device.type, half, enabled=precision != "float32")
+        scaler = torch.amp.GradScaler(job.device.type, enabled=precision == "float16")
         noise = GradientNoiseScale(ddp, args.batch_size)
-        global_batch = dist.world_size * args.accumulate * args.batch_size
+        global_batch = job.world_size * args.accumulate * args.batch_size
         tokens_per_step = global_batch * args.context
         log.info(
             f"{len(data):,} tokens to train on, {len(held_out):,} held out; "
@@ -359,12 +359,12 @@ def main() -> int:
         )
         metrics = at_end.enter_context(
             Metrics(
-                dist,
+                job,
                 args.checkpoints,
                 unit="tokens",
                 per_step=tokens_per_step,
                 flops=tokens_per_step * model.flops_per_token(),
-                peak_flops=peak_flops(dist.device),
+                peak_flops=peak_flops(job.device),
                 last_step=args.steps,
                 print_every=args.log_every,
                 tensorboard=args.tensorboard,
@@ -375,10 +375,10 @@ def main() -> int:
         state |= {"metrics": metrics, "held_out_loss": math.nan}
         stop = checkpoints = found = None
         if args.checkpoints:
-            zeros = torch.zeros(args.batch_size, args.context, dtype=torch.long, device=dist.device)
+            zeros = torch.zeros(args.batch_size, args.context, dtype=torch.long, device=job.device)
             with autocast:
                 prime_ddp_buckets(ddp, lambda: ddp(zeros, zeros))
-            stop = at_end.enter_context(StopSignal(dist))
+            stop = at_end.enter_context(StopSignal(job))
             checkpoints = at_end.enter_context(Checkpointer(args.checkpoints, keep=2, keep_best=1))
             if found := checkpoints.load_latest(state):
                 log.info(f"resuming after step {found.step}")
@@ -389,19 +389,19 @@ def main() -> int:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with metrics.data_wait():
-                batches = micro_batches(data, step, args, dist)
+                batches = micro_batches(data, step, args, job)
 
             loss = train_step(ddp, batches, optimizer, scaler, noise, autocast)
             metrics.log(step, loss=loss, lr=lr)  # reads the loss later: that waits for the GPU
 
             is_last = step == args.steps
             if step % args.log_every == 0 and args.max_seconds < math.inf:
-                seconds = dist.all_reduce_mean(time.perf_counter() - start)  # the same on all ranks
+                seconds = job.all_reduce_mean(time.perf_counter() - start)  # the same on all ranks
                 is_last |= seconds >= args.max_seconds
             is_evaluated = is_last or step % args.eval_every == 0
             if is_evaluated:
                 with autocast:
-                    state["held_out_loss"] = evaluate(model, held_out, args, dist)
+                    state["held_out_loss"] = evaluate(model, held_out, args, job)
                 metrics.log(step, held_out_loss=state["held_out_loss"])
             is_stopping = stop is not None and stop.should_stop()  # the same on all ranks
             if checkpoints:
@@ -418,7 +418,7 @@ def main() -> int:
         metrics.flush()
         if stop is None or not stop.stopped:
             log.info(metrics.summary())
-            if dist.is_main and args.sample:
+            if job.is_main and args.sample:
                 with autocast:
                     log.info(describe_sample(model, held_out, args))
             entropy, unit = unigram_entropy(held_out), "token" if args.tokens else "byte"
@@ -429,7 +429,7 @@ def main() -> int:
 
     if stop is None:
         return 0
-    if stop.stopped and dist.is_main:
+    if stop.stopped and job.is_main:
         requeue()
     return stop.exit_status
 

@@ -44,38 +44,38 @@ class Training:
         from utils import setup_distributed
         from utils.checkpoint import Checkpointer
 
-        job = submitit.JobEnvironment()
+        environment = submitit.JobEnvironment()
         # A rank that lost rank 0 when the job was requeued has left an error as its result.
-        job.paths.result_pickle.unlink(missing_ok=True)
-        if job.cluster == "local":  # where no launcher started the processes
+        environment.paths.result_pickle.unlink(missing_ok=True)
+        if environment.cluster == "local":  # where no launcher started the processes
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
 
-        with setup_distributed() as dist, Checkpointer(self.folder) as checkpoints:
+        with setup_distributed() as job, Checkpointer(self.folder) as checkpoints:
             torch.manual_seed(0)
             inputs = torch.randn(4096, 32)
             data = TensorDataset(inputs, inputs[:, :4].sin().sum(dim=1, keepdim=True))
-            sampler = DistributedSampler(data, dist.world_size, dist.rank)
+            sampler = DistributedSampler(data, job.world_size, job.rank)
             loader = DataLoader(data, batch_size=64, sampler=sampler)
-            model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).to(dist.device)
-            ddp = DDP(model, device_ids=dist.device_ids)
+            model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).to(job.device)
+            ddp = DDP(model, device_ids=job.device_ids)
             optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 
             state = {"model": ddp, "optimizer": optimizer, "loss": float("nan")}
             found = checkpoints.load_latest(state)
             first = found.step if found else 0
-            if found and dist.is_main:
+            if found and job.is_main:
                 print(f"resuming after epoch {first}", flush=True)
             for epoch in range(first, self.epochs):
                 sampler.set_epoch(epoch)
-                total = torch.zeros((), device=dist.device)
+                total = torch.zeros((), device=job.device)
                 for x, y in loader:
-                    loss = mse_loss(ddp(x.to(dist.device)), y.to(dist.device))
+                    loss = mse_loss(ddp(x.to(job.device)), y.to(job.device))
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
                     total += loss.detach()
-                state["loss"] = dist.all_reduce_mean(total / len(loader)).item()
-                if dist.is_main:
+                state["loss"] = job.all_reduce_mean(total / len(loader)).item()
+                if job.is_main:
                     print(f"epoch {epoch + 1}/{self.epochs}: loss {state['loss']:.6f}", flush=True)
                 checkpoints.save_and_wait(epoch + 1, state)
             return state["loss"]

@@ -83,13 +83,13 @@ def main() -> int:
     args = parser.parse_args()
 
     with (
-        setup_distributed(args.backend) as dist,
-        StopSignal(dist, save_seconds=5) as stop,
+        setup_distributed(args.backend) as job,
+        StopSignal(job, save_seconds=5) as stop,
         Checkpointer(args.folder) as checkpoints,
     ):
-        split = split_batch(GLOBAL_BATCH, dist.world_size, MAX_MICRO_BATCH)
+        split = split_batch(GLOBAL_BATCH, job.world_size, MAX_MICRO_BATCH)
         data = Images()
-        sampler = ResumableDistributedSampler(data, dist.world_size, dist.rank, with_epoch=True)
+        sampler = ResumableDistributedSampler(data, job.world_size, job.rank, with_epoch=True)
         loader = ResumableDataLoader(
             data,
             split.micro_batch,
@@ -97,8 +97,8 @@ def main() -> int:
             num_workers=2,
             worker_init_fn=shield_worker,  # workers ignore the stop signal
         )
-        ddp = DDP(make_model().to(dist.device), device_ids=dist.device_ids)
-        prime_ddp_buckets(ddp, lambda: ddp(torch.zeros(1, 8, 8, device=dist.device)).sum())
+        ddp = DDP(make_model().to(job.device), device_ids=job.device_ids)
+        prime_ddp_buckets(ddp, lambda: ddp(torch.zeros(1, 8, 8, device=job.device)).sum())
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=2e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: linear_warmup(n, 20))
 
@@ -108,10 +108,10 @@ def main() -> int:
         log.info(f"resuming after step {step}" if found else f"starting in {args.folder}")
 
         for micro_batches in global_batches(sampler, loader, args.epochs, split.accumulation):
-            total = torch.zeros((), device=dist.device)
+            total = torch.zeros((), device=job.device)
             for (images, classes), weight in accumulate(ddp, micro_batches):
-                scores = ddp(images.to(dist.device))
-                loss = weight * cross_entropy(scores, classes.to(dist.device))
+                scores = ddp(images.to(job.device))
+                loss = weight * cross_entropy(scores, classes.to(job.device))
                 loss.backward()
                 total += loss.detach()
             optimizer.step()
@@ -120,7 +120,7 @@ def main() -> int:
 
             step += 1
             if step % 10 == 0:
-                log.info(f"step {step}/{last_step}: loss {dist.all_reduce_mean(total).item():.4f}")
+                log.info(f"step {step}/{last_step}: loss {job.all_reduce_mean(total).item():.4f}")
             if stop.should_stop():  # the same result on every rank
                 break
             if step % args.save_every == 0:
@@ -133,7 +133,7 @@ def main() -> int:
             summary = f"finished step {step}"
         log.info(summary)
 
-    if stop.stopped and dist.is_main:
+    if stop.stopped and job.is_main:
         requeue()  # under Slurm; under PBS the next job of a chain resumes
     return stop.exit_status
 

@@ -169,34 +169,34 @@ def main() -> None:
     add("--backend", help="gloo, nccl or xccl (default: the device's)")
     args = parser.parse_args()
 
-    with setup_distributed(args.backend) as dist:
-        on_gpu = dist.device.type != "cpu"
+    with setup_distributed(args.backend) as job:
+        on_gpu = job.device.type != "cpu"
         # Seeds from 0 on are for training, and each is used once: there are no epochs.
-        data = Transport(range(args.steps * args.batch_size * dist.world_size))
-        sampler = DistributedSampler(data, dist.world_size, dist.rank, shuffle=False)
+        data = Transport(range(args.steps * args.batch_size * job.world_size))
+        sampler = DistributedSampler(data, job.world_size, job.rank, shuffle=False)
         loader = DataLoader(
             data, args.batch_size, sampler=sampler, num_workers=args.workers, pin_memory=on_gpu
         )
-        held_out = Transport(range(-HELD_OUT * (dist.rank + 1), -HELD_OUT * dist.rank))
+        held_out = Transport(range(-HELD_OUT * (job.rank + 1), -HELD_OUT * job.rank))
         samples = next(iter(DataLoader(held_out, HELD_OUT)))
-        fields, later = (tensor.to(dist.device) for tensor in samples)
+        fields, later = (tensor.to(job.device) for tensor in samples)
 
         torch.manual_seed(0)
         # Channels last: the channels of a point are neighbours in memory. Tensor cores and oneDNN
         # compute convolutions in this format. It is set before DDP, whose buckets keep it.
-        model = UNet(args.width).to(dist.device, memory_format=torch.channels_last)
-        ddp = DDP(model, device_ids=dist.device_ids)
+        model = UNet(args.width).to(job.device, memory_format=torch.channels_last)
+        ddp = DDP(model, device_ids=job.device_ids)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.steps)
         # float16 has 11 significant bits, bfloat16 has 8: too few for a smooth field. The scaler
         # multiplies the loss, so that small gradients do not become 0 in float16.
-        autocast = torch.autocast(dist.device.type, torch.float16, enabled=on_gpu)
-        scaler = torch.amp.GradScaler(dist.device.type, enabled=on_gpu)
+        autocast = torch.autocast(job.device.type, torch.float16, enabled=on_gpu)
+        scaler = torch.amp.GradScaler(job.device.type, enabled=on_gpu)
 
         def relative_error(guess: Tensor) -> float:
             """Return the root mean square error on all ranks, relative to that of guessing 0."""
             squares = torch.stack([mse_loss(guess, later), later.square().mean()])
-            error, size = dist.all_reduce_mean(squares).tolist()
+            error, size = job.all_reduce_mean(squares).tolist()
             return math.sqrt(error / size)
 
         with torch.no_grad():
@@ -206,8 +206,8 @@ def main() -> None:
         log.info(f"step     0/{args.steps}: error {first:.4f}")
 
         for step, (inputs, truth) in enumerate(loader, 1):
-            inputs = inputs.to(dist.device, memory_format=torch.channels_last, non_blocking=True)
-            truth = truth.to(dist.device, non_blocking=True)
+            inputs = inputs.to(job.device, memory_format=torch.channels_last, non_blocking=True)
+            truth = truth.to(job.device, non_blocking=True)
             with autocast:
                 loss = mse_loss(ddp(inputs), truth)
             scaler.scale(loss).backward()
@@ -222,7 +222,7 @@ def main() -> None:
                 log.info(f"step {step:5d}/{args.steps}: error {error:.4f}")
 
         log.info(f"the error has become {first / error:.1f} times smaller")
-        if dist.is_main:
+        if job.is_main:
             draw(args.picture, *(tensor[:3].cpu() for tensor in (fields, later, guess)))
 
 

@@ -12,8 +12,8 @@ DDP keeps parameters, gradients and the optimizer's state whole on every rank. U
 do not fit: N ranks keep 1/N each. Before a block computes, its parameters are gathered; then they
 are freed. That sends 1.5 times the bytes of DDP. What differs from 03:
 
-    -     ddp = DDP(model, device_ids=dist.device_ids)
-    +     mesh = init_device_mesh(dist.device.type, (dist.world_size,))
+    -     ddp = DDP(model, device_ids=job.device_ids)
+    +     mesh = init_device_mesh(job.device.type, (job.world_size,))
     +     for block in model.blocks:
     +         fully_shard(block, mesh=mesh)   # gathered and freed together
     +     fully_shard(model, mesh=mesh)       # what is in no block: embeddings, last norm, scores
@@ -108,12 +108,12 @@ class GPT(nn.Module):
 # What FSDP changes --------------------------------------------------------------------------------
 
 
-def make_mesh(dist: Distributed, replicate: int) -> DeviceMesh:
+def make_mesh(job: Distributed, replicate: int) -> DeviceMesh:
     """Return the ranks as a mesh: a row for FSDP, or a table with `replicate` rows for HSDP."""
-    if dist.world_size % replicate:
-        sys.exit(f"--replicate is {replicate}; expected a divisor of the {dist.world_size} ranks")
-    shape = (replicate, dist.world_size // replicate)
-    mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if job.world_size % replicate:
+        sys.exit(f"--replicate is {replicate}; expected a divisor of the {job.world_size} ranks")
+    shape = (replicate, job.world_size // replicate)
+    mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=("replicate", "shard"))
     return mesh if replicate > 1 else mesh["shard"]
 
 
@@ -181,12 +181,12 @@ def read_text(file: Path | None) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def draw_batch(text: Tensor, step: int, args: argparse.Namespace, dist: Distributed) -> Tensor:
+def draw_batch(text: Tensor, step: int, args: argparse.Namespace, job: Distributed) -> Tensor:
     """Return this rank's share of a step's windows. The step alone determines the whole batch."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - args.context, (args.batch_size,), generator=generator)
-    share = starts[dist.rank :: dist.world_size]
-    return text[share[:, None] + torch.arange(args.context + 1)].long().to(dist.device)
+    share = starts[job.rank :: job.world_size]
+    return text[share[:, None] + torch.arange(args.context + 1)].long().to(job.device)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -209,16 +209,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    with setup_distributed(args.backend) as dist:
-        if args.batch_size % dist.world_size:
-            sys.exit(f"--batch-size is {args.batch_size}; expected a multiple of {dist.world_size}")
+    with setup_distributed(args.backend) as job:
+        if args.batch_size % job.world_size:
+            sys.exit(f"--batch-size is {args.batch_size}; expected a multiple of {job.world_size}")
         torch.manual_seed(0)  # the same model on every rank, in host memory; then its shards
         model = GPT(args.layers, args.heads, args.width, args.context)
         total = sum(parameter.numel() for parameter in model.parameters())
-        shard(model, make_mesh(dist, args.replicate))
-        log.info(f"{total:,} parameters on {dist.world_size // args.replicate} shards")
+        shard(model, make_mesh(job, args.replicate))
+        log.info(f"{total:,} parameters on {job.world_size // args.replicate} shards")
 
-        optimizer = make_optimizer(model, args.lr, dist.device)
+        optimizer = make_optimizer(model, args.lr, job.device)
         state = TrainingState(model, optimizer)
         if args.checkpoints:
             load_latest(args.checkpoints, state)
@@ -227,7 +227,7 @@ def main() -> None:
 
         text = read_text(args.text)
         for step in range(state.step + 1, args.steps + 1):
-            tokens = draw_batch(text, step, args, dist)
+            tokens = draw_batch(text, step, args, job)
             scores = model(tokens[:, :-1])
             loss = cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
             loss.backward()  # FSDP averages each gradient and leaves this rank its shard
@@ -236,7 +236,7 @@ def main() -> None:
             optimizer.zero_grad()
 
             if step % 25 == 0 or step == args.steps:
-                log.info(f"step {step}/{args.steps}: loss {dist.all_reduce_mean(loss).item():.4f}")
+                log.info(f"step {step}/{args.steps}: loss {job.all_reduce_mean(loss).item():.4f}")
             if args.checkpoints and (step % args.save_every == 0 or step == args.steps):
                 state.step = step
                 folder = args.checkpoints / f"step-{step:09d}"

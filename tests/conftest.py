@@ -195,7 +195,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures that tests have recorded by record_property(), for the table in README.md."""
+    """Print the figures that tests have recorded by record_property(), for the table in docs/status.md."""
     figures: dict[str, list[float]] = {}
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:

@@ -1,20 +1,12 @@
 """The package that a training script imports: `from utils import setup_distributed`.
 
 Names are loaded on first use, so that `utils.launchers` does not import torch.
-
-The import installs handlers for SIGUSR1 and SIGUSR2 where there are none: these signals would end a
-rank that still imports torch. The handlers keep them for its StopSignal. Import this package before
-torch.
 """
 
 from __future__ import annotations
 
-from .signals import hold as _hold_signals
-
 __version__ = "0.1.0"
 __all__ = ["Distributed", "LaunchError", "setup_distributed"]
-
-_hold_signals()
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from . import __version__, coordination
 from .host import device, gloo
 from .host import nccl_log as transport
-from .host.binding import bind_process
-from .host.topology import parse_ranges
+from .host.cores import bind_process, parse_ranges
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement

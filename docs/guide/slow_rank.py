@@ -27,10 +27,10 @@ def batches(rank: int) -> Iterator[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    with setup_distributed("gloo") as dist:
+    with setup_distributed("gloo") as job:
         ddp = DDP(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)))
-        timer = StepTimer(dist, every=20, file="steps.csv")
-        for batch in timer.batches(batches(dist.rank)):
+        timer = StepTimer(job, every=20, file="steps.csv")
+        for batch in timer.batches(batches(job.rank)):
             loss = ddp(batch).mean()
             with timer.exchange():
                 loss.backward()

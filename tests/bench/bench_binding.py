@@ -31,9 +31,7 @@ from pathlib import Path
 
 # The repository: `utils` is found from any directory.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils.host.binding import available_cpus, bind_process, mask_of_cpus
-from utils.host.cores import HostMasks, choose_cores
-from utils.host.topology import read_topology
+from utils.host.cores import HostMasks, available_cpus, bind_process, choose_cores, mask_of_cpus, read_topology
 
 ROOT = Path(__file__).resolve().parents[2]
 REPEATS = 50
@@ -59,7 +57,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from utils import setup_distributed
-from utils.host.binding import bind_process
+from utils.host.cores import bind_process
 
 pairs, steps, sides = int(sys.argv[2]), int(sys.argv[3]), sys.argv[5].split(",")
 free = frozenset(os.sched_getaffinity(0))

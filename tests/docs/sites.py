@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 from tests.docs import pages
-from utils.job.units import format_walltime
+from utils.job.allocation import format_walltime
 from utils.tools.submission import profiles
 from utils.tools.submission.profiles import Profile
 

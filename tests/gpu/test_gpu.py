@@ -17,7 +17,7 @@ import pytest
 from tests.cluster.hosts import killed_at_end, wait_until
 from tests.gpu.conftest import PROGRAMS, ROOT, Ended, Gpus, run, torchrun
 from tests.launch.launchers import MPIS
-from utils.host.topology import read_topology
+from utils.host.cores import read_topology
 
 pytestmark = pytest.mark.gpu
 Record = Callable[[str, str], None]

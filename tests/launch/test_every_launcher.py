@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.launch.launchers import MEET, MINIMAL, MPIS, ROOT, SHOW, TORCHRUN, Lab, Result, assert_met
-from utils.host.topology import parse_ranges, read_topology
+from utils.host.cores import parse_ranges, read_topology
 
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
 ON_TWO_HOSTS = "h1 h1 h2 h2"

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -126,21 +125,6 @@ def test_mpi4py_in_a_rank_belongs_to_its_mpiexec(job: Job, by: str, when: str) -
         assert f"MPI says rank {rank} of 3, sum 3" in done.line(f"rank {rank} of 3"), done.output
 
 
-@pytest.mark.parametrize(("by", "nodes", "lines"), [
-    ("ssh", "h1 h1 h2", 50000), ("ssh", "h2 h3 h3", 50000),  # more than a pipe holds; Hydra's mpiexec fails then
-    ("mpich5", "h1 h2 h2", 1000), ("openmpi4", "h2 h1 h1", 1000), ("intel", "h2 h2 h3", 1000)])
-def test_rank_0_reads_standard_input_and_the_others_nothing(job: Job, by: str, nodes: str, lines: int) -> None:
-    job.nodes = nodes.split()
-    launch = shlex.join([*launch_py(by, job.lab.need), "--input", "sh", "-c", "echo rank $RANK reads $(cksum)"])
-    for given in (f"seq {lines} | {launch}", f"seq {lines} >numbers && {launch} <numbers"):
-        done = job.lab.run("h1", ["env", "-C", str(job.folder), "sh", "-c", given], env=job.env)
-        assert done.status == 0, done.output
-        checksum = "2937936293 288894" if lines == 50000 else "1830648734 3893"
-        assert done.line("rank 0 reads") == f"rank 0 reads {checksum}", done.output
-        assert [done.line(f"rank {rank} reads") for rank in (1, 2)] == [
-            f"rank {rank} reads 4294967295 0" for rank in (1, 2)]
-
-
 @pytest.mark.parametrize("by", ["ssh", *MPIS])
 def test_output_of_each_rank_is_labelled_or_in_a_file(job: Job, by: str) -> None:
     program = ["sh", "-c", "echo output of $RANK"]
@@ -220,28 +204,20 @@ def test_a_rank_that_fails_ends_the_others_and_gives_the_exit_status(job: Job, b
     wait_until_gone(job.wait_for_ranks())
 
 
-@pytest.mark.parametrize(("by", "words", "cause"), [
-    ("ssh", "rank-0", "rank 1 of 2 has formed a process group of 1 process without"),
-    ("ssh", "torchrun 2", "rank 1 of 2 has formed a process group of 2 processes without"),
-    ("mpich5", "alone", "rank 1 of 2 has formed a process group of 1 process without"),
-    ("openmpi4", "spawn-own", "rank 1 of 2 has formed a process group of 2 processes without"),
-    ("intel", "torchrun 1", "rank 1 of 2 has formed a process group of 1 process without")])
-def test_ranks_that_form_groups_without_each_other_end_the_launch(job: Job, by: str, words: str, cause: str) -> None:
+@pytest.mark.parametrize(("by", "words", "size"), [
+    ("ssh", "rank-0", 1), ("ssh", "torchrun 2", 2), ("mpich5", "alone", 1), ("openmpi4", "spawn-own", 2)])
+def test_ranks_that_form_groups_without_each_other_end_the_launch(job: Job, by: str, words: str, size: int) -> None:
     """One on each host, with torch alone."""
     job.nodes = ["h1", "h2"]
     done = job.run(by, GROUPS, *words.split(), "--hold")
-    assert done.status == 1 and cause in done.output, done.output
-    assert "Expected one group of all 2 ranks" in done.output
+    assert done.status == 1 and f"rank 1 of 2 has formed a process group of {size} process" in done.output, done.output
 
 
 @pytest.mark.parametrize(("by", "words", "sizes"), [
-    ("ssh", "spawn-all", [4] * 4), ("mpich5", "env", [2, 2]), ("openmpi4", "spawn-all", [4] * 4),
-    ("openmpi5", "none", [0, 0]), ("mpich4", "--independent torchrun 1", [1, 1])])
-def test_groups_of_all_ranks_or_of_independent_ones_are_left_alone(job: Job, by: str, words: str,
-                                                                   sizes: list[int]) -> None:
+    ("ssh", "spawn-all", [4] * 4), ("mpich5", "env", [2, 2]), ("openmpi4", "spawn-all", [4] * 4)])
+def test_groups_of_all_ranks_are_left_alone(job: Job, by: str, words: str, sizes: list[int]) -> None:
     job.nodes = ["h1", "h2"]
-    options = ["--independent"] if "--independent" in words else []
-    done = job.run(by, *options, GROUPS, *words.split()[len(options):])
+    done = job.run(by, GROUPS, words)
     assert done.status == 0, done.output
     assert re.findall(r"group of (\d)", done.output) == list(map(str, sizes)), done.output
 

@@ -65,11 +65,10 @@ def test_other_launchers_start_the_ranks_of_a_job(launches: Launches) -> None:
         assert part.count("notes ()") == 3, part
 
 
-@pytest.mark.parametrize("by", ["srun", "torchrun"])
-def test_rank_0_reads_standard_input(launches: Launches, by: str) -> None:
+def test_rank_0_reads_standard_input(launches: Launches) -> None:
     script = launches.folder / "reads.py"
     script.write_text("import os, sys\nif os.environ['LOCAL_RANK'] == '0': print('read', len(sys.stdin.read()))\n")
-    done = launches.slurm.batch("-N2 -n2 --ntasks-per-node=1", f"seq 50000 | {launches.line(by, str(script))}")
+    done = launches.slurm.batch("-N2 -n2 --ntasks-per-node=1", f"seq 50000 | {launches.line('srun', str(script))}")
     assert sorted(re.findall("^read .*", done.output, re.MULTILINE)) == ["read 0", "read 288894"], done.output
 
 
@@ -112,8 +111,7 @@ def test_process_groups_below_srun_have_all_ranks_or_end_the_launch(launches: La
 @pytest.mark.parametrize(("command", "expected"), [
     ("salloc -N2 --gres=gpu:2 sh -c", "node1 node1 node2 node2"),  # from the login host
     ("srun -N1 -n1 --gres=gpu:2 sh -c", "node1 node1"),  # a shell that is a step itself gives its resources
-    ("salloc -N2 -n4 --ntasks-per-node=2 srun --interactive -N1 -n1 sh -c", "node1 node1 node2 node2"),
-    ("salloc -n1 : -n2 sh -c", "node1 node2 node2")])
+    ("salloc -N2 -n4 --ntasks-per-node=2 srun --interactive -N1 -n1 sh -c", "node1 node1 node2 node2")])
 def test_a_shell_in_an_allocation_starts_ranks(launches: Launches, command: str, expected: str) -> None:
     done = launches.slurm.run([*command.split(), launches.rank("")])
     assert_met(done, expected, "slurm")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy
 import torch
 
+from utils.checkpoint.entries import StateError
 from utils.checkpoint.pack import pack
 from utils.checkpoint.restore import Restorer
 from utils.checkpoint.unpack import unpack
-from utils.checkpoint.values import StateError
 
 
 class ChangedDisk:
@@ -79,13 +79,10 @@ def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         raw = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
         return [str(value.dtype), list(value.shape), raw]
-    if isinstance(value, numpy.ma.MaskedArray):
-        return [kind, *map(bits, (value.data, value.mask, value.fill_value, value.hardmask))]
     if isinstance(value, numpy.ndarray):
         return [kind, str(value.dtype.descr), value.shape, value.tobytes()]
     if isinstance(value, dict):
-        factory = str(getattr(value, "default_factory", ""))
-        return [kind, factory, [[bits(key), bits(item)] for key, item in value.items()]]
+        return [kind, [[bits(key), bits(item)] for key, item in value.items()]]
     if isinstance(value, list | tuple):
         return [kind, *map(bits, value)]
     return [kind, hex(value) if type(value) is int else repr(value)]

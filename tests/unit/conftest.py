@@ -25,7 +25,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     monkeypatch.delenv("PBS_EXEC", raising=False)
     monkeypatch.setenv("PBS_CONF_FILE", str(made.folder / "pbs.conf"))
     monkeypatch.setenv("SLURM_CONF", str(made.folder / "slurm.conf"))
-    monkeypatch.setattr("utils.job.pbs_programs.DEFAULT_PREFIX", "")  # may hold a real PBS
+    monkeypatch.setattr("utils.job.pbs_job.DEFAULT_PREFIX", "")  # may hold a real PBS
     monkeypatch.chdir(ROOT)
     return made
 

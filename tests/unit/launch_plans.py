@@ -15,8 +15,6 @@ PYTHON = "/env/bin/python"
 TOOLS = {name: f"/bin/{name}" for name in ("srun", "pbs_tmrsh", "pbsdsh", "ssh")}
 SLURM = {"SLURM_JOB_ID": "7", "PATH": "/bin"}
 PBS = {"PBS_JOBID": "7.head", "PBS_NODEFILE": "/aux/7", "PBS_JOBCOOKIE": "c", "PATH": "/bin"}
-HET = {**SLURM, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
-       "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
 MPICH, INTEL = Mpiexec("/mpich/mpiexec", Mpich, 5), Mpiexec("/intel/mpiexec", IntelMpi)
 OPENMPI4, OPENMPI5 = Mpiexec("/o4/mpiexec", OpenMpi, 4), Mpiexec("/o5/mpiexec", OpenMpi, 5)
 PALS = Mpiexec("/opt/cray/pals/default/bin/mpiexec", Pals)
@@ -64,7 +62,6 @@ def in_job(base: Mapping[str, str], environ: Mapping[str, str] | None = None, *,
 
 
 slurm, pbs = functools.partial(in_job, SLURM), functools.partial(in_job, PBS)
-het = functools.partial(in_job, HET, ranks=(1, 2, 2))
 alone = functools.partial(functools.partial, make, None)  # on a host without a job
 
 

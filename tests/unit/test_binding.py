@@ -6,22 +6,30 @@ import random
 import pytest
 
 from tests.unit.topologies import NAMES, load_site
-from utils.host.binding import Cpus, cores_in, divide, is_far, mask_of_cpus, openmp_binding, parse_binding
-from utils.host.cores import HostMasks, choose_cores, notes_on_cores
-from utils.host.topology import Core, Topology, parse_ranges
+from utils.host.cores import (
+    Core,
+    Cpus,
+    HostMasks,
+    Topology,
+    choose_cores,
+    cores_in,
+    divide,
+    is_far,
+    mask_of_cpus,
+    notes_on_cores,
+    openmp_binding,
+    parse_binding,
+    parse_ranges,
+)
 from utils.tools.submission.profiles import load
 
 
-def host(*nodes: tuple[int, int], threads: int = 1) -> Topology:
-    """A host whose NUMA nodes have these numbers of L3 caches, and of cores on each cache."""
-    cores: list[Core] = []
-    total = sum(caches * size for caches, size in nodes)
-    for node, (caches, size) in enumerate(nodes):
-        for _ in range(caches):
-            first = len(cores)
-            cores += [Core(tuple(first + core + thread * total for thread in range(threads)), node, first)
-                      for core in range(size)]
-    return Topology(tuple(cores))
+def host(*nodes: int, threads: int = 1) -> Topology:
+    """A host whose NUMA nodes have these numbers of cores."""
+    total = sum(nodes)
+    of_cores = [node for node, size in enumerate(nodes) for _ in range(size)]
+    return Topology(tuple(Core(tuple(core + thread * total for thread in range(threads)), node)
+                          for core, node in enumerate(of_cores)))
 
 
 def everything(topology: Topology) -> Cpus:
@@ -69,34 +77,32 @@ def test_binding_of_a_profile_is_the_published_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(("topology", "gpu_nodes", "expected"), [
-    pytest.param(host((1, 4)), [None] * 2, [[0, 1], [2, 3]], id="two ranks without GPUs"),
-    pytest.param(host((1, 5)), [None] * 2, [[0, 1, 2], [3, 4]], id="an odd number of cores"),
-    pytest.param(host((2, 4)), [None] * 3, [[0, 1, 2], [3, 4], [5, 6, 7]], id="a cache would be unfair"),
-    pytest.param(host((1, 8), (1, 7)), [None] * 2, [[*range(8)], [*range(8, 15)]], id="between two caches"),
-    pytest.param(host((1, 7), (1, 8)), [None] * 2, [[*range(7)], [*range(7, 15)]], id="between two other caches"),
-    pytest.param(host((1, 2), (1, 2)), [1, 0], [[2, 3], [0, 1]], id="GPUs in reverse order"),
-    pytest.param(host((1, 4), (1, 4)), [1, 1], [[4, 5], [6, 7]], id="both GPUs on one node"),
-    pytest.param(host((1, 4), (1, 4)), [0, None], [[0, 1, 2, 3], [4, 5, 6, 7]], id="one GPU unknown"),
-    pytest.param(host((1, 4), (1, 4)), [0, None, None, 1], [[0, 1], [2, 3], [4, 5], [6, 7]],
+    pytest.param(host(4), [None] * 2, [[0, 1], [2, 3]], id="two ranks without GPUs"),
+    pytest.param(host(5), [None] * 2, [[0, 1, 2], [3, 4]], id="an odd number of cores"),
+    pytest.param(host(8), [None] * 3, [[0, 1, 2], [3, 4], [5, 6, 7]], id="three ranks"),
+    pytest.param(host(2, 2), [1, 0], [[2, 3], [0, 1]], id="GPUs in reverse order"),
+    pytest.param(host(4, 4), [1, 1], [[4, 5], [6, 7]], id="both GPUs on one node"),
+    pytest.param(host(4, 4), [0, None], [[0, 1, 2, 3], [4, 5, 6, 7]], id="one GPU unknown"),
+    pytest.param(host(4, 4), [0, None, None, 1], [[0, 1], [2, 3], [4, 5], [6, 7]],
                  id="no cores left for the unknown"),
-    pytest.param(host((1, 2), (1, 2)), [1, 0, 0, 1], [[2, 3], [0, 1], [0, 1], [2, 3]], id="shared near the GPUs"),
-    pytest.param(host((1, 2), (1, 1)), [0, 1], [[0, 1, 2]] * 2, id="one core on the node of a GPU"),
-    pytest.param(host((1, 2), (1, 2)), [0, None, None, 1], [[*range(4)]] * 4, id="shared with the unknown"),
-    pytest.param(host((1, 2), (1, 6)), [0, 0, 1, 1], [[0, 1], [0, 1], [2, 3, 4], [5, 6, 7]], id="one near core each"),
-    pytest.param(host((1, 1), (1, 7)), [0, 0], [[0, 1, 2, 3], [4, 5, 6, 7]], id="a node with too few cores"),
-    pytest.param(host((1, 1), (1, 7)), [0], [[*range(8)]], id="one near core of eight"),
-    pytest.param(host((1, 2), (1, 4)), [0, 0], [[0, 2, 3], [1, 4, 5]], id="too few near cores get others"),
-    pytest.param(host((1, 2), (1, 14)), [1, 0, 0, 1], [[8, 9, 10, 11], [0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15]],
+    pytest.param(host(2, 2), [1, 0, 0, 1], [[2, 3], [0, 1], [0, 1], [2, 3]], id="shared near the GPUs"),
+    pytest.param(host(2, 1), [0, 1], [[0, 1, 2]] * 2, id="one core on the node of a GPU"),
+    pytest.param(host(2, 2), [0, None, None, 1], [[*range(4)]] * 4, id="shared with the unknown"),
+    pytest.param(host(2, 6), [0, 0, 1, 1], [[0, 1], [0, 1], [2, 3, 4], [5, 6, 7]], id="one near core each"),
+    pytest.param(host(1, 7), [0, 0], [[0, 1, 2, 3], [4, 5, 6, 7]], id="a node with too few cores"),
+    pytest.param(host(1, 7), [0], [[*range(8)]], id="one near core of eight"),
+    pytest.param(host(2, 4), [0, 0], [[0, 1, 2], [3, 4, 5]], id="too few near cores"),
+    pytest.param(host(2, 14), [1, 0, 0, 1], [[8, 9, 10, 11], [0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15]],
                  id="near cores for two ranks only"),
-    pytest.param(host((1, 2), (1, 10)), [0, 0, None], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+    pytest.param(host(2, 10), [0, 0, None], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
                  id="most cores near no GPU"),
-    pytest.param(host((1, 4)), [7, 7], [[0, 1], [2, 3]], id="a node without CPUs")])
+    pytest.param(host(4), [7, 7], [[0, 1], [2, 3]], id="a node without CPUs")])
 def test_cores_are_shared_out(topology: Topology, gpu_nodes: list[int | None], expected: list[list[int]]) -> None:
     assert sizes(topology, gpu_nodes) == expected
 
 
 def test_threads_of_a_core_stay_together_and_within_the_mask() -> None:
-    topology = host((1, 4), threads=2)
+    topology = host(4, threads=2)
     mask = everything(topology) - {5}
     assert divide(topology, [mask] * 2, [None] * 2) == [frozenset({0, 1, 4}), frozenset({2, 3, 6, 7})]
 
@@ -108,16 +114,16 @@ def test_threads_of_a_core_stay_together_and_within_the_mask() -> None:
          "one within the other", "unknown CPUs"])
 def test_masks_that_are_not_shared_stay(masks: list[set[int]]) -> None:
     frozen = [frozenset(mask) for mask in masks]
-    assert divide(host((1, 4)), frozen, [None] * len(masks)) == frozen
+    assert divide(host(4), frozen, [None] * len(masks)) == frozen
 
 
 def test_agents_with_disjoint_masks_divide_their_own() -> None:
     masks = [frozenset(range(4))] * 2 + [frozenset(range(4, 8))] * 2
-    assert divide(host((1, 8)), masks, [None] * 4) == [frozenset({cpu, cpu + 1}) for cpu in (0, 2, 4, 6)]
+    assert divide(host(8), masks, [None] * 4) == [frozenset({cpu, cpu + 1}) for cpu in (0, 2, 4, 6)]
 
 
 def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
-    topology = host((1, 2), (1, 2))
+    topology = host(2, 2)
     assert is_far(topology, frozenset({0, 1}), 1) and not is_far(topology, frozenset({1, 2}), 1)
     assert not is_far(topology, frozenset({0}), None) and not is_far(topology, frozenset({0}), 5)
 
@@ -125,8 +131,8 @@ def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
 def test_random_hosts_and_masks_keep_the_promises() -> None:
     chance = random.Random(12)
     for number in range(10_000):
-        nodes = [(chance.randint(0, 3), chance.randint(1, 8)) for _ in range(chance.randint(1, 4))]
-        topology = host(*nodes, (1, 1), threads=chance.choice((1, 2)))
+        nodes = [chance.randint(0, 3) * chance.randint(1, 8) for _ in range(chance.randint(1, 4))]
+        topology = host(*nodes, 1, threads=chance.choice((1, 2)))
         cpus = sorted(everything(topology))
         mask = frozenset(chance.sample(cpus, chance.randint(1, len(cpus))))
         ranks = chance.randint(1, 8)

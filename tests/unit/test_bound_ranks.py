@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import python
-from utils.host.binding import cores_in
-from utils.host.topology import Topology, parse_ranges, read_topology
+from utils.host.cores import Topology, cores_in, parse_ranges, read_topology
 
 CORES = cores_in(read_topology() or Topology(()), frozenset(os.sched_getaffinity(0)))
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")

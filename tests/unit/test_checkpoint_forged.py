@@ -3,26 +3,19 @@ from __future__ import annotations
 
 import functools
 import json
-import random
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.unit.test_checkpoint_state import Frozen
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank
-from utils.checkpoint.checksums import checksums
-from utils.checkpoint.format import FORMAT, MANIFEST, rank_file_name, render_manifest
+from utils.checkpoint.entries import StateError
+from utils.checkpoint.format import FORMAT, MANIFEST, render_manifest
 from utils.checkpoint.pack import pack
 from utils.checkpoint.restore import Restorer
 from utils.checkpoint.rng import read_random_states
 from utils.checkpoint.unpack import unpack
-from utils.checkpoint.values import StateError
-
-FILE = rank_file_name(0)
 
 
 def state() -> dict[str, Any]:
@@ -33,41 +26,20 @@ TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), 
 
 
 @pytest.mark.parametrize("tree", [
-    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "12"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
-    {"numpy scalar": "O", "bytes": ""}, {"numpy scalar": "f8", "bytes": "AA=="},
-    {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]},
-    {"tensor": "t", "dtype": "float32", "shape": [5]},
-    {"tensor": "t", "dtype": "float32", "shape": [2, -2]},
+    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "x"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
+    {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]}, {"tensor": "t", "dtype": "float32", "shape": [5]},
     {"tensor": "t", "dtype": "int64", "shape": [2]},
     {"tensor": "t", "dtype": "float32", "shape": [2, 2], "stride": [1, 10**12]},
-    {"tensor": "t", "dtype": "float32", "shape": [0, 2**62, 4]},
-    {"array": {"dtype": "f8", "shape": [10**12]}, "data": {"tensor": "b"}},
-    {"array": {"dtype": "O", "shape": [1]}, "data": {"tensor": "b"}},
-    {"array": {"dtype": [["a", "O"]], "shape": [1]}, "data": {"tensor": "b"}},
-    {"set": [[1]]}, {"tuple": {"a": 1}}, {"defaultdict": [], "factory": "eval"}, {"dict": {}, "metadata": {"dict": {}}},
-    {"generator": "random.Random"}, {"enum": "Mode", "member": "WARM"}, {"long": "str", "data": {"tensor": "b"}},
+    {"array": {"dtype": "O", "shape": [1]}}, {"numpy scalar": "O"}, {"tuple": {"a": 1}}, {"complex": "x"},
+    {"OrderedDict": [[[1], 2]]}, {"per rank": "x"},
 ], ids=lambda tree: json.dumps(tree)[:60])
 def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
-    tensors = {"t": torch.zeros(4), "b": torch.full((8,), 255, dtype=torch.uint8)}
     with pytest.raises(StateError, match="^x/0"):
-        unpack({"dict": {"x": [tree]}}, tensors)
+        unpack({"dict": {"x": [tree]}}, {"t": torch.zeros(4)})
 
 
-@pytest.mark.parametrize("state, tree, words", [
-    (nn.Identity(), {"object": "Identity", "state": 1}, "holds no entries for one"),
-    (nn.Identity(), {"object": "Identity", "state": {"dict": {}, "metadata": 1}}, "holds no versions"),
-    (torch.optim.SGD([torch.zeros(1)]), {"object": "SGD", "state": {"dict": {"state": 1, "param_groups": []}},
-                                         "parameters": []}, "no state of an optimizer"),
-    (random.Random(), {"generator": "random.Random", "state": 1}, "holds no state for one"),
-    (PerRank(1), {"per rank": 1}, "lacks this rank's part"),
-    (Frozen(1), {"dataclass": "Frozen", "fields": 1}, "was saved as Frozen with none")],
-    ids=lambda value: value if isinstance(value, str) else "")
-def test_trees_that_match_no_object_are_refused(state: Any, tree: Any, words: str) -> None:
-    try:
-        found = str(Restorer([state], [tree], {}, {}).mismatches)
-    except StateError as error:
-        found = str(error)
-    assert words in found
+def test_a_part_that_this_rank_has_not_saved_is_a_mismatch() -> None:
+    assert "lacks this rank's part" in str(Restorer([PerRank(1)], [{"per rank": "x"}], {}, {}).mismatches)
 
 
 @pytest.mark.parametrize("state", [
@@ -95,58 +67,19 @@ def loaded_step(folder: Path) -> int:
     return found.step
 
 
-def read_manifest(step: Path) -> Any:
-    return json.loads((step / MANIFEST).read_text())["manifest"]
+def forge(step: Path, changes: dict[str, int]) -> None:
+    """Change fields of a manifest, and its checksum with them."""
+    manifest = json.loads((step / MANIFEST).read_text())["manifest"]
+    (step / MANIFEST).write_bytes(render_manifest({**manifest, **changes}))
 
 
-def read_header(step: Path) -> Any:
-    raw = (step / FILE).read_bytes()
-    return json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])
-
-
-def forge(step: Path, manifest: Any, header: Any = None) -> None:
-    """Write a manifest, and a header with its right checksums before the data that is there."""
-    if header is not None:
-        raw = (step / FILE).read_bytes()
-        data = raw[8 + int.from_bytes(raw[:8], "little"):]
-        text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        text += b" " * (-(len(text) + 8) % 64)
-        raw = len(text).to_bytes(8, "little") + text + data
-        (step / FILE).write_bytes(raw)
-        whole = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        manifest["files"][0] |= {"size": len(raw), "blocks": checksums(whole)}
-    (step / MANIFEST).write_bytes(render_manifest(manifest))
-
-
-@pytest.mark.parametrize("file, content, words", [
-    *((MANIFEST, {field: value}, rf"manifest.json: files\[0\].{field} is") for field, value in (
-        ("name", "../step-000000001/rank-00000.safetensors"), ("size", -1), ("size", True), ("size", 1 << 70),
-        ("blocks", {}), ("blocks", [[1]]), ("blocks", [[-8, "00"], [16, "00"]]), ("blocks", [[0, ""]]),
-        ("replicated", 1))),
-    *((FILE, {field: value}, f"{FILE}: .*x.*{words}") for field, value, words in (
-        ("data_offsets", [-8, 24], "data_offsets"), ("data_offsets", [0, 1 << 62], "data_offsets"),
-        ("data_offsets", [32, 0], "data_offsets"), ("data_offsets", [8, 40], "data_offsets"),
-        ("shape", [2, 2], "data_offsets"), ("shape", [-8], "shape"), ("shape", [1 << 40, 1 << 40], "shape"),
-        ("shape", [1] * 200 + [8], "shape"), ("dtype", "F4096", "dtype"), ("dtype", [], "dtype"))),
-    *((FILE, {"__metadata__": {"ddpkit": text}}, f"{FILE}: __metadata__.ddpkit") for text in (
-        "[1", "{}", '{"own": {}, "local": [1], "random": {}}', '{"own": {}, "local": [], "random": {}}')),
-    *((FILE, text, FILE) for text in (
-        b"[" * 100_000, b'{"x": 1, "x": 2}', b"\xff\xfe", b"null", b"NaN", b'{"__metadata__": []}',
-        b'{"__metadata__": {}}', b'{"x": ' + b"9" * 5000 + b"}")),
-    (FILE, b'{"x": ["F32", [8], [0, 32]]}', "x.* is .*; expected an object"),
-], ids=lambda value: repr(value)[:30])
-def test_forged_files_are_quarantined_and_the_field_named(
-        file: str, content: Any, words: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    step = folder / "step-000000002"
-    manifest, header = read_manifest(step), read_header(step)
-    if isinstance(content, bytes):
-        header = content
-    else:
-        in_header = header if "__metadata__" in content else header["x"]
-        (manifest["files"][0] if file == MANIFEST else in_header).update(content)
-    forge(step, manifest, header if file == FILE else None)
+@pytest.mark.parametrize("content", [
+    b"", b"{}", b"[" * 100_000, b"null", b"\xff\xfe", b'{"manifest": {"format": 3}, "crc32": "0"}\n'])
+def test_a_manifest_that_does_not_match_its_checksum_is_quarantined(
+        content: bytes, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "step-000000002" / MANIFEST).write_bytes(content)
     assert loaded_step(folder) == 1
-    assert re.search(words, caplog.text), caplog.text
+    assert "manifest.json: its text does not match its checksum" in caplog.text
     assert "quarantined as step-000000002.damaged" in caplog.text
 
 
@@ -156,7 +89,7 @@ def test_forged_files_are_quarantined_and_the_field_named(
     ({"step": 3}, "manifest.json: step is 3; expected 2, as in the name")])
 def test_another_format_or_step_is_refused_and_not_called_damaged(
         changes: dict[str, int], words: str, folder: Path) -> None:
-    forge(folder / "step-000000002", {**read_manifest(folder / "step-000000002"), **changes})
+    forge(folder / "step-000000002", changes)
     with pytest.raises(CheckpointError, match=words):
         loaded_step(folder)
     assert (folder / "step-000000002").is_dir()

@@ -1,9 +1,11 @@
 """What is read of torch's flight recorders, and what is said where none records."""
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,10 +28,15 @@ def group() -> Iterator[None]:
 
 
 def test_recorder_of_each_backend_is_read(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From torch 2.15 on, each backend such as nccl2 has a recorder, and gloo's is that without a name."""
+    """From torch 2.15 on, each backend such as nccl2 has a recorder, and gloo's is that without a name.
+
+    A backend that is called nothing, as the fake one of torch 2.8, hides no other.
+    """
     def of_backend(collectives: bool, stacks: bool, active: bool, backend: str = "gloo") -> bytes:
         return pickle.dumps({"pg_config": CONFIG, "entries": [ENTRY]} if backend == "fake" else {})
 
+    names = itertools.chain([RuntimeError("getBackendName is not implemented")], itertools.repeat("fake"))
+    monkeypatch.setattr(torch._C._distributed_c10d.FakeProcessGroup, "name", Mock(side_effect=names))
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace", of_backend)
     calls, groups = read_collectives()
     assert [(call["number"], call["operation"], call["pending"]) for call in calls] == [(3, "all_reduce", True)]

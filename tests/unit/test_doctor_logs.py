@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from utils.checkpoint.values import StateError
 
 from tests.unit.programs import ROOT
 from utils.checkpoint import CheckpointError
 from utils.checkpoint.disk import explain
 from utils.checkpoint.save import PermanentError
-from utils.checkpoint.values import StateError
 from utils.launch_error import LaunchError
 from utils.log import get_logger, setup_logging
 from utils.monitor import shutdown as failure

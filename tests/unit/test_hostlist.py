@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from utils.job.slurm_hostlist import expand_hostlist
+from utils.job.slurm_job import expand_hostlist
 
 KNOWN = {
     "": [],

@@ -55,14 +55,14 @@ def test_ranks_have_all_variables_and_the_chosen_python(folder: Path) -> None:
 @pytest.mark.parametrize(("script", "expected"), [
     ("echo data | {}\necho later", ["rank 0: data", "rank 1: ", "later"]),
     ("echo data >file; {} <file\necho later", ["rank 0: data", "rank 1: ", "later"]),
-    ("{}\necho later", ["rank 0: ", "rank 1: ", "later"]), ("{i}\necho later", ["rank 0: echo later", "rank 1: "]),
+    ("{}\necho later", ["rank 0: ", "rank 1: ", "later"]),
     ("while read line; do {} 2>/dev/null; done\n1\n2", ["rank 0: ", "rank 1: "] * 2)])
 @pytest.mark.parametrize("is_file", [False, True])
 def test_rank_0_reads_what_launch_py_is_given_and_no_script_around_it(
         tmp_path: Path, script: str, expected: list[str], is_file: bool) -> None:
     """The shell reads its script from its standard input, as in `ssh host bash <<EOF`."""
     program = ["-n", "2", "sh", "-c", "echo rank $RANK: $(cat)"]
-    text = script.format(shlex.join([*LAUNCH, *program]), i=shlex.join([*LAUNCH, "-i", *program])) + "\n"
+    text = script.format(shlex.join([*LAUNCH, *program])) + "\n"
     with open(tmp_path / "script", "w+") as file:
         file.write(text)
         file.seek(0)
@@ -100,27 +100,10 @@ def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("command", "name"), [
-    ("python -m torch.distributed.run x.py", "torch.distributed.run"),
-    ("/usr/bin/python3.11 -u -m torch.distributed.launch x.py", "torch.distributed.launch"),
-    ("env FOO=1 torchrun x.py", "torchrun"), ("env -u FOO -C / A=1 /opt/bin/torchrun x.py", "torchrun"),
-    ("nice -n 5 torchrun x.py", "torchrun"), ("numactl -N 0 -m 0 torchrun x.py", "torchrun"),
-    ("taskset -c 0-3 torchrun x.py", "torchrun"), ("stdbuf -oL torchrun x.py", "torchrun"),
-    ("time -p torchrun x.py", "torchrun"), ("timeout 1h torchrun x.py", "torchrun"),
-    ("uv run torchrun x.py", "torchrun"), ("uv run --with wandb python -m torch.distributed.run x.py",
-                                           "torch.distributed.run"),
-    ("conda run -n torchrun torchrun x.py", "torchrun"), ("micromamba run -p /envs/ml torchrun x.py", "torchrun"),
-    ("apptainer exec --nv image.sif torchrun x.py", "torchrun"),
-    ("singularity exec image.sif bash -c 'torchrun x.py'", "torchrun"),
-    ("bash -c 'torchrun x.py'", "torchrun"), ("bash -lc 'cd /data; FOO=1 torchrun x.py'", "torchrun"),
-    ("sh -c 'if true; then exec torchrun x.py; fi'", "torchrun"),
-    ("sh -c 'python prepare.py&&torchrun x.py'", "torchrun"),
-    ("env A=1 nice bash -c 'uv run torchrun x.py'", "torchrun"),
-    ("bash -c 'cd /data\nsrun python x.py'", "srun"), ("bash -c torchrun", "torchrun"),
-    ("accelerate launch x.py", "accelerate"),
-    ("python -m accelerate.commands.launch x.py", "accelerate.commands.launch"),
-    ("deepspeed x.py", "deepspeed"), ("nohup deepspeed --num_gpus 2 x.py", "deepspeed"),
-    ("env srun -n 2 python x.py", "srun"), ("env A=1 mpirun -n 2 python x.py", "mpirun"),
-    ("nsys profile mpiexec.hydra -n 2 python x.py", "mpiexec.hydra"),
+    ("/usr/bin/python3.11 -u -m torch.distributed.run x.py", "torch.distributed.run"),
+    ("env FOO=1 nice -n 5 /opt/bin/torchrun x.py", "torchrun"), ("uv run -- deepspeed x.py", "deepspeed"),
+    ("env A=1 bash -lc 'cd /data&&FOO=1 accelerate launch x.py'", "accelerate"),
+    ("sh -c 'if true; then exec mpirun -n 2 python x.py; fi'", "mpirun"), ("bash -c 'cd /\nsrun hostname'", "srun"),
     ("python scripts/launch.py x.py", "launch.py")])
 def test_launcher_in_a_wrapper_is_refused(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
@@ -131,16 +114,9 @@ def test_launcher_in_a_wrapper_is_refused(command: str, name: str, capsys: pytes
 
 
 @pytest.mark.parametrize("command", [
-    "python -m package.module torchrun", "env A=torchrun python package/module.py --launcher torchrun",
-    "conda run -n deepspeed python package/module.py", "conda run --prefix /envs/accelerate python package/module.py",
-    "bash -c 'which torchrun || echo srun'", "bash -c 'python package/module.py; echo torchrun'", "echo srun",
-    "uv run --with accelerate python package/module.py", "uv run --extra deepspeed package/module.py",
-    "uv run package --strategy deepspeed", "nice mytool deepspeed", "env OUT=/runs/deepspeed python package/module.py",
-    "apptainer exec --bind /scratch/deepspeed img.sif python package/module.py",
-    "apptainer exec /containers/deepspeed python package/module.py", "pixi run -e deepspeed python package/module.py",
-    "nsys profile -o accelerate python package/module.py", "bash script.sh 'torchrun is used'",
-    "bash -c 'command -v torchrun && python package/module.py'",
-    "apptainer exec deepspeed.sif python package/module.py", "bash -c \"echo 'torchrun\"", "hostname"])
+    "python -m package.module torchrun", "env A=torchrun python package/module.py --launcher torchrun", "echo srun",
+    "bash -c 'which torchrun || echo srun'", "bash script.sh 'torchrun is used'", "bash -c \"echo 'torchrun\"",
+    "uv run package/module.py -- deepspeed"])
 def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str) -> None:
     assert main(["-n", "2", "--dry-run", "--", *shlex.split(command)]) == 0
 

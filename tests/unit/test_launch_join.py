@@ -4,11 +4,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,16 +16,15 @@ from unittest.mock import Mock
 import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
-from utils.host.binding import cpus_of_mask
-from utils.host.topology import parse_ranges
+from utils.host.cores import cpus_of_mask, parse_ranges
 from utils.monitor.launch_report import VARIABLE, ReportListener, parse_address, report_saved
-from utils.tools.launch.agent_connection import JoinReport
 from utils.tools.launch.bootstrap import module_command
 from utils.tools.launch.event_loop import CaughtSignals, EventLoop
+from utils.tools.launch.host_ranks import RankMask, shares_of_ranks
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
+from utils.tools.launch.launch_connection import JoinReport
 from utils.tools.launch.launch_plan import Plan
 from utils.tools.launch.launch_result import LaunchResult
-from utils.tools.launch.rank_cores import RankMask, shares_of_ranks
 
 Joining = tuple[ReportListener, EventLoop, JoinServer]
 
@@ -63,7 +62,7 @@ def test_ranks_on_other_hosts_than_planned(hosts: list[str], hint: str) -> None:
 
 @pytest.fixture
 def joining() -> Iterator[Joining]:
-    with ReportListener() as report, CaughtSignals() as signals, EventLoop(signals) as loop:
+    with ReportListener() as report, CaughtSignals() as signals, closing(EventLoop(signals)) as loop:
         yield report, loop, JoinServer(planned(), report, loop, LaunchResult())
 
 
@@ -221,16 +220,6 @@ def test_program_without_the_kit_gets_its_share_of_the_cores(is_given: bool) -> 
     _, cpus, threads = output.split()
     assert parse_ranges(cpus) == ({last} if is_given else divided)
     assert share.variables == {"OMP_NUM_THREADS": threads}
-
-
-def test_early_signal_has_its_default_action_in_another_program() -> None:
-    with ReportListener() as report:
-        process, connection, received = started(report, "sh", "-c", "echo started")
-        with connection:
-            process.send_signal(signal.SIGUSR1)
-            connection.sendall(start_message(received["cores"]))
-            assert process.communicate(timeout=30) == ("", "")
-    assert process.returncode == -signal.SIGUSR1
 
 
 def test_output_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:

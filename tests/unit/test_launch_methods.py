@@ -13,24 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch_plans import INTEL, MPICH, OPENMPI4, OPENMPI5, PALS, het, line, make, pbs, slurm
+from tests.unit.launch_plans import INTEL, MPICH, OPENMPI4, OPENMPI5, PALS, line, make, pbs, slurm
 from tests.unit.scheduler_commands import Commands
 from utils.job import current_allocation
 from utils.tools.launch import remote_shell
 from utils.tools.launch.launch_plan import Plan, PlanError
 from utils.tools.launch.methods.srun import Srun
-from utils.tools.launch.srun_errors import SrunErrors, TaskFailure
+from utils.tools.launch.native_launch import SrunErrors, TaskFailure
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "slurm-25.11"
 END = "/env/bin/python -u train.py --name 'a b'"
 
 
-def recorded(name: str, gpus: tuple[int, ...] = (), **options: object) -> Callable[[], Plan]:
-    """Plans a launch in the batch shell of a job recorded on Slurm 25.11. gpus: of each host."""
+def recorded(name: str, **options: object) -> Callable[[], Plan]:
+    """Plans a launch in the batch shell of a job recorded on Slurm 25.11."""
     environ = json.loads((RECORDINGS / f"{name}.json").read_text())["processes"][0]["environ"]
-    allocation = current_allocation(environ, query=False)
-    allocation = allocation._replace(gpus_per_host=gpus) if gpus else allocation
-    return functools.partial(make, allocation, environ, host="node1", **options)
+    return functools.partial(make, current_allocation(environ, query=False), environ, host="node1", **options)
 
 
 @pytest.mark.parametrize(("plan", "expected"), [
@@ -54,11 +52,6 @@ def recorded(name: str, gpus: tuple[int, ...] = (), **options: object) -> Callab
     # A torchrun agent gets all cores of its host.
     (slurm({"SLURM_NTASKS": "4", "SLURM_GPUS_PER_TASK": "1"}, cores=(8, 8), torchrun=True),
      "--nodes=2 --ntasks=2 --ntasks-per-node=1 --distribution=block --cpus-per-task=8"),
-    # Other ranks than those requested are spelled out for each component of a heterogeneous job.
-    (het({"SLURM_NTASKS_PER_NODE": "2"}, ranks=(1, 1, 1), gpus=(0, 2, 2), cores=(2, 8, 8), command=("a",)),
-     "/bin/srun --het-group=0 --kill-on-bad-exit=1 --cpu-bind=none --nodes=1 --ntasks=1 --ntasks-per-node=1 "
-     "--distribution=block --cpus-per-task=2 a : --het-group=1 --kill-on-bad-exit=1 --cpu-bind=none --nodes=2 "
-     "--ntasks=4 --ntasks-per-node=2 --distribution=block --cpus-per-task=4 --gres=gpu:2 a"),
     # Hydra
     (pbs(mpiexec=INTEL, torchrun=True), "-genv I_MPI_PIN off -machinefile @hosts@ -n 2 "),
     (slurm(ranks=(2, 1), mpiexec=INTEL), "-launcher slurm -genv I_MPI_PIN off -machinefile @hosts@ -n 3 "),
@@ -69,7 +62,7 @@ def recorded(name: str, gpus: tuple[int, ...] = (), **options: object) -> Callab
     (slurm({"CUDA_VISIBLE_DEVICES": "0"}, mpiexec=OPENMPI5), "--hostfile @hosts@ -x PATH -n 4"),
     (pbs({"FOO": "a\nb", "HOSTNAME": "n1", "TMPDIR": "/tmp/1", "SSH_TTY": "x", "OMPI_MCA_x": "1"}, mpiexec=OPENMPI5),
      "--bind-to none --hostfile @hosts@ -x FOO -x PATH -n 4"),
-    (het(gpus=(1, 2, 2), mpiexec=OPENMPI4), "--mca ras '^slurm,tm,pbs' --mca plm rsh"),
+    (pbs(mpiexec=OPENMPI4), "--mca ras '^slurm,tm,pbs' --mca plm rsh"),
     (slurm(mpiexec=OPENMPI4._replace(other_srun=True)), "/o4/mpiexec --noprefix"),
     # PALS
     (pbs(ranks=(4, 4), cores=(32, 32), mpiexec=PALS), f"{PALS.path} -n 8 --ppn 4 --cpu-bind none {END}"),
@@ -84,14 +77,6 @@ def test_command_line(plan: Callable[[], Plan], expected: str) -> None:
     (slurm({"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_GPU": "1"}, ranks=(1, 1), gpus=(4, 4)), {}, "SLURM_NTASKS.*"),
     (slurm({"SLURM_JOB_NUM_NODES": "4"}, ranks=(1, 1), gpus=(2, 1)),
      {"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}, ""),
-    (het({"SLURM_NTASKS_PER_NODE": "2"}, ranks=(1, 1, 1), gpus=(0, 2, 2)), {}, "SLURM_NTASKS_PER_NODE"),
-    # srun applies SLURM_NTASKS=1 to every component, then the number of the component itself.
-    (recorded("sbatch_het_gpus_per_task"),
-     {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_PER_NODE_HET_GROUP_1": "2"},
-     "SLURM_(NTASKS|NPROCS|TRES_PER_TASK)"),
-    (recorded("sbatch_het_cpus_per_task"),
-     {"SLURM_CPUS_PER_TASK_HET_GROUP_0": "4"}, "SLURM_(CPUS|TRES)_PER_TASK"),
-    (recorded("sbatch_het_gpus_per_task", (1, 2, 2), ntasks_per_node=2), {}, "SLURM_(TRES|NTASKS|NPROCS).*"),
     # What Slurm tells an mpiexec is kept.
     *((recorded("sbatch_2x2", mpiexec=mpiexec), {
         "OMPI_MCA_plm_slurm_args": "--external-launcher", "PRTE_MCA_plm_slurm_args": "--external-launcher",
@@ -113,8 +98,7 @@ def test_environment_of_the_command(plan: Callable[[], Plan], expected: dict[str
 
 
 @pytest.mark.parametrize(("plan", "by_option"), [
-    (recorded("sbatch_het_gpus_per_node", (2, 2, 2)), True), (recorded("sbatch_het_gpus_per_node", (1, 2, 2)), False),
-    (recorded("sbatch_het_gpus_per_node", (1, 2, 2), ntasks_per_node=1), True), (recorded("sbatch_2x2"), False),
+    (recorded("sbatch_2x2"), False),
     (recorded("sbatch_2x2", ntasks_per_node=1), False), (recorded("sbatch_2x2", nodes=1), False),
     (recorded("sbatch_2x2", torchrun=True), False), (slurm({"SLURM_GPUS": "4"}, gpus=(2, 2), nodes=1), False),
     (slurm(gpus=(2, 2)), True)])
@@ -126,8 +110,6 @@ def test_gpus_are_requested_in_one_way(plan: Callable[[], Plan], by_option: bool
 
 
 @pytest.mark.parametrize(("plan", "message"), [
-    (het(ranks=(1, 1, 1), nodes=2), "--nodes or --nodelist was given in a heterogeneous job"),
-    (het(ranks=(1, 1, 1), gpus=(1, 2, 1)), r"n2, n3 are one component .* different numbers of ranks \(2, 1\)"),
     (pbs(ranks=(2, 1), mpiexec=PALS), "different numbers of ranks .2, 1..*--launcher pbs_tmrsh"),
     (pbs(mpiexec=OPENMPI5, python="/no such folder/python"), "PYTHON"),
     # Hydra would wait for ever, unless nothing starts on the first host with slots.

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.launch_plans import MPICH, PALS, PBS, PYTHON, Programs, alone, het, job, make, pbs, slurm
+from tests.unit.launch_plans import MPICH, PALS, PBS, PYTHON, Programs, alone, job, make, pbs, slurm
 from utils.tools.launch.dry_run import shell_lines
-from utils.tools.launch.host_processes import host_processes
+from utils.tools.launch.host_ranks import host_processes
 from utils.tools.launch.launch_plan import Plan, PlanError
 from utils.tools.launch.methods import NAMES
 from utils.tools.launch.rank_environment import clean, rank_environment
@@ -62,7 +62,10 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (slurm(ntasks=4, ntasks_per_node=2), "both -n and --ntasks-per-node are given"),
     (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),
     (slurm({"DDPKIT_CPU_BIND": "list:0:1"}, ranks=(2, 3)), "DDPKIT_CPU_BIND=list:0:1 has CPUs for 2 local ranks"),
-    (het(ranks=(1, 1, 1), input=True), "standard input is given in a heterogeneous job"),
+    (slurm({"SLURM_HET_SIZE": "2"}), r"Slurm job 7 has 2 components .* with srun: srun --het-group=0,1"),
+    (pbs(input=True), "standard input is given.* no rank would read it by pbs_tmrsh: only srun and --launcher local"),
+    (pbs(input=True, mpiexec=MPICH), "no rank would read it by MPICH's mpiexec"),
+    (slurm(input=True, torchrun=True), "no rank would read it by srun"),
     (pbs(ranks=(0, 0)), "no host of PBS job 7 gets a rank")])
 def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -> None:
     with pytest.raises(PlanError, match=message):

@@ -17,19 +17,18 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
 from utils.host import process
-from utils.host.topology import parse_ranges
+from utils.host.cores import parse_ranges
 from utils.job import exclude_file
 from utils.monitor.launch_report import FirstCause
 from utils.tools.launch import native_launch, nested
-from utils.tools.launch.agent_connection import connect
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator
-from utils.tools.launch.host_ranks import start_on_host
+from utils.tools.launch.host_ranks import report_mask, shares_of_ranks, start_on_host
+from utils.tools.launch.host_readiness import ReservedPort
+from utils.tools.launch.launch_connection import connect
 from utils.tools.launch.launch_plan import Mpiexec, Plan
 from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
 from utils.tools.launch.methods import Mpich
-from utils.tools.launch.rank_cores import report_mask, shares_of_ranks
-from utils.tools.launch.reserved_port import ReservedPort
 from utils.tools.launch.run_plan import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +118,12 @@ def started_by_mpiexec(folder: Path, end: str, *command: str, **options: Any) ->
                 command=command, python=sys.executable, **options)
 
 
+def test_signal_of_an_mpiexec_waits_for_the_handlers_of_all_ranks(tmp_path: Path) -> None:
+    rank = f"kill -USR1 {os.getpid()}; sleep 0.$((4 * RANK + 2)); trap 'exit 9' USR1; sleep 60 & wait"
+    end = "trap 'trap \"\" USR1; kill -USR1 0' USR1; wait; wait $!"
+    assert run(started_by_mpiexec(tmp_path, end, "bash", "-c", rank)) == 9
+
+
 COPY, LONG_COPY = (("sh", "-c", f"sleep {seconds}", "train.py") for seconds in (2, 10.5))
 EXCHANGE = """
 import os, socket, sys, time
@@ -200,7 +205,7 @@ def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytes
 
 def test_reservation_lasts_as_long_as_the_program_that_inherits_it() -> None:
     code = (f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); "
-            "from utils.tools.launch.reserved_port import ReservedPort; "
+            "from utils.tools.launch.host_readiness import ReservedPort; "
             "ReservedPort([31000]).keep_over_exec(); os.execvp('cat', ['cat'])")
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as holder:
         wait_until(lambda: process.name(holder.pid) == "cat", "cat")

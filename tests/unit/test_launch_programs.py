@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from utils.host.gpus import count_gpus, gpu_vendor
-from utils.tools.launch.container import in_container
+from utils.tools.launch.launch_cli import in_container
 from utils.tools.launch.launch_plan import Mpiexec, PlanError
 from utils.tools.launch.methods import OpenMpi, Pals
 from utils.tools.launch.programs import Programs

@@ -11,9 +11,9 @@ import pytest
 
 from utils.host import process
 from utils.launchers import LaunchError, Placement, pmi, pmix
-from utils.launchers.hydra import MPICH
+from utils.launchers.launcher import NameServiceUnavailable, poll
 from utils.launchers.mpi import MpiBroadcast
-from utils.launchers.name_service import NameServiceUnavailable, poll
+from utils.launchers.mpi_launchers import MPICH
 from utils.launchers.pmi import KeyValueSpace, PublishedNames
 
 INIT = "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1"

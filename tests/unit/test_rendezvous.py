@@ -21,8 +21,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from utils.host import network
 from utils.launchers import LAUNCHERS, LaunchError, Placement
-from utils.launchers.launcher import Launcher
-from utils.launchers.name_service import NameService, NameServiceUnavailable
+from utils.launchers.launcher import Launcher, NameService, NameServiceUnavailable
 from utils.startup import Rendezvous, agree, endpoints
 from utils.startup.endpoints import candidate_ports, find_endpoints
 from utils.startup.exchange import PROTOCOL

@@ -10,8 +10,7 @@ from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_job, pbs_rec
 from utils.job import current_allocation
 from utils.job.allocation import Allocation, AllocationError
 from utils.job.commands import SchedulerError, decode
-from utils.job.pbs_nodefile import read_nodefile
-from utils.job.pbs_output import chunk_resources, listing, objects, parse_time
+from utils.job.pbs_job import chunk_resources, listing, objects, parse_time, read_nodefile
 
 PLACED: dict[str, tuple[str, list[int | None], list[int]]] = {  # recorded job: hosts, GPUs and cores of each
     "sel_2x_ncpus2_mpiprocs2": ("n1.pbs.lab", [None], [4]),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from utils.job.units import format_walltime, parse_duration
+from utils.job.allocation import format_walltime, parse_duration
 from utils.tools.schedulers.job_spec import Job, JobError, parse_walltime
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
@@ -123,8 +123,7 @@ FIELDS: list[tuple[str, str, Callable[[str], Any]]] = [  # an accepted text, and
         ("chunk", "system=polaris"))),
     *((field, good, str) for field, good in (
         ("memory", "64G"), ("queue", "gpu"), ("account", "abc"), ("name", "run"),
-        ("dependency", "afterany:12"), ("launcher", "srun"), ("output", "out.log"), ("container", "image.sif"),
-        ("gpu_vendor", "amd")))]
+        ("dependency", "afterany:12"), ("launcher", "srun"), ("output", "out.log"), ("container", "image.sif")))]
 HOSTILE = [
     "'", '"', "`touch canary`", "$(touch canary)", ";touch canary;", "; touch canary #", "&& touch canary", "> canary",
     "'; touch canary #", "\n", "\ntouch canary\n", "\r", "\\", "\\\n", "-rf", "--", "--wrap=touch canary", "#", "!",

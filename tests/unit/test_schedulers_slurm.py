@@ -8,7 +8,7 @@ import pytest
 from tests.unit.scheduler_commands import RECORDINGS, Commands, slurm_output
 from utils.job import current_allocation
 from utils.job.allocation import Allocation, AllocationError
-from utils.job.slurm_output import gpu_count
+from utils.job.slurm_job import gpu_count
 
 
 def environments(name: str) -> list[dict[str, str]]:

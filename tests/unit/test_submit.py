@@ -60,7 +60,7 @@ def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> 
       "#SBATCH --no-requeue"], "--ntasks=8"),
     ("--site perlmutter --account m1 --queue debug train.py", ["#SBATCH --qos=debug"], "partition"),
     ("--site aurora --nodes 2 train.py", ["#PBS -l select=2:ncpus=204:mpiprocs=12:"], "ngpus"),
-    ("--site alps --container a.sif train.py", ["--container a.sif --gpu-vendor nvidia -- train.py"], "$@"),
+    ("--site alps --container a.sif train.py", ["--container a.sif -- train.py"], "$@"),
     ("--site lumi --container a.sif --gpus-per-node 0 train.py", ["--container a.sif -- train.py"], "vendor"),
     ("--site generic-slurm -m package.module --lr 1 -m x", ["=module\n", " -- -m package.module --lr 1 -m x\n"],
      "train.py")])
@@ -178,6 +178,12 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
     assert done.out.startswith("#!/bin/bash") == ("--dry-run" in words)
     if status:
         assert login.commands.calls() == [] and login.submissions() == []
+
+
+def test_a_centre_sets_the_default_site(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPKIT_SITE", "derecho")
+    assert "\n#PBS -q main" in login.submit(*"run --account p --dry-run train.py".split()).out
+    assert "\n#SBATCH " in login.submit(*"run --site lumi --account p --dry-run train.py".split()).out
 
 
 def test_without_a_site_the_scheduler_of_this_host_is_used(login: Login) -> None:

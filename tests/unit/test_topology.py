@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.unit.topologies import write_tree
+from utils.host.cores import Core, format_ranges, parse_ranges, pci_node, read_topology
 from utils.host.gpus import intel_addresses, nvidia_address, visible_gpu_addresses
-from utils.host.topology import Core, format_ranges, parse_ranges, pci_node, read_topology
 
 
-def test_core_has_its_threads_its_node_and_its_cache(tmp_path: Path) -> None:
+def test_core_has_its_threads_and_its_node(tmp_path: Path) -> None:
     write_tree(tmp_path, "polaris")
     topology = read_topology(tmp_path)
     assert topology is not None and len(topology.cores) == 32
-    assert topology.cores[0] == Core((0, 32), 0, 0) and topology.cores[13] == Core((13, 45), 1, 12)
-    assert topology.to_text().startswith("0:0+32,1+33,2+34,3+35;0:4+36,")
+    assert topology.cores[0] == Core((0, 32), 0) and topology.cores[13] == Core((13, 45), 1)
+    assert topology.to_text().startswith("0:0+32,1+33,2+34,3+35,4+36,")
 
 
 def test_offline_cpus_are_left_out(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_offline_cpus_are_left_out(tmp_path: Path) -> None:
     assert topology is not None and [core.cpus for core in topology.cores] == [(cpu,) for cpu in range(31)]
 
 
-def test_host_without_numa_or_caches_is_one_group(tmp_path: Path) -> None:
+def test_host_without_numa_is_one_group(tmp_path: Path) -> None:
     cpu = tmp_path / "sys/devices/system/cpu"
     cpu.mkdir(parents=True)
     (cpu / "online").write_text("0-2\n")

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.host.binding import Cpus
-from utils.host.topology import Topology, format_ranges, parse_ranges, pci_node, read_topology
+from utils.host.cores import Cpus, Topology, format_ranges, parse_ranges, pci_node, read_topology
 
 FOLDER = Path(__file__).resolve().parents[1] / "topologies"
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # hundreds of small files
@@ -45,15 +44,9 @@ def write_tree(root: Path, name: str) -> None:
     for number, cpus in nodes.items():
         write(system / f"node/node{number}/cpulist", format_ranges(cpus))
         first_threads = [cpu for cpu in cpus if cpu - sibling not in cpus] if sibling else cpus
-        for index, cpu in enumerate(first_threads):
-            start = index - index % described["l3_cores"]
-            group = first_threads[start:start + described["l3_cores"]]
-            shared = {*group, *(cpu + sibling for cpu in group)}
+        for cpu in first_threads:
             for thread in {cpu, cpu + sibling}:
                 write(system / f"cpu/cpu{thread}/topology/thread_siblings_list", format_ranges({cpu, cpu + sibling}))
-                write(system / f"cpu/cpu{thread}/cache/index3/shared_cpu_list", format_ranges(shared))
-    for index, level in enumerate((1, 1, 2, 3)):  # data, instructions, both, both
-        write(system / f"cpu/cpu0/cache/index{index}/level", level)
     for index, node in enumerate(described["gpus"]):
         write(root / f"sys/bus/pci/devices/{gpu_address(index)}/numa_node", -1 if node is None else node)
 

@@ -19,7 +19,7 @@ from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
 from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata, Restored
-from .entries import check_whole
+from .entries import StateError, check_state
 from .folder import CheckpointFolder, Retention
 from .load import digest, load_on_all_ranks, restore
 from .pack import Packed, pack
@@ -27,7 +27,6 @@ from .replicas import ReplicaSample
 from .rng import random_states
 from .save import PermanentError, RefusedJob, SaveJob, write_checkpoint
 from .snapshot import Snapshot, replicated_parameters, share_out
-from .values import StateError
 
 _log = get_logger(__name__)
 
@@ -49,7 +48,7 @@ class Checkpointer:
 
     A state is a nest of dictionaries, lists and tuples of: objects with state_dict() and
     load_state_dict() (models, optimizers, schedulers, scalers, samplers; a DDP or compiled model is
-    saved as the plain model), tensors, torch.Generators, numbers, strings, None. pack.py has the
+    saved as the plain model), tensors, numpy arrays, numbers, strings, None. pack.py has the
     complete list. The state is written once, as rank 0 has it, and restored on all ranks, except:
 
     - Every rank writes and restores its own PerRank(...) parts, its global random number generators
@@ -377,7 +376,7 @@ class Checkpointer:
         self._check_ranks()
         self._join()
         try:
-            check_whole(state)  # also where there is no checkpoint yet: the first save is too late
+            check_state(state)  # also where there is no checkpoint yet: the first save is too late
         except StateError as error:
             raise CheckpointError(f"cannot load into this state: {error}") from error
         topic = f"load {self._turn}"

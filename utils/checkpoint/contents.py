@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from .format import Damaged, Manifest, rank_file_name
+from .entries import StateError, Tree
+from .format import Manifest
 from .rank_file import read_rank_file
 from .restore import Restorer
 from .rng import read_random_states
-from .values import StateError, Tree
 
 _KEY = "ddpkit"  # of the kit's part in the metadata of a file
 _SHOWN_MISMATCHES = 8
@@ -112,7 +112,7 @@ class Contents:
 
         def choose(metadata: dict[str, str]) -> set[str]:
             if self.tree is None:  # rank 0's file, which is the first, has the tree
-                whole = _parse_metadata(metadata, 0)["tree"]
+                whole = json.loads(metadata[_KEY])["tree"]
                 self.tree, self.part_names = _cut(whole, parts or ())
                 chosen.update(_strings(self.tree))
             return chosen
@@ -122,7 +122,7 @@ class Contents:
             if not (entry["replicated"] or number in (0, rank) or all_ranks):
                 continue
             raw, held = read_rank_file(folder, entry, None if parts is None else choose)
-            metadata = metadata_by_rank[number] = _parse_metadata(raw, number)
+            metadata = metadata_by_rank[number] = json.loads(raw[_KEY])
             if is_same_size and number == rank:
                 of_this_rank = held
             else:
@@ -139,26 +139,6 @@ class Contents:
             ranks = [rank] if is_same_size else sorted(metadata_by_rank)
             self.own = metadata_by_rank[rank]["own"] if is_same_size else None
         self.random = [read_random_states(metadata_by_rank[one]["random"]) for one in ranks]
-
-
-def _parse_metadata(metadata: dict[str, str], rank: int) -> RankMetadata:
-    """Return the trees in the metadata of a rank's file. Raises Damaged."""
-    place = f"{rank_file_name(rank)}: __metadata__.{_KEY}"
-    try:
-        trees = json.loads(metadata[_KEY])
-    except (KeyError, ValueError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise Damaged(f"{place} is invalid: {reason}") from None
-
-    for name, kind in {"own": dict, "local": list, "random": dict}.items():
-        if type(trees) is not dict or type(trees.get(name)) is not kind:
-            raise Damaged(f"{place}.{name} is not what was written; expected a {kind.__name__}")
-    if not all(type(name) is str for name in trees["local"]):
-        raise Damaged(f"{place}.local is not what was written; expected names")
-    if rank == 0 and "tree" not in trees:
-        raise Damaged(f"{place}.tree is missing")
-    found: RankMetadata = trees
-    return found
 
 
 def _cut(tree: Tree, parts: Collection[str]) -> tuple[Tree, list[str]]:

@@ -1,11 +1,11 @@
-"""Describe the entries of a state: their names, their kinds, and which of them cannot be saved."""
+"""The entries of a state: their names, their kinds, and which of them cannot be saved."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .values import DTYPES, StateError
-
 Path = tuple[object, ...]  # the keys that lead to an entry of the state
+Tree = Any  # what JSON holds: plain data as itself, everything else as {tag: content}
 
 MAX_DEPTH = 100  # levels of nesting; a deeper state probably contains itself
 ATOMS = (bool, float, type(None))  # plain data that is copied without a look at it
@@ -25,33 +24,20 @@ MAPPINGS: dict[str, type[Any]] = {
     "OrderedDict": collections.OrderedDict,
     "Counter": collections.Counter,
 }
-SEQUENCES: dict[str, type[Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "torch.Size": torch.Size,
-    "deque": collections.deque,
+_DTYPE_NAMES = (
+    "float64 float32 float16 bfloat16 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "complex128 complex64 complex32 "
+    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
+)
+# Types of tensors that can be saved; float8_e8m0fnu is missing in older versions of torch.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)
 }
-# the factories of a defaultdict that a checkpoint can hold
-FACTORIES: dict[str, Callable[[], Any]] = {
-    cls.__name__: cls
-    for cls in (
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        list,
-        tuple,
-        dict,
-        set,
-        frozenset,
-        collections.OrderedDict,
-        collections.Counter,
-        collections.deque,
-    )
-}
+
+
+class StateError(ValueError):
+    """A state cannot be saved, or a checkpoint cannot be restored. The message names the entry."""
 
 
 @dataclass(frozen=True)
@@ -69,31 +55,12 @@ class PerRank:
 
 def show_path(path: Path, empty: str = "the state") -> str:
     """Return the name of an entry in messages and files: "model/linear.weight"."""
-    return "/".join(map(_show_key, path)) or empty
-
-
-def _show_key(key: object) -> str:
-    # str() refuses integers of more than 4300 digits.
-    return hex(key) if type(key) is int and key.bit_length() > 64 else str(key)
-
-
-def type_name(value: Any) -> str:
-    """Return the module and the name of a value's type."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return "/".join(map(str, path)) or empty
 
 
 def plain_key(key: str) -> str:
     """Return the name of a parameter without what torch.compile adds to it."""
     return ".".join(part for part in key.split(".") if part != "_orig_mod")
-
-
-def factory_name(value: collections.defaultdict[Any, Any]) -> str | None:
-    """Return the name of a defaultdict's factory, with "other: " if a file cannot hold it."""
-    factory = value.default_factory
-    if factory is None:
-        return None
-    name = getattr(factory, "__qualname__", type(factory).__qualname__)
-    return name if FACTORIES.get(name) is factory else f"other: {name}"
 
 
 # --- kinds
@@ -119,30 +86,6 @@ def is_stateful(value: Any) -> bool:
         and hasattr(value, "state_dict")
         and hasattr(value, "load_state_dict")
     )
-
-
-def is_namedtuple(value: Any) -> bool:
-    """Return whether a value is an instance of a namedtuple."""
-    cls = type(value)
-    return isinstance(value, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")
-
-
-def is_dataclass(value: Any) -> bool:
-    """Return whether a value is an instance of a dataclass of the user."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | PerRank)
-
-
-def field_names(value: Any) -> list[str]:
-    """Return the names of the fields of a dataclass or of its instance."""
-    return [field.name for field in dataclasses.fields(value)]
-
-
-def overlaps_itself(value: Tensor) -> bool:
-    """Return whether some elements of a tensor share memory, as after expand()."""
-    if value.layout is not torch.strided or torch.nn.parameter.is_lazy(value):
-        return False
-    dimensions = zip(value.shape, value.stride(), strict=True)
-    return any(stride == 0 and length > 1 for length, stride in dimensions)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -171,12 +114,8 @@ def walk(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         items = iter(state.items())
     elif isinstance(state, PerRank):
         items = iter([("own", state.value)])
-    elif is_namedtuple(state):
-        items = zip(type(state)._fields, state, strict=True)
-    elif isinstance(state, list | tuple | collections.deque):
+    elif isinstance(state, list | tuple):
         items = enumerate(state)
-    elif is_dataclass(state) and not is_stateful(state):
-        items = ((name, getattr(state, name, None)) for name in field_names(state))
     else:
         return
     for key, item in items:
@@ -199,6 +138,12 @@ def state_of(value: Any, path: Path) -> Any:
 
 
 # --- what cannot be saved
+
+_TYPES = (*ATOMS, int, complex, str, bytes, list, tuple, PerRank, *MAPPINGS.values())
+_NUMPY_NAMES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+    "float16 float32 float64 complex64 complex128"
+).split()
 
 _FSDP_CLASSES = ("FullyShardedDataParallel", "FSDPModule")  # FSDP1; what fully_shard() makes
 _SAVE_SHARDED = "Save sharded states with torch.distributed.checkpoint, as examples/07_fsdp.py does"
@@ -227,8 +172,15 @@ def check_tensor(value: Tensor, path: Path) -> None:
             "with to_empty(device=...), initialise its values, and then save or load it"
         )
 
+    dimensions = zip(value.shape, value.stride(), strict=True) if _is_strided(value) else ()
+    if value.numel() and any(stride == 0 and length > 1 for length, stride in dimensions):
+        raise StateError(
+            f"{show_path(path)} is an expanded tensor, into which nothing can be restored; "
+            "expected one with memory for every element. Give it a clone()"
+        )
+
     dtype = str(value.dtype).removeprefix("torch.")
-    special = value.layout is not torch.strided or value.is_quantized or value.is_nested
+    special = not _is_strided(value) or value.is_quantized
     if special or dtype not in DTYPES or type(value) not in (Tensor, torch.nn.Parameter):
         kind = "quantised " if value.is_quantized else "nested " if value.is_nested else ""
         raise StateError(
@@ -260,16 +212,35 @@ def check_optimizer(value: Any, path: Path) -> None:
                 _check_whole_tensor(parameter, place)
 
 
-def check_whole(state: Any) -> None:
-    """Raise StateError for a state of which a part is sharded over the ranks."""
+def check_type(value: Any, path: Path) -> None:
+    """Raise StateError for a value of a type that a state cannot hold."""
+    if type(value) in _TYPES or isinstance(value, Tensor) or is_stateful(unwrap(value)):
+        return
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+        if value.dtype.name in _NUMPY_NAMES and value.dtype.isnative:
+            return
+        found = f"a numpy value of type {value.dtype}"
+    else:
+        found = f"of type {type(value).__module__}.{type(value).__qualname__}"
+    raise StateError(
+        f"{show_path(path)} is {found}; expected None, numbers, strings, bytes, lists, tuples, "
+        "dicts, OrderedDicts, Counters, tensors, numpy arrays of numbers, and objects with "
+        "state_dict() and load_state_dict(). Convert it, as with str(), list(), vars() or a "
+        "generator's get_state(); or give its class these two methods; or leave it out"
+    )
+
+
+def check_state(state: Any) -> None:
+    """Raise StateError for a state that cannot be saved. No state_dict() is called."""
     for path, value in walk(state):
         inner = unwrap(value)
+        check_type(value, path)
         if isinstance(inner, Tensor):
-            _check_whole_tensor(inner, path)
+            check_tensor(inner, path)
         elif isinstance(inner, torch.nn.Module):
-            _check_whole_module(inner, path)
-        else:
-            check_optimizer(inner, path)
+            check_module(inner, path)
+        check_optimizer(inner, path)
 
 
 def _check_whole_tensor(value: Tensor, path: Path) -> None:
@@ -291,3 +262,7 @@ def _check_whole_module(module: torch.nn.Module, path: Path) -> None:
             )
     for name, parameter in module.named_parameters():
         _check_whole_tensor(parameter, (*path, name))
+
+
+def _is_strided(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_nested

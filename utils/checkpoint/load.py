@@ -12,12 +12,12 @@ from typing import Any, Literal, TypedDict
 from ..coordination import StoreCommunicator
 from ..log import get_logger
 from .contents import CheckpointError, LoadedCheckpoint, Restored, load
+from .entries import StateError
 from .folder import CheckpointFolder
 from .format import Damaged, Unreadable
 from .reader import ATTEMPTS, PAUSE_SECONDS, show_steps
 from .rng import derive_random_states, restore_random_states
 from .storage import read_manifest, step_of
-from .values import StateError
 
 _log = get_logger(__name__)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entries import Path, plain_key, show_path, unwrap, walk
-from .values import StateError, Tree
+from .entries import plain_key, show_path, unwrap, walk
 
 
 def parameter_names(state: Any) -> dict[int, str]:
@@ -44,25 +43,18 @@ def describe_parameters(
 
 
 def find_mismatch(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    saved_parameters: Tree,
-    saved: Any,
-    path: Path,
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: list[list[list[Any]]]
 ) -> str:
     """Compare an optimizer's parameters with those of a checkpoint; return "" if they match.
 
-    saved_parameters: what describe_parameters() returned when it was saved.
-    saved: its state_dict().
-    Raises StateError for a checkpoint that holds no state of an optimizer.
+    saved: what describe_parameters() returned when it was saved.
     """
-    before = _check_saved(saved_parameters, saved, path)
     now = describe_parameters(optimizer, names)
-    sizes, saved_sizes = [len(group) for group in now], [len(group) for group in before]
+    sizes, saved_sizes = [len(group) for group in now], [len(group) for group in saved]
     if sizes != saved_sizes:
         return f"has groups of {sizes} parameters, but was saved with {saved_sizes}"
 
-    for number, (group, saved_group) in enumerate(zip(now, before, strict=True)):
+    for number, (group, saved_group) in enumerate(zip(now, saved, strict=True)):
         pairs = zip(group, saved_group, strict=True)
         for index, ((name, shape), (saved_name, saved_shape)) in enumerate(pairs):
             renamed = name is not None and saved_name is not None and name != saved_name
@@ -73,25 +65,6 @@ def find_mismatch(
                     "there. Give the optimizer the same parameters in the same order"
                 )
     return ""
-
-
-def _check_saved(saved_parameters: Tree, saved: Any, path: Path) -> list[list[tuple[Any, Any]]]:
-    """Return name and shape of each saved parameter, by group."""
-    try:
-        is_state = type(saved) is dict and type(saved["state"]) is dict
-        if not is_state or type(saved["param_groups"]) is not list:
-            raise TypeError("its state or its groups are missing")
-        parameters = [[(name, list(shape)) for name, shape in group] for group in saved_parameters]
-        if [len(group["params"]) for group in saved["param_groups"]] != [
-            len(group) for group in parameters
-        ]:
-            raise ValueError("its groups do not match its parameters")
-    except Exception as error:
-        raise StateError(
-            f"{show_path(path)}: the checkpoint holds no state of an optimizer: {error}. "
-            "Was the file changed?"
-        ) from error
-    return parameters
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

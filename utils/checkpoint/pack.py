@@ -3,24 +3,17 @@
 Nothing is pickled. What a state may hold, and how it is restored:
 
 - In place, into the object at the same place of the state: objects with state_dict() and
-  load_state_dict(), tensors, random number generators (torch, random.Random, numpy), dataclasses
-  that are not frozen, and all that these hold.
-- As a new value: None, numbers, strings, bytes, numpy arrays (masked ones too), paths, dates,
-  Decimal, Fraction, torch.dtype, torch.device; dict, OrderedDict, Counter, defaultdict, list,
-  tuple, set, frozenset, deque of these.
-- As a new value of a class of which the state holds an instance, anywhere: namedtuple, Enum,
-  frozen dataclass. A defaultdict whose factory is not a type of Python takes it from the
-  defaultdict at the same place.
+  load_state_dict(), and tensors.
+- As a new value: None, numbers, strings, bytes, numpy arrays of numbers, and dict, OrderedDict,
+  Counter, list and tuple of all these.
 
-Anything else is rejected, and the error names its position: tensors that are sparse, quantised, on
-the meta device or sharded over the ranks, lazy modules that have not run, numpy arrays of Python
-objects, more than 100 levels of nesting.
+Anything else is refused, and the error names its position (entries.py).
 """
 
 from __future__ import annotations
 
+import base64
 import collections
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,42 +24,28 @@ from torch import Tensor
 from .entries import (
     ATOMS,
     MAPPINGS,
-    SEQUENCES,
     Path,
     PerRank,
+    StateError,
+    Tree,
     check_depth,
     check_module,
     check_optimizer,
     check_tensor,
-    factory_name,
-    field_names,
-    is_dataclass,
+    check_type,
     is_dense,
-    is_namedtuple,
-    is_stateful,
-    overlaps_itself,
     plain_key,
     show_path,
     state_of,
-    type_name,
     unwrap,
 )
 from .optimizers import describe_parameters, parameter_names
-from .values import (
-    StateError,
-    Tree,
-    encode_array,
-    encode_value,
-    generator_kind,
-    generator_state,
-    is_array,
-    is_masked_array,
-)
 
 Tensors = dict[str, Tensor]  # by their names in the file
 
-_LONG = 64 << 10  # bytes or characters; longer values are tensors of the file
+_LONG = 64 << 10  # bytes; longer values are tensors of the file
 _MAX_LOCAL_BYTES = 1 << 20  # of a buffer: running statistics are smaller, masks are larger
+_KEY_TYPES = (*ATOMS, int, str, bytes, tuple)
 
 
 @dataclass
@@ -109,52 +88,33 @@ class _Packer:
         if _is_json_value(value):
             return value
         check_depth(path)
-        container = self._container(value, path, target)
-        if container is not None:
-            return container
-
-        if isinstance(value, PerRank):
-            return self._per_rank(value, path, target)
-        if isinstance(value, Tensor):
-            return self._tensor(value, path, target)
-        if generator := generator_kind(value):
-            state = self.tree(generator_state(value), (*path, "state"), target)
-            return {"generator": generator, "state": state}
-        if type(value) in (bytes, bytearray, str) and len(value) >= _LONG:
-            raw = value.encode("utf-8", "surrogatepass") if type(value) is str else value
-            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            return {"long": type(value).__name__, "data": self._tensor(data, path, target)}
-
-        try:
-            if is_masked_array(value):
-                return self._masked_array(value, path, target)
-            if is_array(value):
-                return self._array(value, path, target)
-            found = encode_value(value)
-        except StateError:
-            raise
-        except ValueError as error:
-            raise StateError(f"{show_path(path)} {error}") from error
-        return self._instance(value, path, target) if found is None else found
-
-    # --- containers
-
-    def _container(self, value: Any, path: Path, target: Tensors) -> Tree:
-        """Return the tree of a container of Python's own; None for another value."""
+        check_type(value, path)
         cls = type(value)
         if cls is list:
             return self._items(value, path, target)
+        if cls is tuple:
+            return {"tuple": self._items(value, path, target)}
         for name, mapping in MAPPINGS.items():
             if cls is mapping:
                 return self._mapping(name, value, path, target)
-        if cls is collections.defaultdict:
-            items = self._mapping("OrderedDict", value, path, target)["OrderedDict"]
-            return {"defaultdict": items, "factory": factory_name(value)}
-        for name, sequence in SEQUENCES.items():
-            if cls is sequence:
-                tree = {name: self._items(value, path, target)}
-                return {**tree, "maxlen": value.maxlen} if name == "deque" else tree
-        return None
+        if cls is PerRank:
+            return self._per_rank(value, path, target)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path, target)
+        if cls is int:
+            return {"int": hex(value)}  # json limits decimal text to 4300 digits
+        if cls is complex:
+            return {"complex": [value.real, value.imag]}
+        if cls is bytes:
+            if len(value) < _LONG:
+                return {"bytes": base64.b64encode(value).decode()}
+            data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            return {"bytes": self._tensor(data, path, target)}
+        if cls.__module__ == "numpy":
+            return self._numpy(value, path, target)
+        return self._object(unwrap(value), path, target)
+
+    # --- containers
 
     def _items(self, values: Any, path: Path, target: Tensors) -> list[Tree]:
         return [
@@ -168,20 +128,16 @@ class _Packer:
             return {"dict": items}
 
         for key in value:
-            if isinstance(key, Tensor | PerRank) or generator_kind(key) or is_stateful(key):
+            if type(key) not in _KEY_TYPES:
                 raise StateError(
-                    f"{show_path(path)} has a key of type {type_name(key)}; expected a number, a "
-                    "string or another value that is compared by its content. Use its name"
+                    f"{show_path(path)} has a key of type {type(key).__qualname__}; expected "
+                    "None, a number, a string, bytes or a tuple of these. Use its name"
                 )
         pairs = [
             [self.tree(key, (*path, "key"), target), self.tree(item, (*path, key), target)]
             for key, item in value.items()
         ]
-        tree: dict[str, Tree] = {name: pairs}
-        metadata = getattr(value, "_metadata", None)  # versions, from torch.nn.Module.state_dict()
-        if metadata is not None:
-            tree["metadata"] = self.tree(dict(metadata), path, target)
-        return tree
+        return {name: pairs}
 
     def _per_rank(self, value: PerRank, path: Path, target: Tensors) -> Tree:
         if target is self._packed.mine:
@@ -192,68 +148,15 @@ class _Packer:
         self._packed.own[show_path(path)] = tree
         return {"per rank": show_path(path)}
 
-    # --- numpy
-
-    def _array(self, value: Any, path: Path, target: Tensors) -> Tree:
-        if type(value).__module__ != "numpy" or type(value).__name__ != "ndarray":
-            raise ValueError(
-                f"is a {type_name(value)}; expected an ordinary or a masked numpy array. "
-                "Convert it with numpy.array(value, subok=False)"
-            )
-        fields, data = encode_array(value)
-        return {"array": fields, "data": self._tensor(data, path, target)}
-
-    def _masked_array(self, value: Any, path: Path, target: Tensors) -> Tree:
+    def _numpy(self, value: Any, path: Path, target: Tensors) -> Tree:
         import numpy
 
-        mask = None
-        if value.mask is not numpy.ma.nomask:
-            mask = self._array(value.mask, (*path, "mask"), target)
-        fill_value = numpy.asarray(value.fill_value)
-        return {
-            "masked array": self._array(value.data, path, target),
-            "mask": mask,
-            "hard": value.hardmask,
-            "fill": self._array(fill_value, (*path, "fill_value"), target),
-        }
+        # writable: torch warns of others; the bytes of a contiguous array are not copied
+        array = numpy.require(value, requirements=["C", "W"])
+        tag = "array" if type(value) is numpy.ndarray else "numpy scalar"
+        return {tag: self._tensor(torch.from_numpy(array), path, target)}
 
     # --- objects
-
-    def _instance(self, value: Any, path: Path, target: Tensors) -> Tree:
-        inner, cls = unwrap(value), type(value)
-        if is_stateful(inner):
-            return self._object(inner, path, target)
-        if isinstance(value, enum.Enum):
-            if value.name in cls.__members__:
-                return {"enum": cls.__qualname__, "member": self.tree(value.name, path, target)}
-            return {"enum": cls.__qualname__, "value": self.tree(value.value, path, target)}
-        if is_namedtuple(value):
-            items = {
-                name: self.tree(item, (*path, name), target)
-                for name, item in zip(cls._fields, value, strict=True)
-            }
-            return {"namedtuple": cls.__qualname__, "fields": items}
-        if is_dataclass(value):
-            return self._dataclass(value, path, target)
-        raise StateError(
-            f"{show_path(path)} is of type {type_name(value)}; expected tensors, numpy arrays, "
-            "numbers, strings, None, paths, dates, dataclasses, containers of these, and objects "
-            "with state_dict() and load_state_dict(). Convert it, or leave it out"
-        )
-
-    def _dataclass(self, value: Any, path: Path, target: Tensors) -> Tree:
-        cls, names = type(value), field_names(value)
-        missing = [name for name in names if not hasattr(value, name)]
-        added = [name for name in getattr(value, "__dict__", ()) if name not in names]
-        if missing or added:
-            found = f"has the attribute {added[0]!r}, not a field" if added else ""
-            found = f"lacks its field {missing[0]!r}" if missing else found
-            raise StateError(
-                f"{show_path(path)} is a {cls.__qualname__} that {found}; expected values for all "
-                "fields and nothing else. Give the class state_dict() and load_state_dict()"
-            )
-        fields = {name: self.tree(getattr(value, name), (*path, name), target) for name in names}
-        return {"dataclass": cls.__qualname__, "fields": fields}
 
     def _object(self, value: Any, path: Path, target: Tensors) -> Tree:
         """Return the tree of an object with state_dict()."""
@@ -311,16 +214,8 @@ class _Packer:
         items = []
         for key, item in state.items():
             plain = plain_key(key)
-            place = (*path, plain)
-            if isinstance(item, Tensor) and overlaps_itself(item):
-                raise StateError(
-                    f"{show_path(place)} is an expanded tensor, into which load_state_dict() "
-                    "cannot copy; expected one with memory for every element. Register a "
-                    "contiguous() one"
-                )
-            items.append([plain, self.tree(item, place, targets.get(key, target))])
-        metadata = {plain_key(key): item for key, item in getattr(state, "_metadata", {}).items()}
-        return {"OrderedDict": items, "metadata": self.tree(metadata, path, target)}
+            items.append([plain, self.tree(item, (*path, plain), targets.get(key, target))])
+        return {"OrderedDict": items}
 
     # --- tensors
 
@@ -364,4 +259,4 @@ def _is_json_value(value: Any) -> bool:
     cls = type(value)
     if cls is int:
         return bool(-(2**63) <= value < 2**64)
-    return cls in ATOMS or cls is str and len(value) < _LONG
+    return cls is str or cls in ATOMS

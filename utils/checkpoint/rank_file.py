@@ -160,15 +160,11 @@ def _read_blocks_of(
     ]
     _read_blocks(path, file, data, blocks[:1] if choose else blocks)
 
-    size = data.numel()
     start = 8 + int.from_bytes(memory(data[:8]), "little")
-    if start > size:
-        header = f"its header has {start - 8} bytes; expected at most {size - 8}"
-        raise Damaged(f"{path.name}: {header}")
     if choose:
         rest_of_header = [block for block in blocks[1:] if block.start < start]
         _read_blocks(path, file, data, rest_of_header)
-    metadata, places = parse_header(bytes(memory(data[8:start])), path.name, size - start)
+    metadata, places = parse_header(bytes(memory(data[8:start])))
 
     if choose:
         chosen = choose(metadata)

@@ -17,11 +17,11 @@ from torch import Tensor
 from ..log import get_logger
 from . import disk
 from .contents import CheckpointError, Contents, Restored, load
+from .entries import StateError
 from .format import Damaged, Unreadable
 from .rank_file import write_safetensors
 from .storage import checkpoint_names, read_manifest, step_of
 from .unpack import unpack
-from .values import StateError
 
 # A training may delete a checkpoint while it is read: then the newest is looked for again.
 ATTEMPTS, PAUSE_SECONDS = 20, 0.1

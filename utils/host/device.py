@@ -13,8 +13,8 @@ import threading
 import torch
 
 from ..launch_error import LaunchError
+from .cores import pci_node
 from .gpus import INTEL_MASKS, MASKS, count_gpus, gpu_vendor, intel_addresses, nvidia_address
-from .topology import pci_node
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
 

@@ -47,42 +47,11 @@ _GPUDIRECT = (  # the most certain first; the channels come before them
     r"GPU Direct RDMA (Enabled|Disabled) for HCA",
 )
 _FAILURE = r"Failed to initialize any NET plugin|network .+ not found|no socket interface found"
-_CAUSES = (  # what the log shows before NCCL falls back, or fails: the likeliest first
-    ("network", r"network .+ not found"),
-    ("interface", r"no socket interface found"),
-    ("variable", r"NCCL_(?:NET|NET_PLUGIN|IB_DISABLE) set by environment to (?i:socket|none|1)\b"),
-    ("launcher", r"did not find MPI-launcher specific variables"),
-    # a plugin that the environment names: "librccl-net-ofi.so", not the default "librccl-net.so"
-    ("plugin", r"NET/Plugin.*(?:not find: |dlerror=)(?:\w+ )?lib\w+-net-\w"),
-    (
-        "verbs",
-        r"No device found|No IP interface found|Failed to open libibverbs|/etc/libibverbs"
-        r"|Failed to initialize NET plugin IB",
-    ),
-    (
-        "plugin",
-        r"NET/(?:Plugin|OFI).*(?:not find|No plugin found|load(?: \(.*\))? returned|cannot open"
-        r"|undefined symbol|No eligible|Couldn't open|Unable to|[Ff]ailed:?(?! to find))"
-        r"|External network plugin .* is unsupported",
-    ),
+_REMEDY = (
+    "Set NCCL_DEBUG=INFO and read the log: is a variable NCCL_NET or NCCL_IB_DISABLE set, is the "
+    "plugin's module loaded and its folder in LD_LIBRARY_PATH, does a container have libibverbs "
+    "and /dev/infiniband?"
 )
-_START = r"^(?:(?:NET/\w+|Bootstrap) ?:? |Error: )(?:dlerror=)?"
-_LIKELY = {  # what the warning says of a cause, and what to do
-    "variable": "{}. Unset it",
-    "plugin": "the network plugin was not loaded ({}). Load its module, or add its folder to "
-    "LD_LIBRARY_PATH, on all hosts",
-    "verbs": "InfiniBand cannot be used ({}). Check the ports with ibstat, and NCCL_IB_HCA; a "
-    "container needs libibverbs and /dev/infiniband",
-    "provider": "libfabric has chosen {}. Unset FI_PROVIDER, and use this cluster's libfabric",
-    "": "unknown. Set NCCL_DEBUG=INFO, and read the log",
-}
-
-
-class Cause(NamedTuple):
-    """Why NCCL does not use a faster network."""
-
-    kind: str  # of _CAUSES
-    text: str  # from the log: "No device found"
 
 
 class Expected(NamedTuple):
@@ -101,7 +70,6 @@ class Transport:
     devices: str  # "mlx5_0,mlx5_1"
     interface: str  # of the sockets: "hsn0,hsn1"; other networks use sockets for the start only
     gpudirect: bool | None  # GPUDirect RDMA; None is unknown
-    causes: tuple[Cause, ...]  # of a fall-back, the likeliest first
 
 
 def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
@@ -109,8 +77,7 @@ def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
 
     one_host: whether all ranks share one host; None reads it from the log.
     """
-    messages = [re.sub(_PREFIX, "", line).strip() for line in lines]
-    text = "\n".join(messages)
+    text = "\n".join(re.sub(_PREFIX, "", line).strip() for line in lines)
     links, opened = re.findall(_LINK, text), re.findall(_OPENED, text)
     provider = "".join(_find(_PROVIDER, text)[:1])
 
@@ -136,14 +103,12 @@ def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
 
     if one_host is None:
         one_host = not links and _is_one_host(text)
-    fell_back = network in ("", "Socket", NOT_FOUND) or network.startswith("oneCCL")
     return Transport(
         network=ONE_HOST if one_host else network,
         provider=provider,
         devices=",".join(devices),
         interface=",".join(_find(_INTERFACE, sockets or bootstrap)),
         gpudirect=None if one_host else _gpudirect(links, text),
-        causes=_causes(messages) if fell_back else (),
     )
 
 
@@ -171,18 +136,6 @@ def _gpudirect(links: list[tuple[str, str]], text: str) -> bool | None:
         return any("GDRDMA" in options for _, options in links)
     found = next((values for pattern in _GPUDIRECT if (values := _find(pattern, text))), [])
     return any(value in ("1", "Enabled") for value in found) if found else None
-
-
-def _causes(messages: list[str]) -> tuple[Cause, ...]:
-    """Return the possible causes of a fall-back, the likeliest first."""
-    found = [
-        # "NET/IB : No device found." -> "No device found"
-        Cause(kind, re.split(r"[.,] |\.$| No plugin", re.sub(_START, "", message))[0])
-        for kind, pattern in _CAUSES
-        for message in messages
-        if re.search(pattern, message)
-    ]
-    return tuple(dict.fromkeys(found))
 
 
 def expected_network(
@@ -224,13 +177,8 @@ def describe(
     if expected is None or not is_tcp or "Socket" in expected.network:
         return f"network: {name}", False
 
-    kinds = ("variable", "verbs" if expected.network in ("IB", "RoCE") else "plugin")
-    cause = next((one for one in transport.causes if one.kind in kinds), Cause("", ""))
-    if provider:
-        cause = Cause("provider", f"the provider {provider}")
-    likely = _LIKELY[cause.kind].format(cause.text)
     why = f"although {expected.network} is expected ({expected.reason})"
-    return f"{library} uses {name}, {why}. Likely cause: {likely}", True
+    return f"{library} uses {name}, {why}. {_REMEDY}", True
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -269,6 +270,16 @@ def caught_signals(pid: int | str = "self") -> int:
         if line.startswith(b"SigCgt:"):
             return int(line.split()[1], 16)
     return 0
+
+
+def awaits_signal(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal, or blocks it to wait for it; true without /proc.
+
+    The default action of other signals than SIGCHLD and SIGCONT would end or stop it.
+    """
+    text = (_read(f"/proc/{pid}/status") or b"").decode()
+    masks = re.findall(r"^Sig(?:Blk|Cgt):\s*(\w+)", text, re.MULTILINE)
+    return not masks or any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def boot_id() -> str:

@@ -5,4 +5,4 @@ from __future__ import annotations
 from .allocation import Allocation as Allocation
 from .allocation import AllocationError as AllocationError
 from .find_allocation import current_allocation as current_allocation
-from .slurm_hostlist import expand_hostlist as expand_hostlist
+from .slurm_job import expand_hostlist as expand_hostlist

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from .hostnames import same_host
+from .allocation import same_host
 
 VARIABLE = "DDPKIT_EXCLUDE_FILE"  # in the jobs of submit.py: the path of the file
 LIFETIME_SECONDS = 24 * 3600.0

@@ -24,11 +24,11 @@ def current_allocation(
     """
     # Slurm's spank_pbs plug-in sets PBS_JOBID too; PBS never sets SLURM_JOB_ID.
     if environ.get("SLURM_JOB_ID"):
-        from .slurm_allocation import slurm_allocation
+        from .slurm_job import slurm_allocation
 
         return slurm_allocation(environ, query=query)
     if environ.get("PBS_JOBID"):
-        from .pbs_allocation import pbs_allocation
+        from .pbs_job import pbs_allocation
 
         return pbs_allocation(environ, query=query)
     return None

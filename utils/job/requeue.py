@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 
 from ..log import get_logger
 from . import exclude_file, slurm_exclusion
-from .allocation import AllocationError
+from .allocation import AllocationError, parse_number
 from .commands import SchedulerError, run_command
 from .find_allocation import current_allocation
-from .slurm_environment import unique_job_id
-from .slurm_output import Fields, records
-from .units import parse_number
+from .slurm_job import Fields, records, unique_job_id
 
 CHAIN_VARIABLE = "DDPKIT_CHAIN"  # in a job of a chain: its id
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .allocation import parse_number, same_host
 from .commands import run_command
-from .hostnames import same_host
-from .slurm_hostlist import expand_hostlist
-from .slurm_output import records
-from .units import parse_number
+from .slurm_job import expand_hostlist, records
 
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
 

@@ -7,16 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ..host.process import parent_command_lines
 from ..launch_error import LaunchError
-from .by_hand import RANK_VARIABLES, ByHand, Single, is_stale
-from .flux import Flux
-from .hydra import MPICH, MVAPICH, PMI, IntelMPI
 from .launcher import Launcher, Placement, is_set, shown
-from .openmpi import OpenMPI
-from .pals import PALS
+from .mpi_launchers import MPICH, MVAPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
 from .rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
 from .slurm import Slurm
-from .submitit import Submitit
-from .torchrun import Torchrun
+from .torchrun import RANK_VARIABLES, ByHand, Single, Torchrun, is_stale
 
 _BY_HAND, _SINGLE = ByHand(), Single()
 

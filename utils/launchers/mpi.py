@@ -10,8 +10,7 @@ import sys
 from types import ModuleType
 
 from ..launch_error import LaunchError
-from .launcher import Launcher, Placement
-from .name_service import NameService, NameServiceUnavailable
+from .launcher import Launcher, NameService, NameServiceUnavailable, Placement
 
 
 class MpiBroadcast(NameService):

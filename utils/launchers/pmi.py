@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from ..launch_error import LaunchError
 from . import mpi
-from .name_service import SERVICE, NameService, NameServiceUnavailable, poll
+from .launcher import SERVICE, NameService, NameServiceUnavailable, poll
 
 _TIMEOUT = 10.0  # seconds for a response that depends on no other rank
 

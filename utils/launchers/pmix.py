@@ -20,7 +20,7 @@ import threading
 from collections.abc import MutableMapping
 
 from ..host import process
-from .name_service import SERVICE, NameService, NameServiceUnavailable, poll
+from .launcher import SERVICE, NameService, NameServiceUnavailable, poll
 
 _PMIX_SUCCESS, _PMIX_STRING = 0, 3  # pmix_common.h; the same in PMIx 3, 4 and 5
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 
-from ..job.slurm_environment import SPECIAL_STEPS, step_name
+from ..job.slurm_job import SPECIAL_STEPS, step_name
 from ..launch_error import LaunchError
-from .by_hand import unused_allocation
 from .launcher import Launcher, Placement, is_set, number, shown
+from .torchrun import unused_allocation
 
 _STEP = "SLURM_STEP_ID"
 _NUM_TASKS = "SLURM_NTASKS"  # of the job in a batch script, of the step in its tasks
@@ -94,7 +94,7 @@ class Slurm(Launcher):
 
     def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
         # Imported within the function: processes that only detect their launcher do not need it.
-        from ..job.slurm_hostlist import expand_hostlist
+        from ..job.slurm_job import expand_hostlist
 
         first_of_component: list[str] = []
         try:

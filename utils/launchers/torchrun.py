@@ -1,15 +1,102 @@
-"""torchrun, python -m torch.distributed.run, and other programs that run torch's elastic agent.
+"""torchrun, ranks numbered by hand in its variables, and single processes.
 
-Source: https://pytorch.org/docs/stable/elastic/run.html. Tested with the real launcher.
+Source: https://pytorch.org/docs/stable/elastic/run.html.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from .by_hand import RANK_VARIABLES
-from .launcher import Launcher, is_set, number
+from .launcher import Launcher, Placement, is_set, node_file, number, shown
 from .rank_variables import InheritedVariables
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class ByHand(Launcher):
+    """RANK and WORLD_SIZE set by a person or a script, accepted where there is no launcher."""
+
+    name = "env"
+    rank_variable, world_size_variable, local_rank_variable, local_world_size_variable = (
+        RANK_VARIABLES
+    )
+    identity_variables = ("MASTER_PORT",)
+    starts_processes = False
+    requires_master_address = True
+    is_noted_when_ignored = False
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        if not is_set(environ, "RANK") or is_set(environ, "TORCHELASTIC_RUN_ID"):
+            return False  # some people's profiles set WORLD_SIZE alone
+        # RANK alone reaches batch scripts from the shell that submitted them.
+        in_job = is_set(environ, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+        return bool(is_set(environ, "WORLD_SIZE")) or not in_job
+
+
+class Single(Launcher):
+    """No launcher: one process."""
+
+    name = "single"
+    starts_processes = False
+    is_noted_when_ignored = False
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        return True
+
+    def starts_shell(self, command: str, environ: Mapping[str, str]) -> bool:
+        return command.partition(" ")[0].rpartition("/")[2] == "pbs_mom"
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        return Placement(self.name, 0, 1, 0, 1)
+
+    def notes(self, environ: Mapping[str, str], placement: Placement) -> Iterator[str]:
+        yield from unused_allocation(environ, "no launcher started this process")
+        if is_set(environ, "RANK", "WORLD_SIZE"):
+            yield (
+                f"{shown(environ, RANK_VARIABLES)} was ignored: RANK and WORLD_SIZE go together, "
+                "and one is not set"
+            )
+
+
+def is_stale(environ: Mapping[str, str], placement: Placement) -> bool:
+    """Return whether RANK or a variable like it belongs to another launch than `placement`."""
+    numbers = (
+        placement.rank,
+        placement.world_size,
+        placement.local_rank,
+        placement.local_world_size,
+    )
+    return any(
+        is_set(environ, name) and value is not None and environ[name].strip() != str(value)
+        for name, value in zip(RANK_VARIABLES, numbers, strict=True)
+    )
+
+
+def unused_allocation(environ: Mapping[str, str], reason: str) -> Iterator[str]:
+    """Yield a note if the job holds more than one process can use.
+
+    reason: why there is only one process.
+    """
+    job = size = launcher = ""
+    if is_set(environ, "SLURM_JOB_ID"):
+        job, launcher = f"Slurm job {environ['SLURM_JOB_ID']}", "srun"
+        tasks, nodes = environ.get("SLURM_NTASKS", ""), environ.get("SLURM_JOB_NUM_NODES", "")
+        counts = [(tasks, "tasks"), (nodes, "nodes")]
+        size = " on ".join(f"{count} {unit}" for count, unit in counts if count not in ("", "1"))
+    elif is_set(environ, "PBS_JOBID"):
+        job, launcher = f"PBS job {environ['PBS_JOBID']}", "mpiexec"
+        slots = node_file(environ).count("\n")
+        size = f"{slots} slots" if slots > 1 else ""
+    elif is_set(environ, "LSB_JOBID"):
+        job, launcher = f"LSF job {environ['LSB_JOBID']}", "mpiexec"
+        slots = number(environ, "LSB_DJOB_NUMPROC") or 1
+        size = f"{slots} slots" if slots > 1 else ""
+    if size:
+        yield (
+            f"{job} holds {size}, but {reason}: it runs alone, as rank 0 of 1. "
+            f"To use them all: {launcher} python ..."
+        )
+
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 

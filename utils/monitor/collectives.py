@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ..host.topology import format_ranges
+from ..host.cores import format_ranges
 from .hang import Collective, Group, thread_location, user_frame
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -91,13 +91,14 @@ def _read_recorders(locations: bool) -> list[dict[str, Any]]:
     """Return what torch's flight recorders hold: that of gloo, NCCL's, and those of other backends.
 
     The latter, above all of nccl2, which torch 2.15 uses for "nccl", are called by the name of the
-    backend; an earlier torch has none, and refuses the name. Private API: torch offers the
-    recorders to Python only there.
+    backend, where it has one; an earlier torch has none, and refuses the name. Private API: torch
+    offers the recorders to Python only there.
     """
     names: set[str] = set()
-    with contextlib.suppress(AttributeError, RuntimeError):
-        for group in list(c10d._world.pg_map):
-            names |= {group._get_backend(one).name() for one in group._device_types}
+    for group in list(c10d._world.pg_map):
+        for device in group._device_types:
+            with contextlib.suppress(AttributeError, RuntimeError):
+                names.add(group._get_backend(device).name())
     by_name = [("_dump_fr_trace", {"backend": name}) for name in sorted(names - {"gloo"})]
     traces = []
     for function, options in (("_dump_fr_trace", {}), ("_dump_nccl_trace", {}), *by_name):

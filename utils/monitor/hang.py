@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import NamedTuple, TypedDict
 
-from ..host.topology import format_ranges, parse_ranges
+from ..host.cores import format_ranges, parse_ranges
 
 _SHOWN_RANKS = 8
 # Sizes that have to be equal on all ranks. Those of a gather or an all-to-all may differ.

@@ -6,7 +6,7 @@ sources.py holds everything that requests a stop. schedulers/requeue.py puts the
 
 from __future__ import annotations
 
-from ..job.exit_status import EXIT_REQUEUE as EXIT_REQUEUE
+from ..job.allocation import EXIT_REQUEUE as EXIT_REQUEUE
 from ..job.requeue import requeue as requeue
 from .sources import SIGNALS as SIGNALS
 from .stop_signal import StopSignal as StopSignal

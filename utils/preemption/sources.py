@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from .. import signals as early_signals
 from ..log import get_logger
 from .workers import shield_worker
 
@@ -79,13 +78,6 @@ class SignalCatcher:
             wake_up.write_end, warn_on_full_buffer=False
         )
 
-        # launch.py blocks them until the rank imports this package. It marks that by a variable,
-        # which a container with its own environment drops.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-        for number in early_signals.take():
-            request(number.name)
-
     def wait(self, seconds: float) -> None:
         """Wait for a signal or wake(), and pass the signals on."""
         numbers = self._wake_up.wait(seconds)
@@ -121,7 +113,7 @@ class SignalCatcher:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._request(signal.Signals(number).name)
         previous = self._previous_handlers.get(signal.Signals(number))
-        if callable(previous) and previous is not early_signals.remember:
+        if callable(previous):
             previous(number, frame)
 
 

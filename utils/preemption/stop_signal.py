@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..job.exit_status import EXIT_REQUEUE
+from ..job.allocation import EXIT_REQUEUE
 from ..log import get_logger
 from ..monitor import launch_report
 from .agreement import StopAgreement

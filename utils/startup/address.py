@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from ..host import network
 from ..launch_error import LaunchError
-from ..launchers.launcher import Launcher, Placement
-from ..launchers.name_service import NameService, NameServiceUnavailable
+from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
 from ..monitor.monitor import Monitor
 from .endpoints import Endpoints, find_endpoints
 from .exchange import NotRank0, RendezvousServer, join

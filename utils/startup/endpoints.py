@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from ..host import network
 from ..launch_error import LaunchError
 from ..launchers import mpi
-from ..launchers.by_hand import is_stale
-from ..launchers.launcher import Launcher, Placement
-from ..launchers.name_service import NameService, NameServiceUnavailable
+from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
+from ..launchers.torchrun import is_stale
 
 _NUM_CANDIDATES = 8
 

@@ -13,9 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..host import binding, process
-from ..host.cores import HostMasks, RankCores, choose_cores, notes_on_cores
-from ..host.topology import read_topology
+from ..host import process
+from ..host.cores import (
+    CPU_BIND,
+    HostMasks,
+    RankCores,
+    available_cpus,
+    choose_cores,
+    mask_of_cpus,
+    notes_on_cores,
+    openmp_binding,
+    read_topology,
+)
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import INDEPENDENT, launch_rank
@@ -106,13 +115,13 @@ def make_report(
         "launcher": placement.launcher,
         "local_rank": placement.local_rank,
         "local_world_size": placement.local_world_size,
-        "cores": binding.mask_of_cpus(binding.available_cpus()),
+        "cores": mask_of_cpus(available_cpus()),
         "host_cores": os.cpu_count() or 1,
         "topology": topology.to_text() if topology else "",
         "bind": bind,
-        "binding": os.environ.get(binding.VARIABLE, ""),
+        "binding": os.environ.get(CPU_BIND, ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
-        "openmp_binding": binding.openmp_binding(os.environ),
+        "openmp_binding": openmp_binding(os.environ),
         "launch_rank": launch_rank(os.environ),
         "notes": list(placement.notes),
         "backend": backend,

@@ -21,8 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from ..launch_error import LaunchError
 from ..launchers.detect import Detection
-from ..launchers.launcher import Placement
-from ..launchers.name_service import NameService, poll
+from ..launchers.launcher import NameService, Placement, poll
 from ..launchers.rank_variables import without_inherited
 from .address import Rendezvous, agree
 from .reports import RankReport

@@ -27,17 +27,17 @@ def save(model: nn.Module, rename_now: bool) -> str:
             torch.distributed.barrier()
 
 
-def wrong(dist: Distributed) -> None:
+def wrong(job: Distributed) -> None:
     print("  epoch 0, loss 0.25", flush=True)
-    show(dist, save(nn.Linear(2, 1), rename_now=dist.is_main))
+    show(job, save(nn.Linear(2, 1), rename_now=job.is_main))
 
 
-def right(dist: Distributed) -> None:
-    if dist.is_main:
+def right(job: Distributed) -> None:
+    if job.is_main:
         print("  epoch 0, loss 0.25", flush=True)
         torch.save(nn.Linear(2, 1).state_dict(), FOLDER / "model.pt")
-    dist.barrier()  # the file is complete for all ranks after this line
-    show(dist, f"sees {', '.join(path.name for path in FOLDER.iterdir())}")
+    job.barrier()  # the file is complete for all ranks after this line
+    show(job, f"sees {', '.join(path.name for path in FOLDER.iterdir())}")
 
 
 run(wrong=wrong, right=right)

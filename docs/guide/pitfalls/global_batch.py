@@ -13,7 +13,7 @@ INPUTS = torch.linspace(-1, 1, 256)[:, None]
 DATA = TensorDataset(INPUTS, INPUTS.sin())
 
 
-def train(dist: Distributed, world_size: int, rank: int, batch_size: int) -> tuple[int, float]:
+def train(job: Distributed, world_size: int, rank: int, batch_size: int) -> tuple[int, float]:
     """Return the number of steps of an epoch, and the loss after it."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
@@ -28,21 +28,21 @@ def train(dist: Distributed, world_size: int, rank: int, batch_size: int) -> tup
     return len(loader), mse_loss(model(INPUTS), INPUTS.sin()).item()
 
 
-def compare(dist: Distributed, batch_size: int) -> None:
-    alone = train(dist, 1, 0, 32)
-    steps, loss = train(dist, dist.world_size, dist.rank, batch_size)
-    show(dist, f"{steps} steps, loss {loss:.4f}")
-    if dist.is_main:
+def compare(job: Distributed, batch_size: int) -> None:
+    alone = train(job, 1, 0, 32)
+    steps, loss = train(job, job.world_size, job.rank, batch_size)
+    show(job, f"{steps} steps, loss {loss:.4f}")
+    if job.is_main:
         print(f"  one rank with 32: {alone[0]} steps, loss {alone[1]:.4f}", flush=True)
 
 
-def wrong(dist: Distributed) -> None:
-    compare(dist, batch_size=32)
+def wrong(job: Distributed) -> None:
+    compare(job, batch_size=32)
 
 
-def right(dist: Distributed) -> None:
-    split = split_batch(global_batch=32, world_size=dist.world_size, max_micro_batch=32)
-    compare(dist, split.micro_batch)
+def right(job: Distributed) -> None:
+    split = split_batch(global_batch=32, world_size=job.world_size, max_micro_batch=32)
+    compare(job, split.micro_batch)
 
 
 run(wrong=wrong, right=right)

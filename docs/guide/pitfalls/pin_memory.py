@@ -9,13 +9,13 @@ from two_ranks import Distributed, run, show
 DATA = TensorDataset(torch.zeros(64, 1_000_000))
 
 
-def copy(dist: Distributed, *, pinned: bool) -> None:
+def copy(job: Distributed, *, pinned: bool) -> None:
     loader = DataLoader(DATA, batch_size=8, pin_memory=pinned and torch.cuda.is_available())
     if not torch.cuda.is_available():
         how = "does not wait" if pinned else "waits"
-        show(dist, f"no GPU here; on a GPU, the loop {how} for each copy")
+        show(job, f"no GPU here; on a GPU, the loop {how} for each copy")
         return
-    device = torch.device("cuda", dist.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", job.local_rank % torch.cuda.device_count())
     work = torch.ones(8192, 8192, device=device)
     waited = 0.0
     for (x,) in loader:
@@ -23,15 +23,15 @@ def copy(dist: Distributed, *, pinned: bool) -> None:
         start = time.perf_counter()
         x.to(device, non_blocking=pinned)
         waited += time.perf_counter() - start
-    show(dist, f"the loop waits {1000 * waited / len(loader):.2f} ms for each copy")
+    show(job, f"the loop waits {1000 * waited / len(loader):.2f} ms for each copy")
 
 
-def wrong(dist: Distributed) -> None:
-    copy(dist, pinned=False)
+def wrong(job: Distributed) -> None:
+    copy(job, pinned=False)
 
 
-def right(dist: Distributed) -> None:
-    copy(dist, pinned=True)
+def right(job: Distributed) -> None:
+    copy(job, pinned=True)
 
 
 run(wrong=wrong, right=right)

@@ -4,17 +4,17 @@ import torch
 from two_ranks import Distributed, run, show
 
 
-def wrong(dist: Distributed) -> None:
-    if dist.is_main:
-        dist.barrier()
-    dist.all_reduce_mean(torch.ones(2))
+def wrong(job: Distributed) -> None:
+    if job.is_main:
+        job.barrier()
+    job.all_reduce_mean(torch.ones(2))
 
 
-def right(dist: Distributed) -> None:
-    if dist.is_main:
+def right(job: Distributed) -> None:
+    if job.is_main:
         pass  # save, print, download: whatever no other rank takes part in
-    dist.barrier()
-    show(dist, dist.all_reduce_mean(torch.ones(2)).tolist())
+    job.barrier()
+    show(job, job.all_reduce_mean(torch.ones(2)).tolist())
 
 
 run(wrong=wrong, right=right)

@@ -10,17 +10,17 @@ def draw() -> list[float]:
     return [round(number, 2) for number in torch.rand(3).tolist()]
 
 
-def wrong(dist: Distributed) -> None:
+def wrong(job: Distributed) -> None:
     torch.manual_seed(0)
     DDP(nn.Linear(1, 1))
-    show(dist, f"noise of the first batch {draw()}")
+    show(job, f"noise of the first batch {draw()}")
 
 
-def right(dist: Distributed) -> None:
+def right(job: Distributed) -> None:
     torch.manual_seed(0)
     DDP(nn.Linear(1, 1))  # one seed for the model: what DDP does not wrap is also the same
-    torch.manual_seed(1000 + dist.rank)  # then one for each rank
-    show(dist, f"noise of the first batch {draw()}")
+    torch.manual_seed(1000 + job.rank)  # then one for each rank
+    show(job, f"noise of the first batch {draw()}")
 
 
 run(wrong=wrong, right=right)

@@ -6,18 +6,18 @@ from two_ranks import Distributed, run, show
 DATA = range(8)
 
 
-def wrong(dist: Distributed) -> None:
-    sampler = DistributedSampler(DATA, dist.world_size, dist.rank)
-    show(dist, [list(sampler) for epoch in range(2)])
+def wrong(job: Distributed) -> None:
+    sampler = DistributedSampler(DATA, job.world_size, job.rank)
+    show(job, [list(sampler) for epoch in range(2)])
 
 
-def right(dist: Distributed) -> None:
-    sampler = DistributedSampler(DATA, dist.world_size, dist.rank)
+def right(job: Distributed) -> None:
+    sampler = DistributedSampler(DATA, job.world_size, job.rank)
     epochs = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
         epochs.append(list(sampler))
-    show(dist, epochs)
+    show(job, epochs)
 
 
 run(wrong=wrong, right=right)

@@ -7,27 +7,27 @@ from two_ranks import Distributed, run, show
 DATA = range(8)
 
 
-def show_samples(dist: Distributed, loader: DataLoader) -> None:
+def show_samples(job: Distributed, loader: DataLoader) -> None:
     samples = sorted(sample for batch in loader for sample in batch.tolist())
-    show(dist, f"{len(loader)} steps, samples {samples}")
+    show(job, f"{len(loader)} steps, samples {samples}")
 
 
-def wrong(dist: Distributed) -> None:
-    torch.manual_seed(dist.rank)
-    show_samples(dist, DataLoader(DATA, batch_size=2, shuffle=True))
+def wrong(job: Distributed) -> None:
+    torch.manual_seed(job.rank)
+    show_samples(job, DataLoader(DATA, batch_size=2, shuffle=True))
 
 
-def refused(dist: Distributed) -> None:
-    sampler = DistributedSampler(DATA, dist.world_size, dist.rank)
+def refused(job: Distributed) -> None:
+    sampler = DistributedSampler(DATA, job.world_size, job.rank)
     try:
         DataLoader(DATA, batch_size=2, shuffle=True, sampler=sampler)
     except ValueError as error:
-        show(dist, f"ValueError: {error}")
+        show(job, f"ValueError: {error}")
 
 
-def right(dist: Distributed) -> None:
-    sampler = DistributedSampler(DATA, dist.world_size, dist.rank)  # it shuffles, too
-    show_samples(dist, DataLoader(DATA, batch_size=2, sampler=sampler))
+def right(job: Distributed) -> None:
+    sampler = DistributedSampler(DATA, job.world_size, job.rank)  # it shuffles, too
+    show_samples(job, DataLoader(DATA, batch_size=2, sampler=sampler))
 
 
 run(wrong=wrong, refused=refused, right=right)

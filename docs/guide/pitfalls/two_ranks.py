@@ -36,11 +36,11 @@ def run(**programs: Program) -> None:
             print(f"  rank {' and rank '.join(failed)} failed", flush=True)
 
 
-def show(dist: Distributed, text: object) -> None:
+def show(job: Distributed, text: object) -> None:
     """Print a line of each rank, in their order. All ranks have to call this."""
-    texts = [""] * dist.world_size
+    texts = [""] * job.world_size
     torch.distributed.all_gather_object(texts, str(text))
-    if dist.is_main:
+    if job.is_main:
         for rank, one in enumerate(texts):
             print(f"  rank {rank}: {one}", flush=True)
 
@@ -50,8 +50,8 @@ def _run_rank(program: Program, rank: int, port: int) -> None:
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     sys.stdout, table = open(os.devnull, "w"), sys.stdout  # without the table of the start
     try:
-        with setup_distributed("gloo", collective_timeout=TIMEOUT) as dist:
+        with setup_distributed("gloo", collective_timeout=TIMEOUT) as job:
             sys.stdout = table
-            program(dist)
+            program(job)
     except RuntimeError:  # leaving the block has printed the cause
         sys.exit(1)

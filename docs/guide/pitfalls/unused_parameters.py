@@ -17,21 +17,21 @@ class TwoHeads(nn.Module):
         return self.heads[head](self.body(x))
 
 
-def train(dist: Distributed, ddp: DDP) -> None:
+def train(job: Distributed, ddp: DDP) -> None:
     try:
         for step in range(2):
             ddp(torch.ones(1, 2), head=step % 2).sum().backward()
-        show(dist, "2 steps")
+        show(job, "2 steps")
     except RuntimeError as error:
-        show(dist, f"RuntimeError in step {step}: {str(error).split('. ')[0]}")
+        show(job, f"RuntimeError in step {step}: {str(error).split('. ')[0]}")
 
 
-def wrong(dist: Distributed) -> None:
-    train(dist, DDP(TwoHeads()))
+def wrong(job: Distributed) -> None:
+    train(job, DDP(TwoHeads()))
 
 
-def right(dist: Distributed) -> None:
-    train(dist, DDP(TwoHeads(), find_unused_parameters=True))  # it costs time: only where needed
+def right(job: Distributed) -> None:
+    train(job, DDP(TwoHeads(), find_unused_parameters=True))  # it costs time: only where needed
 
 
 run(wrong=wrong, right=right)

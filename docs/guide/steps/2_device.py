@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of th
 from utils import Distributed, setup_distributed
 
 
-def train(dist: Distributed) -> None:
-    device = dist.device
+def train(job: Distributed) -> None:
+    device = job.device
 
     torch.manual_seed(0)
     inputs = torch.randn(4096, 32)
@@ -32,10 +32,10 @@ def train(dist: Distributed) -> None:
             optimizer.step()
             total += loss.item()
         mean = total / len(loader)
-        print(f"rank {dist.rank}, epoch {epoch}: {len(loader)} steps, loss {mean:.4f}", flush=True)
+        print(f"rank {job.rank}, epoch {epoch}: {len(loader)} steps, loss {mean:.4f}", flush=True)
 
     torch.save(model.state_dict(), "model.pt")
-    print(f"rank {dist.rank}: model.pt written", flush=True)
+    print(f"rank {job.rank}: model.pt written", flush=True)
 
 
 if __name__ == "__main__":

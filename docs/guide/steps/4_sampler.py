@@ -13,17 +13,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of th
 from utils import Distributed, setup_distributed
 
 
-def train(dist: Distributed) -> None:
-    device = dist.device
+def train(job: Distributed) -> None:
+    device = job.device
 
     torch.manual_seed(0)
     inputs = torch.randn(4096, 32)
     data = TensorDataset(inputs, inputs[:, :4].sin().sum(dim=1, keepdim=True))
-    sampler = DistributedSampler(data, dist.world_size, dist.rank)  # it shuffles, too
+    sampler = DistributedSampler(data, job.world_size, job.rank)  # it shuffles, too
     loader = DataLoader(data, batch_size=64, sampler=sampler)
 
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    ddp = DDP(model, device_ids=dist.device_ids)
+    ddp = DDP(model, device_ids=job.device_ids)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 
     for epoch in range(2):
@@ -35,10 +35,10 @@ def train(dist: Distributed) -> None:
             optimizer.step()
             total += loss.item()
         mean = total / len(loader)
-        print(f"rank {dist.rank}, epoch {epoch}: {len(loader)} steps, loss {mean:.4f}", flush=True)
+        print(f"rank {job.rank}, epoch {epoch}: {len(loader)} steps, loss {mean:.4f}", flush=True)
 
     torch.save(model.state_dict(), "model.pt")
-    print(f"rank {dist.rank}: model.pt written", flush=True)
+    print(f"rank {job.rank}: model.pt written", flush=True)
 
 
 if __name__ == "__main__":

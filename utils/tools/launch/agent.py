@@ -6,30 +6,25 @@ It ends them when the coordinator requests that or is gone.
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from .agent_connection import Check, LaunchConnection, Message, Ready, StartOrder, connect
 from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop
-from .files import problem_with
 from .host_ranks import start_on_host
+from .host_readiness import ReservedPort, problem_with
+from .launch_connection import LaunchConnection, Message, StartOrder, connect
 from .nested import GroupWatch
 from .rank_environment import rank_environment
 from .rank_output import Outputs
-from .reserved_port import ReservedPort
 
 SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
 _DRAIN_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 10.0
 _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
-# Wait for the scheduler's own broadcast of a signal to this host, to avoid double delivery.
-_BROADCAST_SECONDS = 0.2
-_SAME_SIGNAL_SECONDS = 2.0
 
 
 class Agent:
@@ -41,15 +36,12 @@ class Agent:
         self._outputs = Outputs(self._loop, self._send_output)
         self._port: ReservedPort | None = None
         self._order: StartOrder | None = None
-        self._input: int | None = None  # the pipe that the first process reads
-        self._unwritten = b""
         self._end_requested = False
-        self._caught_at: dict[int, float] = {}  # when this process itself caught a signal
-        self._to_pass_on: list[tuple[float, int, bool]] = []  # when, signal, whether to workers
+        self._stops: list[tuple[int, bool]] = []  # signal, whether to workers
 
     def run(self) -> int:
         """Serve the coordinator until all is done; return 0 where it knows the result."""
-        with self._loop, closing(self._connection):
+        with closing(self._loop), closing(self._connection):
             self._connection.attach(self._loop, self._receive, lambda connection: None)
             while self._order is None:
                 self._wait()
@@ -63,7 +55,7 @@ class Agent:
                 self._start(processes, self._order)
                 watch = GroupWatch(self._order["launch_id"], self._order["watched_ranks"])
                 while processes.running:
-                    self._step(processes, watch, shielded=self._order["new_session"])
+                    self._step(processes, watch)
                 if watch.ended_without_group(time.monotonic()):
                     self._connection.send({"copies": False})
                 lost = self._connection.closed
@@ -75,106 +67,40 @@ class Agent:
 
     def _receive(self, connection: LaunchConnection, message: Message) -> None:
         if "check" in message:
-            self._check(message["check"])
+            problem = problem_with(*message["check"])
+            self._port = ReservedPort()  # for as long as this process lives
+            self._connection.send({"ready": (problem, self._port.port)})
         if "start" in message:
             self._order = message["start"]
         if "signal" in message:
-            number, to_workers = message["signal"]
-            due = time.monotonic() + _BROADCAST_SECONDS
-            self._to_pass_on.append((due, number, to_workers))
+            self._stops.append(message["signal"])
         if "end" in message:
             self._end_requested = True
-        if "input" in message and self._input is not None:
-            self._unwritten = message["input"].encode(errors="surrogateescape")
-            if self._unwritten:
-                self._loop.add(self._input, self._write_input)
-                self._loop.set_events(self._input, selectors.EVENT_WRITE)
-            else:
-                self._close_input()
-
-    def _check(self, check: Check) -> None:
-        """Report whether the ranks can start here, and a port that rank 0 or torchrun may use."""
-        problem = problem_with(check["folder"], check["script"], check["checksum"])
-        self._port = ReservedPort()  # for as long as this process lives
-        self._connection.send({"ready": Ready(problem=problem, port=self._port.port)})
 
     def _start(self, processes: Processes, order: StartOrder) -> None:
         same_host = order["host"] == socket.gethostname()
-        stdin: bytes | int = b""
-        if order["input"]:
-            stdin, self._input = os.pipe()
-            os.set_blocking(self._input, False)
-            self._connection.send({"wants_input": True})
         start_on_host(
             order["processes"],
             rank_environment(order["environ"], os.environ, same_host=same_host),
             processes,
             self._outputs,
             output_dir=order["output_dir"],
-            new_session=order["new_session"],
-            stdin=stdin,
         )
-        if isinstance(stdin, int):
-            os.close(stdin)
 
-    def _write_input(self, events: int) -> None:
-        """Write what the pipe takes; request more when it has taken everything."""
-        assert self._input is not None
-        try:
-            self._unwritten = self._unwritten[os.write(self._input, self._unwritten) :]
-        except BlockingIOError:
-            return
-        except OSError:  # nobody reads it any more
-            self._unwritten = b""
-            self._loop.remove(self._input)
-            self._close_input()
-            return
-        if not self._unwritten:
-            self._loop.remove(self._input)
-            self._connection.send({"wants_input": True})
-
-    def _close_input(self) -> None:
-        assert self._input is not None
-        os.close(self._input)
-        self._input = None
-
-    def _step(self, processes: Processes, watch: GroupWatch, *, shielded: bool) -> None:
-        """Wait for something to happen and handle it.
-
-        shielded: whether signals to all processes of this host do not reach the ranks.
-        """
-        now, reported = time.monotonic(), watch.groups
-        next_look = watch.look(now)
-        if watch.groups != reported:
-            self._connection.send({"groups": list(watch.groups.items())})
-        if watch.is_late(now):
-            self._connection.send({"copies": True})
-        self._wait(
-            next_look,
-            processes.kill_late(now),
-            *(max(0.0, at - now) for at, _, _ in self._to_pass_on),
-        )
+    def _step(self, processes: Processes, watch: GroupWatch) -> None:
+        """Wait for something to happen and handle it."""
         now = time.monotonic()
-        for number in self._loop.signals.take():
-            self._caught_at[number] = now
+        for message in watch.messages(now):
+            self._connection.send(message)
+        self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held())
+        self._loop.signals.take()  # launch.py passes each stop on
         if self._end_requested or self._connection.closed:
-            processes.end(now)
-        self._pass_on_signals(processes, now, shielded)
+            processes.end(time.monotonic())
+        for number, to_workers in self._stops:
+            processes.stop(number, to_workers=to_workers)
+        self._stops.clear()
         for index, status in processes.ended():
             self._connection.send({"exit": (index, status)})
-
-    def _pass_on_signals(self, processes: Processes, now: float, shielded: bool) -> None:
-        """Signal the ranks, unless the scheduler has signalled all processes of this host.
-
-        PBS does so on a job's first host, Slurm with a step.
-        """
-        due = [entry for entry in self._to_pass_on if entry[0] <= now]
-        self._to_pass_on = [entry for entry in self._to_pass_on if entry[0] > now]
-        for _, number, to_workers in due:
-            caught_at = self._caught_at.get(number)
-            have_it = caught_at is not None and now - caught_at <= _SAME_SIGNAL_SECONDS
-            if shielded or not have_it:
-                processes.signal(number, to_workers=to_workers)
 
     def _wait(self, *timeouts: float | None) -> None:
         """Run the loop once, at most for the shortest timeout (seconds), and pass output on."""
@@ -225,8 +151,5 @@ def main(arguments: Sequence[str]) -> int:
             )
             return 1
         connection, address = reached
-        host = socket.gethostname()
-        connection.send(
-            {"hello": {"index": int(index), "token": secret, "reached": address, "host": host}}
-        )
+        connection.send({"hello": (int(index), secret, address, socket.gethostname())})
         return Agent(connection, signals).run()

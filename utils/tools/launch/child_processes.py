@@ -13,17 +13,18 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO
 
-from ... import signals as early_signals
 from ...host import process
 from .event_loop import STOP_SIGNALS
 from .launch_result import print_error
-from .script_imports import imports_this_package
 
 # In the environment of every process of a launch: "OUTER/INNER", the ids of the launches around it.
 LAUNCH_VARIABLE = "DDPKIT_LAUNCH"
 TERMINATE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 _LEFTOVER_SECONDS = 2.0  # the same for what ended processes have left behind
 _POLL_SECONDS = 0.02
+# By default they end a program, such as a rank that still imports torch.
+HELD = (signal.SIGUSR1, signal.SIGUSR2)
+HANDLER_SECONDS = 0.2  # between two looks whether it has a handler by now
 
 
 class Processes:
@@ -39,6 +40,8 @@ class Processes:
         self._running: dict[int, int] = {}  # process id -> index
         self._unstarted: list[tuple[int, int]] = []  # index and exit status
         self._kill_at: float | None = None
+        # Signals of HELD: whether they are for workers, and the processes that have them.
+        self._held: dict[int, tuple[bool, set[int]]] = {}
 
     def __enter__(self) -> Processes:
         self._reaper = _Reaper(self._id)
@@ -61,37 +64,25 @@ class Processes:
         *,
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
-        new_session: bool = False,
         pass_fds: Sequence[int] = (),
         stdin: bytes | int = b"",
-        hold_signals: bool = False,
         cpus: Collection[int] = (),
     ) -> subprocess.Popen[bytes] | None:
-        """Start a process in its own process group; None where it could not be started.
+        """Start a process in its own session; None where it could not be started.
 
-        Processes are numbered from 0 in the order of these calls.
+        Processes are numbered from 0 in the order of these calls. PBS and terminals signal a whole
+        session, but each stop must reach a process once, by signal() or stop().
 
-        new_session: also in its own session, away from the signals that PBS and terminals send to a
-        whole session. stdin: a short text for the child, or a descriptor that it reads.
-        hold_signals: for ranks and torchrun: SIGUSR1 and SIGUSR2 stay pending until a script with a
-        StopSignal receives them. cpus: to bind the process to; empty: those of this process.
+        stdin: a short text for the child, or a descriptor that it reads. cpus: to bind the process
+        to; empty: those of this process.
         """
         index = len(self._children) + len(self._unstarted)
         launches = [environ.get(LAUNCH_VARIABLE), self._id]
         environ = {**environ, LAUNCH_VARIABLE: "/".join(filter(None, launches))}
-        hold_signals = hold_signals and imports_this_package(words)
-        if hold_signals:
-            environ[early_signals.VARIABLE] = "1"
 
-        def prepare() -> None:
-            # The group must exist before anything is signalled: made in the child, before exec().
-            if not new_session:
-                os.setpgrp()
-            if hold_signals:
-                early_signals.block()
-            if cpus:
-                with suppress(OSError):  # without the binding, the process is slower, not wrong
-                    os.sched_setaffinity(0, cpus)
+        def bind() -> None:
+            with suppress(OSError):  # without the binding, the process is slower, not wrong
+                os.sched_setaffinity(0, cpus)
 
         source = os.dup(stdin) if isinstance(stdin, int) else _readable(stdin)
         try:
@@ -101,9 +92,9 @@ class Processes:
                 stdout=stdout,
                 stderr=stderr,
                 env=environ,
-                start_new_session=new_session,
+                start_new_session=True,
                 pass_fds=pass_fds,
-                preexec_fn=None if new_session and not hold_signals and not cpus else prepare,
+                preexec_fn=bind if cpus else None,
             )
         except OSError as error:
             print_error(
@@ -136,22 +127,40 @@ class Processes:
                 found.append((self._running.pop(child.pid), code if code >= 0 else 128 - code))
         return found
 
-    def signal(self, number: int, *, to_workers: bool = False) -> None:
-        """Signal each process that runs, but not what it has started, such as data loader workers.
+    def signal(self, number: int) -> None:
+        """Signal each process that runs, but not what it has started, such as workers."""
+        _signal(self._running, number)
 
-        to_workers: signal the workers of each torchrun instead, which passes on only some signals.
+    def stop(self, number: int, *, to_workers: bool) -> None:
+        """Pass a stop signal on to each rank; one of HELD reaches it once it has a handler.
+
+        to_workers: to the workers of each torchrun, which itself passes on only some signals.
         """
-        if not to_workers:
-            _signal(self._running, number)
+        if number in HELD:
+            self._held[number] = to_workers, set()
             return
+        targets = self._targets(to_workers)
+        if to_workers:  # a torchrun without workers gets the request to end itself
+            with_workers = set(map(process.parent, targets))
+            targets += [pid for pid in self._running if pid not in with_workers]
+        _signal(targets, number)
 
+    def pass_on_held(self) -> float | None:
+        """Signal those that have a handler by now; return the seconds until the next call."""
+        for number, (to_workers, signalled) in list(self._held.items()):
+            targets = self._targets(to_workers)
+            ready = {pid for pid in targets if process.awaits_signal(pid, number)} - signalled
+            _signal(ready, number)
+            signalled |= ready
+            if targets and signalled.issuperset(targets):
+                del self._held[number]
+        return HANDLER_SECONDS if self._held else None
+
+    def _targets(self, to_workers: bool) -> list[int]:
+        if not to_workers:
+            return list(self._running)
         parents = process.parents_by_pid()
-        workers = [pid for pid, parent in parents.items() if parent in self._running]
-        _signal(workers, number)
-        # SIGUSR1 would terminate a torchrun without workers; a request to end is for itself.
-        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            with_workers = {parents[pid] for pid in workers}
-            _signal([pid for pid in self._running if pid not in with_workers], number)
+        return [pid for pid, parent in parents.items() if parent in self._running]
 
     def end(self, now: float) -> None:
         """Terminate all processes; kill_late() kills those that are still there after a while."""

@@ -8,41 +8,43 @@ import signal
 import socket
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, closing
 
 from ...host import network
-from . import agent, nested
-from .agent_connection import Check, Hello, LaunchConnection, Message, Ready, StartOrder
-from .agent_server import ConnectionServer
+from . import agent
 from .bootstrap import module_command
 from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop
-from .files import checksum_of
-from .host_processes import host_processes, signals_workers
+from .host_ranks import host_processes, signals_workers
+from .host_readiness import checksum_of
 from .hosts import index_of
+from .launch_connection import (
+    ConnectionServer,
+    LaunchConnection,
+    Message,
+    StartOrder,
+)
 from .launch_plan import Plan
 from .launch_result import LaunchResult, describe_status
-from .native_command import NativeCommand
+from .native_launch import start_command
+from .nested import GroupReports
 from .rank_output import labelled, write_output
 
 START_SECONDS = 120.0  # until every agent has connected
 END_SECONDS = 20.0  # an agent needs less to end everything
 _STARTER_SECONDS = 3.0
 _SHOWN = 8  # hosts in a message
-_INPUT_BYTES = 1 << 16
 
 
 def run_agents(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
     """Run the plan with an agent on each host, and note the result."""
     with (
         Processes(launch_id) as processes,
-        NativeCommand(plan, processes) as native_command,
+        ExitStack() as files,
         socket.create_server(("", 0), backlog=len(plan.hosts) + 16) as listener,
-        EventLoop(signals) as loop,
+        closing(EventLoop(signals)) as loop,
     ):
-        coordinator = Coordinator(
-            plan, launch_id, processes, native_command, listener, loop, result
-        )
+        coordinator = Coordinator(plan, launch_id, processes, files, listener, loop, result)
         coordinator.run()
         coordinator.wait_for_starters()
 
@@ -58,16 +60,14 @@ class Coordinator(ConnectionServer):
         plan: Plan,
         launch_id: str,
         processes: Processes,
-        native_command: NativeCommand,
+        files: ExitStack,
         listener: socket.socket,
         loop: EventLoop,
         result: LaunchResult,
     ) -> None:
         super().__init__(listener, loop)
         self._plan, self._id, self._processes = plan, launch_id, processes
-        self._result = result
-        self._native_command = native_command
-        self._loop = loop
+        self._result, self._files, self._loop = result, files, loop
         # Everybody on a host can read a command line. PBS gives each task of a job a secret;
         # elsewhere agents get one in their environment or on their standard input.
         self._token = plan.method.job_secret() or os.urandom(16).hex()
@@ -81,7 +81,7 @@ class Coordinator(ConnectionServer):
         self._ranks_started = False
         self._running = plan.world_size
         self._done: set[int] = set()  # hosts whose agent is done or lost
-        self._groups: dict[int, dict[int, int]] = {}  # of each host, from nested.GroupWatch
+        self._groups = GroupReports(plan, result)
         self._end_sent_at: float | None = None
 
     def run(self) -> None:
@@ -129,7 +129,7 @@ class Coordinator(ConnectionServer):
         for start in self._plan.method.agent_starts(self._plan, agent_words, secret):
             self._starters.append(start.hosts)
             if start.by_native_launcher:
-                self._native_command.start(start.words, start.environ)
+                start_command(self._plan, self._processes, self._files, start.words, start.environ)
             else:
                 self._processes.start(start.words, start.environ, stdin=start.stdin)
 
@@ -155,21 +155,17 @@ class Coordinator(ConnectionServer):
 
     def identify(self, connection: LaunchConnection, message: Message) -> int | None:
         hello = message.get("hello")
-        if not isinstance(hello, dict):
+        if not isinstance(hello, list) or len(hello) != 4:
             return None
-        index = hello.get("index")
+        index, token, reached, host = hello
         # As bytes: compare_digest() takes no strings with other characters than ASCII.
-        token = str(hello.get("token")).encode(errors="replace")
-        known = hmac.compare_digest(token, self._token.encode())
+        known = hmac.compare_digest(str(token).encode(errors="replace"), self._token.encode())
         in_plan = isinstance(index, int) and 0 <= index < len(self._plan.hosts)
         if not known or not in_plan or index in self.clients:
             return None
-        self._note_hello(hello)
-        return index
-
-    def _note_hello(self, hello: Hello) -> None:
-        self._host_names[hello["index"]] = str(hello["host"])
-        self._reached[hello["reached"]] += 1
+        self._host_names[index] = str(host)
+        self._reached[str(reached)] += 1
+        return int(index)
 
     def identified(self, index: int) -> None:
         if len(self.clients) < len(self._plan.hosts):
@@ -178,7 +174,7 @@ class Coordinator(ConnectionServer):
             self._order_by_host()
         script = self._plan.script
         checksum = checksum_of(script) if script else None
-        self.send_to_all({"check": Check(folder=os.getcwd(), script=script, checksum=checksum)})
+        self.send_to_all({"check": (os.getcwd(), script, checksum)})
 
     def _order_by_host(self) -> None:
         """Give each agent the index of its host, where hosts have the names of the plan."""
@@ -200,19 +196,19 @@ class Coordinator(ConnectionServer):
             {index: self.clients[agent] for agent, index in indices.items() if index is not None}
         )
 
-    def _note_ready(self, index: int, ready: Ready) -> None:
+    def _note_ready(self, index: int, problem: str, port: int) -> None:
         if self._ranks_started or self._end_sent_at is not None:
             return
-        if ready["problem"]:
+        if problem:
             self._result.fail(
-                f"on {self._plan.hosts[index]} {ready['problem']}. Expected the same folders and "
+                f"on {self._plan.hosts[index]} {problem}. Expected the same folders and "
                 "files on every host. Use a file system that all hosts share",
                 time.monotonic(),
             )
             return
         self._ready.add(index)
         if index == 0:
-            self._rank_0_port = ready["port"]
+            self._rank_0_port = port
         if len(self._ready) == len(self._plan.hosts) and self._result.failed_at is None:
             self._start_ranks()
 
@@ -231,16 +227,11 @@ class Coordinator(ConnectionServer):
                 launch_id=f"{self._id}.{index}",
                 host=socket.gethostname(),
                 environ=dict(plan.method.agent_environment(plan.environ)),
-                new_session=torchrun,
                 output_dir="" if torchrun else plan.options.output_dir,
                 watched_ranks=plan.ranks[index] if plan.is_watched else 0,
-                input=plan.options.input and index == 0,
-                processes=[
-                    (process.words, process.variables)
-                    for process in host_processes(
-                        plan, index, address, str(self._rank_0_port), addresses[index]
-                    )
-                ],
+                processes=host_processes(
+                    plan, index, address, str(self._rank_0_port), addresses[index]
+                ),
             )
             connection.send({"start": order})
 
@@ -248,37 +239,19 @@ class Coordinator(ConnectionServer):
 
     def handle(self, index: int, message: Message) -> None:
         if "ready" in message:
-            self._note_ready(index, message["ready"])
+            self._note_ready(index, *message["ready"])
         if "output" in message:
             stream, text, local_rank = message["output"]
             written = text.encode(errors="surrogateescape")
             if self._plan.options.label and not self._plan.options.torchrun:
                 written = labelled(written, self._plan.first_rank(index) + local_rank)
             write_output(stream, written)
-        if "groups" in message:
-            self._groups[index] = dict(message["groups"])
-            if text := nested.problem(self._groups.values(), self._plan.world_size):
-                self._result.fail(text, time.monotonic())
-        if "copies" in message and index == 0:
-            nested.report_copies(self._plan, self._result, running=message["copies"])
+        if text := self._groups.note(index, message, of_rank_0=index == 0):
+            self._result.fail(text, time.monotonic())
         if "exit" in message:
             self._note_exit(index, *message["exit"])
         if "done" in message:
             self._done.add(index)
-        if "wants_input" in message:
-            try:
-                self._loop.add(0, self._send_input)
-            except PermissionError:  # a regular file, which can always be read
-                self._send_input(0)
-
-    def _send_input(self, events: int) -> None:
-        """Send what can be read of our standard input, once, to the agent of rank 0."""
-        if events:
-            self._loop.remove(0)
-        text = b""
-        with suppress(OSError):  # a connection that was reset
-            text = os.read(0, _INPUT_BYTES)
-        self.clients[0].send({"input": text.decode(errors="surrogateescape")})
 
     def _note_exit(self, index: int, local_rank: int, status: int) -> None:
         host, rank = self._plan.hosts[index], None

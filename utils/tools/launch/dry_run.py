@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from . import remote_shell
-from .host_processes import host_processes
+from .host_ranks import host_processes
 from .launch_plan import HOST_FILE, REMOTE_SHELL, Plan
 from .rank_environment import clean
 

@@ -67,7 +67,7 @@ class CaughtSignals:
 
 
 class EventLoop:
-    """Calls a handler for each source that is ready. A context manager.
+    """Calls a handler for each source that is ready.
 
     Signals only end the wait: whoever runs the loop takes them from `signals`.
     """
@@ -77,15 +77,7 @@ class EventLoop:
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
 
-    def __enter__(self) -> EventLoop:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._selector.close()
 
     def add(self, source: HasFileno | int, handler: Callable[[int], None]) -> None:

@@ -1,17 +1,32 @@
-"""Start the processes of one host and connect their output."""
+"""The processes that start on one host: ranks, each with its cores, or one torchrun."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypedDict
 
+from ...host.cores import (
+    CPU_BIND,
+    HostMasks,
+    available_cpus,
+    choose_cores,
+    mask_of_cpus,
+    parse_ranges,
+    pci_node,
+    read_topology,
+)
+from ...host.gpus import visible_gpu_addresses
 from ...launch_error import LaunchError
 from .child_processes import Processes
+from .launch_plan import Plan
 from .launch_result import print_status
-from .rank_cores import RankShare, report_mask, shares_of_ranks
+from .rank_environment import rank_variables
 from .rank_output import Outputs, open_file
-from .script_imports import imports_this_package
 
 
 def start_on_host(
@@ -21,14 +36,12 @@ def start_on_host(
     outputs: Outputs | None,
     *,
     output_dir: str = "",
-    new_session: bool = False,
     stdin: bytes | int = b"",
 ) -> None:
     """Start ranks or a torchrun agent on this host.
 
     commands: words and variables of each. outputs: gets what they write; None where they share our
-    streams. output_dir: where each rank writes a file instead. new_session: see Processes.start().
-    stdin: of the first one.
+    streams. output_dir: where each rank writes a file instead. stdin: of the first one.
     """
     shares = _shares(commands, environ)
     for index, (words, variables) in enumerate(commands):
@@ -40,9 +53,7 @@ def start_on_host(
             {**environ, **variables, **shares[index].variables},
             stdout=target,
             stderr=target,
-            new_session=new_session,
             stdin=b"" if index else stdin,
-            hold_signals=True,
             cpus=shares[index].cpus,
         )
         if output_dir and target is not None:
@@ -57,7 +68,7 @@ def _shares(
     """Return what each rank gets of the cores; nothing where setup_distributed() divides them."""
     unbound = [RankShare() for _ in commands]
     words, variables = commands[0]
-    if "LOCAL_RANK" not in variables or imports_this_package(words):  # not for torchrun's agent
+    if "LOCAL_RANK" not in variables or divides_cores(words):  # not for torchrun's agent
         return unbound
     reports = [report_mask({**environ, **variables}) for _, variables in commands]
     try:
@@ -65,3 +76,188 @@ def _shares(
     except LaunchError as error:
         print_status(f"the ranks are not bound to cores: {error}")
         return unbound
+
+
+# Run by each worker of a torchrun that may restart: only there the number of its host is known.
+# One word with its option: torchrun's summary names the first word without a hyphen.
+_SET_NODE_RANK = (
+    "-cimport os, sys; os.environ['NODE_RANK'] = os.environ['GROUP_RANK']; "
+    "words = {} + sys.argv[1:]; os.execvp(words[0], words)"
+)
+
+
+class HostProcess(NamedTuple):
+    """One process on a host: its words and the variables that only it has."""
+
+    words: list[str]
+    variables: dict[str, str]
+
+
+def host_processes(
+    plan: Plan, host: int, address: str, port: str, own_address: str
+) -> list[HostProcess]:
+    """Return the processes of the host with this index in the plan.
+
+    address, port: where rank 0 or torchrun's store listens. own_address: of this host.
+    """
+    threads = plan.threads[host]
+    common = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    if plan.options.torchrun:
+        if not plan.options.max_restarts:  # else torchrun itself numbers the hosts
+            common["NODE_RANK"] = str(host)
+        return [HostProcess(torchrun_words(plan, host, address, port, own_address), common)]
+
+    return [
+        HostProcess(
+            list(plan.program),
+            rank_variables(
+                rank=plan.first_rank(host) + local_rank,
+                world_size=plan.world_size,
+                local_rank=local_rank,
+                local_world_size=plan.ranks[host],
+                node_rank=host,
+                address=address,
+                port=port,
+            )
+            | common,
+        )
+        for local_rank in range(plan.ranks[host])
+    ]
+
+
+def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: str) -> list[str]:
+    """Return the command of the torchrun agent of a host; arguments as in host_processes()."""
+    options = [
+        f"--nproc-per-node={plan.ranks[host]}",
+        f"--max-restarts={plan.options.max_restarts}",
+    ]
+    if plan.options.output_dir:
+        options += [f"--log-dir={plan.options.output_dir}/{plan.hosts[host]}", "--redirects=3"]
+    elif plan.options.label:
+        options += ["--tee=3"]  # torchrun puts the local rank before each line: "[default0]:"
+
+    if len(plan.hosts) == 1:
+        options += ["--standalone"]
+    elif plan.options.max_restarts:
+        # Restarted ranks meet again, which needs a store that outlives them.
+        options += [
+            f"--nnodes={len(plan.hosts)}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={address}:{port}",
+            f"--rdzv-id={port}",
+            f"--rdzv-conf=is_host={int(host == 0)}",
+            f"--local-addr={own_address}",
+        ]
+    else:
+        options += [
+            f"--nnodes={len(plan.hosts)}",
+            f"--node-rank={host}",
+            f"--master-addr={address}",
+            f"--master-port={port}",
+            f"--local-addr={own_address}",
+        ]
+
+    if plan.options.max_restarts:
+        python = [word for word in plan.program[:1] if word == plan.python]
+        words = plan.program[len(python) :]
+        command = ["--no-python", plan.python, _SET_NODE_RANK.format(python), *words]
+    elif plan.is_script:
+        command = list(plan.command)
+    else:
+        command = ["--no-python", *plan.program]
+    return [plan.python, "-m", "torch.distributed.run", *options, *command]
+
+
+def signals_workers(plan: Plan, number: int) -> bool:
+    """Return whether a stop signal is for torchrun's workers instead of torchrun itself.
+
+    torchrun passes on neither SIGUSR1 nor SIGUSR2, and after SIGTERM it ends its workers within
+    30 seconds. Where it may restart workers it has to get a request to end, or it would restart
+    those that obey one.
+    """
+    ends = number in (signal.SIGTERM, signal.SIGINT)
+    return plan.options.torchrun and not (ends and plan.options.max_restarts > 0)
+
+
+class RankMask(TypedDict):
+    """What a rank reports about its cores and GPUs."""
+
+    mask: str  # the CPUs that it may run on: hexadecimal
+    gpu_nodes: list[int | None]  # the NUMA nodes of the GPUs that it sees
+
+
+def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
+    """Return the CPUs of this process and the GPUs of a rank with this environment."""
+    addresses = visible_gpu_addresses(environ, root)
+    return {
+        "mask": mask_of_cpus(available_cpus()),
+        "gpu_nodes": [pci_node(address, root) if address else None for address in addresses],
+    }
+
+
+def divides_cores(words: Sequence[str]) -> bool:
+    """Return whether the script or module of a command calls setup_distributed(), by its text."""
+    modules = [
+        f"{words[i + 1].replace('.', '/')}.py" for i, w in enumerate(words[:-1]) if w == "-m"
+    ]
+    for path in (word for word in (*words, *modules) if word.endswith(".py")):
+        with suppress(OSError):
+            return b"setup_distributed(" in Path(path).read_bytes()
+    return False
+
+
+class RankShare(NamedTuple):
+    """What a rank gets of its host's cores."""
+
+    cpus: set[int] = set()  # to bind it to; empty: do not bind it
+    variables: Mapping[str, str] = {}  # OMP_NUM_THREADS, unless it is set
+
+
+def shares_of_ranks(
+    reports: Sequence[RankMask], environ: Mapping[str, str], root: Path = Path("/")
+) -> list[RankShare]:
+    """Return what each rank of this host gets of its cores.
+
+    A rank that is alone on its host gets no variable: it may be an agent, whose workers would all
+    use as many threads.
+
+    reports: by local rank. environ: of any rank. Raises LaunchError for a bad DDPKIT_CPU_BIND.
+    """
+    topology = read_topology(root)
+    chosen = choose_cores(
+        HostMasks(
+            bind=True,
+            topology=topology.to_text() if topology else "",
+            binding=environ.get(CPU_BIND, ""),
+            masks=tuple(report["mask"] for report in reports),
+            local_ranks=tuple(range(len(reports))),
+            gpu_nodes=tuple(
+                _gpu_node(report["gpu_nodes"], local_rank, len(reports))
+                for local_rank, report in enumerate(reports)
+            ),
+        )
+    )
+    unset = not environ.get("OMP_NUM_THREADS") and len(reports) > 1
+    return [
+        RankShare(
+            parse_ranges(one.cpus) if one.bind else set(),
+            {"OMP_NUM_THREADS": str(one.threads)} if unset else {},
+        )
+        for one in chosen
+    ]
+
+
+def _gpu_node(nodes: Sequence[int | None], local_rank: int, local_world_size: int) -> int | None:
+    """Return the NUMA node of a rank's GPU: the one that it sees, or that of its local rank.
+
+    Consecutive ranks may share a GPU, or use its tiles. A rank that sees more GPUs than there are
+    ranks may use them all. A rank that is alone on its host may be an agent of torchrun or
+    Accelerate, or may use no GPU.
+    """
+    if local_world_size == 1:
+        return None
+    if len(set(nodes)) == 1:
+        return nodes[0]
+    if nodes and local_world_size % len(nodes) == 0:
+        return nodes[local_rank * len(nodes) // local_world_size]
+    return None

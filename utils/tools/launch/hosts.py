@@ -6,23 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...host.gpus import MASKS
-from ...job.allocation import Allocation
-from ...job.hostnames import short_name
-from ...job.slurm_hostlist import expand_hostlist
-from .launch_plan import HostInfo, Options, PlanError
+from ...job.allocation import Allocation, short_name
+from ...job.slurm_job import expand_hostlist
+from .launch_plan import HostInfo, Hosts, Options, PlanError
 
 _SHOWN = 8  # hosts in a message
-
-
-class Hosts(NamedTuple):
-    """The hosts that get ranks, in rank order; the tuples have one entry for each of them."""
-
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    cores: tuple[int | None, ...]
-    gpus: tuple[int | None, ...]
-    partial: bool  # other hosts of the job, which could have ranks, are left out
-    notes: tuple[str, ...]  # for the user
 
 
 def choose_hosts(options: Options, allocation: Allocation | None, host_info: HostInfo) -> Hosts:

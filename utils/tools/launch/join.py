@@ -13,16 +13,15 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ...host import network
-from ...job.hostnames import short_name
+from ...job.allocation import short_name
 from ...monitor.launch_report import ReportListener
 from . import rank_environment as environment
-from .agent_connection import JoinReport, LaunchConnection, Message
-from .agent_server import ConnectionServer
 from .event_loop import EventLoop
+from .host_ranks import RankMask
+from .launch_connection import ConnectionServer, JoinReport, LaunchConnection, Message
 from .launch_plan import Plan
 from .launch_result import LaunchResult
-from .nested import problem, report_copies
-from .rank_cores import RankMask
+from .nested import GroupReports
 
 START_SECONDS = 120.0  # from one rank to the next, until all have joined
 _SHOWN = 8  # ranks or hosts in a message
@@ -47,19 +46,20 @@ class JoinServer(ConnectionServer):
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
     it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
     ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
-    started the watch there, until that ends.
+    started the watch there, until that ends. handled: see Message, by such a rank.
     """
 
     def __init__(
         self, plan: Plan, report: ReportListener, loop: EventLoop, result: LaunchResult
     ) -> None:
         super().__init__(report.listener, loop)
-        self._plan, self._report, self._result = plan, report, result
+        self._plan, self._report = plan, report
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
-        self._groups: dict[int, dict[int, int]] = {}  # from nested.GroupWatch, by local rank 0
+        self._groups = GroupReports(plan, result)
         self._limit = time.monotonic() + START_SECONDS
         self.watched: set[int] = set()
+        self._handled: dict[int, list[int]] = {}
         self._end_reported = False
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
@@ -81,6 +81,10 @@ class JoinServer(ConnectionServer):
                 f"{self._plan.world_size} ranks on {', '.join(self._plan.hosts[:_SHOWN])}. Check "
                 f"these hosts, and that they can reach {socket.gethostname()} by TCP"
             )
+
+    def all_handle(self, number: int) -> bool:
+        """Return whether all ranks run and handle a signal, as far as the hosts report it."""
+        return self.complete and all(number in self._handled.get(one, ()) for one in self.watched)
 
     def missing(self) -> str:
         """Return "2 of 4 ranks did not join: ranks 1, 3"."""
@@ -142,11 +146,11 @@ class JoinServer(ConnectionServer):
             )
 
     def handle(self, index: int, message: Message) -> None:
-        if "groups" in message:
-            self._groups[index] = dict(message["groups"])
-            self.problem = self.problem or problem(self._groups.values(), self._plan.world_size)
-        if "copies" in message and self._joined[index].host == self._joined[0].host:
-            report_copies(self._plan, self._result, running=message["copies"])
+        of_rank_0 = self._joined[index].host == self._joined[0].host
+        text = self._groups.note(index, message, of_rank_0=of_rank_0)
+        self.problem = self.problem or text
+        if "handled" in message:
+            self._handled[index] = message["handled"]
         self._end_reported |= message.get("ended", False)
 
     def client_lost(self, index: int) -> None:

@@ -11,7 +11,7 @@ import stat
 import termios
 from collections.abc import Sequence
 
-from ...host.gpus import VENDORS, count_gpus, gpu_vendor
+from ...host.gpus import count_gpus, gpu_vendor
 from ...job import current_allocation
 from ...job.allocation import AllocationError
 from ...launch_error import LaunchError
@@ -20,9 +20,8 @@ from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
 from ..arguments import ArgumentParser
 from .child_processes import LAUNCH_VARIABLE
-from .container import in_container
 from .dry_run import shell_lines
-from .launch_plan import HostInfo, Options, Plan, PlanError
+from .launch_plan import HostInfo, Options, Plan, PlanError, ProgramFinder
 from .launch_result import print_error, print_status
 from .methods import MPIEXECS, NAMES
 from .nested import refusal
@@ -46,9 +45,9 @@ Without -n or --ntasks-per-node, the tasks that the job requested start; one ran
 requested none. One slot on each host counts as none in PBS and with --torchrun. Each rank has
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT
 in its environment, as torchrun sets them. A command whose first word does not end in .py is run as
-it is; "python" is the Python chosen for the ranks. Rank 0 reads a file or pipe that is the standard
-input of launch.py alone; see also --input. The exit status is that of the rank that failed first,
-and 75 when all ranks have saved after a stop.
+it is; "python" is the Python chosen for the ranks. Under srun and on this host alone, rank 0 reads
+a file or pipe that is the standard input of launch.py. The exit status is that of the rank that
+failed first, and 75 when all ranks have saved after a stop.
 """
 
 
@@ -83,12 +82,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("container").add_argument
     add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
-    vendor = "GPUs to make available in the container (default: those of this host)"
-    add("--gpu-vendor", choices=VENDORS, help=vendor)
 
-    add = parser.add_argument_group("input and output").add_argument
-    shared = "pass standard input to rank 0 even if the program that started launch.py shares it"
-    add("-i", "--input", action="store_true", help=shared)
+    add = parser.add_argument_group("output").add_argument
     add("-l", "--label", action="store_true", help="put the rank before each line of output")
     folder = "write the output of each rank to FOLDER/rank-N.log"
     add("--output-dir", metavar="FOLDER", help=folder)
@@ -164,8 +159,7 @@ def _make_plan(args: argparse.Namespace) -> Plan:
         )
     command = args.command
     if args.container:
-        vendor = args.gpu_vendor or gpu_vendor()
-        command = in_container(args.container, command, vendor, programs)
+        command = in_container(args.container, command, gpu_vendor(), programs)
     options = Options(
         launcher="mpiexec" if path else args.launcher,
         torchrun=args.torchrun,
@@ -177,7 +171,7 @@ def _make_plan(args: argparse.Namespace) -> Plan:
         label=args.label,
         output_dir=os.path.abspath(args.output_dir) if args.output_dir else "",
         independent=args.independent,
-        input=_rank_0_reads_input(shared_too=args.input),
+        input=_has_own_input(),
     )
     allocation = current_allocation()
     is_root = os.geteuid() == 0
@@ -187,8 +181,8 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     return make_plan(command, options, allocation, host_info, environ)
 
 
-def _rank_0_reads_input(shared_too: bool) -> bool:
-    """Return whether our standard input is a file or pipe, and given to us alone or shared_too.
+def _has_own_input() -> bool:
+    """Return whether our standard input is a file or pipe, and given to us alone.
 
     That of the process that started us is not ours to read: a shell may read its script from there,
     or a loop its list.
@@ -206,12 +200,12 @@ def _rank_0_reads_input(shared_too: bool) -> bool:
     waiting = bytearray(4)  # an int of C: the bytes that can be read
     with contextlib.suppress(OSError):  # a socket that listens
         fcntl.ioctl(0, termios.FIONREAD, waiting)
-    if shared and any(waiting) and not shared_too:
+    if shared and any(waiting):
         print_status(
             "no rank reads the standard input, which launch.py shares with the program that "
-            "started it. Give --input to pass it to rank 0, or redirect it from /dev/null"
+            "started it. Redirect it from the file that rank 0 is to read, or from /dev/null"
         )
-    return shared_too or not shared
+    return not shared
 
 
 def _check_started_once() -> None:
@@ -249,3 +243,27 @@ def _check_command(args: argparse.Namespace) -> None:
             f"there is no file {command[0]} in {os.getcwd()}. Expected the script to start. Check "
             "its path"
         )
+
+
+_PROGRAMS = ("apptainer", "singularity")  # two names of one program; the newer name first
+# The options make the GPU libraries of the host available. Those of Intel come with the image.
+_GPU_OPTIONS = {"nvidia": ["--nv"], "amd": ["--rocm"]}
+
+
+def in_container(
+    image: str, command: Sequence[str], vendor: str | None, programs: ProgramFinder
+) -> list[str]:
+    """Return the command that runs a script or program in an image.
+
+    vendor: of the GPUs, one of gpus.VENDORS; None without GPUs. PlanError where PATH has neither
+    Apptainer nor Singularity.
+    """
+    path = next((found for name in _PROGRAMS if (found := programs.find(name))), None)
+    if path is None:
+        raise PlanError(
+            f"neither {' nor '.join(_PROGRAMS)} is on PATH, and one of them is needed to run "
+            f"{image}. Load its module, or leave --container out"
+        )
+    is_script = command[0] == "-m" or command[0].endswith(".py")
+    interpreter = ["python", "-u"] if is_script else []
+    return [path, "exec", *_GPU_OPTIONS.get(vendor or "", []), image, *interpreter, *command]

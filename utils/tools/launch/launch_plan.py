@@ -7,7 +7,6 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from ...job.allocation import Allocation
 from .child_processes import Processes
-from .srun_errors import SrunErrors
 
 HOST_FILE = "@hosts@"  # in a command: the path of a file with Method.host_file()
 REMOTE_SHELL = "@remote-shell@"  # in a command: the path of a script with remote_shell.script()
@@ -30,7 +29,7 @@ class Options(NamedTuple):
     label: bool = False  # put the rank before each line of output
     output_dir: str = ""  # absolute; one file per rank instead of our streams
     independent: bool = False  # ranks need not form one process group
-    input: bool = False  # rank 0 reads our standard input
+    input: bool = False  # rank 0 reads our standard input, which is a file or pipe
 
 
 class Mpiexec(NamedTuple):
@@ -62,27 +61,25 @@ class HostInfo(NamedTuple):
     is_root: bool = False  # Open MPI refuses to run as root unless an option allows it
 
 
+class Hosts(NamedTuple):
+    """The hosts that get ranks, in rank order; the tuples have one entry for each of them."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    cores: tuple[int | None, ...]
+    gpus: tuple[int | None, ...]
+    partial: bool  # other hosts of the job, which could have ranks, are left out
+    notes: tuple[str, ...]  # for the user
+
+
 class Request(NamedTuple):
-    """What a method has to start. The tuples have one entry for each host that gets ranks."""
+    """What a method has to start."""
 
     options: Options
     allocation: Allocation | None
     host_info: HostInfo
     environ: Mapping[str, str]  # of launch.py; for a part of a job, fitted to that part
-    hosts: tuple[str, ...]  # in rank order
-    ranks: tuple[int, ...]
-    cores: tuple[int | None, ...]
-    gpus: tuple[int | None, ...]
-    partial: bool  # other hosts of the job, which could have ranks, are left out
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.ranks)
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Processes that a native launcher starts on each host: ranks or one torchrun agent."""
-        return (1,) * len(self.hosts) if self.options.torchrun else self.ranks
+    hosts: Hosts
 
 
 class AgentStart(NamedTuple):
@@ -130,11 +127,6 @@ class Plan(NamedTuple):
         return self.method.is_native_launcher and not self.options.torchrun
 
     @property
-    def rank_0_reads_input(self) -> bool:
-        """Whether the command of a native launcher passes our standard input to rank 0."""
-        return self.options.input and self.native_launcher_starts_ranks
-
-    @property
     def uses_agents(self) -> bool:
         """Whether an agent of launch.py on each host starts the ranks or torchrun there."""
         return not self.native_launcher_starts_ranks and not self.method.local
@@ -170,7 +162,7 @@ class Method:
     local: ClassVar[bool] = False  # without agents, on this host alone
     scheduler: ClassVar[str] = ""  # the only scheduler in whose jobs it works; empty for any
     version_pattern: ClassVar[str] = ""  # of an mpiexec: what identifies its --version output
-    error_reader: ClassVar[type[SrunErrors] | None] = None  # of a native launcher's stderr
+    reports_errors: ClassVar[bool] = False  # its stderr is that of srun, for SrunErrors
     kill_when_done: ClassVar[bool] = False  # commands that start agents may fail to end
 
     def __init__(self, path: str) -> None:

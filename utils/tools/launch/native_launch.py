@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import selectors
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, NamedTuple
 
 from ...monitor.launch_report import ReportListener
+from . import remote_shell
 from .bootstrap import module_command
-from .child_processes import Processes
+from .child_processes import HELD, Processes
 from .event_loop import CaughtSignals, EventLoop
-from .files import checksum_of
+from .host_readiness import checksum_of
 from .join import JoinServer
-from .launch_plan import Plan
+from .launch_plan import HOST_FILE, REMOTE_SHELL, Plan
 from .launch_result import LaunchResult, describe_status, print_error, print_status
-from .native_command import NativeCommand
-from .srun_errors import SrunErrors
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
 RETURN_SECONDS = 60.0  # after the end of all ranks
@@ -37,10 +43,10 @@ def run_native_launcher(
     """Run the plan with the plan's native launcher, and note the result."""
     with (
         Processes(launch_id) as processes,
-        NativeCommand(plan, processes) as command,
-        EventLoop(signals) as loop,
+        ExitStack() as files,
+        closing(EventLoop(signals)) as loop,
     ):
-        _NativeLaunch(plan, processes, command, report, loop, result).run()
+        _NativeLaunch(plan, processes, files, report, loop, result).run()
 
 
 class _NativeLaunch:
@@ -50,12 +56,12 @@ class _NativeLaunch:
         self,
         plan: Plan,
         processes: Processes,
-        command: NativeCommand,
+        files: ExitStack,
         report: ReportListener,
         loop: EventLoop,
         result: LaunchResult,
     ) -> None:
-        self._plan, self._processes, self._command = plan, processes, command
+        self._plan, self._processes, self._files = plan, processes, files
         self._report, self._loop = report, loop
         self._program = os.path.basename(plan.method.path)
         self._ranks = JoinServer(plan, report, loop, result)
@@ -63,18 +69,23 @@ class _NativeLaunch:
         self._errors: SrunErrors | None = None
         self._rank_failed_at: float | None = None
         self._pass_term_at: float | None = None
+        self._held: set[int] = set()  # signals for which not all ranks have a handler yet
         self._reported_waiting = self._ending = False
 
     def run(self) -> None:
         method = self._plan.method
         words = module_command(self._plan.python, "rank_start", rank_arguments(self._plan))
-        child = self._command.start(
+        child = start_command(
+            self._plan,
+            self._processes,
+            self._files,
             method.command(self._plan, words),
             self._plan.environ,
-            subprocess.PIPE if method.error_reader else None,
+            subprocess.PIPE if method.reports_errors else None,
         )
-        if child is not None and child.stderr is not None and method.error_reader is not None:
-            self._errors = method.error_reader(child.stderr)
+        self._pid = child.pid if child else 0
+        if child is not None and child.stderr is not None:
+            self._errors = SrunErrors(child.stderr)
             self._loop.add(self._errors, self._read_errors)
 
         # The command has started: it and the ranks keep the user's limit of open files.
@@ -85,11 +96,10 @@ class _NativeLaunch:
             self._receive_last_reports()
             self._ranks.close()
 
-        reason = self._errors.reason() if self._errors is not None else None
-        if reason is not None:
-            self._result.lost_hosts.update(reason.lost_hosts)
-            if reason.lost_hosts or not self._rank_failed_by_itself():
-                self._result.reason = f"Slurm has ended the ranks: {reason.text}"
+        reason, lost_hosts = self._errors.reason() if self._errors is not None else ("", [])
+        self._result.lost_hosts.update(lost_hosts)
+        if reason and (lost_hosts or not self._rank_failed_by_itself()):
+            self._result.reason = f"Slurm has ended the ranks: {reason}"
         if self._result.status:  # the reason was printed when it happened
             if self._ranks.lost_rank:  # perhaps because others could not start
                 self._print_missing()
@@ -177,13 +187,21 @@ class _NativeLaunch:
                 self._end(now)
             elif self._errors is not None and number == signal.SIGTERM:
                 self._pass_term_at = now + _ABORT_SECONDS
+            elif number in HELD:
+                self._held.add(number)
             else:
-                self._command.signal(number)
+                self._signal(number)
+        for number in filter(self._ranks.all_handle, list(self._held)):
+            self._held.remove(number)
+            self._signal(number)
         if self._pass_term_at is not None and now >= self._pass_term_at:
             self._pass_term_at = None
             # Slurm has signalled the ranks itself where it ends the whole job.
             if self._errors is None or not self._errors.aborted:
-                self._command.signal(signal.SIGTERM)
+                self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        self._plan.method.send_signal(number, self._pid, self._plan, self._processes)
 
     def _end(self, now: float) -> None:
         self._ending = True
@@ -252,3 +270,122 @@ def _more_open_files(count: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def start_command(
+    plan: Plan,
+    processes: Processes,
+    files: ExitStack,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    stderr: int | None = None,
+) -> subprocess.Popen[bytes] | None:
+    """Start srun or an mpiexec; None where that is not possible. files: removes them at the end."""
+    with tempfile.TemporaryFile() as file:  # has no name, so nothing of it can be left
+        file.write(plan.method.host_file(plan).encode())
+        file.flush()
+        words = [word.replace(HOST_FILE, f"/proc/self/fd/{file.fileno()}") for word in words]
+        if REMOTE_SHELL in words:
+            script = Path(files.enter_context(TemporaryDirectory(prefix="launch-")), "remote-shell")
+            script.write_text(remote_shell.script(plan.python))
+            script.chmod(0o700)
+            words = [str(script) if word == REMOTE_SHELL else word for word in words]
+        return processes.start(
+            words,
+            {**environ, **plan.method.variables(plan)},
+            stderr=stderr,
+            stdin=0 if plan.options.input else b"",
+            pass_fds=[file.fileno()],
+        )
+
+
+# "srun: error: n2: task 3: Exited with exit code 3", "srun: error: n2: tasks 2-3: Killed"
+_TASK_FAILED = re.compile(
+    rb"^srun: error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(\w[\w /-]*\w)"
+    rb"(?: \(core dumped\))?)\s*$"
+)
+# Why Slurm ends a step: "srun: error: Node failure on n2", "slurmstepd-n1: error: *** STEP 7.0 ON
+# n1 CANCELLED AT 2026-11-21T04:04:15 DUE TO TIME LIMIT ***". srun itself ends one without a reason.
+_NODE_FAILED = re.compile(rb"^srun: error: Node failure on (\S+)\s*$")
+_CANCELLED = re.compile(
+    rb"^slurmstepd\S*: error: \*{3} (?:JOB \S+ ON \S+ CANCELLED AT|STEP .* CANCELLED AT .* DUE TO)"
+)
+
+
+class TaskFailure(NamedTuple):
+    """A task that failed, as srun reports it."""
+
+    status: int  # as of a shell: 139 for a segmentation fault
+    host: str
+    ranks: str  # "2" or "2-3"
+
+
+class SrunErrors:
+    """The standard error of srun.
+
+    srun itself ends with the highest status: that of a task killed because another had failed.
+    first: the first task that failed before Slurm ended the step. aborted: Slurm itself is ending
+    the step. waits_for_resources: another step of the job holds them.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._rest = b""
+        self.closed = False
+        self.first: TaskFailure | None = None
+        self.waits_for_resources = False
+        self.aborted = False
+        self._by_slurm: list[bytes] = []  # lines that say why Slurm ends the step
+        os.set_blocking(pipe.fileno(), False)
+
+    def fileno(self) -> int:
+        return self._pipe.fileno()
+
+    def pass_on(self) -> None:
+        """Write what srun has written so far to our standard error."""
+        try:
+            chunk = os.read(self._pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        self.closed = not chunk
+        with suppress(OSError):
+            sys.stderr.buffer.write(chunk)
+            sys.stderr.buffer.flush()
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        self._rest = self._rest[-4096:]
+        for line in lines:
+            self._note(line)
+
+    def drain(self) -> None:
+        """Read what srun wrote before it ended; a surviving child may hold the stream open."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            while not self.closed and selector.select(0.05):
+                self.pass_on()
+
+    def reason(self) -> tuple[str, list[str]]:
+        """Return why Slurm has ended the step, in its own words, or ""; and the failed hosts."""
+        lost = [found for line in self._by_slurm if (found := _NODE_FAILED.match(line))]
+        line = lost[0][0] if lost else next(iter(self._by_slurm), b"")
+        return line.decode(errors="replace").rstrip(), [found[1].decode() for found in lost]
+
+    def _note(self, line: bytes) -> None:
+        if line.startswith(b"srun: Job step aborted"):
+            self.aborted = True
+        if b"step creation temporarily disabled" in line:
+            self.waits_for_resources = True
+        if _NODE_FAILED.match(line) or _CANCELLED.match(line):
+            self._by_slurm.append(line)
+        found = _TASK_FAILED.match(line)
+        if self.first is None and not self._by_slurm and found is not None:
+            status = int(found[3]) if found[3] else _status_of(found[4].decode())
+            if status:
+                self.first = TaskFailure(status, found[1].decode(), found[2].decode())
+
+
+def _status_of(description: str) -> int:
+    """Convert "Segmentation fault" to 139; 0 where no signal has this description."""
+    for number in signal.valid_signals():
+        if signal.strsignal(number) == description:
+            return 128 + number
+    return 0

@@ -6,22 +6,24 @@ torch names the threads of a group, and /proc shows which processes are connecte
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import select
 import shlex
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
-from .agent_connection import CONNECT_SECONDS, LaunchConnection, Message
-from .child_processes import LAUNCH_VARIABLE
+from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
+from .host_ranks import divides_cores
+from .launch_connection import CONNECT_SECONDS, LaunchConnection, Message
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
-from .script_imports import imports_this_package
 
 # What starts ranks, by the name of a program or module, and the --launcher for the same.
 _LAUNCHERS = {
@@ -38,25 +40,13 @@ _LAUNCHERS = {
     "srun": "srun",
     "pbs_tmrsh": "pbs_tmrsh",
     "pbsdsh": "pbsdsh",
-    "jsrun": "",
     "aprun": "",
     "launch.py": "",
 }
 _MPIEXEC = re.compile(r"(mpi(exec|run)|orterun|prterun|prun)(\W|$)")
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-# Programs that run the command among their arguments.
-_WRAPPERS = frozenset(
-    "-m env nice ionice chrt numactl taskset stdbuf time timeout nohup setsid unshare sudo exec "
-    "command uv uvx conda mamba micromamba pixi poetry pipenv hatch apptainer singularity shifter "
-    "podman docker nsys ncu gdb strace perf".split()
-)
-_CONTAINERS = ("apptainer", "singularity", "shifter", "podman", "docker")  # images may be paths
-# What follows is a name or a path: uv run --with deepspeed, pixi run -e accelerate.
-_VALUE_OPTIONS = ("-e", "-o", "-B", "-w")
-_FLAGS = ("--", "--nv", "--rocm", "--no-capture-output", "--live-stream", "--isolated", "--frozen")
-_COMMAND = re.compile(r"-[a-z]*c[a-z]*")  # bash -lc
-_MODULE = re.compile(r"[A-Za-z_][\w.]*")
-_BEFORE_COMMAND = re.compile(r"\w+=.*|if|then|elif|else|while|until|do|!|\{", re.DOTALL)
+_WRAPPER = re.compile(r"-m|env|nice|(python|pypy)[\d.]*")
+_BEFORE_COMMAND = re.compile(r"-.*|\d+|\w+=.*|exec|then|do", re.DOTALL)
 
 _FIRST_SECONDS = 0.5  # between two looks, longer with time
 _LONGEST_SECONDS = 10.0
@@ -69,31 +59,25 @@ _GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")
 def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
     """Return the launcher that a command runs, and the --launcher for it; None for none.
 
-    Wrappers and the text of `bash -c` are looked through, up to the script.
+    It is found behind env, nice, python -m and the "--" of another program, and in `bash -c`.
     """
     name = os.path.basename(words[0]) if words else ""
     if name in _LAUNCHERS or _MPIEXEC.match(name):
         return name, _LAUNCHERS.get(name, "mpiexec")
     if name in _SHELLS:
         pairs = zip(words[1:], words[2:], strict=False)
-        texts = [text for option, text in pairs if _COMMAND.fullmatch(option)]
-        commands = (command for text in texts[:1] for command in _shell_commands(text))
-        return next(filter(None, map(launcher_in, commands)), None)
-    if name not in _WRAPPERS and not re.fullmatch(r"(python|pypy)[\d.]*", name):
+        text = next((text for option, text in pairs if re.fullmatch("-[a-z]*c", option)), "")
+        return next(filter(None, map(launcher_in, _shell_commands(text))), None)
+    if _WRAPPER.fullmatch(name):
+        return launcher_in(_without_options(words[1:]))
+    before = list(itertools.takewhile(lambda word: word != "--", words))
+    if any(word == "-m" or word.endswith(".py") for word in before):  # its own arguments follow
         return None
+    return launcher_in(words[len(before) + 1 :]) if before else None
 
-    for index, word in enumerate(words[1:], start=1):
-        before, base = words[index - 1], os.path.basename(word)
-        is_value = before in _VALUE_OPTIONS or before.startswith("--") and before not in _FLAGS
-        if name.endswith(("conda", "mamba")):
-            is_value = is_value or before in ("-n", "-p")
-        if "=" in word or is_value or name in _CONTAINERS and "/" in word:
-            continue
-        if base in _SHELLS or (base in _LAUNCHERS or _MPIEXEC.match(base)) and words[index + 1 :]:
-            return launcher_in(words[index:])
-        if word.endswith(".py") or before == "-m" and _MODULE.fullmatch(word):
-            return None
-    return None
+
+def _without_options(words: Iterable[str]) -> list[str]:
+    return list(itertools.dropwhile(_BEFORE_COMMAND.fullmatch, words))
 
 
 def _shell_commands(text: str) -> Iterator[list[str]]:
@@ -104,13 +88,9 @@ def _shell_commands(text: str) -> Iterator[list[str]]:
         words = list(lexer)
     except ValueError:  # an open quotation mark: the shell reports it
         return
-    command: list[str] = []
-    for word in [*words, ";"]:
-        if set(word) <= set("();<>|&"):
-            yield command
-            command = []
-        elif command or not _BEFORE_COMMAND.fullmatch(word):
-            command.append(word)
+    for ends, command in itertools.groupby(words, lambda word: set(word) <= set("();<>|&")):
+        if not ends:
+            yield _without_options(command)
 
 
 def refusal(words: Sequence[str], program: str, option: str) -> str:
@@ -138,6 +118,7 @@ class GroupWatch:
     """The process groups of torch that the ranks of this host form, seen from outside.
 
     groups: each rank whose processes have a group without another rank, and how many they are.
+    next_look: the seconds until it is time to look again; None if there is nothing left to see.
     formed: whether a rank has had a group, or a socket has had the port that launch.py gave to
     rank 0; also where the ranks are not watched.
     """
@@ -145,6 +126,7 @@ class GroupWatch:
     def __init__(self, launch_id: str, ranks: int) -> None:
         """launch_id: in the environment of the ranks. ranks: on this host; 0: do not watch."""
         self.groups: dict[int, int] = {}
+        self.next_look: float | None = None
         self.formed = not ranks
         self._port = self._rank_0 = 0  # the port, and the process id
         self._late_at = time.monotonic() + LATE_SECONDS
@@ -164,12 +146,15 @@ class GroupWatch:
             self._due = now + min(max(seconds, _FIRST_SECONDS), _LONGEST_SECONDS)
         return self._due - now
 
-    def is_late(self, now: float) -> bool:
-        """Return, once, whether the ranks have run for long without a group."""
-        if self.formed or now < self._late_at:
-            return False
-        self._late_at = math.inf
-        return True
+    def messages(self, now: float) -> Iterator[Message]:
+        """Look if it is time; yield what launch.py is to know."""
+        before = self.groups
+        self.next_look = self.look(now)
+        if self.groups != before:
+            yield {"groups": list(self.groups.items())}
+        if not self.formed and now >= self._late_at:
+            self._late_at = math.inf
+            yield {"copies": True}
 
     def ended_without_group(self, now: float) -> bool:
         """Return whether the ranks, which have all ended now, never had a group.
@@ -269,52 +254,67 @@ def _peers(pid: int, rank_of: Mapping[str, int]) -> Iterator[int | None]:
             yield None
 
 
-def problem(groups: Iterable[Mapping[int, int]], world_size: int) -> str:
-    """Return what is wrong with the groups that were seen on each host; "" for nothing.
+class GroupReports:
+    """What the hosts of a launch report about their process groups."""
 
-    Rank 0 alone proves nothing: it is the last in its group while it saves, and the one that starts
-    an evaluation.
-    """
-    found = {rank: size for of_host in groups for rank, size in of_host.items()}
-    rank = max(found, default=0)
-    if rank == 0:
-        return ""
-    size = found[rank]
-    return (
-        f"rank {rank} of {world_size} has formed a process group of {size} "
-        f"process{'es' * (size > 1)} without the other ranks. Expected one group of all "
-        f"{world_size} ranks. Leave out what starts ranks in the script or program, such as "
-        "torchrun, or give --independent if each rank is a program of its own"
-    )
+    def __init__(self, plan: Plan, result: LaunchResult) -> None:
+        self._plan, self._result = plan, result
+        self._of_hosts: dict[int, dict[int, int]] = {}
+
+    def note(self, host: int, message: Message, *, of_rank_0: bool) -> str:
+        """Note a message of a host; return what is wrong with the groups, or "".
+
+        of_rank_0: whether rank 0 runs there. Rank 0 alone proves nothing: it is the last in its
+        group while it saves, and the one that starts an evaluation.
+        """
+        if "copies" in message and of_rank_0:
+            self._report_copies(running=message["copies"])
+        if "groups" not in message:
+            return ""
+        self._of_hosts[host] = dict(message["groups"])
+        sizes = {rank: size for one in self._of_hosts.values() for rank, size in one.items()}
+        rank, world_size = max(sizes, default=0), self._plan.world_size
+        if rank == 0:
+            return ""
+        size = sizes[rank]
+        return (
+            f"rank {rank} of {world_size} has formed a process group of {size} "
+            f"process{'es' * (size > 1)} without the other ranks. Expected one group of all "
+            f"{world_size} ranks. Leave out what starts ranks in the script or program, such as "
+            "torchrun, or give --independent if each rank is a program of its own"
+        )
+
+    def _report_copies(self, *, running: bool) -> None:
+        """Warn that no rank has formed a group: at once if they run, else if they succeed.
+
+        Programs that use the kit check that themselves.
+        """
+        plan = self._plan
+        if divides_cores(plan.program):
+            return
+        words = [word for word in plan.command if word != "-m"]
+        name = next((word for word in words if word.endswith(".py")), words[0])
+        verb, when = ("are running", " within 5 minutes") if running else ("ran", "")
+        text = (
+            f"{plan.world_size} independent copies of {os.path.basename(name)} {verb}: no rank "
+            f"formed a process group{when}. Expected one group of all ranks. Call "
+            "setup_distributed() or init_process_group() in the script, or give --independent if "
+            "each rank is a program of its own"
+        )
+        if running:
+            print_status(text)
+        else:
+            self._result.warning = text
 
 
-def report_copies(plan: Plan, result: LaunchResult, *, running: bool) -> None:
-    """Warn that no rank has formed a group: at once if they are running, else if they succeed.
-
-    Programs that use the kit check that themselves.
-    """
-    if imports_this_package(plan.program):
-        return
-    words = [word for word in plan.command if word != "-m"]
-    name = next((word for word in words if word.endswith(".py")), words[0])
-    found = (
-        "are running: no rank formed a process group within 5 minutes"
-        if running
-        else ("ran: no rank formed a process group")
-    )
-    text = (
-        f"{plan.world_size} independent copies of {os.path.basename(name)} {found}. Expected one "
-        "group of all ranks. Call setup_distributed() or init_process_group() in the script, or "
-        "give --independent if each rank is a program of its own"
-    )
-    if running:
-        print_status(text)
-    else:
-        result.warning = text
+def _all_await(pids: Iterable[int], number: int) -> bool:
+    return all(process.awaits_signal(pid, number) for pid in pids)
 
 
 def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Message) -> None:
-    """Start a process that reports the groups of this host, and the end of its ranks, to launch.py.
+    """Start a process that reports to launch.py on the ranks of this host.
+
+    It reports their groups, which signals of HELD all of them handle, and their end.
 
     It is no child of this process, which becomes the user's program, and holds nothing but the
     connection. It ends with it, or with the ranks. Return at once.
@@ -324,6 +324,8 @@ def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Mess
         return
     try:
         os.setsid()
+        for number in HELD:  # Slurm signals all processes of a step
+            signal.signal(number, signal.SIG_IGN)
         if os.fork():
             return
         os.closerange(0, connection.fileno())
@@ -335,16 +337,19 @@ def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Mess
             with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
                 poll.register(os.pidfd_open(pid), select.POLLIN)
         watch = GroupWatch(launch_id, response["watched_ranks"])
-        reported = watch.groups
+        started, handled = time.monotonic(), list[int]()
         # What is in another namespace is not seen from here.
-        while any(there != namespace or process.start_time(pid) == t for pid, t, there in ranks):
-            seconds = watch.look(time.monotonic())
-            if watch.groups != reported:
-                reported = watch.groups
-                connection.send({"groups": list(reported.items())}, timeout=CONNECT_SECONDS)
-            if watch.is_late(time.monotonic()):
-                connection.send({"copies": True}, timeout=CONNECT_SECONDS)
-            for ready, _ in poll.poll(1000 * (_LONGEST_SECONDS if seconds is None else seconds)):
+        hidden = any(there != namespace for _, _, there in ranks)
+        while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
+            for message in watch.messages(time.monotonic()):
+                connection.send(message, timeout=CONNECT_SECONDS)
+            seconds = watch.next_look or _LONGEST_SECONDS
+            before, handled = handled, [int(one) for one in HELD if _all_await(seen, one)]
+            if handled != before:
+                connection.send({"handled": handled}, timeout=CONNECT_SECONDS)
+            if len(handled) < len(HELD):  # a program without handlers is looked at less and less
+                seconds = min(seconds, max(HANDLER_SECONDS, (time.monotonic() - started) / 20))
+            for ready, _ in poll.poll(1000 * seconds):
                 if ready == connection.fileno():
                     return
                 poll.unregister(ready)

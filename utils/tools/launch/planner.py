@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...host import binding
+from ...host.cores import CPU_BIND, NO_BINDING, binding_for
 from ...job.allocation import Allocation
-from ...job.slurm_environment import components
-from .hosts import Hosts, choose_hosts, job_name, notes_on_sharing
+from .hosts import choose_hosts, job_name, notes_on_sharing
 from .launch_plan import HostInfo, Options, Plan, PlanError, Request
 from .methods import NAMES, choose
 from .methods.srun_environment import for_part_of_job
@@ -26,28 +25,30 @@ def make_plan(
     environ: of this process.
     """
     options = _checked(options)
+    if environ.get("SLURM_HET_SIZE") and allocation is not None and options.launcher != "local":
+        raise PlanError(
+            f"{job_name(allocation)} has {environ['SLURM_HET_SIZE']} components "
+            "(SLURM_HET_SIZE). Expected a job whose hosts are all alike. Start the ranks of a "
+            "heterogeneous job with srun: srun --het-group=0,1 python train.py"
+        )
     hosts = choose_hosts(options, allocation, host_info)
-    given = environ.get(binding.VARIABLE, "")
-    if given not in ("", binding.NO_BINDING):
+    given = environ.get(CPU_BIND, "")
+    if given not in ("", NO_BINDING):
         try:
-            binding.binding_for(given, max(hosts.ranks))
+            binding_for(given, max(hosts.ranks))
         except ValueError as error:
             raise PlanError(str(error)) from None
     if hosts.partial:
-        environ = _for_part(environ, allocation, hosts)
+        environ = for_part_of_job(environ, hosts.gpus)
     method = choose(options.launcher, allocation, host_info, hosts.names)
+    if options.input and not method.local and (method.name != "srun" or options.torchrun):
+        raise PlanError(
+            "standard input is given, a file or a pipe, but no rank would read it "
+            f"{method.describe()}: only srun and --launcher local pass it to rank 0. Redirect it "
+            "from /dev/null, and let the script open the file"
+        )
 
-    request = Request(
-        options,
-        allocation,
-        host_info,
-        environ,
-        hosts.names,
-        hosts.ranks,
-        hosts.cores,
-        hosts.gpus,
-        hosts.partial,
-    )
+    request = Request(options, allocation, host_info, environ, hosts)
     plan = Plan(
         method=method,
         hosts=hosts.names,
@@ -96,19 +97,6 @@ def _checked(options: Options) -> Options:
             raise PlanError(f"{name} is {value}. Expected {least} or more")
     # Only the elastic agent of torchrun restarts ranks.
     return options._replace(torchrun=options.torchrun or options.max_restarts > 0)
-
-
-def _for_part(
-    environ: Mapping[str, str], allocation: Allocation | None, hosts: Hosts
-) -> Mapping[str, str]:
-    """Return the environment for some hosts of a job, which have less than the whole job."""
-    assert allocation is not None
-    if allocation.scheduler == "slurm" and components(environ):
-        raise PlanError(
-            "--nodes or --nodelist was given in a heterogeneous job, of which launch.py uses all "
-            "components. Leave it out, or start the ranks with srun --het-group"
-        )
-    return for_part_of_job(environ, hosts.gpus)
 
 
 def _notes_on_job(allocation: Allocation | None) -> Iterator[str]:

@@ -10,10 +10,10 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ...job.pbs_programs import find_program as find_pbs_program
+from ...job.pbs_job import find_program as find_pbs_program
 from .launch_plan import Mpiexec
 from .methods import MPIEXECS
-from .methods.pals import Pals
+from .methods.mpiexec import Pals
 
 PALS_FOLDER = Path("/opt/cray/pals")
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpirun")

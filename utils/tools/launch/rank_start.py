@@ -11,21 +11,19 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-from ... import signals as early_signals
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
 from ...monitor.launch_report import VARIABLE, parse_address
-from .agent_connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
 from .child_processes import LAUNCH_VARIABLE
-from .files import problem_with
+from .host_ranks import divides_cores, report_mask, shares_of_ranks
+from .host_readiness import ReservedPort, problem_with
+from .launch_connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
 from .nested import report_on_ranks
-from .rank_cores import bind, report_mask, shares_of_ranks
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
-from .reserved_port import ReservedPort
-from .script_imports import imports_this_package
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,13 +69,15 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(response["variables"])
     if os.environ.get("SLURM_JOB_ID") and launcher != "slurm":
         correct_slurm_variables(os.environ, response["num_hosts"])
-    if not imports_this_package(program):
+    if not divides_cores(program):
         try:
             local_rank = int(response["variables"]["LOCAL_RANK"])
             share = shares_of_ranks(response["cores"], os.environ)[local_rank]
         except LaunchError as error:
             return _fail(str(error))
-        bind(share.cpus)
+        if share.cpus:
+            with suppress(OSError):  # without the binding, the program is slower, not wrong
+                os.sched_setaffinity(0, share.cpus)
         os.environ.update(share.variables)
     if port is not None:
         port.keep_over_exec()
@@ -87,7 +87,8 @@ def main(arguments: Sequence[str]) -> int:
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-    _restore_signals(program)
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvp(program[0], program)
     except OSError as error:
@@ -118,25 +119,12 @@ def host_id() -> list[str]:
 def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
     connection.send({"join": report}, timeout=CONNECT_SECONDS)
-    response = connection.receive_one()
+    response = connection.wait_for_message()
     if response and response.get("processes"):
         launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
         report_on_ranks(connection, launch_id, response)
     connection.close()
     return response if response and "variables" in response else None
-
-
-def _restore_signals(program: Sequence[str]) -> None:
-    """Give the program the signals that it expects."""
-    if imports_this_package(program):
-        early_signals.block()
-        os.environ[early_signals.VARIABLE] = "1"
-        for number in early_signals.take():  # caught since the import of this package
-            os.kill(os.getpid(), number)  # stays pending for the program
-    else:
-        early_signals.release()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 def _fail(text: str, status: int = 1) -> int:

@@ -1,9 +1,8 @@
-"""pbs_tmrsh or srun instead of ssh, for an mpiexec that starts its daemons with a remote shell.
+"""pbs_tmrsh instead of ssh, for an mpiexec that starts its daemons with a remote shell.
 
-No ssh is needed then, and the scheduler ends what it has started. An mpiexec gives options of ssh,
-a host, perhaps without its domain, and a line of shell. pbs_tmrsh expects the host as the node file
-has it, no options, and a program. srun is used only in heterogeneous jobs of Slurm: it has to be
-given the component of the host, which no mpiexec does.
+No ssh is needed then, and PBS ends what it has started. An mpiexec gives options of ssh, a host,
+perhaps without its domain, and a line of shell. pbs_tmrsh expects the host as the node file has it,
+no options, and a program.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from ...job.hostnames import short_name
-from ...job.slurm_environment import components
+from ...job.allocation import short_name
 from .bootstrap import import_code
 
 VARIABLE = "DDPKIT_REMOTE_SHELL"  # holds the code that runs main()
@@ -30,42 +28,16 @@ def pbs_tmrsh_words(arguments: Sequence[str], node_file: Iterable[str]) -> list[
     return [listed, "/bin/sh", "-c", " ".join(line)]
 
 
-def srun_words(
-    arguments: Sequence[str], parts: Sequence[Sequence[str]], gpus: Sequence[int]
-) -> list[str]:
-    """Convert ssh's arguments to those of srun: a step on that host, which overlaps with others.
-
-    The step has all cores and GPUs of the job there. parts: the hosts of each component of the job.
-    gpus: on each host of each component.
-    """
-    host, *shell = pbs_tmrsh_words(arguments, (name for part in parts for name in part))
-    group = next((index for index, part in enumerate(parts) if host in part), 0)
-    return [
-        f"--het-group={group}",
-        f"--nodelist={host}",
-        "--nodes=1",
-        "--ntasks=1",
-        "--overlap",
-        "--cpu-bind=none",
-        "--export=ALL",
-        *([f"--gres=gpu:{gpus[group]}"] if gpus[group] else []),
-        *shell,
-    ]
-
-
-def main(program: str, arguments: Sequence[str], gpus: Sequence[int]) -> None:
-    """Become pbs_tmrsh, or srun where `gpus` has an entry for each component of a job."""
-    if gpus:
-        words = srun_words(arguments, components(os.environ), gpus)
-    else:
-        with open(os.environ["PBS_NODEFILE"], encoding="utf-8", errors="surrogateescape") as file:
-            words = pbs_tmrsh_words(arguments, file)
+def main(program: str, arguments: Sequence[str]) -> None:
+    """Become pbs_tmrsh."""
+    with open(os.environ["PBS_NODEFILE"], encoding="utf-8", errors="surrogateescape") as file:
+        words = pbs_tmrsh_words(arguments, file)
     os.execv(program, [program, *words])
 
 
-def code(program: str, gpus: Sequence[int]) -> str:
-    """Return the value of VARIABLE; arguments as in main()."""
-    return import_code(f"remote_shell import main; main({program!r}, sys.argv[1:], {list(gpus)})")
+def code(program: str) -> str:
+    """Return the value of VARIABLE. program: the path of pbs_tmrsh."""
+    return import_code(f"remote_shell import main; main({program!r}, sys.argv[1:])")
 
 
 def words(python: str) -> list[str]:

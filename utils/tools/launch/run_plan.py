@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from ...job import exclude_file
-from ...job.exit_status import EXIT_REQUEUE
+from ...job.allocation import EXIT_REQUEUE
 from ...monitor.launch_report import ReportListener
-from . import nested
 from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop
-from .host_processes import host_processes, signals_workers
-from .host_ranks import start_on_host
+from .host_ranks import host_processes, signals_workers, start_on_host
+from .host_readiness import ReservedPort
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
+from .nested import GroupReports, GroupWatch
 from .rank_output import Outputs, labelled, write_output
-from .reserved_port import ReservedPort
 
 _DRAIN_SECONDS = 1.0
 _BACKLOG = 16
@@ -77,7 +76,7 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
     def write(stream: int, text: bytes, rank: int) -> None:
         write_output(stream, labelled(text, rank))
 
-    with Processes(launch_id) as processes, EventLoop(signals) as loop:
+    with Processes(launch_id) as processes, closing(EventLoop(signals)) as loop:
         # Without labels the ranks share our streams.
         outputs = Outputs(loop, write) if plan.options.label and not torchrun else None
         start_on_host(
@@ -86,10 +85,10 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
             processes,
             outputs,
             output_dir="" if torchrun else plan.options.output_dir,
-            new_session=torchrun,  # PBS signals whole sessions; torchrun would be terminated by it
             stdin=0 if plan.options.input else b"",
         )
-        watch = nested.GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
+        watch = GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
+        groups = GroupReports(plan, result)
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
@@ -101,19 +100,18 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
                 if result.is_last_stop(number, now):
                     result.end_now(number, now)
                 else:
-                    processes.signal(number, to_workers=signals_workers(plan, number))
-            next_look = watch.look(now)
-            if text := nested.problem([watch.groups], plan.world_size):
-                result.fail(text, now)
-            if watch.is_late(now):
-                nested.report_copies(plan, result, running=True)
+                    processes.stop(number, to_workers=signals_workers(plan, number))
+            for message in watch.messages(now):
+                if text := groups.note(0, message, of_rank_0=True):
+                    result.fail(text, now)
             due = None if result.end_at is None else max(0.0, result.end_at - now)
             if due == 0.0:
                 processes.end(now)
                 due = processes.kill_late(now)
             if processes.running:
-                loop.run_once(due, next_look, outputs.flush_partial_lines() if outputs else None)
+                partial = outputs.flush_partial_lines() if outputs else None
+                loop.run_once(due, watch.next_look, processes.pass_on_held(), partial)
         if watch.ended_without_group(time.monotonic()):
-            nested.report_copies(plan, result, running=False)
+            groups.note(0, {"copies": False}, of_rank_0=True)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)

@@ -81,7 +81,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
                 if os.path.dirname(file) == folder:
                     del sys.modules[name]
 
-    with _time_limit(path, timeout), script_modules(folder):
+    with _time_limit(path, timeout), script_modules(folder), _output_to_stderr():
         try:
             try:
                 trace = trace_steps(run, seconds=timeout / 2)
@@ -130,6 +130,18 @@ def _run(
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Write to standard error what C++ prints: gloo of torch 2.8 says who is connected."""
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 @contextlib.contextmanager

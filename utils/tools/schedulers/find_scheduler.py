@@ -25,7 +25,7 @@ def get_scheduler(name: str | None = None) -> Scheduler:
 
     Raises SchedulerError for any other name, and where this host has the commands of both or none.
     """
-    from ...job.pbs_programs import configuration, find_program
+    from ...job.pbs_job import configuration, find_program
     from .pbs_scheduler import Pbs
     from .slurm_scheduler import Slurm
 

@@ -47,8 +47,6 @@ def command_words(job: Job) -> str:
         words += ["--ntasks-per-node", str(job.ranks_per_node)]
     if job.container:
         words += ["--container", job.container]
-    if job.container and job.gpu_vendor:
-        words += ["--gpu-vendor", job.gpu_vendor]
     arguments = " ".join(map(quote, [*words, "--", *job.command]))
     return arguments if job.command else f'{arguments} "$@"'
 

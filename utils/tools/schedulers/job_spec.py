@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...job.units import parse_duration
+from ...job.allocation import parse_duration
 
 _MAX_COUNT = 1 << 20  # sanity bound of nodes, ranks, cores, GPUs
 _MAX_SECONDS = 100 * _MAX_COUNT
@@ -36,7 +36,6 @@ _FORMS = {  # field: pattern, example
     "memory": (re.compile(r"[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
     "dependency": (re.compile(rf"{_CONDITION}([,?]{_CONDITION})*"), "afterany:1234"),
     "launcher": (re.compile(r"[a-z][a-z0-9_-]{0,30}"), "auto, torchrun, srun or mpiexec"),
-    "gpu_vendor": (re.compile("nvidia|amd|intel"), "nvidia, amd or intel"),
 }
 _ENTRY_FORMS = {  # field whose entries have this form: pattern, example
     "module_paths": (re.compile(r"/[A-Za-z0-9_.~+@:=/-]{1,200}"), "/soft/modulefiles"),
@@ -89,7 +88,6 @@ class Job:
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
     container: str | None = None  # image of Apptainer or Singularity
-    gpu_vendor: str | None = None  # for the container; None: that of the GPUs found in the job
     preflight: tuple[str, ...] = ()  # options of doctor, which then checks the hosts first
 
     def __post_init__(self) -> None:

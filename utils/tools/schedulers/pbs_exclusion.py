@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from ...job.allocation import parse_number, same_host
 from ...job.commands import run_command
-from ...job.hostnames import same_host
-from ...job.pbs_output import Fields, members
-from ...job.pbs_programs import find_program
-from ...job.pbs_query import query_job, query_objects
-from ...job.units import parse_number
+from ...job.pbs_job import Fields, find_program, members, query_job, query_objects
 
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
 _MAX_LENGTH = 3000  # of the select statement in a directive

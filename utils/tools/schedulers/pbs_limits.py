@@ -11,10 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...job.allocation import format_walltime, parse_duration, parse_number, parse_size
 from ...job.commands import SchedulerError
-from ...job.pbs_output import Fields, members
-from ...job.pbs_query import query_objects
-from ...job.units import format_walltime, parse_duration, parse_number, parse_size
+from ...job.pbs_job import Fields, members, query_objects
 from .job_spec import option_name, option_value
 from .scheduler import Queue
 

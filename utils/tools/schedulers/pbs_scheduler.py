@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ...job.allocation import format_walltime, parse_number
 from ...job.commands import SchedulerError, run_command
-from ...job.pbs_output import Fields
-from ...job.pbs_programs import find_program
-from ...job.pbs_query import query_job
-from ...job.units import format_walltime, parse_number
+from ...job.pbs_job import Fields, find_program, query_job
 from . import pbs_exclusion as exclusion
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive

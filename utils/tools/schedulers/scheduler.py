@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ...job.allocation import EXIT_REQUEUE
 from ...job.commands import SUBMIT_TIMEOUT_SECONDS, SchedulerError, run_command
-from ...job.exit_status import EXIT_REQUEUE
 from . import job_script as script
 from .job_spec import Job
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...job import slurm_exclusion
+from ...job.allocation import format_walltime, parse_duration, parse_number
 from ...job.commands import SchedulerError, run_command
-from ...job.slurm_hostlist import expand_hostlist
-from ...job.slurm_output import SEPARATOR, Fields, gpu_count, records, table
-from ...job.units import format_walltime, parse_duration, parse_number
+from ...job.slurm_job import SEPARATOR, Fields, expand_hostlist, gpu_count, records, table
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive
 from .scheduler import Queue, Scheduler, State, Status, state_of_exit

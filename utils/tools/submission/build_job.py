@@ -96,7 +96,6 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         directives=directives,
         chunk=profile.chunk,
         container=args.container,
-        gpu_vendor=None if args.gpus_per_node == 0 else profile.gpu_vendor,
     )
 
 

@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...job import current_allocation, exclude_file
-from ...job.allocation import AllocationError
+from ...job.allocation import EXIT_REQUEUE, AllocationError, same_host
 from ...job.commands import SchedulerError
-from ...job.exit_status import EXIT_REQUEUE
-from ...job.hostnames import same_host
-from ...job.slurm_environment import unique_job_id
+from ...job.slurm_job import unique_job_id
 from ..launch import launch_cli as launch_cli
 from ..schedulers.find_scheduler import get_scheduler
 from ..schedulers.scheduler import Scheduler, Status

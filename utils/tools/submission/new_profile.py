@@ -9,10 +9,10 @@ import re
 import socket
 
 from ...host.gpus import gpu_vendor
+from ...job.allocation import format_walltime, parse_duration, parse_number
 from ...job.commands import SchedulerError, run_command
-from ...job.pbs_output import members
-from ...job.slurm_output import records
-from ...job.units import format_walltime, parse_duration, parse_number
+from ...job.pbs_job import members
+from ...job.slurm_job import records
 from ..schedulers.find_scheduler import get_scheduler
 from ..schedulers.pbs_limits import ServerState
 from ..schedulers.scheduler import Queue

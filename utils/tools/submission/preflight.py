@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...job import current_allocation, exclude_file
-from ...job.allocation import AllocationError
+from ...job.allocation import EXIT_REQUEUE, AllocationError
 from ...job.commands import SchedulerError
-from ...job.exit_status import EXIT_REQUEUE
 from ...job.requeue import CHAIN_VARIABLE, requeue
 from ..launch import launch_cli as launch_cli
 from ..schedulers.scheduler import Scheduler

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...host.binding import VARIABLE as CPU_BIND
-from ...host.binding import parse_binding
+from ...host.cores import CPU_BIND, parse_binding
 from ...host.gpus import VENDORS
 from ..launch.methods import NAMES
 from ..schedulers.job_spec import parse_walltime
@@ -65,7 +64,7 @@ class Profile:
     gpus_per_node: int | None = None
     cores_per_node: int | None = None  # available to jobs, counted as the scheduler counts
     memory_per_node: str | None = None  # "64G"
-    gpu_vendor: str | None = None  # None: each job detects it
+    gpu_vendor: str | None = None  # None: it is not known
     request_gpus: bool = True  # false where nodes are exclusive and the scheduler knows no GPUs
     launcher: str = "auto"
     network: str | None = None  # the network in NCCL's log: "AWS Libfabric", "IB"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...host.binding import parse_binding
+from ...host.cores import parse_binding
 from ..schedulers.job_spec import Job, JobError
 from .paths import JOBS
 from .profiles import Profile

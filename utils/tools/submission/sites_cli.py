@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...job.allocation import format_walltime
 from ...job.commands import SchedulerError
-from ...job.units import format_walltime
 from ..arguments import ArgumentParser
 from . import profiles, site_checks
 from .new_profile import new_profile

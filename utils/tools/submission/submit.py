@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from ...job.allocation import format_walltime
 from ...job.commands import SchedulerError
 from ...job.requeue import CHAIN_VARIABLE
-from ...job.units import format_walltime
 from ..schedulers.find_scheduler import get_scheduler
 from ..schedulers.job_script import quote
 from ..schedulers.job_spec import Job

@@ -13,6 +13,7 @@ from ..arguments import ArgumentParser
 from . import profiles
 from .paths import PROGRAM, doctor_words
 
+SITE = "DDPKIT_SITE"  # the profile of this cluster, which a centre's module file sets
 COMMANDS = {
     "run": "submit a script, a module or a program as a job",
     "status": "print the status of jobs",
@@ -96,7 +97,10 @@ def _parser(name: str) -> ArgumentParser:
         parser.add_argument("job_ids", nargs="+", metavar="JOB_ID", help=printed)
     if name in ("status", "logs", "cancel"):
         parser.add_argument(
-            "--site", metavar="NAME|FILE", help="for a job that has no record in --folder"
+            "--site",
+            metavar="NAME|FILE",
+            default=os.environ.get(SITE) or None,
+            help="for a job that has no record in --folder",
         )
     if name == "logs":
         parser.add_argument("--follow", action="store_true", help="print output until the job ends")
@@ -165,8 +169,9 @@ def _add_job_options(add: Callable[..., object]) -> None:
     add(
         "--site",
         metavar="NAME|FILE",
+        default=os.environ.get(SITE) or None,
         help=f"profile of the cluster: {', '.join(profiles.names())}, or a YAML file "
-        "(default: generic-slurm or generic-pbs)",
+        f"(default: {SITE}, or generic-slurm or generic-pbs)",
     )
     add("-A", "--account", metavar="NAME", help="account to charge")
     add(

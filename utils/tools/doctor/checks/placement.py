@@ -12,12 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ....host import binding, gpus
-from ....host.cores import HostMasks, choose_cores, notes_on_cores
-from ....host.topology import pci_node, read_topology
+from ....host import gpus
+from ....host.cores import (
+    CPU_BIND,
+    HostMasks,
+    available_cpus,
+    choose_cores,
+    cpus_of_mask,
+    mask_of_cpus,
+    notes_on_cores,
+    openmp_binding,
+    pci_node,
+    read_topology,
+)
 from ....job import current_allocation
-from ....job.allocation import AllocationError
-from ....job.hostnames import same_host
+from ....job.allocation import AllocationError, same_host
 from ....launch_error import LaunchError
 from ....launchers.detect import detect
 from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
@@ -72,11 +81,11 @@ class Placement(Check[Facts]):
         threads, threads_variable = _threads()
         return Facts(
             notes=_notes(),
-            mask=binding.mask_of_cpus(binding.available_cpus()),
+            mask=mask_of_cpus(available_cpus()),
             cpus=_allowed_cpus(),
             topology=topology.to_text() if topology else "",
-            binding=os.environ.get(binding.VARIABLE, ""),
-            openmp=binding.openmp_binding(os.environ),
+            binding=os.environ.get(CPU_BIND, ""),
+            openmp=openmp_binding(os.environ),
             gpus=_identities(addresses),
             gpu_nodes=[pci_node(one) if one else None for one in addresses],
             allowed_gpus=_identities(gpus.visible_gpu_addresses({})),
@@ -319,7 +328,7 @@ def _check_cores(on_host: Sequence[Reported[Facts]], allocated: int | None) -> I
     for note in notes:
         yield _finding(Level.WARNING, note.problem, note.remedy, places, subject=CPUS)
 
-    usable = {cpu for one in on_host for cpu in binding.cpus_of_mask(one.facts.mask)}
+    usable = {cpu for one in on_host for cpu in cpus_of_mask(one.facts.mask)}
     # 0: outside of a job, where all CPUs count. None: unknown, since other jobs may run there.
     cpus = facts.cpus if allocated == 0 else min(allocated or 0, facts.cpus)
     if not notes and 2 * len(usable) <= cpus:

@@ -10,10 +10,7 @@ from ....job.allocation import Allocation
 from ..hosts import index_of, job_name
 from ..launch_plan import HostInfo, Method, PlanError
 from .agents import Local, Pbsdsh, PbsTmrsh, Ssh
-from .hydra import IntelMpi, Mpich
-from .native_launcher import MpiexecMethod
-from .openmpi import OpenMpi
-from .pals import Pals
+from .mpiexec import IntelMpi, Mpich, MpiexecMethod, OpenMpi, Pals
 from .srun import Srun
 
 # In the order in which their patterns are compared with the output of `mpiexec --version`.

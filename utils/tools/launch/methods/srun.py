@@ -12,13 +12,11 @@ from contextlib import suppress
 
 from ....host.gpus import MASKS
 from ....job.commands import SchedulerError, run_command
-from ....job.slurm_environment import in_step
+from ....job.slurm_job import in_step
 from ..child_processes import Processes
 from ..hosts import index_of
-from ..launch_plan import HOST_FILE, Plan, PlanError, Request
-from ..srun_errors import SrunErrors
-from .native_launcher import NativeMethod, equal, labels_output
-from .srun_environment import is_heterogeneous
+from ..launch_plan import HOST_FILE, Plan, Request
+from .mpiexec import NativeMethod, equal, labels_output
 
 _QUERY_SECONDS = 10.0
 
@@ -28,7 +26,7 @@ class Srun(NativeMethod):
 
     name = title = "srun"
     scheduler = "slurm"
-    error_reader = SrunErrors
+    reports_errors = True
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -43,61 +41,34 @@ class Srun(NativeMethod):
     def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         assert request.allocation is not None
         options = request.options
-        self._partial = request.partial
+        self._partial = request.hosts.partial
         self._inside_step = in_step(request.environ)
         self._as_requested = (
-            request.ranks == request.allocation.ranks_per_host
+            request.hosts.ranks == request.allocation.ranks_per_host
             and options.ntasks is None
             and options.ntasks_per_node is None
             and not options.torchrun
             and not self._inside_step
-            and (is_heterogeneous(request.environ) or _asks_for_tasks(request))
+            and request.environ.get("SLURM_NTASKS", "") == str(sum(request.hosts.ranks))
         )
 
         binding = environ.get("SLURM_CPU_BIND")  # of the user, unless an outer step has left it
         environ = self.take_requests(request, environ, keep_task_requests=self._as_requested)
-        if self.components and options.input and not options.torchrun:
-            raise PlanError(
-                "standard input is given in a heterogeneous job, where srun gives it to no rank "
-                "reliably. Redirect it from /dev/null, or choose --launcher mpiexec"
-            )
         if binding and not self._inside_step and not options.torchrun:
             environ["SLURM_CPU_BIND"] = binding
-        if not self._as_requested and not self.components:
+        if not self._as_requested:
             # Where --nodes cannot be given, srun takes the number of hosts from here.
-            count = str(len(request.hosts))
+            count = str(len(request.hosts.names))
             environ |= {"SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
         return environ
 
     def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options_and_words(plan, words)]
+        return [self.path, *self._options(plan), *words]
 
-    def _options_and_words(self, plan: Plan, words: Sequence[str]) -> Iterator[str]:
-        if not self.components:
-            yield from self._step_options(plan, slice(None))
-            yield from words
-        elif (
-            self._as_requested
-        ):  # each component has its own number of tasks, and of cores for a rank
-            yield from self._common_options(plan)
-            if gpus := equal(self.gpus_to_claim):
-                yield f"--gres=gpu:{gpus}"
-            yield f"--het-group={','.join(map(str, range(len(self.components))))}"
-            yield from words
-        else:  # one step on several components, each with its own options
-            first = 0
-            for group, hosts in enumerate(self.components):
-                if group:
-                    yield ":"
-                yield f"--het-group={group}"
-                yield from self._step_options(plan, slice(first, first + len(hosts)))
-                yield from words
-                first += len(hosts)
-
-    def _common_options(self, plan: Plan) -> Iterator[str]:
+    def _options(self, plan: Plan) -> Iterator[str]:
         if labels_output(plan):
             yield "--label"
-        if plan.rank_0_reads_input:
+        if plan.options.input:
             yield "--input=0"  # otherwise every rank reads it
         yield "--kill-on-bad-exit=1"  # otherwise the other ranks wait for the one that failed
         if not plan.environ.get("SLURM_CPU_BIND"):
@@ -105,20 +76,13 @@ class Srun(NativeMethod):
         if plan.environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
             yield "--export=ALL"
 
-    def _step_options(self, plan: Plan, part: slice) -> Iterator[str]:
-        """Yield the options of a step, or of its part on one component of a heterogeneous job."""
-        yield from self._common_options(plan)
-        processes = plan.processes[part]
-        known_cores = [
-            (cores, count)
-            for cores, count in zip(plan.cores[part], processes, strict=True)
-            if cores is not None
-        ]
-        cores_per_process = min((cores // count for cores, count in known_cores), default=None)
+        counts = zip(plan.cores, plan.processes, strict=True)
+        shares = [cores // count for cores, count in counts if cores is not None]
+        cores_per_process = min(shares, default=None)
         overcommit = cores_per_process == 0
 
         if not self._as_requested:
-            yield from self._task_options(plan, part, overcommit)
+            yield from self._task_options(plan, overcommit)
         if self._inside_step:
             yield "--overlap"  # the surrounding step holds the cores and GPUs that we want
 
@@ -131,18 +95,17 @@ class Srun(NativeMethod):
         elif cores_per_process is not None:
             yield f"--cpus-per-task={cores_per_process}"
 
-        claim = self.gpus_to_claim[part]
-        if gpus := equal(claim):
+        if gpus := equal(self.gpus_to_claim):
             yield f"--gres=gpu:{gpus}"
-        elif any(claim):
-            yield f"--gpus={sum(claim)}"
+        elif any(self.gpus_to_claim):
+            yield f"--gpus={sum(self.gpus_to_claim)}"
 
-    def _task_options(self, plan: Plan, part: slice, overcommit: bool) -> Iterator[str]:
+    def _task_options(self, plan: Plan, overcommit: bool) -> Iterator[str]:
         """Yield how many tasks start on which hosts."""
-        processes = plan.processes[part]
-        uneven_cores = len(set(plan.cores[part])) > 1
+        processes = plan.processes
+        uneven_cores = len(set(plan.cores)) > 1
         # An overcommitted srun fills the cores of each host, however many these are.
-        fills_cores = overcommit and uneven_cores and not self.components
+        fills_cores = overcommit and uneven_cores
         if len(set(processes)) == 1 and not fills_cores:
             yield f"--nodes={len(processes)}"
             yield f"--ntasks={sum(processes)}"
@@ -150,13 +113,6 @@ class Srun(NativeMethod):
             yield "--distribution=block"
             if self._partial:
                 yield f"--nodelist={','.join(plan.hosts)}"
-        elif self.components:
-            raise PlanError(
-                f"the hosts {', '.join(plan.hosts[part])} are one component of a heterogeneous job "
-                f"and are to have different numbers of ranks ({', '.join(map(str, processes))}). "
-                "srun starts the same number on each of them. Give --ntasks-per-node, or choose "
-                "--torchrun or --launcher mpiexec"
-            )
         else:  # since Slurm 23.11 not together with --nodes
             yield f"--ntasks={sum(processes)}"
             yield f"--nodelist={HOST_FILE}"
@@ -189,10 +145,6 @@ class Srun(NativeMethod):
     def listen_ports(self, plan: Plan) -> Sequence[int]:
         """Return the ports of a login host, perhaps behind a firewall; () on a host of the job."""
         return () if index_of(plan.host, plan.hosts) is not None else srun_ports()
-
-
-def _asks_for_tasks(request: Request) -> bool:
-    return request.environ.get("SLURM_NTASKS", "") == str(request.world_size)
 
 
 def step_of(job_id: str, pid: int) -> str:

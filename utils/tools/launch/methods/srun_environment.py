@@ -6,10 +6,9 @@ VARIABLES), also where the step starts other tasks than the job requested.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ....job.slurm_environment import components, in_step
+from ....job.slurm_job import in_step
 from ..launch_plan import Request
 
 # What the job requested for its tasks, and how an outer step was bound, applies to those alone.
@@ -39,20 +38,6 @@ GPU_REQUESTS = (
     "SLURM_GPUS_PER_TASK",
     "SLURM_GPUS_PER_SOCKET",
 )
-OTHER_REQUESTS = (
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_CPUS_PER_GPU",
-    "SLURM_MEM_PER_CPU",
-    "SLURM_MEM_PER_GPU",
-    "SLURM_MEM_PER_NODE",
-)
-# SLURM_NTASKS_HET_GROUP_1, SLURM_NTASKS_PACK_GROUP_1: for component 1 of a heterogeneous job.
-_COMPONENT = re.compile(r"_(?:HET|PACK)_GROUP_\d+$")
-
-
-def is_heterogeneous(environ: Mapping[str, str]) -> bool:
-    """Return whether the job has several components, each with its own hosts and options."""
-    return bool(components(environ))
 
 
 def step_environment(
@@ -63,20 +48,11 @@ def step_environment(
     The latter are empty where the step gets the GPUs of the job anyway.
     keep_task_requests: whether the step starts the same tasks that the job requested.
     """
-    heterogeneous = is_heterogeneous(request.environ)
-    if heterogeneous:
-        environ = _without_first_component(environ)
     if not keep_task_requests:
-        environ = _without(environ, TASK_REQUESTS)
-
+        environ = {name: value for name, value in environ.items() if name not in TASK_REQUESTS}
     claim: tuple[int, ...] = ()
-    if heterogeneous or not _asks_for_gpus(environ):
-        claim = tuple(count or 0 for count in request.gpus)
-    if heterogeneous and any(claim):  # claimed by options
-        if not keep_task_requests:
-            environ = _without(environ, GPU_REQUESTS)
-        elif len(set(claim)) == 1:  # by --gres, which Slurm 26.05 refuses beside --gpus-per-node
-            environ = _without(environ, ["SLURM_GPUS_PER_NODE"])
+    if not _asks_for_gpus(environ):
+        claim = tuple(count or 0 for count in request.hosts.gpus)
     return dict(environ), claim
 
 
@@ -109,25 +85,6 @@ def for_part_of_job(environ: Mapping[str, str], gpus: Sequence[int | None]) -> M
     if len(set(gpus)) == 1 and gpus[0]:
         found["SLURM_GPUS_PER_NODE"] = str(gpus[0])
     return found
-
-
-def _without(environ: Mapping[str, str], requests: Iterable[str]) -> dict[str, str]:
-    """Return the environment without these requests, and without those of components."""
-    dropped = set(requests)
-    return {
-        name: value for name, value in environ.items() if _COMPONENT.sub("", name) not in dropped
-    }
-
-
-def _without_first_component(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the first component's requests under their plain names.
-
-    The batch script of "-n1 : -N2 --ntasks-per-node=2" has SLURM_NTASKS=1, which srun applies to
-    component 1 as well: it started 3 of 5 tasks. Seen with Slurm 25.11.
-    """
-    with_number = {_COMPONENT.sub("", name) for name in environ if _COMPONENT.search(name)}
-    dropped = with_number.intersection((*TASK_REQUESTS, *GPU_REQUESTS, *OTHER_REQUESTS))
-    return {name: value for name, value in environ.items() if name not in dropped}
 
 
 def _asks_for_gpus(environ: Mapping[str, str]) -> bool:

@@ -1,0 +1,17 @@
+"""Pages that have to stay short, and lists that have to be whole."""
+from __future__ import annotations
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 100), ("AGENTS.md", 40)])
+def test_a_page_stays_short(page: str, lines: int) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= lines
+
+
+def test_all_examples_are_listed() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    examples = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    assert examples and [name for name in examples if f"]({name})" not in page] == []

@@ -1,0 +1,259 @@
+"""The mpiexec of MPICH, Intel MPI, MVAPICH, Open MPI and HPE PALS; Flux; submitit.
+
+Sources: mpiexec(1) of MPICH and of PALS, the Intel MPI Developer Reference, the MVAPICH2 User
+Guide, mpirun(1) of Open MPI, flux-environment(7), submitit/local/local.py. PALS and Flux are
+tested only against the documentation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..host import process
+from ..launch_error import LaunchError
+from .launcher import Launcher, NameService, Placement, is_set, node_file, number
+
+# The processes, one on each host, that start the ranks. mpiexec itself is not one of them: a user's
+# wrapper may have such a name.
+_PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn")
+
+
+class Hydra(Launcher):
+    """What the launchers of this family share."""
+
+    def identity(self, environ: Mapping[str, str], placement: Placement) -> str:
+        found = super().identity(environ, placement)
+        if found or not placement.on_one_host:
+            return found
+        # On one host all ranks descend from one proxy. No variable identifies the launch.
+        for pid in process.parent_pids():
+            if process.name(pid) in _PROXIES:
+                started = process.start_time(pid)
+                return f"{self.name}:{os.uname().nodename}:{pid}:{started}"
+        return ""
+
+    def name_service(self, environ: Mapping[str, str]) -> NameService | None:
+        from .pmi import PublishedNames
+
+        return PublishedNames(environ)
+
+
+class MPICH(Hydra):
+    """MPICH's mpiexec, called Hydra."""
+
+    name = "mpich"
+    rank_variable = "PMI_RANK"
+    world_size_variable = "PMI_SIZE"
+    local_rank_variable = "MPI_LOCALRANKID"
+    local_world_size_variable = "MPI_LOCALNRANKS"
+    marker_variables: tuple[str, ...] = ("PMI_FD", "PMI_ID", "PMI_PORT")
+    parent_programs = ("hydra_pmi_proxy", "mpirun*", "mpiexec*")
+    mpi_libraries: tuple[str, ...] = ("MPICH", "CRAY MPICH", "MVAPICH")
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        # srun --mpi=pmi2, Flux and PALS set PMI_RANK, too, but not these.
+        return bool(is_set(environ, self.local_rank_variable, self.local_world_size_variable))
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        if is_set(environ, "PMI_PORT") and not is_set(environ, "PMI_RANK", "PMI_SIZE"):
+            raise LaunchError(
+                f"{self.name}: PMI_PORT is set, but PMI_RANK and PMI_SIZE are not, as with "
+                "mpiexec -pmi-port. Start again without -pmi-port"
+            )
+        return super().read(environ)
+
+
+class IntelMPI(MPICH):
+    """Intel's version of Hydra, which sets MPICH's variables and more."""
+
+    name = "intel-mpi"
+    marker_variables = ("I_MPI_HYDRA_UUID", "HYDRA_BSTRAP_LOCALHOST")
+    identity_variables = ("I_MPI_HYDRA_UUID",)
+    also_sets = ("mpich",)
+    mpi_libraries = ("Intel", "MPICH")
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        return bool(is_set(environ, *self.marker_variables)) and super().is_present(environ)
+
+    def is_parent(self, command: str) -> bool:
+        # "hydra_pmi_proxy --control-port h1:45027 ..." is MPICH's; Intel's has no such option.
+        return super().is_parent(command) and "--control-port" not in command
+
+
+class PMI(Hydra):
+    """A process manager that sets the variables of PMI-1 and none of its own."""
+
+    name = "mpich"
+    rank_variable = "PMI_RANK"
+    world_size_variable = "PMI_SIZE"
+    local_rank_variable = "PMI_LOCAL_RANK"
+    local_world_size_variable = "PMI_LOCAL_SIZE"
+    parent_programs = ("mpispawn", "pmi_proxy", "mpirun*", "mpiexec*")
+    mpi_libraries = MPICH.mpi_libraries
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        # To start a single process from a rank, people unset these two and leave the others.
+        return bool(is_set(environ, self.rank_variable, self.world_size_variable))
+
+
+class MVAPICH(Hydra):
+    """MVAPICH2 by mpirun_rsh or its Hydra, which set MPICH's variables as well."""
+
+    name = "mvapich"
+    rank_variable = "MV2_COMM_WORLD_RANK"
+    world_size_variable = "MV2_COMM_WORLD_SIZE"
+    local_rank_variable = "MV2_COMM_WORLD_LOCAL_RANK"
+    local_world_size_variable = "MV2_COMM_WORLD_LOCAL_SIZE"
+    parent_programs = ("mpispawn", "hydra_pmi_proxy", "mpirun*", "mpiexec*")
+    also_sets = ("mpich",)
+    mpi_libraries = ("MVAPICH", "MPICH")
+
+    def name_service(self, environ: Mapping[str, str]) -> NameService | None:
+        if not environ.get("PMI_FD"):
+            return None
+        from .pmi import KeyValueSpace  # mpirun_rsh does not publish names
+
+        return KeyValueSpace(environ)
+
+
+class OpenMPI(Launcher):
+    """A daemon on each host, orted or prted, is the parent of the ranks."""
+
+    name = "openmpi"
+    rank_variable = "OMPI_COMM_WORLD_RANK"
+    world_size_variable = "OMPI_COMM_WORLD_SIZE"
+    local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
+    local_world_size_variable = "OMPI_COMM_WORLD_LOCAL_SIZE"
+    marker_variables = ("PMIX_NAMESPACE", "PMIX_RANK")
+    # PMIX_NAMESPACE is "prterun-h1-4711@1" in version 5 and a number in version 4.
+    identity_variables = ("PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports")
+    parent_programs = ("prted", "orted", "prterun", "orterun", "mpirun*", "mpiexec*")
+    mpi_libraries = ("Open MPI",)
+
+    def name_service(self, environ: Mapping[str, str]) -> NameService:
+        from .pmix import connect  # imports ctypes, which few processes need
+
+        # Set by version 5 only.
+        return connect(in_child=bool(environ.get("PRTE_LAUNCHED")))
+
+
+_APPLICATION = "PALS_APID"  # "7b6dd8f0-6c30-4d4c-9f1c-0a8e5b1f3e52", one for each mpiexec
+
+
+class PALS(Launcher):
+    """palsd on each host starts the ranks. No variable of its own holds the world size.
+
+    It comes from cray-pmi's PMI_SIZE, from a WORLD_SIZE passed by the user, or from the node file.
+    """
+
+    name = "pals"
+    rank_variable = "PALS_RANKID"
+    local_rank_variable = "PALS_LOCAL_RANKID"
+    local_world_size_variable = "PALS_LOCAL_SIZE"
+    marker_variables = (_APPLICATION,)
+    job_variables = ("PMI_RANK", "PMI_SIZE", "PBS_NODEFILE", "WORLD_SIZE")
+    identity_variables = (_APPLICATION,)
+    parent_programs = ("palsd",)
+    also_sets = ("mpich",)
+    mpi_libraries = ("MPICH", "CRAY MPICH")
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        # srun on a Cray sets PALS variables, too (Slurm's mpi/cray_shasta), with this value.
+        step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+        if environ.get(_APPLICATION) == step:
+            return False
+        return bool(is_set(environ, self.rank_variable, _APPLICATION))
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        rank = number(environ, self.rank_variable)
+        local_rank = number(environ, self.local_rank_variable)
+        local_size = number(environ, self.local_world_size_variable)
+        if rank is None:
+            raise LaunchError(
+                f"pals: {_APPLICATION}={environ[_APPLICATION]} is set, but PALS_RANKID is not. "
+                f"Start the script by mpiexec, or unset {_APPLICATION} too"
+            )
+
+        world_size = self._reported_world_size(environ, rank)
+        if world_size is not None:
+            return Placement(self.name, rank, world_size, local_rank, local_size)
+
+        hosts = len(set(node_file(environ).split()))
+        if not hosts or not local_size:
+            raise LaunchError(
+                f"pals: PALS_RANKID={rank}, but no variable holds the world size (PMI_SIZE and "
+                "PBS_NODEFILE are missing). Pass it: mpiexec --env WORLD_SIZE=..."
+            )
+        world_size = local_size * hosts
+        note = (
+            f"world size {world_size} = PALS_LOCAL_SIZE {local_size} x {hosts} hosts of "
+            "PBS_NODEFILE. Where hosts have different numbers of ranks, pass it: "
+            "mpiexec --env WORLD_SIZE=..."
+        )
+        return Placement(self.name, rank, world_size, local_rank, local_size, (note,))
+
+    def _reported_world_size(self, environ: Mapping[str, str], rank: int) -> int | None:
+        if number(environ, "PMI_RANK") == rank and is_set(environ, "PMI_SIZE"):
+            return number(environ, "PMI_SIZE")
+
+        # WORLD_SIZE belongs to this launch if RANK is not set, or if all variables set with RANK
+        # match. Otherwise it was inherited from another launch.
+        pairs = {
+            "RANK": self.rank_variable,
+            "LOCAL_RANK": self.local_rank_variable,
+            "LOCAL_WORLD_SIZE": self.local_world_size_variable,
+        }
+        matches = all(number(environ, one) == number(environ, two) for one, two in pairs.items())
+        if is_set(environ, "RANK") and not matches:
+            return None
+        return number(environ, "WORLD_SIZE")
+
+
+class Flux(Launcher):
+    """flux-shell on each host is the parent of the tasks."""
+
+    name = "flux"
+    rank_variable = "FLUX_TASK_RANK"
+    world_size_variable = "FLUX_JOB_SIZE"
+    local_rank_variable = "FLUX_TASK_LOCAL_ID"
+    job_variables = ("FLUX_JOB_NNODES",)
+    identity_variables = ("FLUX_JOB_ID",)  # "f2ZzXqGWZfD"
+    parent_programs = ("flux-shell",)
+    also_sets = ("mpich",)
+    mpi_libraries = ("",)  # Flux starts the programs of every MPI library
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        placement = super().read(environ)
+        nodes = number(environ, "FLUX_JOB_NNODES")
+        # No variable holds the tasks of this node. One node and one task on each are certain.
+        if nodes == 1:
+            return placement.replace(local_world_size=placement.world_size)
+        if nodes == placement.world_size:
+            return placement.replace(local_world_size=1)
+        return placement
+
+    def name_service(self, environ: Mapping[str, str]) -> NameService | None:
+        if not environ.get("PMI_FD"):
+            return None
+        from .pmi import KeyValueSpace  # Flux does not publish names
+
+        return KeyValueSpace(environ)
+
+
+class Submitit(Launcher):
+    """A controller process, python -m submitit.local._local, starts the tasks."""
+
+    name = "submitit"
+    rank_variable = "SUBMITIT_LOCAL_GLOBALID"
+    world_size_variable = "SUBMITIT_LOCAL_NTASKS"
+    local_rank_variable = "SUBMITIT_LOCAL_LOCALID"
+    marker_variables = ("SUBMITIT_LOCAL_JOB_ID",)
+    identity_variables = ("SUBMITIT_LOCAL_JOB_ID",)  # "4711", the controller's process id
+
+    def is_parent(self, command: str) -> bool:
+        return "submitit.local" in command
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        placement = super().read(environ)
+        return placement.replace(local_world_size=placement.world_size)
