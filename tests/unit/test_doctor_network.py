@@ -10,10 +10,9 @@ import pytest
 from utils.tools.doctor.check import Check, Finding, Level, RankPlace, Reported
 from utils.tools.doctor.checks.collective_calls import CollectiveFacts, Collectives
 from utils.tools.doctor.checks.connections import ConnectionFacts, Connections
-from utils.tools.doctor.checks.gpu_health import GpuFacts, Gpus, parse_rocm
+from utils.tools.doctor.checks.gpu_health import Gpu, GpuFacts, Gpus, parse, parse_rocm, xid_errors
 from utils.tools.doctor.checks.names import NameFacts, Names
 from utils.tools.doctor.checks.torch_import import ImportFacts, TorchImportCheck
-from utils.tools.doctor.nvidia_smi import Gpu, parse, xid_errors
 from utils.tools.doctor.peers import interface_problem, names_of, nccl_interfaces, partners
 
 ADDRESS = "10.0.0.{}".format
