@@ -329,42 +329,28 @@ def parse(outputs: Mapping[str, str], nvlinks: str) -> list[Gpu]:
         for query, text in outputs.items()
     }
     found = []
-    for row in rows["gpu"]:
-        (
-            index,
-            name,
-            uuid,
-            address,
-            total,
-            used,
-            errors,
-            pages,
-            slowing,
-            clock,
-            limit,
-            hot,
-            power,
-        ) = row
-        remapped = [cells for cells in rows["remapped-rows"] if cells[0] == uuid]
-        links = re.search(rf"^GPU {index}:.*((?:\n\s+Link .*)*)", nvlinks, re.MULTILINE)
+    for cells in rows["gpu"]:
+        row = dict(zip(_QUERIES["gpu"].split(","), cells, strict=True))
+        remapped = [one for one in rows["remapped-rows"] if one[0] == row["uuid"]]
+        links = re.search(rf"^GPU {row['index']}:.*((?:\n\s+Link .*)*)", nvlinks, re.MULTILINE)
         found.append(
             Gpu(
-                int(index),
-                name,
-                uuid,
-                address.lower()[-12:],  # "00000000:41:00.0" has 16
-                _mebibytes(total),
-                _mebibytes(used),
-                processes=[int(pid) for owner, pid in rows["compute-apps"] if owner == uuid],
-                uncorrected_errors=_number(errors),
-                pages_pending=pages == "Yes",
-                rows_pending=any(cells[1] in ("1", "Yes") for cells in remapped),
-                rows_failed=any(cells[2] in ("1", "Yes") for cells in remapped),
-                clock_mhz=_number(clock),
-                max_clock_mhz=_number(limit),
-                throttle_reasons=_number(slowing),
-                power_watts=power,
-                temperature=_number(hot),
+                int(row["index"]),
+                row["name"],
+                row["uuid"],
+                row["pci.bus_id"].lower()[-12:],  # "00000000:41:00.0" has 16
+                _mebibytes(row["memory.total"]),
+                _mebibytes(row["memory.used"]),
+                processes=[int(pid) for uuid, pid in rows["compute-apps"] if uuid == row["uuid"]],
+                uncorrected_errors=_number(row["ecc.errors.uncorrected.volatile.total"]),
+                pages_pending=row["retired_pages.pending"] == "Yes",
+                rows_pending=any(one[1] in ("1", "Yes") for one in remapped),
+                rows_failed=any(one[2] in ("1", "Yes") for one in remapped),
+                clock_mhz=_number(row["clocks.sm"]),
+                max_clock_mhz=_number(row["clocks.max.sm"]),
+                throttle_reasons=_number(row["clocks_throttle_reasons.active"]),
+                power_watts=row["power.draw"],
+                temperature=_number(row["temperature.gpu"]),
                 nvlinks=links[1].count("GB/s") if links else 0,
             )
         )
