@@ -45,12 +45,14 @@ class Scripted:
     """A scheduler that reports the given statuses of each job in turn, the last one again and again."""
 
     name = "slurm"
+    can_requeue = False
 
-    def __init__(self, statuses: Mapping[str, Any]) -> None:
+    def __init__(self, statuses: Mapping[str, Any], problem: str | Exception = "") -> None:
+        self._problem = problem  # why no host can be excluded
         self._statuses = {job_id: list(values) if isinstance(values, list) else [values]
                           for job_id, values in statuses.items()}
         self.cancelled: list[str] = []
-        self.excluded: dict[str, list[str]] = {}  # hosts, by job
+        self.excluded: dict[str, list[list[str]]] = {}  # the hosts and the preferred ones, by job
 
     def status(self, job_id: str) -> Status:
         values = self._statuses[job_id]
@@ -63,8 +65,10 @@ class Scripted:
         self.cancelled.append(job_id)
 
     def exclude_hosts(self, job_id: str, hosts: Sequence[str], *, preferred: Sequence[str], dry_run: bool) -> str:
-        self.excluded[job_id] = list(hosts)
-        return ""
+        self.excluded[job_id] = [[*hosts], [*preferred]]
+        if isinstance(self._problem, Exception):
+            raise self._problem
+        return self._problem
 
 
 def use_scheduler(monkeypatch: pytest.MonkeyPatch, scheduler: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_recording
-from tests.unit.submission import Login
+from tests.unit.submission import Login, Scripted
 from utils.job import exclude_file
 from utils.job.commands import SchedulerError
 from utils.job.requeue import requeue
@@ -17,6 +17,7 @@ from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.slurm_scheduler import Slurm
 from utils.tools.submission import preflight
+from utils.tools.submission import submissions as records
 
 NODES = "".join(f"node{number} host{number}\n" for number in range(1, 5))
 SLURM_JOB = "JobId=21 JobName=x\n   JobState=PENDING Reason=None\n   Partition=main AllocNode:Sid=head:1\n" \
@@ -40,40 +41,28 @@ def test_hosts_are_listed_for_a_day_with_their_reason(tmp_path: Path) -> None:
     assert [entry.reason for entry in found] == ["no disk", "", "storage: read-only and so on"]
     assert found[1].since is None and abs((found[2].since or 0) - time.time()) < 60
     assert "n2 " not in file.read_text()
-    assert exclude_file.listed(file, ["n1.site.org", "n2", "n4", "n5"]) == ["n1.site.org", "n4"]
-
-
-def test_host_found_bad_again_is_listed_once(tmp_path: Path) -> None:
-    file = tmp_path / "bad-hosts.txt"
-    file.write_text(line("n1", 80000))
-    exclude_file.add(file, {"n1": "again"})
-    [entry] = exclude_file.read(file)
-    assert entry.reason == "again" and (entry.since or 0) > time.time() - 60
+    exclude_file.add(file, {"n1": "again"})  # is listed once
+    assert [entry.reason for entry in exclude_file.read(file) if entry.host == "n1"] == ["again"]
     assert list(tmp_path.iterdir()) == [file]
+    assert exclude_file.listed(file, ["n1.site.org", "n2", "n4", "n5"]) == ["n1.site.org", "n4"]
 
 
 # Slurm ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("directives", "expected"), [
-    ((), "--exclude=node2,node3"), (("--exclude=node1",), "--exclude=node1,node2,node3"),
-    (("-x node1", "--hold"), "--exclude=node1,node2,node3")])
-def test_slurm_job_excludes_nodes_by_the_names_of_their_hosts(commands: Commands, directives: tuple[str, ...],
-                                                              expected: str) -> None:
+@pytest.mark.parametrize(("directives", "nodes", "hosts", "expected", "problem"), [
+    ((), 1, "host2.site.org host3 elsewhere", ["--exclude=node2,node3"], ""),
+    (("--exclude=node1",), 1, "host2 host3", ["--exclude=node1,node2,node3"], ""),
+    (("-x node1", "--hold"), 1, "host2 host3", ["--exclude=node1,node2,node3"], ""),
+    ((), 3, "host2 host3", [], "2 of the 4 nodes of the partition remain, and the job requests 3"),
+    ((), 1, "elsewhere", [], "")])
+def test_slurm_job_excludes_nodes_by_the_names_of_their_hosts(
+        commands: Commands, directives: tuple[str, ...], nodes: int, hosts: str, expected: list[str],
+        problem: str) -> None:
     commands.add("sinfo", NODES + NODES)  # a node is in several partitions
-    job, problem = Slurm().without_hosts(Job(directives=directives), ["host2.site.org", "host3", "elsewhere"])
-    assert problem == ""
-    assert [one for one in Slurm().directives(job) if "exclude" in one[0] or "-x" in one[0]] == [[expected]]
-
-
-@pytest.mark.parametrize(("nodes", "hosts", "problem"), [
-    (3, ["host2", "host3"], "2 of the 4 nodes of the partition remain, and the job requests 3"),
-    (1, ["elsewhere"], "")])
-def test_slurm_job_stays_as_it_is(commands: Commands, nodes: int, hosts: list[str], problem: str) -> None:
-    commands.add("sinfo", NODES)
-    job = Job(nodes=nodes)
-    changed, found = Slurm().without_hosts(job, hosts)
-    assert changed == job and problem in found and bool(problem) == bool(found)
+    job, found = Slurm().without_hosts(Job(directives=directives, nodes=nodes), hosts.split())
+    assert problem in found and bool(problem) == bool(found)
+    assert [word for [word, *_] in Slurm().directives(job) if word.startswith(("--exclude", "-x"))] == expected
 
 
 @pytest.mark.parametrize(("given", "nodes", "value"), [
@@ -123,29 +112,21 @@ def pbs_nodes(**changes: dict[str, Any]) -> str:
     return json.dumps({"nodes": nodes})
 
 
-@pytest.mark.parametrize(("nodes", "changes", "select"), [
-    (2, {}, "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n1+1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3"),
-    (1, {"n1": {"state": "job-busy", "resources_assigned": {"ncpus": 4}}},
-     "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3"),
-    (1, {"n1": {"state": "offline"}}, "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3"),
-    (1, {"n1": {"resources_available": {"ngpus": 0}}}, "1:ncpus=1:mpiprocs=1:ompthreads=1:host=n3")],
-    ids=["names the good ones", "free ones first", "none that is down", "like the bad one"])
-def test_pbs_job_names_hosts_like_the_bad_one(commands: Commands, nodes: int, changes: dict[str, Any],
-                                              select: str) -> None:
+@pytest.mark.parametrize(("job", "changes", "hosts", "problem"), [
+    (Job(nodes=2), {}, ["n1", "n3"], ""),
+    (Job(), {"n1": {"state": "job-busy", "resources_assigned": {"ncpus": 4}}}, ["n3"], ""),
+    (Job(), {"n1": {"state": "offline"}}, ["n3"], ""),
+    (Job(), {"n1": {"resources_available": {"ngpus": 0}}}, ["n3"], ""),
+    (Job(nodes=3), {}, [], "besides n2 it has 2 hosts with the same resources, of the 3 that the job requests"),
+    (Job(directives=("-l select=2:ncpus=1",)), {}, [], "own -l select")],
+    ids=["names the good ones", "free ones first", "none that is down", "like the bad one", "too few", "own select"])
+def test_pbs_job_names_hosts_like_the_bad_one(commands: Commands, job: Job, changes: dict[str, Any],
+                                              hosts: list[str], problem: str) -> None:
     commands.add("pbsnodes", pbs_nodes(**changes))
-    job, problem = Pbs().without_hosts(Job(nodes=nodes), ["n2.pbs.lab"])
-    assert problem == ""
-    assert [words for words in Pbs().directives(job) if words[0] == "-l"] == [
-        ["-l", "place=scatter"], ["-l", f"select={select}"]]
-
-
-@pytest.mark.parametrize(("job", "problem"), [
-    (Job(nodes=3), "besides n2 it has 2 hosts with the same resources, of the 3 that the job requests"),
-    (Job(directives=("-l select=2:ncpus=1",)), "own -l select")])
-def test_pbs_job_that_cannot_avoid_a_host_stays(commands: Commands, job: Job, problem: str) -> None:
-    commands.add("pbsnodes", pbs_nodes())
-    changed, found = Pbs().without_hosts(job, ["n2"])
-    assert changed == job and problem in found
+    changed, found = Pbs().without_hosts(job, ["n2.pbs.lab"])
+    select = "+".join(f"1:ncpus=1:mpiprocs=1:ompthreads=1:host={host}" for host in hosts)
+    assert changed == job if problem else ["-l", f"select={select}"] in Pbs().directives(changed)
+    assert problem in found and bool(problem) == bool(found)
 
 
 @pytest.mark.parametrize(("select", "place", "preferred", "expected"), [
@@ -185,34 +166,11 @@ def test_submitted_and_resubmitted_jobs_avoid_listed_hosts(login: Login) -> None
 
 def test_preflight_comes_before_the_ranks_in_the_script(login: Login) -> None:
     words = "run --site generic-slurm --no-check --preflight --checkpoints out train.py --epochs 3"
-    assert "# first: doctor --quick --checkpoints " in login.submit(*words.replace("train", "--dry-run train", 1)
-                                                                    .split()).out
     assert login.submit(*words.split()).status == 0
     [folder] = login.submissions()
     script = (folder / "job.sh").read_text()
     assert f"--preflight '--quick --checkpoints '\"'\"'{login.folder}/out" in script
     assert "-- train.py --epochs 3" in script
-
-
-def test_folders_of_a_check_need_preflight(login: Login) -> None:
-    done = login.submit(*"run --site generic-slurm --checkpoints out train.py".split())
-    assert done.status == 1 and "Add --preflight" in done.err
-
-
-class Queue:
-    """A scheduler in whose queue later jobs wait."""
-
-    can_requeue = False
-
-    def __init__(self, problem: str | Exception = "") -> None:
-        self.problem = problem
-        self.excluded: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
-
-    def exclude_hosts(self, job_id: str, hosts: list[str], *, preferred: list[str], dry_run: bool) -> str:
-        self.excluded.append((job_id, tuple(hosts), tuple(preferred)))
-        if isinstance(self.problem, Exception):
-            raise self.problem
-        return self.problem
 
 
 @pytest.mark.parametrize(("status", "bad", "problem", "expected", "message"), [
@@ -225,8 +183,6 @@ class Queue:
 def test_preflight_decides_what_becomes_of_the_job(
         status: int, bad: list[str], problem: str | Exception, expected: int | None, message: str, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    from utils.tools.submission import submissions as records
-
     folder = tmp_path / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
     records.write(folder, Job(command=("train.py",)), scheduler="pbs", site="x", job_ids=["12.head", "13.head"],
@@ -244,10 +200,10 @@ def test_preflight_decides_what_becomes_of_the_job(
         return status
 
     monkeypatch.setattr("utils.tools.launch.launch_cli.main", launch)
-    queue = Queue(problem)
+    queue = Scripted({}, problem)
     assert preflight.check(queue, folder, "12.head", ["--quick"],  # type: ignore[arg-type]
                            ["--torchrun", "--", "train.py", "--", "x"]) == expected
     [words] = launched
     assert words[:2] == ["--torchrun", "--"] and words[2].endswith("scripts/doctor.py") and words[-1] == "--quick"
     assert message in capfd.readouterr().err
-    assert queue.excluded == ([("13.head", ("n1",), ("n2",))] if bad and status == 2 else [])
+    assert queue.excluded == ({"13.head": [["n1"], ["n2"]]} if bad and status == 2 else {})

@@ -136,24 +136,21 @@ def test_kit_is_above_the_script_or_the_submission_or_named(name: str, kit: Kit)
     assert "qsub -v" not in done.stderr  # it would replace the line that guards the login shell
 
 
-@pytest.mark.parametrize(("text", "words"), [
+@pytest.mark.parametrize(("args", "expected"), [
     ("""'my train.py' --note "a  b" $(touch ran) `touch ran` ; touch ran""",
      ["my train.py", "--note", "a  b", "$(touch", "ran)", "`touch", "ran`", ";", "touch", "ran"]),
     ("""train.py --json '{"a": 1}' '' "c
-d" é""", ["train.py", "--json", '{"a": 1}', "", "c\nd", "é"])])
-def test_args_are_split_as_by_a_shell_and_not_run(text: str, words: list[str], kit: Kit) -> None:
-    assert kit.report("pbs.sh", ARGS=text)["words"] == words
+d" é""", ["train.py", "--json", '{"a": 1}', "", "c\nd", "é"]),
+    *((args, "nothing to run.* line of the script, which .qsub -v. replaces")
+      for args in (None, "  ", "'' --epochs 3")),
+    ("train.py it's", "Correct the quotes"), ("train.py \\a b\\", "qsub changes quotes.* qsub OPTIONS -- /path")])
+def test_args_are_split_as_by_a_shell_and_not_run(args: str | None, expected: list[str] | str, kit: Kit) -> None:
+    done = kit.run("pbs.sh", **({} if args is None else {"ARGS": args}))
+    if isinstance(expected, str):
+        assert (done.returncode, done.stdout) == (2, "") and re.search(expected, done.stderr)
+    else:
+        assert reported(done)["words"] == expected
     assert not (kit.folder / "ran").exists()
-
-
-@pytest.mark.parametrize(("more", "message"), [
-    *((more, "nothing to run.* line of the script, which .qsub -v. replaces")
-      for more in ({}, {"ARGS": "  "}, {"ARGS": "'' --epochs 3"})),
-    ({"ARGS": "train.py it's"}, "Correct the quotes"),
-    ({"ARGS": "train.py \\a b\\"}, "qsub changes quotes.* qsub OPTIONS -- /path")])
-def test_args_that_cannot_be_used_are_an_error(more: dict[str, str], message: str, kit: Kit) -> None:
-    done = kit.run("pbs.sh", **more)
-    assert (done.returncode, done.stdout) == (2, "") and re.search(message, done.stderr)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -1,53 +1,65 @@
-"""Jobs submitted, refused and cancelled, and which scheduler a host has."""
+"""Jobs of Slurm and PBS: submitted, refused, cancelled, and their status from recorded output."""
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.unit.scheduler_commands import Commands, pbs_recording
+from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
 from utils.job.commands import SchedulerError, run_command
-from utils.tools.schedulers.find_scheduler import get_scheduler
+from utils.tools.schedulers import get_scheduler
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
 from utils.tools.schedulers.slurm_scheduler import Slurm
+
+BOTH = pytest.mark.parametrize("scheduler", [Slurm(), Pbs()])
+FORGOTTEN = ("", "slurm_load_jobs error: Invalid job id specified\n", 1)
+NO_ACCOUNTING = ("", "Slurm accounting storage is disabled\n", 1)
+CANCELLED = slurm_output("job-cancelled")
+
+
+def ended(state: str, exit_code: str = "0:0", reason: str = "None", record: str = CANCELLED) -> str:
+    """The record of a job of Slurm with another end."""
+    record = re.sub(r"(?m)^   JobState=\S+ Reason=\S+", f"   JobState={state} Reason={reason}", record)
+    return re.sub(r"\bExitCode=\S+", f"ExitCode={exit_code}", record)
+
+
+def array(*ends: tuple[str, str]) -> str:
+    """The records of an array whose elements ended so."""
+    elements = re.findall(r"^JobId=.*?(?=^JobId|\Z)", slurm_output("job-array"), re.MULTILINE | re.DOTALL)
+    return "".join(ended(*end, record=record) for record, end in zip(elements, ends, strict=True))
 
 
 @pytest.mark.parametrize(("scheduler", "output", "job_id"), [
     (Slurm(), "1234;cluster", "1234"), *((Pbs(), job_id, job_id) for job_id in (
         "12", "12.pbs-head", "12.pbs_2.site.edu", "79[].pbs_head", "79[2].pbs_head", "12.s_1@s_2"))])
 def test_a_job_is_submitted_and_cancelled(commands: Commands, scheduler: Scheduler, output: str, job_id: str) -> None:
-    for name in ("sbatch", "qsub"):
-        commands.add(name, f"{output}\n")
-    for name in ("scancel", "qdel"):
-        commands.add(name)
+    submit, cancel = (["sbatch", "--parsable"], "scancel") if scheduler.name == "slurm" else (["qsub"], "qdel")
+    commands.add(submit[0], f"{output}\n")
+    commands.add(cancel)
     assert scheduler.submit("job.sh", options=["-H"]) == job_id
     scheduler.cancel(job_id)
-    submit, cancel = (["sbatch", "--parsable"], "scancel") if scheduler.name == "slurm" else (["qsub"], "qdel")
     assert commands.calls() == [[*submit, "-H", "job.sh"], [cancel, job_id]]
 
 
-@pytest.mark.parametrize("scheduler", [Slurm(), Pbs()])
-def test_output_without_a_job_id_is_an_error(commands: Commands, scheduler: Scheduler) -> None:
-    commands.add("sbatch", "Submitted\n")
-    commands.add("qsub", "\n")
-    with pytest.raises(SchedulerError, match="Expected a job id"):
-        scheduler.submit("job.sh")
-
-
-@pytest.mark.parametrize("scheduler", [Slurm(), Pbs()])
+@BOTH
 def test_a_refusal_has_the_schedulers_message_and_the_script(commands: Commands, tmp_path: Path,
                                                              scheduler: Scheduler) -> None:
     """Without qsub's list of options, which comes after the message."""
     recording = pbs_recording("commands/err_unknown_option")
-    assert "\nusage: " in recording["stderr"]
-    for name in ("sbatch", "qsub"):
-        commands.add(name, error=recording["stderr"], status=recording["rc"])
+    message, usage, _ = recording["stderr"].partition("\nusage: ")
+    program = scheduler.submit_command()[0]
+    commands.add(program, error=recording["stderr"], status=recording["rc"])
     with pytest.raises(SchedulerError) as refused:
         scheduler.submit(tmp_path / "job.sh", options=["-H"])
-    message = recording["stderr"].partition("\nusage: ")[0]
+    assert usage and refused.value.exit_code == recording["rc"]
     assert str(refused.value).endswith(f"-H {tmp_path}/job.sh failed with exit status {recording['rc']}: {message}")
-    assert refused.value.exit_code == recording["rc"]
+
+    commands.add(program, "Submitted\n")
+    with pytest.raises(SchedulerError, match="Expected a job id"):
+        scheduler.submit("job.sh")
 
 
 @pytest.mark.parametrize(("scheduler", "job_ids"), [
@@ -101,3 +113,109 @@ def test_a_qsub_that_submits_to_slurm_is_not_pbs(commands: Commands) -> None:
 def test_a_command_that_hangs_is_stopped() -> None:
     with pytest.raises(SchedulerError, match="did not respond within 0.2 s"):
         run_command(["sleep", "60"], timeout_seconds=0.2)
+
+
+@pytest.mark.parametrize(("scontrol", "state", "exit_code"), [
+    (slurm_output("job-odd-name"), "running", None),  # its name has JobState=COMPLETED in it
+    (slurm_output("job-newline"), "held", None), (slurm_output("job-never"), "queued", None),
+    (CANCELLED, "cancelled", 143), (ended("COMPLETED"), "completed", 0), (ended("COMPLETING"), "ending", None),
+    (ended("FAILED", "3:0", "NonZeroExitCode"), "failed", 3),
+    (ended("FAILED", "75:0", "NonZeroExitCode"), "stopped", 75),
+    (ended("TIMEOUT", "0:15", "TimeLimit"), "timeout", 143), (ended("NODE_FAIL", "0:15", "NodeDown"), "node_fail", 143),
+    (ended("OUT_OF_MEMORY", "0:125", "OutOfMemory"), "failed", 253),
+    (ended("CANCELLED", "0:0", "DependencyNeverSatisfied"), "never_ran", None),
+    (ended("SOMETHING_NEW", "0:15"), "unknown", None),
+    # An array that was submitted with sbatch has completed when all elements have.
+    (array(("COMPLETED", "0:0"), ("COMPLETED", "0:0"), ("FAILED", "2:0")), "failed", 2),
+    (array(*[("COMPLETED", "0:0")] * 3), "completed", 0)])
+def test_the_status_of_a_slurm_job(commands: Commands, scontrol: str, state: str, exit_code: int | None) -> None:
+    commands.add("scontrol", scontrol)
+    status = Slurm().status("33")
+    assert (status.job_id, status.state, status.exit_code) == ("33", state, exit_code)
+    if state == "running":
+        assert (status.hosts, status.output) == (("node1", "node2"), "/cluster/log of 33.out")
+
+
+@pytest.mark.parametrize(("sacct", "state", "hosts"), [
+    (("CANCELLED by 0\x1f0:0\x1fnode[1-2]\n",), "cancelled", ("node1", "node2")), (NO_ACCOUNTING, "unknown", ())])
+def test_the_status_of_a_job_that_slurm_has_forgotten(commands: Commands, sacct: tuple[Any, ...], state: str,
+                                                      hosts: tuple[str, ...]) -> None:
+    commands.add("scontrol", *FORGOTTEN)
+    commands.add("sacct", *sacct)
+    status = Slurm().status("33")
+    assert (status.state, status.exit_code, status.hosts) == (state, None, hosts)
+
+
+@pytest.mark.parametrize(("record", "state", "exit_code"), [
+    ("exitcodes/exit0", "completed", 0), ("exitcodes/exit7", "failed", 7),
+    ("commands/qdel_running_final", "cancelled", 143), ("signals/ckpt_qdel_profile_trapped", "cancelled", 85),
+    ("nodefail/ms_poweroff_rn", "node_fail", None), ("signals/walltime_ignore", "timeout", None),
+    ("commands/qdel_queued_final", "cancelled", None),
+    # PBS gives these two the substate of success:
+    ("depend/depend_on_unknown_job", "never_ran", None), ("flow/depend_after_failure", "never_ran", None)])
+def test_the_status_of_a_pbs_job(commands: Commands, record: str, state: str, exit_code: int | None) -> None:
+    commands.add("qstat", pbs_job(pbs_record(record)))
+    status = Pbs().status("7.server")
+    assert (status.state, status.exit_code) == (state, exit_code)
+    assert ("afterok" in status.reason) == (state == "never_ran")
+
+
+@pytest.mark.parametrize(("record", "expected"), [
+    ({**pbs_record("exitcodes/exit7"), "Exit_status": 75}, {"state": "stopped", "exit_code": 75}),
+    ({"job_state": "R", "Output_Path": "head.pbs.lab:/home/a b.log"}, {"output": "/home/a b.log"}),
+    ({"job_state": "R", "Output_Path": "head:/nowhere/"}, {"output": "/nowhere/79[2].s.OU"}),
+    (pbs_recording("commands/queued_never_run")["Jobs"].popitem()[1], {
+        "state": "queued", "output": "/home/alice/jobs/ok.o37"})])
+def test_what_a_record_of_pbs_holds(commands: Commands, record: dict[str, Any], expected: dict[str, Any]) -> None:
+    commands.add("qstat", pbs_job(record, "79[2].s"))
+    status = Pbs().status("79[2].s")
+    assert {name: getattr(status, name) for name in expected} == expected
+    assert ("Can Never Run: Insufficient amount of resource: ncpus" in status.reason) == (status.state == "queued")
+
+
+def test_jobs_after_a_deleted_one_wait_for_ever(commands: Commands) -> None:
+    """204 was deleted; 205 waits for it, and 206 for 205."""
+    recording = pbs_recording("flow/depend_parent_qdel_never_ran")
+    second = recording["afterok"]
+    third = {**second, "depend": "afterok:205.pbs-head@pbs-head"}
+    commands.add("qstat", pbs_job(third, "206.pbs-head"))
+    commands.add("qstat", pbs_job(second, "205.pbs-head"), when="205.pbs-head")
+    assert "for ever" not in Pbs().status("206.pbs-head").reason  # 204 is not known to be deleted
+    commands.add("qstat", pbs_job(recording["parent"], "204.pbs-head"), when="204.pbs-head")
+    for job_id, awaited in (("205.pbs-head", "204.pbs-head"), ("206.pbs-head", "205.pbs-head")):
+        status = Pbs().status(job_id)
+        assert status.state == "held" and f"for ever for {awaited}" in status.reason
+
+
+@pytest.mark.parametrize(("output", "exit_status"), [("", 36), ('{"pbs_version": "23.06.06"}', 0)])
+def test_a_pbs_server_without_a_history(commands: Commands, output: str, exit_status: int) -> None:
+    """OpenPBS 23 was seen to exit with 0."""
+    no_history = (output, "qstat: PBS is not configured to maintain job history 7.server\n", exit_status)
+    commands.add("qstat", pbs_job({"job_state": "R"}))
+    commands.add("qstat", *no_history, when="-x")
+    assert Pbs().status("7.server").state == "running"
+    commands.add("qstat", error="qstat: Unknown Job Id 7.server\n", status=153)
+    commands.add("qstat", *no_history, when="-x")
+    assert Pbs().status("7.server").state == "unknown"
+
+
+def test_a_job_with_invalid_json_is_read_from_the_listing(commands: Commands) -> None:
+    """PBS before 2024 prints the value of X=005 as 005."""
+    commands.add("qstat", pbs_recording("commands/qstat_xf_finished_plain")["stdout"])
+    commands.add("qstat", '{"Jobs": {"1.pbs-head": {"Variable_List": {"X": 005}}}}', when="json")
+    status = Pbs().status("1.pbs-head")
+    assert (status.state, status.hosts) == ("completed", ("n1",))
+
+
+def test_a_scheduler_that_is_down_is_an_error(commands: Commands) -> None:
+    commands.add("scontrol", error="slurm_load_jobs error: Unable to contact slurm controller\n", status=1)
+    with pytest.raises(SchedulerError, match="Unable to contact.*reachable Slurm controller"):
+        Slurm().status("33")
+
+    unknown, down = (pbs_recording(f"commands/err_{name}") for name in (
+        "qstat_f_unknown_job", "server_down_qstat_json"))
+    commands.add("qstat", unknown["stdout"], unknown["stderr"], unknown["rc"])
+    assert Pbs().status("99999").state == "unknown"
+    commands.add("qstat", down["stdout"], down["stderr"], down["rc"])
+    with pytest.raises(SchedulerError, match="(?s)cannot connect to server.*Run this on a login node"):
+        Pbs().status("99999")

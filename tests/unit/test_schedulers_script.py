@@ -27,33 +27,6 @@ launch @command@
 SCHEDULERS = (Slurm(), Pbs())
 
 
-def directives(scheduler: Scheduler, **values: Any) -> list[str]:
-    return [" ".join(words) for words in scheduler.directives(Job(("train.py",), **values))]
-
-
-FULL: dict[str, Any] = {"nodes": 2, "gpus_per_node": 4, "cores_per_rank": 8, "walltime": 7200, "memory": "64gb",
-                        "queue": "gpu", "account": "abc@v100", "name": "t"}
-TORCHRUN: dict[str, Any] = {"gpus_per_node": 4, "cores_per_rank": 8, "launcher": "torchrun"}  # for all ranks together
-
-
-@pytest.mark.parametrize(("scheduler", "values", "options"), [
-    (Slurm(), FULL, [
-        "--job-name=t", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--gpus-per-node=4", "--mem=64G",
-        "--time=02:00:00", "--partition=gpu", "--account=abc@v100", "--open-mode=append"]),
-    (Slurm(), {"signal_seconds": 300, "dependency": "afterok:12", "requeue": True}, [
-        "--nodes=1", "--dependency=afterok:12", "--kill-on-invalid-dep=yes", "--open-mode=append",
-        "--signal=B:USR1@300", "--requeue"]),
-    (Slurm(), TORCHRUN, [
-        "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=32", "--gpus-per-node=4", "--open-mode=append"]),
-    (Pbs(), {**FULL, "chunk": ("system=polaris",)}, [
-        "-l select=2:ncpus=32:mpiprocs=4:ompthreads=8:ngpus=4:mem=64gb:system=polaris", "-l place=scatter",
-        "-l walltime=02:00:00", "-N t", "-q gpu", "-A abc@v100", "-j oe", "-k doe"]),
-    (Pbs(), TORCHRUN, [
-        "-l select=1:ncpus=32:mpiprocs=1:ompthreads=8:ngpus=4", "-l place=scatter", "-j oe", "-k doe"])])
-def test_the_options_of_a_job(scheduler: Scheduler, values: dict[str, Any], options: list[str]) -> None:
-    assert directives(scheduler, **values) == options
-
-
 @pytest.mark.parametrize(("scheduler", "extra", "replaced"), [
     (Slurm(), "--gres=gpu:a100:4", "--gpus-per-node="), (Slurm(), "-G 8", "--gpus-per-node="),
     (Slurm(), "-N1-4", "--nodes="), (Pbs(), "-l place=pack", "-l place"),
@@ -61,7 +34,8 @@ def test_the_options_of_a_job(scheduler: Scheduler, values: dict[str, Any], opti
     (Slurm(), "-p long", "--partition="), (Pbs(), "-l select=2:ncpus=4", "-l select"),
     (Pbs(), "-l walltime=5,filesystems=home", "-l walltime"), (Pbs(), "-qlong", "-q gpu")])
 def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, extra: str, replaced: str) -> None:
-    found = directives(scheduler, **FULL, directives=(extra,))
+    job = Job(("train.py",), 2, 4, cores_per_rank=8, memory="64gb", walltime=7200, queue="gpu", directives=(extra,))
+    found = [" ".join(words) for words in scheduler.directives(job)]
     assert [option for option in found if option.startswith(replaced) or option == extra] == [extra]
 
 
@@ -102,10 +76,10 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
 
 
 def test_a_script_has_modules_environment_setup_and_command() -> None:
-    job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), environment={"A": "two words"},
-              setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
-    assert Slurm().render(job, TEMPLATE).split("\n")[-6:-1] == [
-        "set -euo pipefail", "module load cuda/12.4", "export A='two words'", "source env.sh",
+    job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), module_paths=("/soft",),
+              environment={"A": "two words"}, setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
+    assert Slurm().render(job, TEMPLATE).split("\n")[-7:-1] == [
+        "set -euo pipefail", "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
         "launch --launcher mpiexec --ntasks-per-node 2 -- 'my train.py' --lr 1e-3"]
     assert Slurm().render(Job(launcher="torchrun"), TEMPLATE).endswith('\nlaunch --torchrun -- "$@"\n')
 

@@ -1,4 +1,4 @@
-"""`sites`: known faults of old profiles are found; the kit's profiles have none; what a job gets of a profile."""
+"""`sites` and `--site`: profiles are sourced, mistakes and known faults are found, a job gets what its site says."""
 from __future__ import annotations
 
 import datetime
@@ -13,17 +13,125 @@ from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_recording, s
 from tests.unit.submission import Login
 from utils.host import network
 from utils.tools import interpreter
-from utils.tools.submission import profiles, site_checks
+from utils.tools.submission import profiles
 from utils.tools.submission import sites_cli as sites
-from utils.tools.submission.profiles import ProfileError
+from utils.tools.submission.profiles import Origin, ProfileError
 
 OLD = RECORDINGS / "profiles"
 TOP = "title: Ours\nscheduler: slurm\n"
 ORIGIN = "source: https://a.b/c, read: 2026-11-22"
+ALT_READ = f"environment: {{FI_CXI_RDZV_PROTO: {{value: alt_read, reason: a, {ORIGIN}}}}}\n"
+VENDORS = {  # of the GPUs of each cluster
+    "nvidia": "alps derecho isambard-ai jean-zay juwels-booster jupiter leonardo perlmutter polaris roihu vista",
+    "amd": "frontier lumi", "intel": "aurora", None: "generic-pbs generic-slurm"}
 
 
 def findings(text: str, path: Path = Path("ours.yaml")) -> list[str]:
-    return site_checks.check(profiles.parse(text, path), site_checks.load_rules())
+    return sites.check(profiles.parse(text, path), sites.load_rules())
+
+
+def test_profiles_of_the_kit_have_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sites.main(["check"]) == 0
+    assert capsys.readouterr().out.count(": no findings\n") == len(profiles.names())
+    vendors = {name: vendor for vendor, names in VENDORS.items() for name in names.split()}
+    assert {name: profiles.load(name).gpu_vendor for name in profiles.names()} == vendors
+
+
+def test_origin_is_a_source_of_the_profile_or_a_url() -> None:
+    profile = profiles.parse(TOP + "sources: {nodes: {url: 'https://a.b/nodes', read: 2026-11-22}}\n"
+                             "gpus_per_node: {value: 4, source: nodes}\n"
+                             "modules: [cuda, {value: nccl, reason: fast, source: 'https://a.b/c', read: 2026-11-20}]\n"
+                             "environment: {A: {value: 1, reason: a, from_nodes: 2, source: nodes, read: 2026-11-21}}",
+                             Path("x.yaml"))
+    assert (profile.gpus_per_node, profile.modules, profile.environment["A"].from_nodes) == (4, ("cuda", "nccl"), 2)
+    assert profile.origins == {
+        "gpus_per_node": Origin("", "https://a.b/nodes", "2026-11-22"), "modules.cuda": Origin(),
+        "modules.nccl": Origin("fast", "https://a.b/c", "2026-11-20"),
+        "environment.A": Origin("a", "https://a.b/nodes", "2026-11-21")}
+
+
+def test_values_are_taken_as_they_are_written() -> None:
+    """YAML alone would make a number of a time and a truth value of "on"."""
+    profile = profiles.parse(TOP + "queues: {main: {max_time: 6:00:00}}\n" + (
+        "environment: {A: {value: 007, reason: a}, B: {value: on, reason: b}}\n"), Path("x.yaml"))
+    assert profile.queues["main"].max_walltime_seconds == 6 * 3600
+    assert [profile.environment[name].value for name in "AB"] == ["007", "on"]
+
+
+@pytest.mark.parametrize(("text", "line", "words"), [
+    (TOP + "gpus_per_nod: 4\n", 3, ["'gpus_per_nod'", "Did you mean 'gpus_per_node'?"]),
+    (TOP + "gpus_per_node: four\n", 3, ["'gpus_per_node'", "'four'", "whole number"]),
+    ("title: Ours\nscheduler: lsf\n", 2, ["'scheduler'", "'lsf'", "slurm, pbs"]),
+    (TOP + "queues:\n  main: {max_tim: 1:00:00}\n", 4, ["'max_tim'", "'max_time'"]),
+    (TOP + "queues:\n  main:\n    max_time: soon\n", 5, ["'max_time'", "'soon'", "12:00:00"]),
+    (TOP + "queues:\n  main:\n    max_time: {9: 1:00:00, 8: 2:00:00}\n", 5, ["'max_time'", "not ascending"]),
+    (TOP + "queues:\n  main:\n    max_time: {few: 1:00:00}\n", 5, ["'max_time'", "'few'", "whole number"]),
+    (TOP + "queues: main\n", 3, ["'queues'", "'main'", "key: value"]),
+    (TOP + "modules: cuda\n", 3, ["'modules'", "'cuda'", "a list"]),
+    (TOP + "setup:\n  - {a: b}\n", 4, ["'setup'", "a set of keys", "one value"]),
+    (TOP + "environment:\n  A: {value: 1}\n", 4, ["'A'", "without its reason"]),
+    (TOP + "environment:\n  A-B: {value: 1, reason: x}\n", 4, ["'A-B'", "letters, digits"]),
+    (TOP + "gpus_per_node: {value: 4, source: nodes}\n", 3, ["'source'", "'nodes'", "a URL"]),
+    (TOP + "gpus_per_node: {value: 4, read: yesterday}\n", 3, ["'read'", "'yesterday'", "2026-11-22"]),
+    (TOP + "sources: {a: {url: ftp://a}}\n", 3, ["'url'", "https://"]),
+    (TOP + "sources: {a: {url: 'https://a'}}\n", 3, ["'a'", "without read"]),
+    (TOP + "environment:\n  A: {value: 1, reason: a, from_nodes: 0}\n", 4, ["'from_nodes'", "'0'"]),
+    (TOP + "binding: {list: [4-7, eight]}\n", 3, ["'binding'", "list:4-7:eight", "0-7"]),
+    (TOP + "binding: {list: [0], masks: [0x1]}\n", 3, ["'binding'", "both"]),
+    (TOP + "request_gpus: maybe\n", 3, ["'request_gpus'", "true, false"]),
+    (TOP + "gpu_vendor: AMD\n", 3, ["'gpu_vendor'", "'AMD'", "nvidia, amd, intel"]),
+    (TOP + "queue:\n", 3, ["'queue'", "empty"]),
+    (TOP + "title: again\n", 3, ["'title'", "twice"]),
+    (TOP + "queue: a: b\n", 3, ["not YAML"]),
+    (TOP + "? [a]\n: b\n", 3, ["a list"]),
+    ("", None, ["empty"]), ("scheduler: pbs\n", None, ["'title' is missing"]), ("- a\n", None, ["a list"]),
+    ("!!python/object/apply:os.system ['true']\n", None, ["a list"]), ("\0", None, ["not YAML"]),
+    ("a" * 100, None, ["key: value"]), ("title: \udcff\n", None, ["not UTF-8"]),
+])
+def test_mistake_is_named_with_file_line_and_key(text: str, line: int | None, words: list[str],
+                                                 tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text(text, errors="surrogateescape")
+    with pytest.raises(ProfileError) as error:
+        profiles.load(str(file))
+    assert (f"{file}, line {line}:" if line else str(file)) in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+# What the pages of the centres refuse and allow: queue, nodes, hours, the limit in the message.
+LIMITS = {
+    "frontier": [("batch", 1, 2.1, "02:00:00 of partition batch for 1 node\\. "), ("batch", 91, 2.5, "02:00:00"),
+                 ("batch", 4, 3, "^walltime: 03:00:00 is more than the 02:00:00 of partition batch for 4 nodes\\. "
+                                 "Request less time and continue from a checkpoint, or take another partition"),
+                 ("batch", 91, 2, ""), ("batch", 92, 6.1, "06:00:00"), ("batch", 183, 7, "06:00:00"),
+                 ("batch", 183, 6, ""), ("batch", 184, 12.1, "12:00:00"), ("batch", 9473, 1, "9472 nodes"),
+                 ("batch", 9472, 12, ""), ("extended", 64, 24.1, "24:00:00"), ("extended", 65, 1, "64 nodes")],
+    "polaris": [("prod", 10, 3.1, "03:00:00 of queue prod for 10 nodes"), ("prod", 24, 4, "03:00:00"),
+                ("prod", 24, 3, ""), ("prod", 25, 7, "06:00:00"), ("prod", 99, 24, "06:00:00"), ("prod", 99, 6, ""),
+                ("prod", 100, 25, "24:00:00"), ("prod", 496, 24, ""), ("prod", 497, 1, "496 nodes"),
+                ("prod", 9, 1, "minimum of queue prod, 10"), ("debug", 1, 1.1, "01:00:00"), ("debug", 3, 1, "2 nodes"),
+                ("debug", 1, 0.05, "minimum.*00:05:00")],
+    "aurora": [("prod", 256, 13, "12:00:00 of queue prod for 256 nodes"), ("prod", 1024, 12.5, "12:00:00"),
+               ("prod", 1024, 12, ""), ("prod", 1025, 19, "18:00:00"), ("prod", 1999, 24, "18:00:00"),
+               ("prod", 1999, 18, ""), ("prod", 2000, 24.1, "24:00:00"), ("prod", 255, 1, "minimum of queue prod, 256"),
+               ("debug", 3, 1, "2 nodes"), ("debug", 2, 2, "01:00:00"), ("capacity", 17, 1, "16 nodes"),
+               ("capacity", 1, 0.01, "minimum.*00:05:00")],
+    "alps": [("debug", 1, 1.6, "1.5 node-hours of partition debug"), ("debug", 1, 1.5, ""), ("debug", 2, 0.75, ""),
+             ("debug", 2, 0.8, "1.5 node-hours"), ("debug", 4, 0.4, "1.5 node-hours"), ("debug", 5, 0.1, "4 nodes"),
+             ("debug", 1, 2, "01:30:00"), ("normal", 1, 13, "12:00:00"), ("low", 1, 25, "24:00:00")],
+    "derecho": [("develop", 2, 6, "")],
+    "roihu": [("gpumedium", 1, 36, ""), ("gpumedium", 2, 1, "gpus: 8 is more than the 4 GPUs of partition gpumedium")]}
+
+
+@pytest.mark.parametrize("site", LIMITS)
+def test_submissions_that_the_page_of_a_centre_refuses(site: str, login: Login) -> None:
+    for queue, nodes, hours, words in LIMITS[site]:
+        options = f"--site {site} --queue {queue} --nodes {nodes} --time {round(3600 * hours)}s"
+        done = login.submit(*f"run --dry-run --account a {options} train.py".split())
+        assert done.status == bool(words), (options, done.err)
+        found = [re.search(f"{words}.*https://.*, read 202", line.partition("would not be submitted: ")[2])
+                 for line in done.err.splitlines()]
+        assert any(found) == bool(words), (options, done.err)
 
 
 # The faults of the profiles as they were on 2026-11-22, in words of the finding; the sources are in site_rules.yaml.
@@ -52,11 +160,6 @@ def test_faults_of_old_profiles_are_found(site: str, faults: list[str], capsys: 
     assert "gpus_per_node: the value has no source" in found
 
 
-def test_profiles_of_the_kit_have_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sites.main(["check"]) == 0
-    assert capsys.readouterr().out.count(": no findings\n") == len(profiles.names())
-
-
 @pytest.mark.parametrize(("site", "good", "bad", "words"), [
     ("alps", "^LL128", "Simple", "has corrupted data"), ("alps", "userfaultfd", "memhooks", "can deadlock"),
     ("alps", "NCCL_CROSS_NIC:\n    value: \"1\"", "NCCL_NET_PLUGIN:\n    value: ofi", "NCCL_NET_PLUGIN=ofi"),
@@ -72,31 +175,13 @@ def test_profile_made_bad_is_found(site: str, good: str, bad: str, words: str) -
     assert len(found) == 1 and words in found[0]
 
 
-def test_value_that_is_no_number_is_not_compared() -> None:
-    text = f"environment: {{FI_CXI_DEFAULT_TX_SIZE: {{value: many, reason: a, {ORIGIN}}}}}\n"
-    assert findings(TOP + text) == []
-
-
-def test_rules_have_dated_sources() -> None:
-    for rule in site_checks.load_rules():
-        assert rule.source.startswith("https://") and datetime.date.fromisoformat(rule.read), rule.problem
-
-
-def test_rule_about_an_unknown_fact_is_an_error(tmp_path: Path) -> None:
+def test_rules_have_dated_sources_and_known_facts(tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text("- {if: {module: cuda}, problem: a, remedy: b, source: c, read: d}\n")
     with pytest.raises(ProfileError, match=r"rules.yaml, line 1: a fact is 'module'\. Expected: .*modules"):
-        site_checks.load_rules(file)
-
-
-def test_alt_read_needs_its_option_of_the_scheduler() -> None:
-    variable = f"environment: {{FI_CXI_RDZV_PROTO: {{value: alt_read, reason: a, {ORIGIN}}}}}\n"
-    [finding] = findings(TOP + variable)
-    assert "--network=disable_rdzv_get" in finding
-    [finding] = findings(TOP.replace("slurm", "pbs") + variable)
-    assert "--disable_rdzv_get under PBS" in finding
-    option = f"directives: [{{value: --network=disable_rdzv_get, {ORIGIN}}}]\n"
-    assert findings(TOP + option + variable) == []
+        sites.load_rules(file)
+    for rule in sites.load_rules():
+        assert rule.source.startswith("https://") and datetime.date.fromisoformat(rule.read), rule.problem
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -116,38 +201,13 @@ def test_alt_read_needs_its_option_of_the_scheduler() -> None:
     (f"modules: [{{value: cuda/12, {ORIGIN}}}, {{value: cuda/13, {ORIGIN}}}]\n", "modules: cuda is given 2 times"),
     (f"directives: [{{value: --mem=0, {ORIGIN}}}, {{value: --mem=1, {ORIGIN}}}]\n", "--mem is given 2 times"),
     (f"setup: [{{value: export A=1, {ORIGIN}}}]\nenvironment: {{A: {{value: 1, reason: a, {ORIGIN}}}}}\n",
-     "A: set in 'environment' and again in 'setup'")])
+     "A: set in 'environment' and again in 'setup'"),
+    (ALT_READ, "--network=disable_rdzv_get"), (f"scheduler: pbs\n{ALT_READ}", "--disable_rdzv_get under PBS"),
+    (f"directives: [{{value: --network=disable_rdzv_get, {ORIGIN}}}]\n{ALT_READ}", ""),
+    (f"environment: {{FI_CXI_DEFAULT_TX_SIZE: {{value: many, reason: a, {ORIGIN}}}}}\n", "")])  # no number
 def test_contradictions_and_duplicates_are_found(text: str, words: str) -> None:
-    [finding] = findings(TOP + text)
-    assert words in finding
-
-
-def script(login: Login, words: str) -> str:
-    return login.submit("run", "--dry-run", "--account", "a", *words.split(), "train.py").out
-
-
-def test_exports_follow_modules_and_precede_set_up_lines(login: Login) -> None:
-    lines = script(login, "--site polaris --nodes 2 --env OWN=2").splitlines()
-    order = ["module use /soft/modulefiles", "module load conda",
-             "export NCCL_NET='AWS Libfabric'", "export OWN=2", "conda activate"]
-    assert [line for line in lines if line in order] == order
-
-
-@pytest.mark.parametrize(("words", "expected", "absent"), [
-    ("--site alps --nodes 2", ["export NCCL_NET='AWS Libfabric'", "export DDPKIT_NETWORK='AWS Libfabric'"], "CPU_BIND"),
-    ("--site alps --nodes 1", ["export FI_CXI_DEFAULT_TX_SIZE=16384"], "NCCL_NET="),
-    ("--site frontier --nodes 2", ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3\n",
-                                   "export GLOO_SOCKET_IFNAME=hsn0\n"], "CPU_BIND"),
-    ("--site frontier --nodes 1", ["export NCCL_CROSS_NIC=1"], "SOCKET_IFNAME"),
-    ("--site juwels-booster --nodes 2", ["export DDPKIT_NETWORK=IB", "export DDPKIT_HOST_SUFFIX=i"], "IFNAME"),
-    ("--site lumi --nodes 1", ["export DDPKIT_CPU_BIND=mask_cpu:0x00fe000000000000,0xfe00000000000000,"], "NCCL"),
-    ("--site aurora --nodes 1", ["export DDPKIT_CPU_BIND=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:",
-                                 "export OMP_NUM_THREADS=4\n"], "IFNAME"),
-    ("--site aurora --nodes 1 --ntasks-per-node 6", ["module load frameworks"], "CPU_BIND"),
-    ("--site alps --nodes 2 --env NCCL_NET=Socket", ["export NCCL_NET=Socket"], "NCCL_NET='")])
-def test_job_gets_what_its_nodes_and_ranks_need(words: str, expected: list[str], absent: str, login: Login) -> None:
-    text = script(login, words)
-    assert [line for line in expected if line not in text] == [] and absent not in text
+    found = findings("title: Ours\n" + (text if "scheduler" in text else f"scheduler: slurm\n{text}"))
+    assert len(found) == bool(words) and words in "".join(found)
 
 
 @pytest.mark.parametrize("activated", [True, False])
@@ -158,14 +218,17 @@ def test_modules_bring_python_unless_the_user_has_activated_one(
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     if activated:
         monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
-    assert (f"export PYTHON={sys.executable}\n" in script(login, "--site roihu --nodes 2")) == activated
+    script = login.submit(*"run --dry-run --site roihu --account a --nodes 2 train.py".split()).out
+    assert (f"export PYTHON={sys.executable}\n" in script) == activated
 
 
-@pytest.mark.parametrize("words", ["list alps", "new alps", "check --output x.yaml"])
-def test_argument_of_another_subcommand_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        sites.main(words.split())
-    assert f"error: {words.split()[0]} takes no " in capsys.readouterr().err
+@pytest.mark.parametrize(("words", "message"), [
+    *((words, f"error: {words.split()[0]} takes no ") for words in ("list alps", "new alps", "check --output x.yaml")),
+    ("show derecho2", "Did you mean 'derecho'?"), ("check no/site.yaml", "no/site.yaml cannot be read: No such file")])
+def test_mistake_in_the_command_line_is_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="[12]"):
+        sys.exit(sites.main(words.split()))
+    assert message in capsys.readouterr().err
 
 
 def test_show_explains_each_value(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,22 +21,6 @@ from utils.tools.submission.paths import PROGRAM
 REFUSAL = "sbatch: error: invalid partition specified: nosuch\n"
 
 
-def test_dry_run_prints_the_script_and_does_nothing_else(login: Login) -> None:
-    for name in ("scontrol", "sinfo", "squeue"):
-        login.commands.add(name)
-    done = login.submit(*"run --site lumi --account p --nodes 2 --dry-run train.py --epochs 3".split())
-    assert done.status == 0
-    assert done.out.startswith("#!/bin/bash\n") and "#SBATCH --nodes=2\n" in done.out
-    assert done.out.endswith("run launch --launcher srun -- train.py --epochs 3\n")
-    assert login.commands.calls() == [] and list(login.folder.iterdir()) == [login.folder / "train.py"]
-
-
-def test_doctor_is_submitted_as_a_short_job(login: Login) -> None:
-    done = login.submit(*"doctor --site lumi --account p --nodes 2 --dry-run -- --quick --only limits".split())
-    assert "#SBATCH --job-name=doctor\n" in done.out and "#SBATCH --time=00:10:00\n" in done.out
-    assert done.out.endswith(f"run launch --launcher srun -- {ROOT}/scripts/doctor.py --quick --only limits\n")
-
-
 @pytest.mark.parametrize("site", profiles.names())
 def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> None:
     for launcher in ([], ["--launcher", "torchrun"]):
@@ -46,28 +30,56 @@ def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> 
 
 
 @pytest.mark.parametrize(("words", "lines", "absent"), [
-    ("--site frontier --account ABC123 --nodes 2 --signal 120 --time 1:00:00 --env 'A=b $c' "
+    ("run --site lumi --account p --nodes 2 train.py --epochs 3",
+     ["#!/bin/bash\n", "#SBATCH --nodes=2\n", "run launch --launcher srun -- train.py --epochs 3\n"], "time"),
+    ("doctor --site lumi --account p --nodes 2 -- --quick --only limits",
+     ["#SBATCH --job-name=doctor\n", "#SBATCH --time=00:10:00\n",
+      f"run launch --launcher srun -- {ROOT}/scripts/doctor.py --quick --only limits\n"], "train.py"),
+    ("run --site frontier --account ABC123 --nodes 2 --signal 120 --time 1:00:00 --env 'A=b $c' "
      "--setup 'source my/activate' --directive=--network=single_node_vni train.py",  # replaces the site's network
      ["#SBATCH --account=ABC123", "#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=7",
       "#SBATCH --gpu-bind=closest", "#SBATCH --signal=B:USR1@120", "module load rccl-net-plugin",
-      "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3", "export A='b $c'",
+      "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3\n", "export GLOO_SOCKET_IFNAME=hsn0\n", "export A='b $c'",
       "source my/activate", "#SBATCH --network=single_node_vni"], "disable_rdzv_get"),
-    ("--site generic-slurm -N 2 -n 8 -c 3 -t 1h30m -p gpu -A p1 -J mine --mem 4G -d afterok:7 "
+    ("run --site generic-slurm -N 2 -n 8 -c 3 -t 1h30m -p gpu -A p1 -J mine --mem 4G -d afterok:7 "
      "--gpus-per-node 4 --no-requeue train.py",
      ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=4", "#SBATCH --cpus-per-task=3", "#SBATCH --time=01:30:00",
       "#SBATCH --partition=gpu", "#SBATCH --account=p1", "#SBATCH --job-name=mine", "#SBATCH --mem=4G",
-      "#SBATCH --dependency=afterok:7", "#SBATCH --gpus-per-node=4",
-      "#SBATCH --no-requeue"], "--ntasks=8"),
-    ("--site perlmutter --account m1 --queue debug train.py", ["#SBATCH --qos=debug"], "partition"),
-    ("--site aurora --nodes 2 train.py", ["#PBS -l select=2:ncpus=204:mpiprocs=12:"], "ngpus"),
-    ("--site alps --container a.sif train.py", ["--container a.sif -- train.py"], "$@"),
-    ("--site lumi --container a.sif --gpus-per-node 0 train.py", ["--container a.sif -- train.py"], "vendor"),
-    ("--site generic-slurm -m package.module --lr 1 -m x", ["=module\n", " -- -m package.module --lr 1 -m x\n"],
-     "train.py")])
-def test_script_holds_what_site_and_options_say(words: str, lines: list[str], absent: str, login: Login) -> None:
-    script = login.submit("run", "--dry-run", *shlex.split(words)).out
+      "#SBATCH --dependency=afterok:7", "#SBATCH --kill-on-invalid-dep=yes", "#SBATCH --gpus-per-node=4",
+      "#SBATCH --open-mode=append", "#SBATCH --no-requeue"], "--ntasks=8"),
+    ("run --site generic-slurm --gpus-per-node 4 -c 8 --launcher torchrun --requeue train.py",  # the cores of all ranks
+     ["#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=32\n#SBATCH --gpus-per-node=4\n", "#SBATCH --requeue\n"],
+     "dependency"),
+    ("run --site generic-pbs -N 2 --gpus-per-node 4 -c 8 -t 2h --mem 64gb -p gpu -A abc@v100 -J t train.py",
+     ["#PBS -l select=2:ncpus=32:mpiprocs=4:ompthreads=8:ngpus=4:mem=64gb\n#PBS -l place=scatter\n"
+      "#PBS -l walltime=02:00:00\n#PBS -N t\n#PBS -q gpu\n#PBS -A abc@v100\n#PBS -j oe\n#PBS -k doe\n"], "SBATCH"),
+    ("run --site generic-pbs --gpus-per-node 4 -c 8 --launcher torchrun train.py",
+     ["#PBS -l select=1:ncpus=32:mpiprocs=1:ompthreads=8:ngpus=4\n"], "SBATCH"),
+    ("run --site perlmutter --account m1 --queue debug train.py", ["#SBATCH --qos=debug"], "partition"),
+    ("run --site alps --container a.sif train.py", ["--container a.sif -- train.py"], "$@"),
+    ("run --site lumi --container a.sif --gpus-per-node 0 train.py", ["--container a.sif -- train.py"], "vendor"),
+    ("run --site generic-slurm -m package.module --lr 1 -m x", ["=module\n", " -- -m package.module --lr 1 -m x\n"],
+     "train.py"),
+    ("run --site alps --preflight --checkpoints o train.py", ["# first: doctor --quick --checkpoints "], "doctor.py"),
+    ("run --site alps --nodes 2 train.py",
+     ["export NCCL_NET='AWS Libfabric'", "export DDPKIT_NETWORK='AWS Libfabric'"], "CPU_BIND"),
+    ("run --site alps train.py", ["export FI_CXI_DEFAULT_TX_SIZE=16384"], "NCCL_NET="),
+    ("run --site alps --nodes 2 --env NCCL_NET=Socket train.py", ["export NCCL_NET=Socket"], "NCCL_NET='"),
+    ("run --site frontier train.py", ["export NCCL_CROSS_NIC=1"], "SOCKET_IFNAME"),
+    ("run --site juwels-booster --nodes 2 train.py",
+     ["export DDPKIT_NETWORK=IB", "export DDPKIT_HOST_SUFFIX=i"], "IFNAME"),
+    ("run --site lumi train.py", ["export DDPKIT_CPU_BIND=mask_cpu:0x00fe000000000000,0xfe00000000000000,"], "NCCL"),
+    ("run --site aurora train.py", ["#PBS -l select=1:ncpus=204:mpiprocs=12:", "export OMP_NUM_THREADS=4\n",
+     "export DDPKIT_CPU_BIND=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"], "ngpus"),
+    ("run --site aurora --ntasks-per-node 6 train.py", ["module load frameworks"], "CPU_BIND")])
+def test_dry_run_prints_what_site_and_options_say(words: str, lines: list[str], absent: str, login: Login) -> None:
+    for name in ("scontrol", "sinfo", "squeue"):
+        login.commands.add(name)
+    command, *options = shlex.split(words)
+    script = login.submit(command, "--dry-run", *options).out
     assert [line for line in lines if line not in script] == []
     assert absent not in script
+    assert login.commands.calls() == [] and list(login.folder.iterdir()) == [login.folder / "train.py"]
 
 
 def test_variables_that_pbs_does_not_pass_are_named(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +173,8 @@ def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: 
     ("run -N 2 -n 3 train.py", 1, "--ntasks 3"),
     ("run -n 2 --ntasks-per-node 2 train.py", 1, "Both --ntasks"),
     ("run list", 1, f"{PROGRAM} list"),
+    ("run --checkpoints out train.py", 1, "Add --preflight"),
+    ("run --site polaris --queue debug --dry-run train.py", 1, "requires an account. Add --account: your project."),
     ("resubmit 7", 1, "no record of job 7"),
     ("cancle 77", 2, f"Did you mean: {PROGRAM} cancel 77"),
     ("--nodes 2 train.py", 2, f"Did you mean: {PROGRAM} run --nodes 2 train.py"),
@@ -180,18 +194,17 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
         assert login.commands.calls() == [] and login.submissions() == []
 
 
-def test_a_centre_sets_the_default_site(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPKIT_SITE", "derecho")
-    assert "\n#PBS -q main" in login.submit(*"run --account p --dry-run train.py".split()).out
-    assert "\n#SBATCH " in login.submit(*"run --site lumi --account p --dry-run train.py".split()).out
-
-
-def test_without_a_site_the_scheduler_of_this_host_is_used(login: Login) -> None:
+def test_without_a_site_that_of_the_centre_or_of_the_scheduler_of_this_host_is_used(
+        login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     assert login.submit("run", "train.py").status == 0
     assert records.read(login.submissions()[0]).site == "generic-slurm"
     login.commands.add_submitter("qsub")
     done = login.submit("run", "train.py")
     assert done.status == 1 and "--site NAME" in done.err and "derecho" in done.err
+
+    monkeypatch.setenv("DDPKIT_SITE", "derecho")
+    for words, line in (("", "\n#PBS -q main"), ("--site lumi", "\n#SBATCH ")):
+        assert line in login.submit(*f"run {words} --account p --dry-run train.py".split()).out
 
 
 @pytest.mark.parametrize(("words", "status", "message"), [
@@ -221,23 +234,19 @@ def test_resubmit_submits_the_same_job_in_a_new_folder(login: Login, tmp_path: P
     assert login.submit("run", "--nodes", "3", "--chain", "2", "--env", "A=b \udcff", "train.py", "é").status == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    again = ["resubmit", "--folder", str(login.folder / "jobs-out"), "102"]
+    for state in ("RUNNING", "PENDING"):
+        login.commands.add("scontrol", f"JobId=101 JobName=a\n   JobState={state} Reason=None\n")
+        done = login.submit(*again)
+        assert (done.status, len(login.submissions())) == (1, 1) and "both would train at once" in done.err
     login.commands.add("scontrol", error="slurm_load_jobs error: Invalid job id specified", status=1)
-    assert login.submit("resubmit", "--folder", str(login.folder / "jobs-out"), "102").status == 0
+    assert login.submit(*again).status == 0
     first, second = login.submissions()
     scripts = [[(folder / f"job-{number}.sh").read_bytes().replace(os.fsencode(folder), b"FOLDER")
                 for number in (1, 2)] for folder in (first, second)]
     assert scripts[0][0] == scripts[1][0]
     assert scripts[0][1].replace(b"101", b"103") == scripts[1][1]
     assert records.read(second).submit_folder == str(login.folder)
-
-
-@pytest.mark.parametrize(("state", "ended"), [("RUNNING", False), ("PENDING", False), ("FAILED", True)])
-def test_job_that_has_not_ended_is_not_resubmitted(state: str, ended: bool, login: Login) -> None:
-    assert login.submit("run", "train.py").status == 0
-    login.commands.add("scontrol", f"JobId=101 JobName=a\n   JobState={state} Reason=None\n")
-    done = login.submit("resubmit", "101")
-    assert (done.status == 0, "both would train at once" in done.err) == (ended, not ended)
-    assert len(login.commands.calls("sbatch")) == 1 + ended
 
 
 def test_scripts_that_a_person_runs_are_executable() -> None:

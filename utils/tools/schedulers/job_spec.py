@@ -123,6 +123,33 @@ class Job:
         """Ranks on each node."""
         return self.ranks_per_node or self.gpus_per_node or 1
 
+    def setup_lines(self) -> list[str]:
+        """Return module paths, modules, exports and set-up lines, in this order.
+
+        Exports follow modules, which may set the same variables. Set-up lines may use both.
+        """
+        paths = [f"module use {quote(path)}" for path in self.module_paths]
+        modules = [f"module load {quote(module)}" for module in self.modules]
+        exports = [f"export {name}={quote(value)}" for name, value in self.environment.items()]
+        return [*paths, *modules, *exports, *self.setup]
+
+    def launch_words(self) -> str:
+        """Return the quoted arguments of launch.py: its options, "--", the command.
+
+        A job without a command takes the arguments of the job script, "$@".
+        """
+        words: list[str] = []
+        if self.launcher == "torchrun":
+            words += ["--torchrun"]
+        elif self.launcher != "auto":
+            words += ["--launcher", self.launcher]
+        if self.ranks_per_node is not None:
+            words += ["--ntasks-per-node", str(self.ranks_per_node)]
+        if self.container:
+            words += ["--container", self.container]
+        arguments = " ".join(map(quote, [*words, "--", *self.command]))
+        return arguments if self.command else f'{arguments} "$@"'
+
     def _check_command(self) -> None:
         if not self.command:
             if self.container:
@@ -152,6 +179,25 @@ class Job:
                 raise JobError(
                     "environment", f"the value of {name} is not a text without NUL. Give a text."
                 )
+
+
+def quote(text: str) -> str:
+    """Quote a text as one word of bash.
+
+    Control characters and bytes that are not UTF-8 (surrogates of os.fsdecode) become escapes:
+    sbatch and qsub refuse a script with a carriage return.
+    """
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escape, text)) + "'"
+
+
+def _escape(character: str) -> str:
+    if character in "\\'":
+        return "\\" + character
+    if character.isprintable():
+        return character
+    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
 
 
 def split_directive(entry: str) -> list[str]:

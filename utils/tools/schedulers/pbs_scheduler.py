@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ...job.allocation import format_walltime, parse_number
+from ...job.allocation import (
+    format_walltime,
+    parse_duration,
+    parse_number,
+    parse_size,
+    same_host,
+)
 from ...job.commands import SchedulerError, run_command
-from ...job.pbs_job import Fields, find_program, query_job
-from . import pbs_exclusion as exclusion
+from ...job.pbs_job import Fields, find_program, members, query_job, query_objects
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive
-from .pbs_limits import ServerState
-from .scheduler import Scheduler, State, Status, state_of_exit
+from .scheduler import Queue, Scheduler, State, Status, state_of_exit
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub reads these as they are
 _UNKNOWN_JOB, _JOB_FINISHED = 153, 35  # exit statuses of qstat and qdel
 _DELETED, _SUCCEEDED = 91, 92  # substates of a finished job
-_TIMEOUT_SECONDS = 10.0  # of a query about another job
+_TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
+_PER_PROCESS = ("ompthreads",)  # resources that are not summed over the chunks
+_MAX_LENGTH = 3000  # of the select statement in a directive
+_DIFFER = ("host", "vnode", "mem", "vmem")  # between hosts of one kind
+_DOWN = {"down", "offline", "unknown", "state-unknown", "stale", "maintenance", "provisioning"}
 
 _LETTERS: dict[State, str] = {"queued": "QWTM", "held": "HSU", "running": "RB", "ending": "E"}
 _STATES = {letter: state for state, letters in _LETTERS.items() for letter in letters}
@@ -78,10 +87,10 @@ class Pbs(Scheduler):
         return lines
 
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
-        select = _select(job)
-        changed, problem = exclusion.without_hosts(select, hosts)
-        if changed == select and not problem:
+        select, known = _select(job), _query_hosts()
+        if not any(host.is_one_of(hosts) for host in known):
             return job, ""
+        changed, problem = _select_without(select, known, hosts, ())
         given = [split_directive(entry) for entry in job.directives]
         if any(name in _settings(words) for words in given for name in ("-l select", "-l place")):
             return job, "the job has its own -l select or -l place, and PBS cannot exclude a host"
@@ -98,7 +107,16 @@ class Pbs(Scheduler):
         dry_run: bool = False,
     ) -> str:
         self.check_job_id(job_id)
-        return exclusion.exclude_hosts(job_id, hosts, preferred, dry_run)
+        job = query_job(job_id, timeout_seconds=_TIMEOUT_SECONDS) or {}
+        select, place = (job.get(f"Resource_List.{name}", "") for name in ("select", "place"))
+        if "scatter" not in place:
+            problem = f"the job is placed with place={place}, not scatter"
+            return f"PBS cannot exclude a host, and {problem}"
+        changed, problem = _select_without(select, _query_hosts(), hosts, preferred)
+        if not problem and changed != select and not dry_run:
+            options = ["-l", f"select={changed}", "-l", f"place={place}"]
+            run_command([find_program("qalter"), *options, job_id])
+        return problem
 
     def check(self, job: Job) -> list[str]:
         options = self.directives(job)
@@ -311,3 +329,265 @@ def _why_held_forever(job: Fields, seen: frozenset[str] = frozenset()) -> str:
             if found.get("job_state") == "H" and _why_held_forever(found, seen | {other}):
                 return f"{waits} itself waits for ever; cancel this job"
     return ""
+
+
+# Limits -------------------------------------------------------------------------------------------
+# Limits: resources_max and resources_min of a queue or the server (PBS Reference Guide, queue and
+# server attributes). They hold for a job as a whole: a job with select=3:ncpus=4 requests ncpus=12
+# and nodect=3.
+
+
+@dataclass(frozen=True)
+class _HostSize:
+    cores: int = 0
+    gpus: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What the server reports of its queues, itself and its hosts; empty where it does not."""
+
+    queues: Mapping[str, Fields]
+    server: Fields
+    host_sizes: Mapping[str, _HostSize]
+
+    @classmethod
+    def query(cls) -> ServerState:
+        """Query the server. Nothing is raised where it does not respond."""
+        queues = _query("Queue", "qstat", "-Qf")
+        if not queues:
+            return cls({}, {}, {})
+        servers = _query("Server", "qstat", "-Bf")
+        vnodes = _query("nodes", "pbsnodes", "-a")
+        return cls(queues, next(iter(servers.values()), {}), _sum_hosts(vnodes))
+
+    @property
+    def default_queue(self) -> str:
+        """The queue of a job that names none; "" where it is not known."""
+        return self.server.get("default_queue", "")
+
+    def as_queues(self) -> list[Queue]:
+        """Return all queues with the hosts of the whole site, and without limits.
+
+        PBS ties hosts to queues in too many ways. For the limits see limit_problems().
+        """
+        sizes = self.host_sizes.values()
+        return [
+            Queue(
+                name,
+                is_default=name == self.default_queue,
+                is_open=queue.get("enabled") != "False" and queue.get("from_route_only") != "True",
+                max_nodes=len(sizes) or None,
+                cores_per_node=max((size.cores for size in sizes), default=0) or None,
+                gpus_per_node=max((size.gpus for size in sizes), default=0) or None,
+                memory_per_node_bytes=max((size.memory_bytes for size in sizes), default=0) or None,
+            )
+            for name, queue in self.queues.items()
+        ]
+
+    def limit_problems(self, options: Sequence[Sequence[str]], queue: str) -> list[str]:
+        """Return the limits that a job with these options exceeds in a queue, with remedies."""
+        record = self.queues.get(queue, {})
+        default_chunk = members(self.server, "default_chunk") | members(record, "default_chunk")
+        requested = _requested(options, default_chunk)
+        defaults = members(self.server, "resources_default") | members(record, "resources_default")
+        for resource, value in defaults.items():
+            default = _amount(value)
+            if default is not None:
+                requested.setdefault(resource, default)
+
+        problems = []
+        for attribute, is_max in (("resources_max", True), ("resources_min", False)):
+            of_queue = members(record, attribute)
+            for resource, value in (members(self.server, attribute) | of_queue).items():
+                limit = _amount(value)
+                amount = requested.get(resource)
+                if limit is None or amount is None:
+                    continue
+                if amount <= limit if is_max else amount >= limit:
+                    continue
+                owner = f"queue {queue}" if resource in of_queue else "the server"
+                whole = "" if ":" in value else " for the whole job"
+                found, remedy = ("more", "less") if is_max else ("less", "more")
+                problems.append(
+                    f"{resource}: {_show(amount, value)}{whole} is {found} than the "
+                    f"{_show(limit, value)} of {owner} ({attribute}). Request {remedy}, or take "
+                    "another queue."
+                )
+        return problems
+
+
+def _query(kind: str, program: str, option: str) -> dict[str, Fields]:
+    try:
+        return query_objects(kind, program, option, timeout_seconds=_TIMEOUT_SECONDS)
+    except SchedulerError:
+        return {}
+
+
+def _sum_hosts(vnodes: Mapping[str, Fields]) -> dict[str, _HostSize]:
+    """Sum the virtual nodes of each host."""
+    sizes: dict[str, _HostSize] = {}
+    for name, vnode in vnodes.items():
+        available = members(vnode, "resources_available")
+        host = available.get("host", name)
+        before = sizes.get(host, _HostSize())
+        sizes[host] = _HostSize(
+            before.cores + (parse_number(available.get("ncpus", "")) or 0),
+            before.gpus + (parse_number(available.get("ngpus", "")) or 0),
+            before.memory_bytes + (parse_size(available.get("mem", "")) or 0),
+        )
+    return sizes
+
+
+def _requested(
+    options: Sequence[Sequence[str]], default_chunk: Mapping[str, str]
+) -> dict[str, float]:
+    """The amounts for the whole job of options such as ["-l", "select=2:ncpus=8+1:mem=4gb"].
+
+    Resources without an amount (host=n1) are left out.
+    """
+    requested: dict[str, float] = {}
+    for words in options:
+        if option_name(words) != "-l":
+            continue
+        for part in option_value(words).split(","):
+            name, _, value = part.strip().partition("=")
+            if name in ("select", "nodes"):
+                # What is given for the whole job takes precedence.
+                requested = _sum_chunks(value, default_chunk) | requested
+            elif (amount := _amount(value)) is not None:
+                requested[name] = amount
+    return requested
+
+
+def _sum_chunks(select: str, default_chunk: Mapping[str, str]) -> dict[str, float]:
+    """Sum the chunks of "2:ncpus=8:mpiprocs=4+1:ngpus=2"; nodect is their number.
+
+    Torque's "2:ppn=4+n3" means 2:ncpus=4:mpiprocs=4 and one more chunk.
+    """
+    sums: dict[str, float] = {}
+    for chunk in select.split("+"):
+        words = chunk.split(":")
+        count = parse_number(words[0])
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        resources = {**default_chunk, **given, "nodect": "1"}
+        if "ppn" in resources:
+            resources["ncpus"] = resources["mpiprocs"] = resources.pop("ppn")
+        for name, value in resources.items():
+            amount = _amount(value)
+            if amount is not None and name not in _PER_PROCESS:
+                sums[name] = sums.get(name, 0) + amount * (1 if count is None else count)
+    return sums
+
+
+def _amount(value: str) -> float | None:
+    """A number, the bytes of "4gb" or the seconds of "02:00:00"; None for any other text."""
+    if ":" in value:
+        return parse_duration(value)
+    size = parse_size(value)
+    if size is not None:
+        return size
+    return float(value) if re.fullmatch(r"[0-9]+\.[0-9]+", value) else None
+
+
+def _show(amount: float, like: str) -> str:
+    """An amount in the form of another one: "01:00:00", "4.5gb", "12"."""
+    if ":" in like:
+        return format_walltime(int(amount))
+    is_size = not like.isdecimal() and parse_size(like) is not None
+    return f"{amount / (1 << 30):.4g}gb" if is_size else f"{amount:g}"
+
+
+# Other hosts --------------------------------------------------------------------------------------
+# PBS cannot exclude a host: the job names the hosts that it requests. A select statement compares
+# resources for equality only (PBS Reference Guide, "Requesting Resources"). So the hosts are chosen
+# here, among those that have the same resources as the bad ones, free hosts first. The job waits
+# for exactly these hosts.
+
+
+class _Host(NamedTuple):
+    name: str  # resources_available.host
+    names: tuple[str, ...]  # that one too, and in full: "n1.pbs.lab"
+    kind: object  # equal for hosts that one job may use alike
+    is_up: bool
+    is_free: bool
+
+    def is_one_of(self, names: Iterable[str]) -> bool:
+        return any(same_host(own, name) for own in self.names for name in names)
+
+
+def _select_without(
+    select: str, hosts: Sequence[_Host], bad_names: Sequence[str], preferred: Sequence[str]
+) -> tuple[str, str]:
+    """Return a select statement that names other hosts than the bad ones, or why there is none."""
+    bad = [host for host in hosts if host.is_one_of(bad_names)]
+    chunks = [_parse(chunk) for chunk in _expand(select)]
+    if all(chunk.get("host") and not _names(chunk["host"], bad_names) for chunk in chunks):
+        return select, ""
+    if any("vnode" in chunk for chunk in chunks):
+        return select, "the job names vnodes, and PBS cannot exclude a host"
+
+    kinds = [host.kind for host in bad]
+    good = [host for host in hosts if host.is_up and not host.is_one_of(bad_names)]
+    usable = [host for host in good if host.is_one_of(preferred) or host.kind in kinds]
+    usable.sort(key=lambda host: (not host.is_one_of(preferred), not host.is_free))
+    if len(usable) < len(chunks):
+        names = ", ".join(host.name for host in bad) or ", ".join(bad_names)
+        return select, (
+            f"PBS cannot exclude a host, and besides {names} it has {len(usable)} hosts with the "
+            f"same resources, of the {len(chunks)} that the job requests"
+        )
+    named = [{**chunk, "host": host.name} for chunk, host in zip(chunks, usable, strict=False)]
+    changed = "+".join(":".join(["1", *map("=".join, chunk.items())]) for chunk in named)
+    if len(changed) > _MAX_LENGTH:
+        return select, (
+            f"PBS cannot exclude a host, and a select that names {len(chunks)} hosts is too long"
+        )
+    return changed, ""
+
+
+def _expand(select: str) -> Iterable[str]:
+    """ "2:ncpus=4+1:ncpus=8" -> "ncpus=4", "ncpus=4", "ncpus=8"."""
+    for group in select.split("+"):
+        first, _, rest = group.partition(":")
+        count = parse_number(first)
+        yield from [group] if count is None else [rest] * count
+
+
+def _parse(chunk: str) -> dict[str, str]:
+    words = (word.partition("=") for word in chunk.split(":") if word)
+    return {name: value for name, _, value in words}
+
+
+def _names(host: str, others: Iterable[str]) -> bool:
+    return any(same_host(host, other) for other in others)
+
+
+def _query_hosts() -> list[_Host]:
+    """Query the hosts of all vnodes. Raises SchedulerError."""
+    vnodes = query_objects("nodes", "pbsnodes", "-a", timeout_seconds=_TIMEOUT_SECONDS)
+    by_host: dict[str, list[Fields]] = {}
+    for name, vnode in vnodes.items():
+        host = vnode.get("resources_available.host", name)
+        by_host.setdefault(host, []).append(vnode)
+    return [_host(name, of_host) for name, of_host in by_host.items()]
+
+
+def _host(name: str, vnodes: Sequence[Mapping[str, str]]) -> _Host:
+    states = {word.strip() for vnode in vnodes for word in vnode.get("state", "").split(",")}
+    assigned = [parse_number(vnode.get("resources_assigned.ncpus", "")) for vnode in vnodes]
+    return _Host(
+        name,
+        tuple(dict.fromkeys([name, *(vnode.get("Mom", name) for vnode in vnodes)])),
+        sorted(_kind(vnode) for vnode in vnodes),
+        is_up=not states & _DOWN,
+        is_free=states == {"free"} and not any(assigned),
+    )
+
+
+def _kind(vnode: Mapping[str, str]) -> list[tuple[str, str]]:
+    resources = members(dict(vnode), "resources_available")
+    kept = {name: value for name, value in resources.items() if name not in _DIFFER}
+    kept["queue"] = vnode.get("queue", "")
+    return sorted(kept.items())

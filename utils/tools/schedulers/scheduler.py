@@ -11,7 +11,6 @@ from typing import Literal
 
 from ...job.allocation import EXIT_REQUEUE
 from ...job.commands import SUBMIT_TIMEOUT_SECONDS, SchedulerError, run_command
-from . import job_script as script
 from .job_spec import Job
 
 State = Literal[
@@ -28,6 +27,7 @@ State = Literal[
     "stopped",  # ended with EXIT_REQUEUE: it has saved, and another job is to continue it
     "completed",
 ]
+_MARKER = re.compile(r"^[ \t]*@(directives|setup)@[ \t]*$|@(command)@", re.MULTILINE)
 _NOT_ENDED = ("running", "ending", "queued", "held", "unknown")
 
 
@@ -115,20 +115,22 @@ class Scheduler(ABC):
 
     def setup_lines(self, job: Job) -> list[str]:
         """Return the shell lines that a job script runs before launch.py."""
-        return script.setup_lines(job)
+        return job.setup_lines()
 
     def render(self, job: Job, template: str) -> str:
         """Return the job script.
 
+        template: with the lines "@directives@" and "@setup@", and the word "@command@" for the
+        arguments of launch.py. What replaces them is not searched for markers.
         Raises JobError, which names the field, for a value that cannot be written into it.
         """
         options = [" ".join(map(self.quote, words)) for words in self.directives(job)]
-        return script.fill(
-            template,
-            directives=[f"{self.directive_prefix} {option}" for option in options],
-            setup=self.setup_lines(job),
-            command=script.command_words(job),
-        )
+        texts = {
+            "directives": "\n".join(f"{self.directive_prefix} {option}" for option in options),
+            "setup": "\n".join(self.setup_lines(job)),
+            "command": job.launch_words(),
+        }
+        return _MARKER.sub(lambda match: texts[match[1] or match[2]], template)
 
     @abstractmethod
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:

@@ -14,15 +14,23 @@ from ...job.commands import SchedulerError
 from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
 from ..launch.nested import refusal
-from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers import get_scheduler
 from ..schedulers.job_checks import check_queue
 from ..schedulers.job_spec import Job, parse_walltime
 from . import preflight, profiles
 from .following import note
 from .paths import PROGRAM
 from .profiles import Profile
-from .submit_options import COMMANDS
 
+COMMANDS = {
+    "run": "submit a script, a module or a program as a job",
+    "status": "print the status of jobs",
+    "list": "list the latest submissions",
+    "logs": "print the output of jobs",
+    "cancel": "cancel jobs, and what is left of their chains",
+    "resubmit": "submit recorded jobs again, with the same options and a new folder",
+    "doctor": "submit a job that checks the cluster, as doctor.py does",
+}
 # Options that people put after the script by mistake, where they are passed to it.
 MISPLACED = {
     "--nodes",

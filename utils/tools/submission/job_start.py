@@ -19,7 +19,7 @@ from ...job.allocation import EXIT_REQUEUE, AllocationError, same_host
 from ...job.commands import SchedulerError
 from ...job.slurm_job import unique_job_id
 from ..launch import launch_cli as launch_cli
-from ..schedulers.find_scheduler import get_scheduler
+from ..schedulers import get_scheduler
 from ..schedulers.scheduler import Scheduler, Status
 from . import bad_hosts as exclusion
 from . import preflight

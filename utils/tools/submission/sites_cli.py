@@ -1,20 +1,29 @@
-"""`sites`: list, explain, check and write the profiles of clusters."""
+"""`sites`: list, explain, check and write the profiles of clusters.
+
+A check finds missing sources, duplicates, contradictions and known problems. The latter are data:
+jobs/site_rules.yaml, each rule with its source.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ...host.cores import parse_binding
 from ...job.allocation import format_walltime
 from ...job.commands import SchedulerError
 from ..arguments import ArgumentParser
-from . import profiles, site_checks
+from ..schedulers.job_spec import Job, JobError
+from . import profiles
 from .new_profile import new_profile
-from .paths import KIT
-from .profiles import Profile, ProfileError
+from .paths import JOBS, KIT
+from .profiles import Node, Profile, ProfileError, Read, Reader, compose, read_text
 
 PROGRAM = "sites.py" if (KIT / "scripts" / "sites.py").exists() else "ddpkit sites"
 DESCRIPTION = f"""\
@@ -126,10 +135,10 @@ def _shown(profile: Profile, key: str, entry: str) -> str:
 
 
 def _check(sites: Sequence[str]) -> int:
-    rules = site_checks.load_rules()
+    rules = load_rules()
     num_findings = 0
     for site in sites:
-        findings = site_checks.check(profiles.load(site), rules)
+        findings = check(profiles.load(site), rules)
         num_findings += len(findings)
         print(f"{site}: {len(findings) or 'no'} finding{'s' if len(findings) != 1 else ''}")
         for finding in findings:
@@ -151,3 +160,216 @@ def _new(output: Path | None) -> int:
         ) from None
     print(f"{output}: written. Complete it, then: {PROGRAM} check {output}")
     return 0
+
+
+# Checks -------------------------------------------------------------------------------------------
+
+RULES = JOBS / "site_rules.yaml"
+
+# The keys of a profile that rules may test, and the facts made of several keys.
+_KEYS = (
+    *("title", "scheduler", "launcher", "gpu_vendor", "gpus_per_node", "cores_per_node"),
+    *("network", "interface", "host_suffix", "binding", "module_paths", "modules", "setup"),
+    *("directives", "chunk"),
+)
+_FACTS = (*_KEYS, "environment", "software", "text")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A known problem, which a profile has if all conditions hold.
+
+    conditions: by fact. "PATTERN": the fact matches this regular expression. "!PATTERN": it does
+    not match, or is absent ("!.": it is absent). ">N" and "<N" compare numbers.
+    lacks: variables that the profile should set; the rule applies if one is not set.
+    source: a URL.
+    """
+
+    problem: str
+    remedy: str
+    source: str
+    read: str
+    conditions: dict[str, str]
+    lacks: tuple[str, ...] = ()
+
+    def finding(self, facts: dict[str, str]) -> str | None:
+        """Return the problem with remedy and source, or None if the profile does not have it."""
+        if not all(_holds(rule, facts.get(name)) for name, rule in self.conditions.items()):
+            return None
+        missing = [name for name in self.lacks if not _is_set(name, facts)]
+        if self.lacks and not missing:
+            return None
+        problem = self.problem.replace("MISSING", ", ".join(missing))
+        return f"{problem} {self.remedy} Source: {self.source} (read {self.read})"
+
+
+def load_rules(path: Path = RULES) -> list[Rule]:
+    """Read the rules. Raises ProfileError, which names the line, for a mistake in them."""
+    reader = Reader(path)
+    rules = []
+    for node in reader.list_of(compose(read_text(path), path), "the file"):
+        values = reader.mapping(node, "a rule", _RULE_KEYS)
+        missing = [
+            key for key in ("problem", "remedy", "source", "read", "if") if key not in values
+        ]
+        if missing:
+            raise reader.error(node, "a rule", f"without {', '.join(missing)}", "all of them")
+        rules.append(Rule(conditions=values.pop("if"), **values))
+    return rules
+
+
+def check(profile: Profile, rules: list[Rule]) -> list[str]:
+    """Return the findings for a profile; empty if there are none."""
+    facts = _facts(profile)
+    known_bad = (rule.finding(facts) for rule in rules)
+    return [
+        *_unsourced(profile),
+        *_duplicates(profile),
+        *_contradictions(profile),
+        *_unusable(profile),
+        *(finding for finding in known_bad if finding is not None),
+    ]
+
+
+def _conditions(reader: Reader, node: Node, key: str) -> dict[str, str]:
+    conditions = {}
+    for name, name_node, value in reader.items(node, key):
+        if not re.fullmatch(r"[A-Z][A-Z0-9_]+(\.from_nodes)?", name) and name not in _FACTS:
+            raise reader.error(
+                name_node, "a fact", repr(name), f"a variable or {', '.join(_FACTS)}"
+            )
+        conditions[name] = reader.text(value, repr(name))
+    return conditions
+
+
+_RULE_KEYS: dict[str, Read] = {
+    "if": _conditions,
+    "lacks": Reader.texts,
+    "problem": Reader.text,
+    "remedy": Reader.text,
+    "source": Reader.text,
+    "read": Reader.text,
+}
+
+
+def _holds(condition: str, value: str | None) -> bool:
+    if condition.startswith("!"):
+        return value is None or not re.search(condition[1:], value)
+    if value is None:
+        return False
+    if condition[0] in "<>":
+        if not re.fullmatch(r"\d+(\.\d+)?", value):
+            return False
+        number, limit = float(value), float(condition[1:])
+        return number > limit if condition[0] == ">" else number < limit
+    return re.search(condition, value) is not None
+
+
+def _is_set(variable: str, facts: dict[str, str]) -> bool:
+    return variable in facts or re.search(rf"\b{variable}=", facts.get("setup", "")) is not None
+
+
+def _facts(profile: Profile) -> dict[str, str]:
+    """Return the facts that rules may test: _FACTS, NAME and NAME.from_nodes of each variable.
+
+    "environment": the names of the variables. "software": modules, set-up lines and directives.
+    "text": the file.
+    """
+    facts = {}
+    for name in _KEYS:
+        value = getattr(profile, name)
+        if value not in (None, ()):
+            facts[name] = "\n".join(value) if isinstance(value, tuple) else str(value)
+    for name, variable in profile.environment.items():
+        facts[name] = variable.value
+        if variable.from_nodes > 1:
+            facts[f"{name}.from_nodes"] = str(variable.from_nodes)
+    facts["environment"] = "\n".join(profile.environment)
+    facts["software"] = "\n".join(
+        facts[name] for name in ("modules", "setup", "directives") if name in facts
+    )
+    facts["text"] = read_text(profile.path) if profile.path.is_file() else ""
+    return facts
+
+
+def _unsourced(profile: Profile) -> Iterator[str]:
+    for name, origin in profile.origins.items():
+        if not (origin.source and origin.read):
+            missing = "source" if not origin.source else "date"
+            yield (
+                f"{name}: the value has no {missing}. Every value names the page where it is "
+                "documented and the date when that was read. Add 'source' and 'read'."
+            )
+
+
+def _duplicates(profile: Profile) -> Iterator[str]:
+    options = (
+        directive.strip().partition("=")[0]
+        for directive in profile.directives
+        if not directive.startswith("-l ")
+    )
+    groups = {
+        "modules": (module.partition("/")[0] for module in profile.modules),
+        "module_paths": profile.module_paths,
+        "setup": profile.setup,
+        "directives": options,
+    }
+    for key, entries in groups.items():
+        for entry, count in Counter(entries).items():
+            if count > 1:
+                yield f"{key}: {entry} is given {count} times. Expected once. Remove the others."
+    exported = re.findall(r"\bexport ([A-Za-z_]\w*)=", "\n".join(profile.setup))
+    for name in exported:
+        if name in profile.environment:
+            yield f"{name}: set in 'environment' and again in 'setup'. Remove one of them."
+
+
+def _contradictions(profile: Profile) -> Iterator[str]:
+    if profile.queues and profile.queue is not None and profile.queue not in profile.queues:
+        yield f"queue: {profile.queue} is not one of 'queues'. Correct one of them."
+    for queue in profile.queues.values():
+        if queue.max_nodes is not None and queue.min_nodes > queue.max_nodes:
+            yield f"queues.{queue.name}: min_nodes is more than max_nodes. Correct one of them."
+    if profile.binding is not None:
+        yield from _binding_problems(profile)
+    for variable, expected in (
+        ("NCCL_NET", profile.network),
+        ("NCCL_SOCKET_IFNAME", profile.interface),
+    ):
+        found = profile.environment.get(variable)
+        if found is not None and expected is not None and found.value != expected:
+            yield (
+                f"{variable}: the value {found.value!r} contradicts "
+                f"{'network' if variable == 'NCCL_NET' else 'interface'} {expected!r}. "
+                "Correct one of them."
+            )
+
+
+def _unusable(profile: Profile) -> Iterator[str]:
+    """Yield the first value with which no job script can be written."""
+    try:
+        Job(
+            memory=profile.memory_per_node,
+            queue=profile.queue,
+            setup=profile.setup,
+            module_paths=profile.module_paths,
+            modules=profile.modules,
+            environment=profile.exports(2, profile.gpus_per_node or 1),
+            directives=profile.directives,
+            chunk=profile.chunk,
+        )
+    except JobError as error:
+        yield str(error)
+
+
+def _binding_problems(profile: Profile) -> Iterator[str]:
+    cores = parse_binding(profile.binding or "")
+    if profile.gpus_per_node is not None and len(cores) != profile.gpus_per_node:
+        yield (
+            f"binding: found {len(cores)} entries for {profile.gpus_per_node} GPUs per node. "
+            "Expected one entry for each GPU. Correct it."
+        )
+    uses = Counter(core for entry in cores for core in entry)
+    shared = sorted(core for core, count in uses.items() if count > 1)
+    if shared:
+        yield f"binding: several ranks share the cores {shared[:8]}. Give each core to one rank."

@@ -16,9 +16,8 @@ from pathlib import Path
 from ...job.allocation import format_walltime
 from ...job.commands import SchedulerError
 from ...job.requeue import CHAIN_VARIABLE
-from ..schedulers.find_scheduler import get_scheduler
-from ..schedulers.job_script import quote
-from ..schedulers.job_spec import Job
+from ..schedulers import get_scheduler
+from ..schedulers.job_spec import Job, quote
 from ..schedulers.scheduler import Scheduler
 from . import bad_hosts as exclusion
 from . import submissions as records

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ...job.commands import SchedulerError
-from ..schedulers.find_scheduler import get_scheduler
+from ..arguments import ArgumentParser
+from ..schedulers import get_scheduler
 from ..schedulers.job_spec import JobError
-from . import queries
+from . import profiles, queries
 from . import submissions as records
-from .build_job import UsageError, choose_profile
-from .paths import PROGRAM
+from .build_job import COMMANDS, UsageError, choose_profile
+from .paths import PROGRAM, doctor_words
 from .profiles import ProfileError
 from .submit import resubmit, run
-from .submit_options import OPTION_OF_FIELD, parse
+
+SITE = "DDPKIT_SITE"  # the profile of this cluster, which a centre's module file sets
+DESCRIPTION = f"""\
+Submit a training script as a Slurm or PBS job, and query submitted jobs.
+
+{PROGRAM} run --site derecho --account UABC0001 --nodes 4 --time 2h train.py --epochs 3
+{PROGRAM} run --nodes 2 --time 30m --follow train.py         print state and output until the end
+{PROGRAM} run --nodes 2 --time 30m -m package.train --lr 1   run a module, as python -m does
+{PROGRAM} run --site lumi --nodes 2 --dry-run train.py       print the job script; submit nothing
+{PROGRAM} run --nodes 2 --time 12h --chain 5 train.py        five jobs; each continues the last
+{PROGRAM} doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
+{PROGRAM} list | status 1234 | logs 1234 | cancel 1234 | resubmit 1234
+
+Each submission has a folder, jobs-out/NAME-DATE-TIME, with its scripts, settings and output.
+Exit status: 0: completed (`status`: or not finished yet). 75: saved, to be continued. Otherwise the
+job failed; with --follow, the job's own exit status.
+"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -70,3 +91,228 @@ def _query(args: argparse.Namespace, job_id: str) -> int:
     if args.subcommand == "logs":
         return queries.print_logs(scheduler, submission, job_id, args.follow)
     return queries.cancel(scheduler, submission, job_id)
+
+
+# Options ------------------------------------------------------------------------------------------
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; `command` of the result is the subcommand.
+
+    Exits with status 2 for unknown subcommands and options, and with 0 for --help.
+    """
+    if words and words[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print(f"usage: {PROGRAM} SUBCOMMAND ...\n\n{DESCRIPTION}\nsubcommands:")
+        for name, text in COMMANDS.items():
+            print(f"  {name:<{width}}  {text}")
+        print(f"\nOptions of each: {PROGRAM} SUBCOMMAND --help")
+        raise SystemExit(0)
+    if not words or words[0] not in COMMANDS:
+        ArgumentParser(prog=PROGRAM, usage=f"{PROGRAM} SUBCOMMAND ...").error(_no_subcommand(words))
+    name = words[0]
+    args = _parser(name).parse_args(words[1:])
+    args.subcommand = name
+    if name == "doctor":
+        options = args.command[1:] if args.command[:1] == ["--"] else args.command
+        args.command = [*doctor_words(), *options]
+    return args
+
+
+def _no_subcommand(words: Sequence[str]) -> str:
+    found = f"{words[0]!r} is not a subcommand" if words else "a subcommand is missing"
+    expected = f"Expected one of: {', '.join(COMMANDS)}"
+    if not words:
+        return f"{found}. {expected}. See: {PROGRAM} --help"
+    looks_like_script = words[0].endswith(".py") or "/" in words[0] or os.path.isfile(words[0])
+    near = difflib.get_close_matches(words[0].lower(), COMMANDS, 1, 0.5)
+    if looks_like_script or words[0].startswith("-"):
+        meant = ["run", *words]
+    elif near:
+        meant = [*near, *words[1:]]
+    else:
+        return f"{found}. {expected}. See: {PROGRAM} --help"
+    return f"{found}. {expected}. Did you mean: {PROGRAM} {shlex.join(meant)}"
+
+
+def _parser(name: str) -> ArgumentParser:
+    text = COMMANDS[name]
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} {name}", description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
+    if name in ("run", "doctor"):
+        _add_run_options(parser)
+    if name == "doctor":
+        parser.usage = f"{PROGRAM} doctor [OPTION ...] [-- OPTION OF doctor.py ...]"
+        parser.epilog = "The options are those of `run`; --time is 10m by default."
+        parser.set_defaults(job_name="doctor", time="10m")
+    if name in ("run", "doctor"):
+        return parser
+    if name != "list":
+        printed = "as printed by submit or the scheduler"
+        parser.add_argument("job_ids", nargs="+", metavar="JOB_ID", help=printed)
+    if name in ("status", "logs", "cancel"):
+        parser.add_argument(
+            "--site",
+            metavar="NAME|FILE",
+            default=os.environ.get(SITE) or None,
+            help="for a job that has no record in --folder",
+        )
+    if name == "logs":
+        parser.add_argument("--follow", action="store_true", help="print output until the job ends")
+    if name == "resubmit":
+        _add_submission_options(parser.add_argument)
+    _add_folder(parser.add_argument)
+    return parser
+
+
+def _add_folder(add: Callable[..., object]) -> None:
+    add(
+        "--folder",
+        type=Path,
+        default=Path("jobs-out"),
+        help="where the folders of submissions are (default: jobs-out)",
+    )
+
+
+def _add_submission_options(add: Callable[..., object]) -> None:
+    add("--follow", action="store_true", help="print state and output until the job ends")
+    add("--no-check", action="store_true", help="submit despite problems that the checks find")
+
+
+def _add_run_options(parser: ArgumentParser) -> None:
+    parser.usage = (
+        f"{PROGRAM} run [OPTION ...] SCRIPT [ARGUMENT ...]\n"
+        f"       {PROGRAM} run [OPTION ...] -m MODULE [ARGUMENT ...]"
+    )
+    parser.epilog = "Options come before the script. What follows the script is passed to it."
+    _add_resource_options(parser.add_argument_group("resources").add_argument)
+    _add_job_options(parser.add_argument_group("job and queue").add_argument)
+    _add_environment_options(parser.add_argument_group("environment").add_argument)
+
+    add = parser.add_argument_group("submission").add_argument
+    _add_submission_options(add)
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the job script and submit nothing; exit status 1 if the job would be refused",
+    )
+    _add_folder(add)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _add_resource_options(add: Callable[..., object]) -> None:
+    add("-N", "--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, a multiple of --nodes")
+    add(
+        "--ntasks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks per node (default: one for each GPU)",
+    )
+    add("-c", "--cpus-per-task", type=int, metavar="N", help="cores of each rank")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 0 for none")
+    add("--mem", metavar="SIZE", help="memory per node, for example 64G")
+    add(
+        "-t",
+        "--time",
+        metavar="TIME",
+        help="time limit: 2h, 1h30m, 2:00:00, 1-12:00:00; a plain number is minutes",
+    )
+
+
+def _add_job_options(add: Callable[..., object]) -> None:
+    add(
+        "--site",
+        metavar="NAME|FILE",
+        default=os.environ.get(SITE) or None,
+        help=f"profile of the cluster: {', '.join(profiles.names())}, or a YAML file "
+        f"(default: {SITE}, or generic-slurm or generic-pbs)",
+    )
+    add("-A", "--account", metavar="NAME", help="account to charge")
+    add(
+        "-p",
+        "--partition",
+        "--queue",
+        dest="queue",
+        metavar="NAME",
+        help="partition or QOS of Slurm, queue of PBS",
+    )
+    add("-J", "--job-name", metavar="NAME", help="default: the name of the script")
+    add("-d", "--dependency", metavar="afterok:ID", help="as for sbatch and qsub -W depend")
+    add(
+        "--chain",
+        type=int,
+        default=1,
+        metavar="N",
+        help="submit N jobs, each of which continues the one before if that completed, stopped "
+        "after saving (exit status 75) or reached its time limit",
+    )
+    add(
+        "--preflight",
+        action="store_true",
+        help="check the hosts before the training starts (doctor.py --quick). If one is bad, the "
+        "job is requeued, or the next one of its chain runs, without that host",
+    )
+    for name, use in (("--checkpoints", "write"), ("--data", "read")):
+        add(name, metavar="FOLDER", help=f"all hosts have to {use} this, for --preflight")
+    add(
+        "--requeue",
+        action=argparse.BooleanOptionalAction,
+        help="whether the job may be restarted after a node failure or preemption",
+    )
+    add(
+        "--signal",
+        type=int,
+        metavar="SECONDS",
+        help="send USR1 to the ranks this long before the time limit",
+    )
+    add(
+        "--directive",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="another option of the scheduler, for example --directive=--constraint=a100",
+    )
+
+
+def _add_environment_options(add: Callable[..., object]) -> None:
+    add("--launcher", metavar="NAME", help=f"starts the ranks: {', '.join(profiles.LAUNCHERS)}")
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="shell line to run before the ranks, for example 'source venv/bin/activate'",
+    )
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable")
+    add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
+    add(
+        "-m",
+        dest="module_command",
+        nargs=argparse.REMAINDER,
+        help="MODULE [ARGUMENT ...]: run a module instead of a script, as python -m does",
+    )
+
+
+# The option that sets each field of Job, for error messages.
+OPTION_OF_FIELD = {
+    "nodes": "--nodes",
+    "gpus_per_node": "--gpus-per-node",
+    "ranks_per_node": "--ntasks-per-node",
+    "cores_per_rank": "--cpus-per-task",
+    "memory": "--mem",
+    "walltime": "--time",
+    "queue": "--partition",
+    "account": "--account",
+    "name": "--job-name",
+    "dependency": "--dependency",
+    "setup": "--setup",
+    "environment": "--env",
+    "launcher": "--launcher",
+    "output": "--folder",
+    "signal_seconds": "--signal",
+    "directives": "--directive",
+    "container": "--container",
+    "preflight": "--preflight",
+}

@@ -17,7 +17,7 @@ from ....launchers.detect import find_launcher
 from ....launchers.launcher import shown
 from ....launchers.rank_variables import RANK_VARIABLES
 from ...launch.programs import Programs
-from ...schedulers.find_scheduler import get_scheduler
+from ...schedulers import get_scheduler
 from ..check import Check, Finding, Level, Ranks, Reported
 from .equality import driver_version, torch_build, torch_folder
 
