@@ -1,13 +1,19 @@
-"""The benchmarks run and print their tables; no time is checked."""
+"""The benchmarks run and print their tables; the time of a predicted step is checked on links of a known rate."""
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.bench import bench_binding, bench_startup
+from tests.bench.step_time import PAYLOAD, Grid, measure, predict
 from tests.unit.programs import python
+from utils.tools.plan import plan_cli
+
+WIDE = 2  # of CASES: the longest communication for its computation
 
 
 def test_ranks_join_where_rank_0_may_open_few_files() -> None:
@@ -49,3 +55,21 @@ def test_saves_are_measured_with_their_spread() -> None:
     done = python("tests/bench/bench_checkpoint.py", "--megabytes", "8", "--runs", "2")
     for name in ("save(), first", "save()", "comparison"):
         assert re.search(rf"^{re.escape(name)} +[\d.]+ +[\d,]+(  +\d+\.\d{{3}}){{3}}$", done.stdout, re.MULTILINE), done
+
+
+def test_predicted_step_on_links_of_known_rate(
+        need: Callable[[str], object], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """predict() is what plan.py prints, and that is about right."""
+    need("hosts")
+    rows = list(measure(Grid((WIDE,), (50, 100), (1.0,), (2,))))
+    assert [row.rate for row in rows] == [50, 100]
+    assert [predict(row) for row in rows] == pytest.approx([row.measured for row in rows], rel=0.2)
+    row = rows[1]
+    links = tmp_path / "links.json"
+    between = {"bandwidth_bytes_per_second": PAYLOAD * 100e6 / 8, "latency_seconds": 1e-3}
+    links.write_text(json.dumps({"format": 1, "hosts": 2, "inside": None, "between": between}))
+    plan_cli.main(["--model", "tests.bench.step_time:wide_mlp", "--batch", "128", "--optimizer", "sgd", "--gpus", "2",
+                   "--gpus-per-node", "1", "--ring", "--links", str(links), "--bucket-cap-mb", "4", "--compute-seconds",
+                   str(row.computed), "--json"])
+    point, = (point for point in json.loads(capsys.readouterr().out)["scaling"] if point["gpus"] == 2)
+    assert predict(row) == pytest.approx(point["step_seconds"])

@@ -44,19 +44,17 @@ def first_cause(found: list[Report], links: scaling.Links | None = None) -> str:
     return next((cause.name for cause in scaling.find_causes(point, links)), "")
 
 
-def test_healthy_training_has_no_cause() -> None:
+def test_healthy_training_has_no_cause_and_its_efficiency_counts_backward_passes() -> None:
     point = weak_scaling(reports(), 0.095)
     assert scaling.find_causes(point) == []
     assert scaling.explain(point, []) == ("95% efficiency (weak scaling) on 4 ranks, computing 90% of the time: "
-                                         "no problem found.")
-
-
-def test_weak_efficiency_counts_backward_passes() -> None:
+                                          "no problem found.")
     assert weak_scaling(reports(0.2, passes=2), 0.1).efficiency == pytest.approx(1)
 
 
 def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_cause(reports(0.2, exchanges=4, passes=4)) == "accumulation that communicates each time"
+    assert first_cause(reports(0.2, exchanges=4, passes=4, models=2)) != "accumulation that communicates each time"
     assert first_cause(reports(0.2, bucket_bytes=[1 << 18] * 400)) == "many small buckets"
     assert first_cause(reports(0.11, hook="mine", find_unused_parameters=True)) == "no overlap"
     assert first_cause(reports(0.1, 0.09, find_unused_parameters=True, small_seconds=0.01)) == "find_unused_parameters"
@@ -76,14 +74,16 @@ def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_cause(reports(0.2, backend="gloo", threads=3)) == "sockets instead of the fabric"
 
 
-def test_ranks_that_share_their_cpus_have_enough_threads() -> None:
+    monkeypatch.undo()
     shared = [dataclasses.replace(report, threads=2, cpus=[0, 1, 2, 3])
               for report in reports(0.12, 0.12, backend="gloo")]
-    assert first_cause(shared) == ""
+    assert first_cause(shared) == "", "ranks that share their CPUs have enough threads"
 
 
-def test_numbers_of_ranks() -> None:
+def test_numbers_of_ranks_and_their_batches() -> None:
     assert [scaling.numbers_of_ranks(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [scaling.batch_per_rank("weak", 8, 6, ranks) for ranks in (1, 4, 6)] == [8, 8, 8]
+    assert [scaling.batch_per_rank("strong", 8, 6, ranks) for ranks in (1, 2, 4, 6)] == [48, 24, 12, 8]
 
 
 SEVERAL_MODELS = """
@@ -131,11 +131,6 @@ def test_all_models_of_a_script_are_measured(tmp_path: Path) -> None:
     found = json.loads(output.read_text())
     assert (found["models"], found["passes"], found["exchanges"]) == (2, 2, 2)
     assert found["gradient_bytes"] == sum(found["bucket_bytes"]) == 4 * (20 + 5)
-
-
-def test_accumulation_is_not_claimed_for_several_models() -> None:
-    several = reports(0.2, exchanges=4, passes=4, models=2)
-    assert first_cause(several) != "accumulation that communicates each time"
 
 
 SLOW_RANK = """
@@ -201,18 +196,17 @@ def test_several_ranks_need_ddp(tmp_path: Path) -> None:
     assert "the script has created no DistributedDataParallel" in done.stderr and not output.exists()
 
 
-def test_batch_per_rank_keeps_the_global_batch_of_strong_scaling() -> None:
-    assert [scaling.batch_per_rank("weak", 8, 6, ranks) for ranks in (1, 4, 6)] == [8, 8, 8]
-    assert [scaling.batch_per_rank("strong", 8, 6, ranks) for ranks in (1, 2, 4, 6)] == [48, 24, 12, 8]
-    assert scaling.batch_per_rank("strong", 1, 3, 2) is None
-
-
 class FakeTrials:
     """Trials whose times and losses are computed from the settings."""
 
     order: ClassVar[list[str]] = []
+    batches: ClassVar[list[tuple[int, int]]] = []
+
+    def hosts(self, ranks: int) -> int:
+        return 1
 
     def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
+        self.batches.append((ranks, settings.placeholders["batch"]))
         self.order.append(settings.hook or "fused" if settings.hook or settings.fused else
                           ",".join(settings.ddp) or "none")
         if settings.fused:
@@ -222,37 +216,26 @@ class FakeTrials:
         steps = phases[0][1]
         losses = [2.0] * 30 + [1.01 if settings.hook else 1.0] * 10
         phase = Phase(noise * seconds * steps, 0, steps)
-        return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": phase})] * ranks
+        return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": phase, "local": phase})] * ranks
+
+
+def bench_ddp(monkeypatch: pytest.MonkeyPatch, world_size: int, *words: str) -> int:
+    """Run `bench.py ddp` with these trials."""
+    job = SimpleNamespace(world_size=world_size, is_main=True)
+    monkeypatch.setattr(FakeTrials, "order", [])
+    monkeypatch.setattr(FakeTrials, "batches", [])
+    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, FakeTrials())))
+    return cli.main(["ddp", *words])
 
 
 def test_strong_scaling_skips_ranks_that_cannot_share_the_batch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Recorded(FakeTrials):
-        batches: ClassVar[list[tuple[int, int]]] = []
-
-        def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
-            self.batches.append((ranks, settings.placeholders["batch"]))
-            return [HEALTHY] * ranks
-
-        def hosts(self, ranks: int) -> int:
-            return 1
-
-    job = SimpleNamespace(world_size=3, is_main=True)
-    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, Recorded())))
     caplog.set_level("INFO", "ddpkit")
-    assert cli.main(["ddp", "--batch", "1", "train.py", "{batch}"]) == 0
-    assert Recorded.batches == [(1, 1), (2, 1), (3, 1), (1, 3), (3, 1)]
+    assert bench_ddp(monkeypatch, 3, "--batch", "1", "train.py", "{batch}") == 0
+    assert FakeTrials.batches == [(1, 1), (2, 1), (3, 1), (1, 3), (3, 1)]
     assert ("# strong scaling on 2 ranks is not measured: they cannot share a global batch of 3 equally. "
             "Use another --batch") in caplog.messages
-
-
-def try_settings_of(monkeypatch: pytest.MonkeyPatch, trials: FakeTrials, *words: str) -> int:
-    """Run `bench.py ddp --try` with these trials."""
-    job = SimpleNamespace(world_size=2, is_main=True)
-    monkeypatch.setattr(FakeTrials, "order", [])
-    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, trials)))
-    return cli.main(["ddp", *words, "train.py", "--epochs", "3"])
 
 
 def test_each_setting_is_compared_with_none_in_turns(
@@ -260,7 +243,7 @@ def test_each_setting_is_compared_with_none_in_turns(
     caplog.set_level(logging.INFO, "ddpkit")
     names = ("hook=bf16", "bucket_cap_mb=100", "fused", "hook=powersgd-4")
     words = [word for name in names for word in ("--try", name)]
-    assert try_settings_of(monkeypatch, FakeTrials(), *words, "--json", str(tmp_path / "tried.json")) == 0
+    assert bench_ddp(monkeypatch, 2, *words, "--json", str(tmp_path / "tried.json"), "train.py", "--epochs", "3") == 0
     first, *others = [FakeTrials.order[:5], *(FakeTrials.order[i:i + 4] for i in range(5, 17, 4))]
     assert first == ["none", "bf16", "bucket_cap_mb", "fused", "powersgd-4"]  # what fails is not tried again
     assert others == [["none", "bf16", "bucket_cap_mb", "powersgd-4"]] * 3
@@ -274,7 +257,7 @@ def test_each_setting_is_compared_with_none_in_turns(
 
 
 def test_try_alone_tries_five_settings_of_the_script_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert try_settings_of(monkeypatch, FakeTrials(), "--try") == 0
+    assert bench_ddp(monkeypatch, 2, "--try", "train.py", "--epochs", "3") == 0
     assert FakeTrials.order[:6] == ["none", "bucket_cap_mb", "bf16", "static_graph", "gradient_as_bucket_view", "fused"]
 
 

@@ -19,8 +19,8 @@ from tests.unit.programs import ROOT
 from utils.tools.doctor.check import Check, Finding, Level, RankPlace, Reported
 from utils.tools.doctor.checks import equality, installation, limits, placement
 from utils.tools.doctor.doctor_exchange import Exchange, Server
-from utils.tools.doctor.report import Report, fold
-from utils.tools.doctor.run_checks import Result, merge
+from utils.tools.doctor.report import Report, Result, fold
+from utils.tools.doctor.run_checks import merge
 
 DOCTOR = [sys.executable, str(ROOT / "scripts" / "doctor.py")]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]

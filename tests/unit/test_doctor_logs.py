@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from utils.checkpoint.values import StateError
 
 from tests.unit.programs import ROOT
 from utils.checkpoint import CheckpointError
 from utils.checkpoint.disk import explain
+from utils.checkpoint.entries import StateError
 from utils.checkpoint.save import PermanentError
 from utils.launch_error import LaunchError
 from utils.log import get_logger, setup_logging
 from utils.monitor import shutdown as failure
 from utils.tools.doctor import doctor_cli as cli
 from utils.tools.doctor.causes import CAUSES, Cause
-from utils.tools.doctor.logs import diagnose
+from utils.tools.doctor.logs import diagnose, exit_status
 from utils.tools.launch.launch_result import LaunchResult
 
 NAMES = set("""watchdog_timeout client_socket_timeout ipv6_addresses duplicate_gpu no_socket_interface store_key_timeout
@@ -196,7 +196,7 @@ RANK_LOST = "rank 0 on n1 stops, because rank 3 on n2 (pid 7) died without a mes
 def test_abort_at_the_end_of_the_interpreter(text: str, cause: str, status: int, words: str) -> None:
     found = diagnose([(io.BytesIO(text.encode()), "job.out")])
     assert found and (found.cause.name, found.rank, found.host) == (cause, 3, "n2")
-    assert cli.exit_status(found) == status and words in found.cause.meaning
+    assert exit_status(found) == status and words in found.cause.meaning
 
 
 @pytest.mark.parametrize("text", [
@@ -207,7 +207,7 @@ def test_abort_at_the_end_of_the_interpreter(text: str, cause: str, status: int,
     "rank 3 on n2 failed: SystemExit: 7", "rank 3 on n2 failed: Unusual: 7", "FATAL: no such module"])
 def test_sign_of_a_failure_is_never_no_failure(text: str) -> None:
     found = diagnose([(io.BytesIO(f"step 1\n{text}\n".encode()), "job.out")])
-    assert found is not None and cli.exit_status(found) != 0
+    assert found is not None and exit_status(found) != 0
 
 
 @pytest.mark.parametrize("text", [
@@ -291,7 +291,7 @@ def test_message_of_the_kit_is_understood(
         get_logger("test").error("%s", said)
     output = capsys.readouterr().err
     found = diagnose([(io.BytesIO(output.encode()), "job.out")])
-    assert found is not None and cli.exit_status(found) != 0, output
+    assert found is not None and exit_status(found) != 0, output
     assert (found.cause.name, found.rank, found.host) == (cause, rank, host), output
     if found.cause.reporter == "kit":
         assert found.cause.meaning[:100] in output, "the cause in the kit's own words"

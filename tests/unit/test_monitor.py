@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from utils.connection import Connection
 from utils.monitor.hang import Group
-from utils.monitor.launch_report import VARIABLE, ReportListener
+from utils.monitor.launch_report import VARIABLE, ReportListener, report_first_cause
 from utils.monitor.monitor import Monitor, Peer
 
 Sockets = list[list[socket.socket]]  # of each rank
@@ -107,6 +107,12 @@ def test_first_cause_reaches_launch_py(
         ranks[reporter].report_to_launcher(cause)
         wait_until(lambda: launch_py.receive() or launch_py.first_cause is not None, "the notice")
         assert launch_py.first_cause == (cause, dead, False)
+        report_first_cause(cause)  # by a rank that does not know whose it is
+        launch_py.receive()
+        assert launch_py.first_cause == (cause, dead, False)
+        report_first_cause("another")
+        launch_py.receive()
+        assert launch_py.first_cause == ("another", None, False)
 
 
 @pytest.mark.parametrize(("stopped", "expected"), [

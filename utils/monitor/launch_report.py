@@ -91,6 +91,9 @@ class ReportListener:
         if cause := message.get("first_cause"):
             rank = message.get("rank")
             rank = rank if isinstance(rank, int) else None
+            known = self.first_cause
+            if rank is None and known is not None and known.text == str(cause):
+                rank = known.rank  # a rank that was told the cause repeats it when rank 0 has left
             self.first_cause = FirstCause(str(cause), rank, message.get("is_over") is True)
         return True
 

@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
         return sites.main(arguments)
     if name == "doctor":
-        from .doctor import doctor_command as doctor
+        from .doctor import doctor_cli as doctor
 
         return doctor.main(arguments)
     if name == "plan":

@@ -1,23 +1,26 @@
-"""`doctor`: find out what is wrong with a job."""
+"""The command line of `doctor`: the checks, and the subcommand `logs`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import os
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
 
+from ...launch_error import LaunchError
+from ...launchers.detect import detect
 from ...log import print_result
+from .. import interpreter
 from ..arguments import ArgumentParser
-from .causes import Level
-from .logs import Diagnosis, diagnose
+from . import logs, run_checks
 
-EXIT_RESTART = 1
-EXIT_WRONG_USE = 2  # as in argparse: a mistyped file name is not a diagnosis
-EXIT_NO_RESTART = 3
-EXIT_UNKNOWN = 4
-
+_EXIT_SECONDS = 5.0
+_EXIT_WRONG_USE = 2  # as in argparse: a mistyped file name is not a diagnosis
 _LOGS_EPILOG = """\
 exit status:
   0  no failure was found
@@ -26,38 +29,122 @@ exit status:
   3  a cause was found; a restart does not help
   4  the job failed, or a line mentions an error, and the output does not show why
 """
-_RESTART = {
-    True: "helps",
-    False: "does not help: the job would fail again",
-    None: "may help; the output does not show it",
-}
+_DESCRIPTION = """\
+Find out what is wrong with a cluster, a job or a launch.
+
+doctor.py                              check a login node or laptop
+launch.py scripts/doctor.py            check all hosts of a job; also under srun, mpiexec, torchrun
+launch.py scripts/doctor.py --quick    the same in seconds, at the top of a job script
+submit.py doctor --nodes 2             submit these checks as a job
+doctor.py logs slurm-4711.out          find out why a job failed; see doctor.py logs --help
+
+Exit status of the checks: 0 good, 1 warning, 2 bad, others: doctor itself failed. Each finding is
+printed with its remedy.
+"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return an exit status. words: the command line without the command."""
-    parser = ArgumentParser(prog="doctor.py", description="Find out what is wrong with a job.")
-    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    logs = subcommands.add_parser(
-        "logs",
-        help="find in the output of a job why it failed",
+    """Run the checks, or `logs`; return an exit status.
+
+    words: the command line without the command; None: that of this process.
+    """
+    words = sys.argv[1:] if words is None else list(words)
+    try:
+        if words[:1] == ["logs"]:
+            return _logs(words[1:])
+        options = _parse(words)
+        _restart_where_torch_is_installed()
+        status = run_checks.main(options)
+    except Exception:  # Python's own status, 1, would read as a warning or a cause
+        traceback.print_exc()
+        status = os.EX_SOFTWARE
+    # A check that hangs must not keep this process. Otherwise it ends as usual, since a launcher's
+    # name service has to be closed.
+    watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (status,))
+    watchdog.daemon = True
+    watchdog.start()
+    return status
+
+
+def _restart_where_torch_is_installed() -> None:
+    """Restart under the Python that launch.py would choose, if no launcher has chosen this one."""
+    if importlib.util.find_spec("torch") is not None or interpreter.STARTED_BY in os.environ:
+        return
+    try:
+        if detect().launcher == "single":
+            interpreter.restart(interpreter.choose(os.environ).path)
+    except (LaunchError, interpreter.InterpreterError):
+        return  # the checks report it
+
+
+def _parse(words: Sequence[str]) -> run_checks.Options:
+    parser = ArgumentParser(
+        prog="doctor.py",
+        usage="%(prog)s [OPTION ...]\n       %(prog)s logs [OPTION ...] FILE ...",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("what to check").add_argument
+    add("--quick", action="store_true", help="only what takes a few seconds, for a job script")
+    names = run_checks.names()
+    add("--only", metavar="CHECK,...", help=f"only these checks: {', '.join(names)}")
+    add("--checkpoints", metavar="FOLDER", help="where the job will write its checkpoints")
+    add("--data", metavar="FOLDER", help="where the training data are")
+    help_expect = "bus bandwidth that all-reduces should reach; below half of it is a warning"
+    add("--expect", type=float, metavar="GB/S", help=help_expect)
+    seconds = run_checks.Options.timeout
+    help_timeout = f"until a rank that does not join is an error (default: {seconds:.0f})"
+    add("--timeout", type=float, default=seconds, metavar="SECONDS", help=help_timeout)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="print the result as JSON")
+    add("--exclude-file", metavar="FILE", help="write hosts that later jobs should avoid")
+
+    args = parser.parse_args(words)
+    only = tuple(args.only.split(",")) if args.only else ()
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        parser.error(
+            f"--only: there is no check {unknown[0]!r}. Expected some of {', '.join(names)}"
+        )
+    if args.timeout <= 0:
+        parser.error(f"--timeout is {args.timeout:g}. Expected a number of seconds above 0")
+    if args.expect is not None and not args.expect > 0:
+        parser.error(f"--expect is {args.expect:g}. Expected a bus bandwidth in GB/s above 0")
+    return run_checks.Options(
+        quick=args.quick,
+        json=args.json,
+        only=only,
+        exclude_file=args.exclude_file,
+        checkpoints=args.checkpoints,
+        data=args.data,
+        expect=args.expect * 1e9 if args.expect else None,
+        timeout=args.timeout,
+    )
+
+
+def _logs(words: Sequence[str]) -> int:
+    """Run the subcommand `logs`; return an exit status."""
+    parser = ArgumentParser(
+        prog="doctor.py logs",
         description="Find in the output of a job which rank failed first, on which host, what "
         "that usually means, what to do, and whether a restart helps.",
         epilog=_LOGS_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    logs.add_argument(
+    parser.add_argument(
         "files",
         nargs="+",
         metavar="FILE",
         help="output of one job: one file, or one per rank or host; - is standard input",
     )
-    logs.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(words)
     if "-" in args.files and sys.stdin is None:
-        logs.error("standard input is closed. Expected the output of a job there, or its file")
+        parser.error("standard input is closed. Expected the output of a job there, or its file")
     try:
         with contextlib.ExitStack() as stack:
-            found = diagnose(
+            found = logs.diagnose(
                 [
                     (sys.stdin.buffer, "standard input")
                     if name == "-"
@@ -71,71 +158,6 @@ def main(words: Sequence[str] | None = None) -> int:
             "output file of a job. Check the path.",
             file=sys.stderr,
         )
-        return EXIT_WRONG_USE
-    print_result(json.dumps(_as_dict(found), indent=2) if args.json else _describe(found))
-    return exit_status(found)
-
-
-def exit_status(found: Diagnosis | None) -> int:
-    """Return the exit status of `doctor logs`."""
-    if found is None:
-        return 0
-    if found.cause.restart is False:
-        return EXIT_NO_RESTART
-    return EXIT_UNKNOWN if found.cause.level >= Level.EXIT else EXIT_RESTART
-
-
-def summary(found: Diagnosis) -> str:
-    """Describe a diagnosis in one line."""
-    where = _where(found)
-    return (
-        f"{where + ': ' if where else ''}{found.cause.name}. {found.cause.meaning} "
-        f"{found.cause.remedy} A restart {_RESTART[found.cause.restart]}."
-    )
-
-
-def _where(found: Diagnosis) -> str:
-    """Return "rank 3 on n2", "rank 3", "n2" or ""."""
-    rank = "" if found.rank is None else f"rank {found.rank}"
-    return " on ".join(text for text in (rank, found.host) if text)
-
-
-def _describe(found: Diagnosis | None) -> str:
-    if found is None:
-        return "No failure was found. No line matches a symptom in the table of causes."
-    first, cause = found.finding, found.cause
-    lines = [
-        f"Cause:    {cause.name}",
-        f"Failed:   {_where(found) or 'the output does not show which rank or host failed first'}",
-        f"Line:     {first.file}:{first.line_number}: {first.line.strip()[:300]}",
-        f"Meaning:  {cause.meaning}",
-        f"Check:    {cause.check}",
-        f"Remedy:   {cause.remedy}",
-        f"Restart:  {_RESTART[cause.restart]}",
-    ]
-    also = [f"{one.cause.name} ({one.file}:{one.line_number})" for one in found.others]
-    if also:
-        lines.append(f"Also:     {', '.join(dict.fromkeys(also))}")
-    return "\n".join(lines)
-
-
-def _as_dict(found: Diagnosis | None) -> dict[str, object]:
-    if found is None:
-        return {"cause": None}
-    first, cause = found.finding, found.cause
-    return {
-        "cause": cause.name,
-        "rank": found.rank,
-        "host": found.host,
-        "restart": cause.restart,
-        "meaning": cause.meaning,
-        "check": cause.check,
-        "remedy": cause.remedy,
-        "file": first.file,
-        "line_number": first.line_number,
-        "line": first.line,
-        "others": [
-            {"cause": one.cause.name, "file": one.file, "line_number": one.line_number}
-            for one in found.others
-        ],
-    }
+        return _EXIT_WRONG_USE
+    print_result(json.dumps(logs.as_dict(found), indent=2) if args.json else logs.describe(found))
+    return logs.exit_status(found)

@@ -16,6 +16,14 @@ from typing import BinaryIO
 from .causes import Cause, Level
 from .lines import keywords, kit_message, match, rank_and_host, reports_abort, reports_exit
 
+EXIT_RESTART = 1
+EXIT_NO_RESTART = 3
+EXIT_UNKNOWN = 4
+_RESTART = {
+    True: "helps",
+    False: "does not help: the job would fail again",
+    None: "may help; the output does not show it",
+}
 _BLOCK_BYTES = 1 << 20
 _MAXIMUM_LINE_BYTES = 1 << 16
 _TIME_BYTES = 4096  # a line without a time has the last one printed in so many bytes before it
@@ -259,6 +267,74 @@ def _last_time(text: bytes) -> tuple[tuple[int, int] | None, float | None]:
     seconds = int(hour) * 3600 + int(minute) * 60 + float(second.replace(b",", b"."))
     month, day = year_month or month, year_day or day
     return ((int(month), int(day)) if month else None), seconds
+
+
+# The report --------------------------------------------------------------------------------------
+
+
+def exit_status(found: Diagnosis | None) -> int:
+    """Return the exit status of `doctor logs`."""
+    if found is None:
+        return 0
+    if found.cause.restart is False:
+        return EXIT_NO_RESTART
+    return EXIT_UNKNOWN if found.cause.level >= Level.EXIT else EXIT_RESTART
+
+
+def summary(found: Diagnosis) -> str:
+    """Describe a diagnosis in one line."""
+    where = _where(found)
+    return (
+        f"{where + ': ' if where else ''}{found.cause.name}. {found.cause.meaning} "
+        f"{found.cause.remedy} A restart {_RESTART[found.cause.restart]}."
+    )
+
+
+def _where(found: Diagnosis) -> str:
+    """Return "rank 3 on n2", "rank 3", "n2" or ""."""
+    rank = "" if found.rank is None else f"rank {found.rank}"
+    return " on ".join(text for text in (rank, found.host) if text)
+
+
+def describe(found: Diagnosis | None) -> str:
+    if found is None:
+        return "No failure was found. No line matches a symptom in the table of causes."
+    first, cause = found.finding, found.cause
+    lines = [
+        f"Cause:    {cause.name}",
+        f"Failed:   {_where(found) or 'the output does not show which rank or host failed first'}",
+        f"Line:     {first.file}:{first.line_number}: {first.line.strip()[:300]}",
+        f"Meaning:  {cause.meaning}",
+        f"Check:    {cause.check}",
+        f"Remedy:   {cause.remedy}",
+        f"Restart:  {_RESTART[cause.restart]}",
+    ]
+    also = [f"{one.cause.name} ({one.file}:{one.line_number})" for one in found.others]
+    if also:
+        lines.append(f"Also:     {', '.join(dict.fromkeys(also))}")
+    return "\n".join(lines)
+
+
+def as_dict(found: Diagnosis | None) -> dict[str, object]:
+    if found is None:
+        return {"cause": None}
+    first, cause = found.finding, found.cause
+    return {
+        "cause": cause.name,
+        "rank": found.rank,
+        "host": found.host,
+        "restart": cause.restart,
+        "meaning": cause.meaning,
+        "check": cause.check,
+        "remedy": cause.remedy,
+        "file": first.file,
+        "line_number": first.line_number,
+        "line": first.line,
+        "others": [
+            {"cause": one.cause.name, "file": one.file, "line_number": one.line_number}
+            for one in found.others
+        ],
+    }
 
 
 # Lines -------------------------------------------------------------------------------------------

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .check import Finding, Level, RankPlace
-from .run_checks import Result
 
 LABELS = {Level.GOOD: "good", Level.WARNING: "WARNING", Level.BAD: "BAD"}
+
+
+@dataclass
+class Result:
+    """The findings of one check; seconds: how long it took."""
+
+    name: str
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def level(self) -> Level:
+        """That of the most serious finding."""
+        return max((one.level for one in self.findings), default=Level.GOOD)
 
 
 def fold(results: Sequence[Result]) -> None:

@@ -1,7 +1,8 @@
 """Find a launcher below a launcher: in the command before the start, then by what processes do.
 
 A command may hide what it starts. So the process groups that ranks form are watched from outside:
-torch names the threads of a group, and /proc shows which processes are connected.
+torch names the threads of a group (2.8 not those of gloo), and /proc shows which processes are
+connected.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...job.commands import SchedulerError
-from ..doctor.doctor_cli import summary
-from ..doctor.logs import diagnose
+from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status
 from .paths import PROGRAM
 

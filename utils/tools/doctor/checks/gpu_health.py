@@ -3,6 +3,8 @@
 NVIDIA's thresholds are those of its documentation; this check has not run on hardware yet.
 https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
 https://docs.nvidia.com/deploy/xid-errors/index.html
+Columns of nvidia-smi: `nvidia-smi --help-query-gpu` and
+https://docs.nvidia.com/deploy/nvidia-smi/index.html
 """
 
 from __future__ import annotations
@@ -10,19 +12,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ....host import gpus as host_gpus
 from ..check import Check, Finding, Level, Ranks, Reported
-from ..nvidia_smi import Gpu, count_on_bus, read_gpus, xid_errors
 
 _USED_SHARE = 0.05  # of the memory, before any rank uses the GPU
 _ROCM_SMI_SECONDS = 15.0
+_NVIDIA_SMI_SECONDS = 20.0
+_QUERIES = {
+    "gpu": "index,name,uuid,pci.bus_id,memory.total,memory.used,"
+    "ecc.errors.uncorrected.volatile.total,retired_pages.pending,clocks_throttle_reasons.active,"
+    "clocks.sm,clocks.max.sm,temperature.gpu,power.draw",
+    "remapped-rows": "gpu_uuid,remapped_rows.pending,remapped_rows.failure",
+    "compute-apps": "gpu_uuid,pid",
+}
 _SLOWING = {  # nvmlClocksEventReasons that a healthy GPU does not have
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -255,4 +266,125 @@ def parse_rocm(output: str) -> list[Gpu]:
                 elif name.startswith("Temperature") and "memory" not in name:
                     gpu.temperature = max(gpu.temperature or 0, int(float(value)))
         found.append(gpu)
+    return found
+
+
+# nvidia-smi --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Gpu:
+    """One GPU. None: this GPU, driver or user does not show it.
+
+    address: on the PCI bus, "0000:41:00.0". throttle_reasons: a mask of nvmlClocksEventReasons.
+    processes: ids of those that compute. nvlinks: how many are up.
+    """
+
+    index: int
+    name: str = ""
+    uuid: str = ""
+    address: str = ""
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    processes: list[int] = field(default_factory=list)
+    uncorrected_errors: int | None = None
+    pages_pending: bool = False
+    rows_pending: bool = False
+    rows_failed: bool = False
+    clock_mhz: int | None = None
+    max_clock_mhz: int | None = None
+    throttle_reasons: int | None = None
+    power_watts: str = ""
+    temperature: int | None = None
+    nvlinks: int = 0
+
+
+def read_gpus() -> list[Gpu] | None:
+    """Return all GPUs of this host that the driver shows; None where nvidia-smi fails."""
+    outputs = {
+        query: _output(f"--query-{query}={columns}", "--format=csv,noheader,nounits")
+        for query, columns in _QUERIES.items()
+    }
+    return parse(outputs, _output("nvlink", "-s")) if outputs["gpu"] else None
+
+
+def _output(*words: str) -> str:
+    """Return what nvidia-smi prints; "" where it fails or a GPU does not respond."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["nvidia-smi", *words],
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SMI_SECONDS,
+            check=True,
+        )
+        return done.stdout
+    return ""
+
+
+def parse(outputs: Mapping[str, str], nvlinks: str) -> list[Gpu]:
+    """Return the GPUs in the outputs of the queries "gpu", "remapped-rows" and "compute-apps"."""
+    rows = {
+        query: [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line]
+        for query, text in outputs.items()
+    }
+    found = []
+    for cells in rows["gpu"]:
+        row = dict(zip(_QUERIES["gpu"].split(","), cells, strict=True))
+        remapped = [one for one in rows["remapped-rows"] if one[0] == row["uuid"]]
+        links = re.search(rf"^GPU {row['index']}:.*((?:\n\s+Link .*)*)", nvlinks, re.MULTILINE)
+        found.append(
+            Gpu(
+                int(row["index"]),
+                row["name"],
+                row["uuid"],
+                row["pci.bus_id"].lower()[-12:],  # "00000000:41:00.0" has 16
+                _mebibytes(row["memory.total"]),
+                _mebibytes(row["memory.used"]),
+                processes=[int(pid) for uuid, pid in rows["compute-apps"] if uuid == row["uuid"]],
+                uncorrected_errors=_number(row["ecc.errors.uncorrected.volatile.total"]),
+                pages_pending=row["retired_pages.pending"] == "Yes",
+                rows_pending=any(one[1] in ("1", "Yes") for one in remapped),
+                rows_failed=any(one[2] in ("1", "Yes") for one in remapped),
+                clock_mhz=_number(row["clocks.sm"]),
+                max_clock_mhz=_number(row["clocks.max.sm"]),
+                throttle_reasons=_number(row["clocks_throttle_reasons.active"]),
+                power_watts=row["power.draw"],
+                temperature=_number(row["temperature.gpu"]),
+                nvlinks=links[1].count("GB/s") if links else 0,
+            )
+        )
+    return found
+
+
+def _mebibytes(text: str) -> int | None:
+    number = _number(text)
+    return None if number is None else number << 20
+
+
+def _number(text: str) -> int | None:
+    """Return a number such as "81920" or "0x4"; None for "[N/A]" and the like."""
+    return int(text, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", text) else None
+
+
+def count_on_bus(root: Path = Path("/")) -> int:
+    """Count the NVIDIA GPUs on the PCI bus, also those that the driver has lost."""
+    found = 0
+    for device in root.glob("sys/bus/pci/devices/*"):
+        with contextlib.suppress(OSError):
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            # Class 0x0300 and 0x0302 are display controllers; 0x0680 is an NVSwitch.
+            found += vendor == "0x10de" and kind.startswith(("0x0300", "0x0302"))
+    return found
+
+
+def xid_errors(lines: Iterator[str]) -> dict[str, list[int]]:
+    """Return the Xid errors in lines of the kernel's log, by the PCI address of the GPU."""
+    found: dict[str, list[int]] = {}
+    for line in lines:
+        # "NVRM: Xid (PCI:0000:41:00): 79, pid=1234, GPU has fallen off the bus."
+        match = re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", line)
+        if match:
+            address = match[1].lower() + ("" if "." in match[1] else ".0")
+            found.setdefault(address, []).append(int(match[2]))
     return found
