@@ -143,7 +143,6 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("missing.py", {}, "does not exist"),
     ("python -m package.train", {}, ""),
     ("train.py /nowhere/at/all", {}, "does not exist"),
-    ("cancle 77", {}, "nor a program on PATH"),
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
     ("train.py", {"container": "image.sif"}, "does not exist"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])

@@ -284,13 +284,7 @@ def test_new_profile_of_a_pbs_cluster_names_what_it_did_not_find(
     ("i", "jwb0001", "jwb0001i"), ("i", "jwb0001.juwels", "jwb0001i.juwels"), ("i", "10.0.0.1", ""), ("", "n1", ""),
     (".hsn.site", "x1.host.site", "x1.hsn.site"), (".hsn.site", "x1.hsn.site", "")])
 def test_host_has_a_name_on_the_fabric(suffix: str, host: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def resolve(host: str, *_: object, **__: object) -> list[object]:
-        asked.append(host)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.9.0.1", 0))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(*one, (host, 0)) for one in answer])
     monkeypatch.setenv("DDPKIT_HOST_SUFFIX", suffix)
-    assert network.resolve_on_fabric(host) == (["10.9.0.1"] if name else [])
-    assert asked == ([name] if name else [])
+    assert network.resolve_on_fabric(host) == ([name] if name else [])

@@ -42,15 +42,7 @@ _ENTRY_FORMS = {  # field whose entries have this form: pattern, example
     "modules": (re.compile(r"[A-Za-z0-9_.~/][A-Za-z0-9_.~+@:=/-]{0,200}"), "cuda/12.4"),
     "chunk": (re.compile(r"[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9_.@-]+"), "system=polaris"),
 }
-_TUPLES = (
-    "command",
-    "setup",
-    "module_paths",
-    "modules",
-    "directives",
-    "chunk",
-    "preflight",
-)
+_TUPLES = ("command", "setup", "module_paths", "modules", "directives", "chunk", "preflight")
 
 
 class JobError(ValueError):

@@ -8,13 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ...job.allocation import (
-    format_walltime,
-    parse_duration,
-    parse_number,
-    parse_size,
-    same_host,
-)
+from ...job.allocation import format_walltime, parse_duration, parse_number, parse_size, same_host
 from ...job.commands import SchedulerError, run_command
 from ...job.pbs_job import Fields, find_program, members, query_job, query_objects
 from .job_checks import check_dependency, check_paths, check_queue

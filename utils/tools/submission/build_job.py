@@ -32,20 +32,10 @@ COMMANDS = {
     "doctor": "submit a job that checks the cluster, as doctor.py does",
 }
 # Options that people put after the script by mistake, where they are passed to it.
-MISPLACED = {
-    "--nodes",
-    "--ntasks",
-    "--ntasks-per-node",
-    "--cpus-per-task",
-    "--gpus-per-node",
-    "--time",
-    "--partition",
-    "--account",
-    "--follow",
-    "--chain",
-    "--dry-run",
-    "--no-check",
-}
+MISPLACED = (
+    *("--nodes", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--time"),
+    *("--partition", "--account", "--follow", "--chain", "--dry-run", "--no-check"),
+)
 
 
 class UsageError(Exception):

@@ -296,23 +296,17 @@ def _add_environment_options(add: Callable[..., object]) -> None:
 
 
 # The option that sets each field of Job, for error messages.
+_SAME_NAME = "nodes gpus_per_node account dependency setup launcher container preflight"
 OPTION_OF_FIELD = {
-    "nodes": "--nodes",
-    "gpus_per_node": "--gpus-per-node",
+    **{name: "--" + name.replace("_", "-") for name in _SAME_NAME.split()},
     "ranks_per_node": "--ntasks-per-node",
     "cores_per_rank": "--cpus-per-task",
     "memory": "--mem",
     "walltime": "--time",
     "queue": "--partition",
-    "account": "--account",
     "name": "--job-name",
-    "dependency": "--dependency",
-    "setup": "--setup",
     "environment": "--env",
-    "launcher": "--launcher",
     "output": "--folder",
     "signal_seconds": "--signal",
     "directives": "--directive",
-    "container": "--container",
-    "preflight": "--preflight",
 }
