@@ -73,17 +73,11 @@ def test_the_queues_and_nodes_of_pbs_are_queried(commands: Commands) -> None:
 
 MAX = {"ncpus": 8, "ngpus": 4, "mem": "16gb", "mpiprocs": 6, "nodect": 3, "walltime": "00:10:00", "fpgas": 2,
        "site": "north"}
-SERVER_QUEUES: dict[str, dict[str, Any]] = {
-    "small": {"enabled": "True", "resources_max": MAX, "resources_min": {"ncpus": 2, "walltime": "00:01:00"}},
-    "big": {"enabled": "True"}}
-
-
-def add_queues(commands: Commands, **small: Any) -> None:
-    """Let PBS report its queues; `small`: more about the default queue."""
-    server = {"default_queue": "small", "resources_max": {"nvme": 2, "ncpus": 500, "walltime": "99:00:00"}}
-    queues = SERVER_QUEUES | {"small": SERVER_QUEUES["small"] | small}
-    commands.add("qstat", json.dumps({"Queue": queues}), when="-Qf")
-    commands.add("qstat", json.dumps({"Server": {"head": server}}), when="-Bf")
+SMALL = {"resources_max": MAX, "resources_min": {"ncpus": 2, "walltime": "00:01:00"}}
+QUEUES: dict[str, dict[str, Any]] = {
+    "small": SMALL, "big": {}, "short": {
+        **SMALL, "resources_default": {"walltime": "00:00:30"}, "default_chunk": {"ncpus": 4}}}
+SERVER = {"default_queue": "small", "resources_max": {"nvme": 2, "ncpus": 500, "walltime": "99:00:00"}}
 
 
 @pytest.mark.parametrize(("values", "problem"), [
@@ -99,16 +93,15 @@ def add_queues(commands: Commands, **small: Any) -> None:
     ({"directives": ("-l nodes=3:ppn=3",)}, "mpiprocs: 9 for the whole job is more than the 6"),
     ({"nodes": 2, "directives": ("-l walltime=3600",)}, "walltime: 01:00:00 is more"),
     ({"nodes": 3, "cores_per_rank": 3, "directives": ("-q big",)}, ""),
-    ({"nodes": 60, "cores_per_rank": 10, "queue": "big"}, "ncpus: 600 for the whole job is more")])
+    ({"nodes": 60, "cores_per_rank": 10, "queue": "big"}, "ncpus: 600 for the whole job is more"),
+    ({"queue": "short", "directives": ("-l select=3",)}, "ncpus: 12 for the whole job is more"),  # 4 are the default
+    ({"queue": "short", "nodes": 2}, "walltime: 00:00:30 is less")])
 def test_the_limits_of_a_pbs_queue_and_server(commands: Commands, values: dict[str, Any], problem: str) -> None:
-    add_queues(commands)
+    commands.add("qstat", json.dumps({"Queue": {name: {"enabled": "True", **one} for name, one in QUEUES.items()}}),
+                 when="-Qf")
+    commands.add("qstat", json.dumps({"Server": {"head": SERVER}}), when="-Bf")
     found = problems(Pbs(), **values)
     assert any(one.startswith(problem) for one in found) if problem else found == []
-
-
-def test_the_defaults_of_a_pbs_queue_count_as_requested(commands: Commands) -> None:
-    add_queues(commands, resources_default={"walltime": "00:00:30"}, default_chunk={"ncpus": 4})
-    assert fields(problems(Pbs(), queue="small", directives=("-l select=3",))) == ["ncpus", "walltime"]
 
 
 @pytest.mark.parametrize(("name", "count"), [
@@ -137,12 +130,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("train.py --data=SHARED --out SHARED/new", {}, ""),
     ("train.py --data=LOCAL/train.py", {}, "exists on this host only"),
     ("train.py --data=LOCAL/filled", {}, "exists on this host only"),
-    ("train.py --cache=LOCAL/empty", {}, ""),
-    ("train.py --cache=/mnt/bb/me/cache", {}, ""),
-    ("train.py --cache=LOCAL", {}, ""),
-    ("missing.py", {}, "does not exist"),
-    ("python -m package.train", {}, ""),
-    ("train.py /nowhere/at/all", {}, "does not exist"),
+    ("train.py --cache=LOCAL/empty", {}, ""), ("train.py --cache=LOCAL", {}, ""),
+    ("train.py --cache=/mnt/bb/me/cache", {}, ""), ("python -m package.train", {}, ""),
+    ("missing.py", {}, "does not exist"), ("train.py /nowhere/at/all", {}, "does not exist"),
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
     ("train.py", {"container": "image.sif"}, "does not exist"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
