@@ -78,18 +78,20 @@ def test_queued_slurm_job_excludes_nodes(commands: Commands, given: str, nodes: 
     assert ("remain" in problem) == (nodes == "2" and given == "node[1,3]")
 
 
-def test_requeued_slurm_job_that_needs_the_listed_hosts_says_so(commands: Commands, tmp_path: Path,
-                                                                caplog: pytest.LogCaptureFixture) -> None:
-    """One that does not avoids them: tests/cluster/test_preflight.py."""
+@pytest.mark.parametrize(("nodes", "calls", "message"), [
+    (2, ["requeue", "show", "update"], "job 21 avoids node4 from now on"),
+    (4, ["requeue", "show"], "may get node4 again, which are bad: without node4, 3 of the 4 nodes of the partition")])
+def test_requeued_slurm_job_avoids_the_listed_hosts(commands: Commands, tmp_path: Path, nodes: int, calls: list[str],
+                                                    message: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ddpkit")
     commands.add("sinfo", NODES)
-    commands.add("scontrol", when="requeue")
-    commands.add("scontrol", SLURM_JOB.format("(null)", 4), when="show")
+    commands.add("scontrol")
+    commands.add("scontrol", SLURM_JOB.format("(null)", nodes), when="show")
     exclude_file.add(tmp_path / "bad-hosts.txt", {"node4": "no disk"})
     assert requeue({"SLURM_JOB_ID": "21", "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_TASKS_PER_NODE": "1(x2)",
                     "SLURM_JOB_CPUS_PER_NODE": "4(x2)", exclude_file.VARIABLE: str(tmp_path / "bad-hosts.txt")})
-    assert [words[1] for words in commands.calls("scontrol")][-2:] == ["requeue", "show"]  # refused while it runs
-    assert ("job 21 may get node4 again, which are bad: without node4, 3 of the 4 nodes of the partition remain"
-            in caplog.text)
+    # Slurm refuses the update while the job runs.
+    assert [words[1] for words in commands.calls("scontrol")][-len(calls):] == calls and message in caplog.text
 
 
 # PBS --------------------------------------------------------------------------------------------------------------
