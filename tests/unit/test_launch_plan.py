@@ -63,13 +63,21 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),
     (slurm({"DDPKIT_CPU_BIND": "list:0:1"}, ranks=(2, 3)), "DDPKIT_CPU_BIND=list:0:1 has CPUs for 2 local ranks"),
     (slurm({"SLURM_HET_SIZE": "2"}), r"Slurm job 7 has 2 components .* with srun: srun --het-group=0,1"),
-    (pbs(input=True), "standard input is given.* no rank would read it by pbs_tmrsh: only srun and --launcher local"),
-    (pbs(input=True, mpiexec=MPICH), "no rank would read it by MPICH's mpiexec"),
-    (slurm(input=True, torchrun=True), "no rank would read it by srun"),
+    (pbs(input=True, input_waits=True),
+     "standard input is given.* no rank would read it by pbs_tmrsh: only srun and --launcher local"),
+    (pbs(input=True, input_waits=True, mpiexec=MPICH), "no rank would read it by MPICH's mpiexec"),
+    (slurm(input=True, input_waits=True, torchrun=True), "no rank would read it by srun"),
     (pbs(ranks=(0, 0)), "no host of PBS job 7 gets a rank")])
 def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan()
+
+
+def test_an_open_pipe_without_data_is_no_input() -> None:
+    """That of sshd, or of slurmstepd in a step."""
+    for case in (pbs(input=True), slurm(input=True, torchrun=True)):
+        assert not case().options.input
+    assert slurm(input=True)().options.input
 
 
 @pytest.mark.parametrize(("plan", "note"), [

@@ -160,6 +160,7 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     command = args.command
     if args.container:
         command = in_container(args.container, command, gpu_vendor(), programs)
+    has_input, waits = _own_input()
     options = Options(
         launcher="mpiexec" if path else args.launcher,
         torchrun=args.torchrun,
@@ -171,7 +172,8 @@ def _make_plan(args: argparse.Namespace) -> Plan:
         label=args.label,
         output_dir=os.path.abspath(args.output_dir) if args.output_dir else "",
         independent=args.independent,
-        input=_has_own_input(),
+        input=has_input,
+        input_waits=waits,
     )
     allocation = current_allocation()
     is_root = os.geteuid() == 0
@@ -181,8 +183,8 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     return make_plan(command, options, allocation, host_info, environ)
 
 
-def _has_own_input() -> bool:
-    """Return whether our standard input is a file or pipe, and given to us alone.
+def _own_input() -> tuple[bool, bool]:
+    """Return whether our standard input is a file or pipe for us alone, and has bytes to read.
 
     That of the process that started us is not ours to read: a shell may read its script from there,
     or a loop its list.
@@ -190,9 +192,9 @@ def _has_own_input() -> bool:
     try:
         own = os.fstat(0)
     except OSError:  # it is closed
-        return False
+        return False, False
     if not (stat.S_ISREG(own.st_mode) or stat.S_ISFIFO(own.st_mode) or stat.S_ISSOCK(own.st_mode)):
-        return False
+        return False, False
     try:
         shared = os.path.samestat(own, os.stat(f"/proc/{os.getppid()}/fd/0"))
     except OSError:  # of another user
@@ -205,7 +207,7 @@ def _has_own_input() -> bool:
             "no rank reads the standard input, which launch.py shares with the program that "
             "started it. Redirect it from the file that rank 0 is to read, or from /dev/null"
         )
-    return not shared
+    return not shared, any(waiting)
 
 
 def _check_started_once() -> None:

@@ -30,6 +30,7 @@ class Options(NamedTuple):
     output_dir: str = ""  # absolute; one file per rank instead of our streams
     independent: bool = False  # ranks need not form one process group
     input: bool = False  # rank 0 reads our standard input, which is a file or pipe
+    input_waits: bool = False  # it holds bytes that can be read
 
 
 class Mpiexec(NamedTuple):

@@ -41,12 +41,14 @@ def make_plan(
     if hosts.partial:
         environ = for_part_of_job(environ, hosts.gpus)
     method = choose(options.launcher, allocation, host_info, hosts.names)
-    if options.input and not method.local and (method.name != "srun" or options.torchrun):
-        raise PlanError(
-            "standard input is given, a file or a pipe, but no rank would read it "
-            f"{method.describe()}: only srun and --launcher local pass it to rank 0. Redirect it "
-            "from /dev/null, and let the script open the file"
-        )
+    if not method.local and (method.name != "srun" or options.torchrun):
+        if options.input and options.input_waits:
+            raise PlanError(
+                "standard input is given, a file or a pipe, but no rank would read it "
+                f"{method.describe()}: only srun and --launcher local pass it to rank 0. Redirect "
+                "it from /dev/null, and let the script open the file"
+            )
+        options = options._replace(input=False)  # an empty pipe, as of sshd or slurmstepd
 
     request = Request(options, allocation, host_info, environ, hosts)
     plan = Plan(
