@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import __version__
 from utils.launchers import Placement
-from utils.launchers.slurm import Slurm
+from utils.launchers.slurm import SlurmStep
 from utils.startup import Rendezvous, agree
 from utils.startup.reports import RankReport, check_reports, make_report
 
@@ -164,7 +164,7 @@ def rank_zero(pipe: Connection, ranks: int, job_id: str, open_files: int | None)
         found = agree(
             placement,
             report,
-            launcher=Slurm(),
+            launcher=SlurmStep(),
             timeout=TIMEOUT_SECONDS,
             environ=step_variables(job_id),
         )
@@ -208,7 +208,7 @@ def other_ranks(pipe: Connection, ranks: int, job_id: str, numbers: range) -> No
         environ = step_variables(job_id)
         try:
             found = agree(
-                placement, report, launcher=Slurm(), timeout=TIMEOUT_SECONDS, environ=environ
+                placement, report, launcher=SlurmStep(), timeout=TIMEOUT_SECONDS, environ=environ
             )
             joined.append((time.monotonic(), found))
         except BaseException:

@@ -25,7 +25,7 @@ ITERATIONS = 20
 PAIRS = {1 << 12: 2000, 1 << 16: 2000, 1 << 20: 1200, 1 << 23: 200}  # by size; two cores are noisy
 
 
-def raw_loop(size: int, ranks: operations.Ranks) -> float:
+def raw_loop(size: int, ranks: operations.Participants) -> float:
     tensor = torch.ones(size // 4, device=ranks.device)
     torch.distributed.all_reduce(tensor)
     torch.distributed.barrier()
@@ -37,12 +37,12 @@ def raw_loop(size: int, ranks: operations.Ranks) -> float:
     return seconds.item() / ranks.size
 
 
-def kit(size: int, ranks: operations.Ranks) -> float:
+def kit(size: int, ranks: operations.Participants) -> float:
     sweep = collectives.Sweep(size, size, ITERATIONS)
     return collectives.measure(operations.AllReduce, size, sweep, ranks).seconds
 
 
-def compare(size: int, ranks: operations.Ranks) -> float:
+def compare(size: int, ranks: operations.Participants) -> float:
     """Print and return the median of kit / raw."""
     order = random.Random(size)  # the same on all ranks
     raw: list[float] = []
@@ -58,5 +58,5 @@ def compare(size: int, ranks: operations.Ranks) -> float:
 
 
 with setup_distributed("gloo", bind=False) as dist:
-    ratios = [compare(size, operations.Ranks(dist.rank, dist.world_size, dist.device)) for size in PAIRS]
+    ratios = [compare(size, operations.Participants(dist.rank, dist.world_size, dist.device)) for size in PAIRS]
 sys.exit(any(abs(ratio - 1) > 0.03 for ratio in ratios))

@@ -12,7 +12,7 @@ from utils.tools import host_pairs
 from utils.tools.bench import links, operations
 
 with setup_distributed("gloo", bind=False) as dist:
-    ranks = operations.Ranks(dist.rank, dist.world_size, dist.device)
+    ranks = operations.Participants(dist.rank, dist.world_size, dist.device)
     names = [f"h{i + 1}" for i in range(dist.world_size)]
     while True:
         more = [bool(sys.stdin.readline()) if dist.is_main else None]

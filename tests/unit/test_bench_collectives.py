@@ -19,9 +19,9 @@ from utils.tools.bench import links, operations
 
 EVERY_OPERATION = """
 from utils import setup_distributed
-from utils.tools.bench.operations import OPERATIONS, Ranks
+from utils.tools.bench.operations import OPERATIONS, Participants
 with setup_distributed("gloo") as dist:
-    ranks = Ranks(dist.rank, dist.world_size, dist.device)
+    ranks = Participants(dist.rank, dist.world_size, dist.device)
     for name, kind in OPERATIONS.items():
         operation = kind(ranks, 1000)
         assert operation.count_wrong() == 0, name

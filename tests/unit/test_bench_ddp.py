@@ -20,26 +20,26 @@ from tests.unit.programs import ROOT, python
 from utils.tools.bench import bench_cli as cli
 from utils.tools.bench import scaling, worker
 from utils.tools.bench.trials import TrialFailed
-from utils.tools.bench.worker import Phase, Report, Settings
+from utils.tools.bench.worker import Phase, Settings, TrialReport
 
 TRAINING = "tests/bench/training.py"
-HEALTHY = Report(host="h1", losses=[], passes=1, exchanges=1, backend="nccl", threads=4, cpus=[0, 1, 2, 3],
+HEALTHY = TrialReport(host="h1", losses=[], passes=1, exchanges=1, backend="nccl", threads=4, cpus=[0, 1, 2, 3],
                  small_seconds=0.0005, whole_seconds=0.02, gradient_bytes=100 << 20, bucket_bytes=[25 << 20] * 4,
                  phases={"sync": Phase(1.0, 0, 10), "local": Phase(0.9, 0, 10)})
 
 
-def reports(seconds: float = 0.1, local: float = 0.09, **changes: object) -> list[Report]:
+def reports(seconds: float = 0.1, local: float = 0.09, **changes: object) -> list[TrialReport]:
     """Return the reports of four ranks on two hosts with a step of `seconds`, `local` without communication."""
     phases = {"sync": Phase(seconds * 10, 0, 10), "local": Phase(local * 10, 0, 10)}
     return [dataclasses.replace(HEALTHY, **{"host": f"h{rank // 2 + 1}", "phases": phases, **changes,  # type: ignore[arg-type]
                                             "cpus": range(4 * (rank % 2), 4 * (rank % 2) + 4)}) for rank in range(4)]
 
 
-def weak_scaling(found: list[Report], one_rank: float = 0.09) -> scaling.Point:
+def weak_scaling(found: list[TrialReport], one_rank: float = 0.09) -> scaling.MeasuredPoint:
     return scaling.split("weak", 2, found, scaling.split("weak", 1, reports(one_rank)[:1], None))
 
 
-def first_cause(found: list[Report], links: scaling.Links | None = None) -> str:
+def first_cause(found: list[TrialReport], links: scaling.Links | None = None) -> str:
     point = weak_scaling(found)
     return next((cause.name for cause in scaling.find_causes(point, links)), "")
 
@@ -205,7 +205,7 @@ class FakeTrials:
     def hosts(self, ranks: int) -> int:
         return 1
 
-    def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[Report]:
+    def run(self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]) -> list[TrialReport]:
         self.batches.append((ranks, settings.placeholders["batch"]))
         self.order.append(settings.hook or "fused" if settings.hook or settings.fused else
                           ",".join(settings.ddp) or "none")

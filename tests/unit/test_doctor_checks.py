@@ -19,7 +19,7 @@ from tests.unit.programs import ROOT
 from utils.tools.doctor.check import Check, Finding, Level, RankPlace, Reported
 from utils.tools.doctor.checks import equality, installation, limits, placement
 from utils.tools.doctor.doctor_exchange import Exchange, Server
-from utils.tools.doctor.report import Report, Result, fold
+from utils.tools.doctor.report import FindingsOfCheck, Report, fold
 from utils.tools.doctor.run_checks import merge
 
 DOCTOR = [sys.executable, str(ROOT / "scripts" / "doctor.py")]
@@ -48,14 +48,14 @@ def alarms(check: Check[Any], facts: Sequence[Any], where: Sequence[RankPlace]) 
 
 # placement -------------------------------------------------------------------------------------------------------
 
-PLACE = placement.Facts(notes=[], mask="ff", cpus=8, topology="0:0,1,2,3,4,5,6,7", binding="", openmp="", gpus=[],
-                        gpu_nodes=[], allowed_gpus=[], device_masks="no device mask is set", threads=0,
-                        threads_variable="")
+PLACE = placement.PlacementFacts(notes=[], mask="ff", cpus=8, topology="0:0,1,2,3,4,5,6,7", binding="", openmp="",
+                                 gpus=[], gpu_nodes=[], allowed_gpus=[], device_masks="no device mask is set",
+                                 threads=0, threads_variable="")
 TWO_GPUS = dataclasses.replace(PLACE, gpus=["GPU-a", "GPU-b"], gpu_nodes=[0, 0], allowed_gpus=["GPU-a", "GPU-b"])
 JOB = dataclasses.replace(PLACE, job_id="7", job_hosts=["a", "b", "c"], job_gpus=[None] * 3, job_cores=[8] * 3)
 
 
-def place(*changes: dict[str, Any], of: placement.Facts = PLACE) -> list[placement.Facts]:
+def place(*changes: dict[str, Any], of: placement.PlacementFacts = PLACE) -> list[placement.PlacementFacts]:
     return [dataclasses.replace(of, **one) for one in changes]
 
 
@@ -66,8 +66,9 @@ def place(*changes: dict[str, Any], of: placement.Facts = PLACE) -> list[placeme
     place(*[{"mask": "1"}, {"mask": "2"}] * 2,
           of=dataclasses.replace(JOB, job_hosts=["a", "b"], job_cores=[2, None])),  # the job has no more
     place(*[{"threads": 4, "threads_variable": "OMP_NUM_THREADS"}] * 4)])
-def test_placement_without_a_problem_is_good(facts: list[placement.Facts]) -> None:
-    assert [one.level for one in conclude(placement.Placement(), facts, places("a", "a", "b", "b"))] == [Level.GOOD]
+def test_placement_without_a_problem_is_good(facts: list[placement.PlacementFacts]) -> None:
+    found = conclude(placement.PlacementCheck(), facts, places("a", "a", "b", "b"))
+    assert [one.level for one in found] == [Level.GOOD]
 
 
 @pytest.mark.parametrize(("facts", "message", "hosts"), [
@@ -83,19 +84,19 @@ def test_placement_without_a_problem_is_good(facts: list[placement.Facts]) -> No
      "2 ranks use 2 of the 3 GPUs on b", "b"),
     (place({}, {}, {}, {}, of=JOB), "no rank runs on c: 1 of the 3 hosts of job 7", "c"),
     (place({}, {"notes": ["RANK=7 of env was ignored"]}, {}, {}), "rank 1 on a: RANK=7 of env was ignored", "a")])
-def test_placement_names_problem_and_host(facts: list[placement.Facts], message: str, hosts: str) -> None:
-    (found, at_fault), = alarms(placement.Placement(), facts, places("a", "a", "b", "b"))
+def test_placement_names_problem_and_host(facts: list[placement.PlacementFacts], message: str, hosts: str) -> None:
+    (found, at_fault), = alarms(placement.PlacementCheck(), facts, places("a", "a", "b", "b"))
     assert message in found and at_fault == hosts
 
 
 def test_placement_names_hosts_with_one_name() -> None:
     where = [RankPlace(0, "a", 0, 0), RankPlace(1, "a", 1, 0)]
-    assert "2 hosts have the name a: ranks 0, 1 on a" in alarms(placement.Placement(), place({}, {}), where)[0][0]
+    assert "2 hosts have the name a: ranks 0, 1 on a" in alarms(placement.PlacementCheck(), place({}, {}), where)[0][0]
 
 
 # equality --------------------------------------------------------------------------------------------------------
 
-SAME = equality.Facts(software={"Python": "3.12.1", "torch": "2.6.0"}, code={"code of the kit": "1"}, files={},
+SAME = equality.EqualityFacts(software={"Python": "3.12.1", "torch": "2.6.0"}, code={"code of the kit": "1"}, files={},
                       variables={"NCCL_DEBUG": "INFO"})
 
 
@@ -206,7 +207,7 @@ def test_empty_and_repeated_entries_of_paths_are_no_difference() -> None:
 
 # limits ----------------------------------------------------------------------------------------------------------
 
-LIMITS = limits.Facts(ranks=2, world_size=8, fabric="", has_gpu=False, locked_bytes=-1, open_files=1024,
+LIMITS = limits.LimitFacts(ranks=2, world_size=8, fabric="", has_gpu=False, locked_bytes=-1, open_files=1024,
                       shared_bytes=8 * GIB, shared_free_bytes=8 * GIB, memory_bytes=16 * GIB, free_bytes=9 * GIB,
                       processes_left=None, seconds_left=None)
 
@@ -261,8 +262,9 @@ def test_memory_limit_is_the_smallest_of_the_control_groups(tmp_path: Path) -> N
 
 # installation ----------------------------------------------------------------------------------------------------
 
-INSTALLED = installation.Facts(launcher="single", mpi_launcher="", scheduler="slurm", stale="", torch="2.6.0",
-                               cuda="", hip="", driver="", pci_gpus={}, has_devices=False, mpiexec="", mpi4py="")
+INSTALLED = installation.InstallationFacts(launcher="single", mpi_launcher="", scheduler="slurm", stale="",
+                                           torch="2.6.0", cuda="", hip="", driver="", pci_gpus={}, has_devices=False,
+                                           mpiexec="", mpi4py="")
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -305,8 +307,8 @@ def test_findings_that_say_the_same_of_several_hosts_are_one() -> None:
     ({"hosts": ("a",), "subject": "X", "follows": ("network",)}, {"hosts": ("a",), "follows": ("X",)}, True)])
 def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, Any], effect: dict[str, Any],
                                                               is_below: bool) -> None:
-    results = [Result("network", [Finding(Level.BAD, "slow", "", exclude=True, **effect)]),
-               Result("limits", [Finding(Level.WARNING, "few cores", "Ask", **cause)])]
+    results = [FindingsOfCheck("network", [Finding(Level.BAD, "slow", "", exclude=True, **effect)]),
+               FindingsOfCheck("limits", [Finding(Level.WARNING, "few cores", "Ask", **cause)])]
     fold(results)
     report = Report(places("a", "b"), "srun", results, 1.0)
     below = [one.effects for result in results for one in result.findings if one.level is not Level.GOOD]

@@ -23,7 +23,7 @@ from utils.launch_error import LaunchError
 from utils.log import get_logger, setup_logging
 from utils.monitor import shutdown as failure
 from utils.tools.doctor import doctor_cli as cli
-from utils.tools.doctor.causes import CAUSES, Cause
+from utils.tools.doctor.causes import CAUSES, FailureCause
 from utils.tools.doctor.logs import diagnose, exit_status
 from utils.tools.launch.launch_result import LaunchResult
 
@@ -82,7 +82,7 @@ def test_cause_rank_host_and_restart(text: str, expected: Found | None) -> None:
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
-def test_each_pattern_finds_its_cause(cause: Cause) -> None:
+def test_each_pattern_finds_its_cause(cause: FailureCause) -> None:
     """No other row of the table, and of docs/troubleshooting.md, comes first."""
     for pattern in cause.patterns:
         if cause.reporter == "kit":

@@ -15,7 +15,7 @@ from utils.job.commands import SchedulerError
 from utils.job.requeue import requeue
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.pbs_scheduler import Pbs
-from utils.tools.schedulers.slurm_scheduler import Slurm
+from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 from utils.tools.submission import preflight
 from utils.tools.submission import submissions as records
 
@@ -60,9 +60,9 @@ def test_slurm_job_excludes_nodes_by_the_names_of_their_hosts(
         commands: Commands, directives: tuple[str, ...], nodes: int, hosts: str, expected: list[str],
         problem: str) -> None:
     commands.add("sinfo", NODES + NODES)  # a node is in several partitions
-    job, found = Slurm().without_hosts(Job(directives=directives, nodes=nodes), hosts.split())
+    job, found = SlurmScheduler().without_hosts(Job(directives=directives, nodes=nodes), hosts.split())
     assert problem in found and bool(problem) == bool(found)
-    assert [word for [word, *_] in Slurm().directives(job) if word.startswith(("--exclude", "-x"))] == expected
+    assert [word for [word, *_] in SlurmScheduler().directives(job) if word.startswith(("--exclude", "-x"))] == expected
 
 
 @pytest.mark.parametrize(("given", "nodes", "value"), [
@@ -72,7 +72,7 @@ def test_queued_slurm_job_excludes_nodes(commands: Commands, given: str, nodes: 
     commands.add("sinfo", NODES)
     commands.add("scontrol", SLURM_JOB.format(given, nodes), when="show")
     commands.add("scontrol", when="update")
-    problem = Slurm().exclude_hosts("21", ["host2"])
+    problem = SlurmScheduler().exclude_hosts("21", ["host2"])
     updates = [words for words in commands.calls("scontrol") if words[1] == "update"]
     assert updates == ([["scontrol", "update", "JobId=21", f"ExcNodeList={value}"]] if value else [])
     assert ("remain" in problem) == (nodes == "2" and given == "node[1,3]")

@@ -1,11 +1,13 @@
 """The kit works where pip has installed it, and as a copy of utils/ in another project, under any name."""
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,12 @@ def test_no_file_imports_the_folder_by_its_name() -> None:
     """Not in a function either."""
     absolute = re.compile(r"^ *(from|import) (utils|scripts|jobs|examples|tests)\b", re.MULTILINE)
     assert not [file for file in (ROOT / "utils").rglob("*.py") if absolute.search(file.read_text())]
+
+
+def test_the_name_of_a_class_is_that_of_one_class() -> None:
+    names = [node.name for path in (ROOT / "utils").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_git_ignores_venv_where_it_is_a_link(tmp_path: Path) -> None:

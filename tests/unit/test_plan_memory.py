@@ -168,7 +168,7 @@ def test_largest_micro_batch_is_that_of_a_counted_run_or_unconfirmed(make: Calla
                                  plan_models.foreach_adamw))
     least, confirmed = LARGEST[make]
     found = largest_batch(total, least, capacity)
-    assert (not found.doubt) == confirmed, found
+    assert (not found.unconfirmed) == confirmed, found
     if confirmed:
         more = found.samples + 2 + found.samples // 50
         assert counted(found.samples) < 1.005 * capacity < 1.01 * counted(more // 2 * 2), found

@@ -254,7 +254,7 @@ def test_factory_gives_the_largest_batch_of_each_gpu(tmp_path: Path) -> None:
     options = ("--model", "tests.unit.plan_models:planned_gpt", "--gpu", "a100-40")
     found = planned(*options, "--batch", "4")
     largest, capacity = found["largest_micro_batch"], 36e9 - 30e6
-    assert largest["gpu"] == "a100-40" and not largest["doubt"] and largest["samples"] > 100
+    assert largest["gpu"] == "a100-40" and not largest["unconfirmed"] and largest["samples"] > 100
     sizes = [sum(planned(*options, "--batch", str(largest["samples"] + more))["memory"].values()) for more in (0, 1)]
     assert sizes[0] <= capacity < sizes[1]
 
@@ -270,7 +270,7 @@ while True:
     optimizer.step()
 """)
     largest = planned("--gpu", "a100-40", "--batch", "32", str(tmp_path / "train.py"), "{batch}")["largest_micro_batch"]
-    assert not largest["doubt"]
+    assert not largest["unconfirmed"]
     words = ("--gpu", "a100-40", str(tmp_path / "train.py"))
     found = [planned(*words, str(largest["samples"] + more)) for more in (0, 1)]
     sizes = [sum(one["memory"].values()) for one in found]

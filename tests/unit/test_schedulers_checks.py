@@ -13,7 +13,7 @@ from utils.tools.schedulers.job_checks import check_paths
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
-from utils.tools.schedulers.slurm_scheduler import Slurm
+from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 
 SCRIPT = ("examples/01_ddp_minimal.py",)
 
@@ -48,7 +48,7 @@ def test_the_limits_of_a_slurm_partition(commands: Commands, values: dict[str, A
     columns = slurm_output("sinfo").splitlines()[1]
     commands.add("sinfo", slurm_output("sinfo") + columns.replace("short", "shut").replace("up", "down") + "\n")
     commands.add("scontrol", f"{main}\n\n{short}", when="partition")
-    found = problems(Slurm(), **{"nodes": 2, **values})
+    found = problems(SlurmScheduler(), **{"nodes": 2, **values})
     assert len(found) == bool(problem) and "".join(found).startswith(problem)
 
 
@@ -59,7 +59,7 @@ def test_the_partition_that_sbatch_will_use_counts(commands: Commands, monkeypat
                                                    values: dict[str, Any], variable: str, expected: list[str]) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", variable)
     commands.add("sinfo", slurm_output("sinfo").replace("main*", "main").replace("short", "short*"))
-    assert fields(problems(Slurm(), walltime=601, **values)) == expected
+    assert fields(problems(SlurmScheduler(), walltime=601, **values)) == expected
 
 
 def test_the_queues_and_nodes_of_pbs_are_queried(commands: Commands) -> None:

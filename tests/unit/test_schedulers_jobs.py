@@ -12,9 +12,9 @@ from utils.job.commands import SchedulerError, run_command
 from utils.tools.schedulers import get_scheduler
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
-from utils.tools.schedulers.slurm_scheduler import Slurm
+from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 
-BOTH = pytest.mark.parametrize("scheduler", [Slurm(), Pbs()])
+BOTH = pytest.mark.parametrize("scheduler", [SlurmScheduler(), Pbs()])
 FORGOTTEN = ("", "slurm_load_jobs error: Invalid job id specified\n", 1)
 NO_ACCOUNTING = ("", "Slurm accounting storage is disabled\n", 1)
 CANCELLED = slurm_output("job-cancelled")
@@ -33,7 +33,7 @@ def array(*ends: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize(("scheduler", "output", "job_id"), [
-    (Slurm(), "1234;cluster", "1234"), *((Pbs(), job_id, job_id) for job_id in (
+    (SlurmScheduler(), "1234;cluster", "1234"), *((Pbs(), job_id, job_id) for job_id in (
         "12", "12.pbs-head", "12.pbs_2.site.edu", "79[].pbs_head", "79[2].pbs_head", "12.s_1@s_2"))])
 def test_a_job_is_submitted_and_cancelled(commands: Commands, scheduler: Scheduler, output: str, job_id: str) -> None:
     submit, cancel = (["sbatch", "--parsable"], "scancel") if scheduler.name == "slurm" else (["qsub"], "qdel")
@@ -63,7 +63,7 @@ def test_a_refusal_has_the_schedulers_message_and_the_script(commands: Commands,
 
 
 @pytest.mark.parametrize(("scheduler", "job_ids"), [
-    (Slurm(), ["12.head"]), (Pbs(), ["12 13", "x.head", "79[a].head", "12.head;ls", "12."])])
+    (SlurmScheduler(), ["12.head"]), (Pbs(), ["12 13", "x.head", "79[a].head", "12.head;ls", "12."])])
 def test_other_texts_never_reach_a_command(commands: Commands, scheduler: Scheduler, job_ids: list[str]) -> None:
     for job_id in [*job_ids, "", "-x", "-u root", "--all", "1 2", "abc", "1;x", "*", "1\n2", "[1]"]:
         for action in (scheduler.status, scheduler.cancel):
@@ -130,7 +130,7 @@ def test_a_command_that_hangs_is_stopped() -> None:
     (array(*[("COMPLETED", "0:0")] * 3), "completed", 0)])
 def test_the_status_of_a_slurm_job(commands: Commands, scontrol: str, state: str, exit_code: int | None) -> None:
     commands.add("scontrol", scontrol)
-    status = Slurm().status("33")
+    status = SlurmScheduler().status("33")
     assert (status.job_id, status.state, status.exit_code) == ("33", state, exit_code)
     if state == "running":
         assert (status.hosts, status.output) == (("node1", "node2"), "/cluster/log of 33.out")
@@ -142,7 +142,7 @@ def test_the_status_of_a_job_that_slurm_has_forgotten(commands: Commands, sacct:
                                                       hosts: tuple[str, ...]) -> None:
     commands.add("scontrol", *FORGOTTEN)
     commands.add("sacct", *sacct)
-    status = Slurm().status("33")
+    status = SlurmScheduler().status("33")
     assert (status.state, status.exit_code, status.hosts) == (state, None, hosts)
 
 
@@ -210,7 +210,7 @@ def test_a_job_with_invalid_json_is_read_from_the_listing(commands: Commands) ->
 def test_a_scheduler_that_is_down_is_an_error(commands: Commands) -> None:
     commands.add("scontrol", error="slurm_load_jobs error: Unable to contact slurm controller\n", status=1)
     with pytest.raises(SchedulerError, match="Unable to contact.*reachable Slurm controller"):
-        Slurm().status("33")
+        SlurmScheduler().status("33")
 
     unknown, down = (pbs_recording(f"commands/err_{name}") for name in (
         "qstat_f_unknown_job", "server_down_qstat_json"))

@@ -15,7 +15,7 @@ from utils.job.allocation import format_walltime, parse_duration
 from utils.tools.schedulers.job_spec import Job, JobError, parse_walltime
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
-from utils.tools.schedulers.slurm_scheduler import Slurm
+from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 
 TEMPLATE = """\
 #!/bin/bash
@@ -24,14 +24,14 @@ set -euo pipefail
 @setup@
 launch @command@
 """
-SCHEDULERS = (Slurm(), Pbs())
+SCHEDULERS = (SlurmScheduler(), Pbs())
 
 
 @pytest.mark.parametrize(("scheduler", "extra", "replaced"), [
-    (Slurm(), "--gres=gpu:a100:4", "--gpus-per-node="), (Slurm(), "-G 8", "--gpus-per-node="),
-    (Slurm(), "-N1-4", "--nodes="), (Pbs(), "-l place=pack", "-l place"),
-    (Slurm(), "--ntasks=3", "--ntasks-per-node="), (Slurm(), "--mem-per-cpu=2G", "--mem="),
-    (Slurm(), "-p long", "--partition="), (Pbs(), "-l select=2:ncpus=4", "-l select"),
+    (SlurmScheduler(), "--gres=gpu:a100:4", "--gpus-per-node="), (SlurmScheduler(), "-G 8", "--gpus-per-node="),
+    (SlurmScheduler(), "-N1-4", "--nodes="), (Pbs(), "-l place=pack", "-l place"),
+    (SlurmScheduler(), "--ntasks=3", "--ntasks-per-node="), (SlurmScheduler(), "--mem-per-cpu=2G", "--mem="),
+    (SlurmScheduler(), "-p long", "--partition="), (Pbs(), "-l select=2:ncpus=4", "-l select"),
     (Pbs(), "-l walltime=5,filesystems=home", "-l walltime"), (Pbs(), "-qlong", "-q gpu")])
 def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, extra: str, replaced: str) -> None:
     job = Job(("train.py",), 2, 4, cores_per_rank=8, memory="64gb", walltime=7200, queue="gpu", directives=(extra,))
@@ -54,7 +54,7 @@ def test_what_pbs_does_not_support_is_refused(field: str, value: Any) -> None:
     ("setup", ("a\nb",))])
 def test_a_value_that_cannot_be_used_is_refused(field: str, value: Any) -> None:
     with pytest.raises(JobError) as refused:
-        Slurm().render(Job(**{"command": ("a.py",), field: value}), TEMPLATE)
+        SlurmScheduler().render(Job(**{"command": ("a.py",), field: value}), TEMPLATE)
     assert refused.value.field == field and str(refused.value).startswith(f"{field}: ")
 
 
@@ -78,10 +78,10 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
 def test_a_script_has_modules_environment_setup_and_command() -> None:
     job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), module_paths=("/soft",),
               environment={"A": "two words"}, setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
-    assert Slurm().render(job, TEMPLATE).split("\n")[-7:-1] == [
+    assert SlurmScheduler().render(job, TEMPLATE).split("\n")[-7:-1] == [
         "set -euo pipefail", "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
         "launch --launcher mpiexec --ntasks-per-node 2 -- 'my train.py' --lr 1e-3"]
-    assert Slurm().render(Job(launcher="torchrun"), TEMPLATE).endswith('\nlaunch --torchrun -- "$@"\n')
+    assert SlurmScheduler().render(Job(launcher="torchrun"), TEMPLATE).endswith('\nlaunch --torchrun -- "$@"\n')
 
 
 def test_a_script_of_pbs_sends_the_signal_itself() -> None:

@@ -75,8 +75,8 @@ def test_factory_imports_its_own_package(tmp_path: Path) -> None:
 def test_script_that_imports_the_kit_gets_the_modules_of_the_command(tmp_path: Path) -> None:
     """plan.py prints its own kind of error as it is, and describes others."""
     (tmp_path / "train.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-                                       "from utils.tools.plan.hardware import PlanError\n"
-                                       "raise PlanError('the same')")
+                                       "from utils.tools.plan.hardware import PredictionError\n"
+                                       "raise PredictionError('the same')")
     done = run(tmp_path, "plan.py", "train.py")
     assert done.returncode == 1 and done.stderr == "plan.py: error: train.py could not be traced. the same\n"
 

@@ -123,7 +123,7 @@ class Host:
         self.gpus: int | None = None
 
 
-class Hosts:
+class PbsHosts:
     """Hosts in the order of their first mention; "n1" and "n1.pbs.lab" are one host."""
 
     def __init__(self) -> None:
@@ -142,9 +142,9 @@ class Hosts:
         return host
 
 
-def read_nodefile(lines: Iterable[str]) -> Hosts:
+def read_nodefile(lines: Iterable[str]) -> PbsHosts:
     """Return the hosts of a node file with their numbers of lines, which need not be adjacent."""
-    hosts = Hosts()
+    hosts = PbsHosts()
     for line in lines:
         if line.strip():
             hosts.find(line.strip()).lines += 1
@@ -337,7 +337,7 @@ def pbs_allocation(environ: Mapping[str, str], *, query: bool = True) -> PbsAllo
     )
 
 
-def _add_chunks(hosts: Hosts, chunks: list[tuple[str, dict[str, int]]]) -> list[Host]:
+def _add_chunks(hosts: PbsHosts, chunks: list[tuple[str, dict[str, int]]]) -> list[Host]:
     """Add the resources of all chunks to their hosts; return these hosts in order."""
     in_order: list[Host] = []
     counts_gpus = any("ngpus" in resources for _, resources in chunks)  # else PBS has no GPUs
@@ -362,20 +362,20 @@ def _notes(job: Fields, chunks: int, hosts: list[Host]) -> tuple[str, ...]:
     )
 
 
-def _read_nodefile(environ: Mapping[str, str], job: Fields) -> Hosts:
+def _read_nodefile(environ: Mapping[str, str], job: Fields) -> PbsHosts:
     """The hosts of PBS_NODEFILE; none without the variable, as in pbsdsh's tasks on the first host.
 
     qstat then has them.
     """
     path = environ.get("PBS_NODEFILE")
     if not path:
-        return Hosts()
+        return PbsHosts()
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return read_nodefile(file)
     except OSError as error:
         if job.get("exec_host"):
-            return Hosts()
+            return PbsHosts()
         raise AllocationError(
             f"PBS job {environ['PBS_JOBID']}: the node file PBS_NODEFILE={path} cannot be read "
             f"({error.strerror}). It was expected on every host of a running job. "

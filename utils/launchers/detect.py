@@ -10,7 +10,7 @@ from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, shown
 from .mpi_launchers import MPICH, MVAPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
 from .rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
-from .slurm import Slurm
+from .slurm import SlurmStep
 from .torchrun import RANK_VARIABLES, ByHand, Single, Torchrun, is_stale
 
 _BY_HAND, _SINGLE = ByHand(), Single()
@@ -26,7 +26,7 @@ LAUNCHERS: list[Launcher] = [
     IntelMPI(),
     MPICH(),
     Flux(),
-    Slurm(),
+    SlurmStep(),
     PMI(),
     _BY_HAND,
     _SINGLE,

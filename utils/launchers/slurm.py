@@ -24,7 +24,7 @@ _SHELL_OPTIONS_WITH_VALUE = ("--init-file", "--rcfile", "-o", "+o", "-O", "+O")
 _TERMINALS = ("tmux", "screen", "SCREEN", "code", "node")
 
 
-class Slurm(Launcher):
+class SlurmStep(Launcher):
     """slurmstepd is the parent of the tasks of a step, the ranks.
 
     A batch script and an interactive step have most of these variables, too, and are no tasks.

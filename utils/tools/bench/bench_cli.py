@@ -19,7 +19,7 @@ from ..arguments import ArgumentParser
 from ..charts import draw_lines
 from . import collective_bench as collectives
 from . import links, scaling, try_settings
-from .operations import OPERATIONS, Ranks, gather_objects
+from .operations import OPERATIONS, Participants, gather_objects
 from .trials import TrialFailed, Trials, start_trials
 
 _log = get_logger(__name__)
@@ -154,21 +154,21 @@ def _bytes(text: str) -> int:
 
 def _collectives(args: argparse.Namespace) -> int:
     with setup_distributed() as job:
-        ranks = Ranks(job.rank, job.world_size, job.device)
+        ranks = Participants(job.rank, job.world_size, job.device)
         if job.world_size == 1:
             _log.error("found one rank. Expected at least two: start them with a launcher")
             return 2
         return _pairs(args, job) if args.pairs else _sweep(args, job, ranks)
 
 
-def _sweep(args: argparse.Namespace, job: Distributed, ranks: Ranks) -> int:
+def _sweep(args: argparse.Namespace, job: Distributed, ranks: Participants) -> int:
     sweep = collectives.Sweep(args.minbytes, args.maxbytes, args.iters)
-    start, results = time.time(), list[collectives.Result]()
+    start, results = time.time(), list[collectives.CollectiveResult]()
     devices = gather_objects(collectives.describe_rank(ranks))
     stop = collectives.StopRequest(ranks)
     _log.info(collectives.HEADER)
 
-    def report(result: collectives.Result) -> None:
+    def report(result: collectives.CollectiveResult) -> None:
         results.append(result)
         _log.info(collectives.show(result))
         if args.output_file and job.is_main:  # after each size: a kill loses no earlier result
@@ -217,7 +217,7 @@ def _measure_hosts(
     places = gather_objects((job.node_rank, socket.gethostname()))
     node_ranks = [node for node, _ in places]
     names = [name for _, name in sorted(set(places))]
-    ranks = Ranks(job.rank, job.world_size, job.device)
+    ranks = Participants(job.rank, job.world_size, job.device)
     measured = links.measure_pairs(node_ranks, ranks, size, iterations)
     return {pair: one.bandwidth for pair, one in measured.items()}, names, measured
 
@@ -235,7 +235,7 @@ def _ddp(args: argparse.Namespace) -> int:
             return _try(args, job, trials, script)
         numbers = scaling.numbers_of_ranks(job.world_size)
         numbers = [1, job.world_size] if args.full_only else numbers
-        points: list[scaling.Point] = []
+        points: list[scaling.MeasuredPoint] = []
         _log.info(scaling.HEADER)
         try:
             for kind in kinds:
@@ -289,7 +289,9 @@ def _names(text: str) -> Sequence[str]:
     return try_settings.DEFAULT if text == _DEFAULT else [text]
 
 
-def _write_points(args: argparse.Namespace, points: list[scaling.Point], script: list[str]) -> None:
+def _write_points(
+    args: argparse.Namespace, points: list[scaling.MeasuredPoint], script: list[str]
+) -> None:
     if args.json:
         rows = [{**vars(one), "reports": None} for one in points]
         collectives.write(args.json, json.dumps({"script": script, "points": rows}, indent=1))

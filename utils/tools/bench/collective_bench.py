@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .operations import (
     OPERATIONS,
     Operation,
-    Ranks,
+    Participants,
     barrier,
     gather,
     percentile,
@@ -53,7 +53,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Result:
+class CollectiveResult:
     """One operation at one size. Times in seconds; bandwidths in bytes per second."""
 
     kind: type[Operation]
@@ -89,7 +89,7 @@ class Result:
 class StopRequest:
     """Ctrl-C or SIGTERM on any rank ends the measurement on all of them, between two sizes."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Participants) -> None:
         self._ranks = ranks
         self._received = 0
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -106,7 +106,9 @@ class StopRequest:
         return bool(flag.item())
 
 
-def measure(kind: type[Operation], size: int, sweep: Sweep, ranks: Ranks) -> Result:
+def measure(
+    kind: type[Operation], size: int, sweep: Sweep, ranks: Participants
+) -> CollectiveResult:
     """Check and time one operation at one size. All ranks of the group call it together."""
     operation = kind(ranks, size)
     wrong = int(sum(count for (count,) in gather([operation.count_wrong()], ranks)))
@@ -115,15 +117,15 @@ def measure(kind: type[Operation], size: int, sweep: Sweep, ranks: Ranks) -> Res
     barrier(ranks)  # outside of the time
     every = gather(time_iterations(operation.run, sweep.iterations, ranks.device), ranks)
     size, count, factor = operation.size, operation.count, operation.factor
-    return Result(kind, size, count, factor, wrong, every)
+    return CollectiveResult(kind, size, count, factor, wrong, every)
 
 
 def measure_all(
     names: Sequence[str],
     sweep: Sweep,
-    ranks: Ranks,
+    ranks: Participants,
     stop: StopRequest,
-    report: Callable[[Result], None],
+    report: Callable[[CollectiveResult], None],
 ) -> list[str]:
     """Measure the operations at all sizes, and report each result at once.
 
@@ -149,7 +151,7 @@ def measure_all(
 # The output -------------------------------------------------------------------------------------
 
 
-def show(result: Result) -> str:
+def show(result: CollectiveResult) -> str:
     """Return one line of the table."""
     slowest = result.slowest_seconds
     bandwidths = _gigabytes(result.algorithm_bandwidth), _gigabytes(result.bus_bandwidth)
@@ -166,7 +168,9 @@ def _gigabytes(bandwidth: float) -> str:
     return f"{gigabytes:>7.2f}" if gigabytes >= 1 else f"{gigabytes:>7.4f}"
 
 
-def as_json(results: Sequence[Result], sweep: Sweep, devices: object, start: float) -> str:
+def as_json(
+    results: Sequence[CollectiveResult], sweep: Sweep, devices: object, start: float
+) -> str:
     """Return the results with the field names of nccl-tests (-J); times in us, bandwidth in GB/s.
 
     Not from nccl-tests: "collective" in each result, because one file holds several.
@@ -197,7 +201,7 @@ def as_json(results: Sequence[Result], sweep: Sweep, devices: object, start: flo
     return json.dumps(content, indent=1) + "\n"
 
 
-def _result_json(result: Result) -> dict[str, Any]:
+def _result_json(result: CollectiveResult) -> dict[str, Any]:
     times = result.slowest_seconds
     mean, deviation = statistics.fmean(times), statistics.pstdev(times)
     measured = {
@@ -236,7 +240,7 @@ def _result_json(result: Result) -> dict[str, Any]:
     }
 
 
-def describe_rank(ranks: Ranks) -> dict[str, Any]:
+def describe_rank(ranks: Participants) -> dict[str, Any]:
     """Return what nccl-tests writes about a rank under "devices"."""
     device = ranks.device
     info = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
@@ -250,7 +254,9 @@ def describe_rank(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def summary(results: Sequence[Result], missing: Sequence[str], expected: float | None) -> str:
+def summary(
+    results: Sequence[CollectiveResult], missing: Sequence[str], expected: float | None
+) -> str:
     """Return the last line, a summary of bandwidth, latency and correctness.
 
     expected: bytes per second of bus bandwidth.

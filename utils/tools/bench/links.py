@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 
 from ..host_pairs import Pair, rounds, slow_pairs
-from .collective_bench import Result, Sweep, measure, write
-from .operations import AllReduce, Ranks, barrier, exchange, gather_objects, time_iterations
+from .collective_bench import CollectiveResult, Sweep, measure, write
+from .operations import AllReduce, Participants, barrier, exchange, gather_objects, time_iterations
 
 _ATTEMPTS = 3  # to measure a slow pair
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """A connection as the all-reduce of a ring sees it."""
 
     bandwidth_bytes_per_second: float
     latency_seconds: float  # of one step of the ring
 
 
-def fit(results: Sequence[tuple[int, float]], ranks: int) -> Link:
+def fit(results: Sequence[tuple[int, float]], ranks: int) -> MeasuredLink:
     """Return the link that explains all-reduces best: least squares of the relative error.
 
     results: bytes and seconds. ranks: in the ring, at least 2.
@@ -47,12 +47,12 @@ def fit(results: Sequence[tuple[int, float]], ranks: int) -> Link:
     per_byte = (b1 - latency * ab) / bb
     if per_byte <= 0:  # only latency shows: the sizes were too small for a bandwidth
         latency, per_byte = a1 / aa, min(seconds / size for size, seconds in results)
-    return Link(1 / per_byte, latency)
+    return MeasuredLink(1 / per_byte, latency)
 
 
 def measure_links(
-    sweep: Sweep, ranks: Ranks, node_rank: int, results: Sequence[Result]
-) -> tuple[Link | None, Link | None]:
+    sweep: Sweep, ranks: Participants, node_rank: int, results: Sequence[CollectiveResult]
+) -> tuple[MeasuredLink | None, MeasuredLink | None]:
     """Return the link inside the hosts and between them; None where a host or ranks are missing.
 
     Inside: the slowest host, while all hosts measure at once. Between: the ring of all ranks.
@@ -65,7 +65,7 @@ def measure_links(
         members = [rank for rank, node in enumerate(node_ranks) if node == host]
         group = dist.new_group(members)  # called by all ranks
         if node_rank == host:
-            own = Ranks(members.index(ranks.rank), len(members), ranks.device, group)
+            own = Participants(members.index(ranks.rank), len(members), ranks.device, group)
     if own.size > 1:
         inside = fit(_all_reduces(sweep, own), own.size)
     found = [link for link in gather_objects(inside) if link]
@@ -76,13 +76,13 @@ def measure_links(
     return slowest, fit(measured if len(measured) > 1 else _all_reduces(sweep, ranks), ranks.size)
 
 
-def _all_reduces(sweep: Sweep, ranks: Ranks) -> list[tuple[int, float]]:
+def _all_reduces(sweep: Sweep, ranks: Participants) -> list[tuple[int, float]]:
     measured = [measure(AllReduce, size, sweep, ranks) for size in sweep.sizes()]
     return [(result.size, result.seconds) for result in measured]
 
 
 def write_links(
-    path: Path, backend: str, hosts: int, inside: Link | None, between: Link | None
+    path: Path, backend: str, hosts: int, inside: MeasuredLink | None, between: MeasuredLink | None
 ) -> None:
     """Write the file that `plan.py --links` reads."""
     content = {
@@ -105,7 +105,7 @@ class PairResult:
 
 
 def measure_pairs(
-    node_ranks: Sequence[int], ranks: Ranks, size: int, iterations: int
+    node_ranks: Sequence[int], ranks: Participants, size: int, iterations: int
 ) -> dict[Pair, PairResult]:
     """Measure all pairs of hosts, with one rank of each. All ranks call it together.
 
@@ -127,7 +127,11 @@ def measure_pairs(
 
 
 def _measure_round(
-    pairs: Sequence[Pair], node_ranks: Sequence[int], ranks: Ranks, size: int, iterations: int
+    pairs: Sequence[Pair],
+    node_ranks: Sequence[int],
+    ranks: Participants,
+    size: int,
+    iterations: int,
 ) -> list[tuple[Pair, PairResult]]:
     """Return the slower of the two directions of each pair."""
     own = node_ranks[ranks.rank]

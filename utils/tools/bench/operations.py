@@ -29,7 +29,7 @@ _PERIOD = 97  # prime: a block that arrives in the wrong place shows
 
 
 @dataclass
-class Ranks:
+class Participants:
     """The ranks that take part: their group, and this rank's number in it."""
 
     rank: int
@@ -57,7 +57,7 @@ class Operation:
     passes = 1  # of all data through the ring
     bus_factor: float | None = None  # where the bus bandwidth is not that of a ring
 
-    def __init__(self, ranks: Ranks, size: int) -> None:
+    def __init__(self, ranks: Participants, size: int) -> None:
         self.ranks = ranks
         count = max(1, size // _ITEM_BYTES)
         if self.sends_block or self.receives_block or self.exchanges_blocks:
@@ -231,7 +231,7 @@ def time_iterations(run: Callable[[], None], count: int, device: torch.device) -
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
-def barrier(ranks: Ranks) -> None:
+def barrier(ranks: Participants) -> None:
     """Wait for all ranks of the group, and on an accelerator until it has done its work."""
     one = torch.zeros(1, device=ranks.device)
     dist.all_reduce(one, group=ranks.group)
@@ -245,7 +245,7 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
-def gather(values: Sequence[float], ranks: Ranks) -> list[list[float]]:
+def gather(values: Sequence[float], ranks: Participants) -> list[list[float]]:
     """Return the values of each rank; all ranks have the same number of them."""
     own = torch.tensor(values, dtype=torch.float64, device=ranks.device)
     parts = [torch.empty_like(own) for _ in range(ranks.size)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .. import host_pairs
 from .trials import Trials
-from .worker import Report, Settings
+from .worker import Settings, TrialReport
 
 LOW = 0.9  # efficiency below which causes are named
 _LEAST = 0.05  # share of a step; a cause that costs less is not named
@@ -33,7 +33,7 @@ columns, each per optimizer step:
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """A measured number of ranks. All times in seconds per optimizer step."""
 
     kind: str  # weak or strong
@@ -45,7 +45,7 @@ class Point:
     exposed: float
     data: float
     uneven: float
-    reports: list[Report]
+    reports: list[TrialReport]
 
     def show(self) -> str:
         """Return one line of the table."""
@@ -57,7 +57,9 @@ class Point:
         )
 
 
-def split(kind: str, hosts: int, reports: list[Report], first: Point | None) -> Point:
+def split(
+    kind: str, hosts: int, reports: list[TrialReport], first: MeasuredPoint | None
+) -> MeasuredPoint:
     """Return where the time of a step goes. first: the measurement on one rank, if known."""
     ranks = len(reports)
     step = statistics.fmean(report.step("sync") for report in reports)
@@ -66,7 +68,7 @@ def split(kind: str, hosts: int, reports: list[Report], first: Point | None) -> 
     base = first.step if first else step
     if first and kind == "weak":  # a script may divide its micro-batches among the ranks
         base *= max(1, reports[0].passes) / max(1, first.reports[0].passes)
-    return Point(
+    return MeasuredPoint(
         kind=kind,
         ranks=ranks,
         hosts=hosts,
@@ -97,7 +99,7 @@ def batch_per_rank(kind: str, batch: int, world_size: int, ranks: int) -> int | 
     return None if rest else share
 
 
-def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[Report]:
+def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[TrialReport]:
     """Measure the script on the first `ranks` ranks. batch: for {batch} in its arguments."""
     phases = [("sync", steps), ("local", steps)] * 2  # in turns: the load of the host may change
     return trials.run(ranks, Settings(placeholders={"batch": batch}), phases)
@@ -107,7 +109,7 @@ def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[Report]:
 
 
 @dataclass(frozen=True)
-class Cause:
+class ScalingCause:
     """A cause and the seconds of each step that it may cost."""
 
     name: str
@@ -123,7 +125,7 @@ class Links:
     names: Sequence[str]
 
 
-def find_causes(point: Point, links: Links | None = None) -> list[Cause]:
+def find_causes(point: MeasuredPoint, links: Links | None = None) -> list[ScalingCause]:
     """Return the causes that the measurement shows, the costliest first."""
     found = [cause for check in _CHECKS for cause in check(point)]
     if links:
@@ -132,7 +134,7 @@ def find_causes(point: Point, links: Links | None = None) -> list[Cause]:
     return sorted(worth, key=lambda cause: -cause.seconds)
 
 
-def explain(point: Point, causes: Sequence[Cause]) -> str:
+def explain(point: MeasuredPoint, causes: Sequence[ScalingCause]) -> str:
     """Return the summary: the efficiency and its likeliest causes."""
     start = f"{point.efficiency:.0%} efficiency ({point.kind} scaling) on {point.ranks} ranks"
     if not causes and point.efficiency >= LOW:
@@ -150,10 +152,10 @@ def explain(point: Point, causes: Sequence[Cause]) -> str:
     return "\n".join([f"{start}. Check first:", *lines])
 
 
-def _accumulation(point: Point) -> Iterator[Cause]:
+def _accumulation(point: MeasuredPoint) -> Iterator[ScalingCause]:
     report = point.reports[0]
     if report.exchanges > 1 and report.models == 1:  # several: each may need its exchange
-        yield Cause(
+        yield ScalingCause(
             "accumulation that communicates each time",
             point.exposed * (1 - 1 / report.exchanges),
             f"Gradients are exchanged in {report.exchanges} of {report.passes} backward passes per "
@@ -161,8 +163,8 @@ def _accumulation(point: Point) -> Iterator[Cause]:
         )
 
 
-def _data_wait(point: Point) -> Iterator[Cause]:
-    yield Cause(
+def _data_wait(point: MeasuredPoint) -> Iterator[ScalingCause]:
+    yield ScalingCause(
         "data wait",
         point.data,
         f"A rank waits {point.data * 1e3:.1f} ms per step for its DataLoader. Use more workers, or "
@@ -170,12 +172,12 @@ def _data_wait(point: Point) -> Iterator[Cause]:
     )
 
 
-def _slow_rank(point: Point) -> Iterator[Cause]:
+def _slow_rank(point: MeasuredPoint) -> Iterator[ScalingCause]:
     alone = [report.step("local") - report.data("local") for report in point.reports]
     slowest, median = max(alone), statistics.median_low(alone)
     if slowest > 1.2 * median:
         rank = alone.index(slowest)
-        yield Cause(
+        yield ScalingCause(
             "one slow rank",
             slowest - median,
             f"Rank {rank} on {point.reports[rank].host} computes {slowest * 1e3:.1f} ms per step "
@@ -184,20 +186,20 @@ def _slow_rank(point: Point) -> Iterator[Cause]:
         )
 
 
-def _slow_link(point: Point, links: Links) -> Iterator[Cause]:
+def _slow_link(point: MeasuredPoint, links: Links) -> Iterator[ScalingCause]:
     slow_hosts, slow_links = host_pairs.find_slow(links.bandwidths)
     slow = [pair for pair in links.bandwidths if pair in slow_links or set(pair) & set(slow_hosts)]
     if slow:
         usual = max(links.bandwidths.values())
         share = min(links.bandwidths[pair] for pair in slow) / usual
-        yield Cause(
+        yield ScalingCause(
             "one slow link",
             point.exposed * (1 - share),
             host_pairs.describe(links.bandwidths, links.names).rstrip("."),
         )
 
 
-def _overlap(point: Point) -> Iterator[Cause]:
+def _overlap(point: MeasuredPoint) -> Iterator[ScalingCause]:
     report = point.reports[0]
     usual = math.ceil(report.gradient_bytes / (25 * _MIB)) + report.models
     more = len(report.bucket_bytes) - usual
@@ -205,7 +207,7 @@ def _overlap(point: Point) -> Iterator[Cause]:
     if more > 0 and mean < 1:
         in_one = report.whole_seconds * report.exchanges
         latencies = more * report.small_seconds * report.exchanges
-        yield Cause(
+        yield ScalingCause(
             "many small buckets",
             min(point.exposed, max(latencies, point.exposed - in_one)),
             f"{len(report.bucket_bytes)} buckets of {mean:.2f} MiB on average. One all-reduce of "
@@ -215,7 +217,7 @@ def _overlap(point: Point) -> Iterator[Cause]:
     hidden = report.whole_seconds - point.exposed / max(1, report.exchanges)
     possible = min(report.whole_seconds, 0.5 * point.compute)  # the backward pass is half or more
     if report.hook and hidden < 0.4 * possible:
-        yield Cause(
+        yield ScalingCause(
             "no overlap",
             possible - max(0.0, hidden),
             f"The hook {report.hook} hides {max(0.0, hidden) * 1e3:.1f} ms of an exchange of "
@@ -223,14 +225,14 @@ def _overlap(point: Point) -> Iterator[Cause]:
             "nothing: return the Future",
         )
     if report.find_unused_parameters and not report.unused_bytes:
-        yield Cause(
+        yield ScalingCause(
             "find_unused_parameters",
             report.small_seconds + 0.03 * point.compute,
             "It traverses the autograd graph in each step, and no parameter was unused. Remove it",
         )
 
 
-def _threads(point: Point) -> Iterator[Cause]:
+def _threads(point: MeasuredPoint) -> Iterator[ScalingCause]:
     for host in dict.fromkeys(report.host for report in point.reports):
         local = [report for report in point.reports if report.host == host]
         threads = sum(report.threads for report in local)
@@ -241,7 +243,7 @@ def _threads(point: Point) -> Iterator[Cause]:
             name, share = "too few threads", (1 - threads / cpus) / 2
         else:
             continue
-        yield Cause(
+        yield ScalingCause(
             name,
             point.compute * share,
             f"{len(local)} ranks on {host} run {threads} threads on {cpus} CPUs. Set "
@@ -250,10 +252,10 @@ def _threads(point: Point) -> Iterator[Cause]:
         return
 
 
-def _micro_batch(point: Point) -> Iterator[Cause]:
+def _micro_batch(point: MeasuredPoint) -> Iterator[ScalingCause]:
     report = point.reports[0]
     if report.whole_seconds > point.compute:
-        yield Cause(
+        yield ScalingCause(
             "too small a micro-batch",
             # With a micro-batch, or an accumulation, twice as large.
             min(point.exposed, report.whole_seconds * report.exchanges) / 2,
@@ -264,7 +266,7 @@ def _micro_batch(point: Point) -> Iterator[Cause]:
         )
 
 
-def _sockets(point: Point) -> Iterator[Cause]:
+def _sockets(point: MeasuredPoint) -> Iterator[ScalingCause]:
     expected = os.environ.get("DDPKIT_NETWORK", "Socket")
     warning = next((report.network for report in point.reports if report.network), "")
     if point.hosts > 1 and point.reports[0].backend == "gloo" and expected != "Socket":
@@ -273,10 +275,12 @@ def _sockets(point: Point) -> Iterator[Cause]:
             "backend of the GPUs"
         )
     if warning:
-        yield Cause("sockets instead of the fabric", 0.6 * point.exposed, warning.rstrip("."))
+        yield ScalingCause(
+            "sockets instead of the fabric", 0.6 * point.exposed, warning.rstrip(".")
+        )
 
 
-_CHECKS: tuple[Callable[[Point], Iterator[Cause]], ...] = (
+_CHECKS: tuple[Callable[[MeasuredPoint], Iterator[ScalingCause]], ...] = (
     _accumulation,
     _data_wait,
     _slow_rank,

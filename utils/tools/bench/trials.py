@@ -24,7 +24,7 @@ from pathlib import Path
 from ...distributed import Distributed, setup_distributed
 from ..launch.rank_environment import rank_variables
 from .operations import gather_objects
-from .worker import VARIABLE, Phase, Report, Settings, Trial
+from .worker import VARIABLE, Phase, Settings, Trial, TrialReport
 
 _FOLLOWER = "ended because another rank has failed"
 _ROOT = Path(__file__).resolve().parents[3]  # what `import utils` needs
@@ -65,7 +65,7 @@ class Trials:
 
     def run(
         self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]
-    ) -> list[Report]:
+    ) -> list[TrialReport]:
         """Run the script on the first `ranks` ranks; return their reports.
 
         phases: as in Trial. Raises TrialFailed on all ranks.
@@ -154,10 +154,10 @@ def _fill(word: str, placeholders: dict[str, int]) -> str:
     return word
 
 
-def _read_report(text: str) -> Report:
+def _read_report(text: str) -> TrialReport:
     content = json.loads(text)
     phases = {kind: Phase(**phase) for kind, phase in content.pop("phases").items()}
-    return Report(**content, phases=phases)
+    return TrialReport(**content, phases=phases)
 
 
 def _free_port() -> int:

@@ -121,9 +121,9 @@ def _conclude(one: Tried, none: Tried) -> str:
             f"{noise:.0%}. Use more --steps, or a host without other programs"
         )
     losses = [f"{statistics.median(side.losses):.4g}" for side in (one, none)]
-    verdict = "faster" if gain > 1 else "slower"
+    change = "faster" if gain > 1 else "slower"
     return (
-        f"{one.name}: {verdict}, {speed} (rounds differ by {noise:.0%}); loss {losses[0]}, "
+        f"{one.name}: {change}, {speed} (rounds differ by {noise:.0%}); loss {losses[0]}, "
         f"without it {losses[1]}"
     )
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from ..script_modules import name_conflict, script_modules
 from . import hooks
-from .operations import AllReduce, Ranks, time_iterations
+from .operations import AllReduce, Participants, time_iterations
 
 VARIABLE = "DDPKIT_TRIAL"
 HOOKS = ("bf16", "fp16")
@@ -74,7 +74,7 @@ class Phase:
 
 
 @dataclass
-class Report:
+class TrialReport:
     """What one rank has measured."""
 
     host: str = field(default_factory=socket.gethostname)
@@ -117,7 +117,7 @@ class Recorder:
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
-        self.report = Report()
+        self.report = TrialReport()
         # The kind of each coming step, and whether it is measured.
         self._plan = [("warm-up", False)] * WARM_UP_STEPS
         for kind, steps in trial.phases:
@@ -322,7 +322,7 @@ def _refuse_spawn(*args: object, **options: object) -> None:
 
 def _time_all_reduce(size: int, device: torch.device) -> float:
     """Return the median seconds of an all-reduce of float32 values."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
+    ranks = Participants(dist.get_rank(), dist.get_world_size(), device)
     operation = AllReduce(ranks, size)
     operation.run()
     return statistics.median(time_iterations(operation.run, 5, device))

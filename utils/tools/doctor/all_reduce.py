@@ -20,7 +20,7 @@ _MATRIX = 8192  # rows of a square matrix in bfloat16
 
 
 @dataclass
-class Trial:
+class AllReduceTrial:
     """What a rank has measured. wrong: wrong elements by the bytes of an all-reduce.
 
     bus_bandwidth: bytes per second at the largest size, as nccl-tests counts it.
@@ -35,7 +35,7 @@ class Trial:
     no_peer_access: list[int]
 
 
-def try_all_reduces() -> Trial:
+def try_all_reduces() -> AllReduceTrial:
     """Run this rank. RANK and the other variables of torchrun's workers are set."""
     with setup_distributed(
         timeout=START_SECONDS, collective_timeout=COLLECTIVE_SECONDS, bind=False
@@ -56,7 +56,7 @@ def try_all_reduces() -> Trial:
         factor = 2 * (job.world_size - 1) / job.world_size
         bandwidth = factor * result.nbytes / seconds
         flops = _multiply(job.device) if job.device.type != "cpu" else None
-        return Trial(job.backend, wrong, bandwidth, flops, _no_peer_access(job.device))
+        return AllReduceTrial(job.backend, wrong, bandwidth, flops, _no_peer_access(job.device))
 
 
 def _no_peer_access(device: torch.device) -> list[int]:

@@ -77,7 +77,7 @@ def _restart_where_torch_is_installed() -> None:
         return  # the checks report it
 
 
-def _parse(words: Sequence[str]) -> run_checks.Options:
+def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
     parser = ArgumentParser(
         prog="doctor.py",
         usage="%(prog)s [OPTION ...]\n       %(prog)s logs [OPTION ...] FILE ...",
@@ -93,7 +93,7 @@ def _parse(words: Sequence[str]) -> run_checks.Options:
     add("--data", metavar="FOLDER", help="where the training data are")
     help_expect = "bus bandwidth that all-reduces should reach; below half of it is a warning"
     add("--expect", type=float, metavar="GB/S", help=help_expect)
-    seconds = run_checks.Options.timeout
+    seconds = run_checks.CheckOptions.timeout
     help_timeout = f"until a rank that does not join is an error (default: {seconds:.0f})"
     add("--timeout", type=float, default=seconds, metavar="SECONDS", help=help_timeout)
     add = parser.add_argument_group("output").add_argument
@@ -111,7 +111,7 @@ def _parse(words: Sequence[str]) -> run_checks.Options:
         parser.error(f"--timeout is {args.timeout:g}. Expected a number of seconds above 0")
     if args.expect is not None and not args.expect > 0:
         parser.error(f"--expect is {args.expect:g}. Expected a bus bandwidth in GB/s above 0")
-    return run_checks.Options(
+    return run_checks.CheckOptions(
         quick=args.quick,
         json=args.json,
         only=only,

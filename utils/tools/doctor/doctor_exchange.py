@@ -277,7 +277,7 @@ class Server:
 
 
 @dataclass
-class Joined:
+class JoinedDoctor:
     """The ranks of this run, as seen from one of them.
 
     everyone: by rank. address: this host's address on the way to rank 0.
@@ -316,7 +316,7 @@ class Joined:
             self._exchange.close()
 
 
-def join(timeout: float) -> Joined:
+def join(timeout: float) -> JoinedDoctor:
     """Join the other ranks. timeout: seconds, after which rank 0 names the missing ranks.
 
     Raises LaunchError when a rank is missing, or the launch contradicts itself.
@@ -324,7 +324,7 @@ def join(timeout: float) -> Joined:
     detection = find_launcher()
     placement = detection.placement
     if placement.world_size == 1:
-        return Joined(placement, (RankPlace(0, socket.gethostname(), 0, 0),))
+        return JoinedDoctor(placement, (RankPlace(0, socket.gethostname(), 0, 0),))
 
     seconds = timeout if placement.rank == 0 else max(timeout / 2, timeout - EARLIER_SECONDS)
     detection = Detection(detection.launcher, placement.replace(notes=()), detection.reason)
@@ -342,7 +342,7 @@ def join(timeout: float) -> Joined:
     )
     here = [socket.gethostname(), process.boot_id(), process.namespace("net")]
     hosts = exchange.gather("places", here, _PLACES_SECONDS).values
-    return Joined(
+    return JoinedDoctor(
         placement,
         _places(hosts),
         found.local_addr,

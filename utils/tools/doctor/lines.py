@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from .causes import CAUSES, Cause, Level
+from .causes import CAUSES, CauseLevel, FailureCause
 
 _WORD = r"[A-Za-z0-9_][\w.-]{0,252}"  # at most as long as a host name
 _PLACEHOLDERS = {
@@ -120,7 +120,7 @@ class _Signature(NamedTuple):
     keyword: str  # each line that matches contains it
     regex: re.Pattern[str]
     at_start: bool
-    cause: Cause
+    cause: FailureCause
 
 
 @cache
@@ -141,7 +141,7 @@ def keywords() -> tuple[str, ...]:
     return *(one.keyword for one in _signatures()), *CONTEXT
 
 
-def match(line: str, kit: KitMessage | None = None) -> tuple[Cause, str | None] | None:
+def match(line: str, kit: KitMessage | None = None) -> tuple[FailureCause, str | None] | None:
     """Return the cause that a line shows, and the host in the place of its pattern's {host}.
 
     kit: of kit_message().
@@ -155,19 +155,19 @@ def match(line: str, kit: KitMessage | None = None) -> tuple[Cause, str | None] 
             if found and (kit or cause.reporter != "kit"):
                 if cause is _GPU_FULL and _held_by_another_process(line):
                     cause = _GPU_HELD
-                if kit and kit.sentence and cause.level <= Level.HINT:
+                if kit and kit.sentence and cause.level <= CauseLevel.HINT:
                     return _as_said(cause, kit), None
                 host = found["host"] if "host" in regex.groupindex else None
                 return cause, host if host and _HOST_NAME.fullmatch(host) else None
     return None
 
 
-def _as_said(cause: Cause, kit: KitMessage) -> Cause:
+def _as_said(cause: FailureCause, kit: KitMessage) -> FailureCause:
     """Return the cause that a message of the kit states, in its own words."""
-    level = max(cause.level, Level.HINT) if kit.is_logged else cause.level
+    level = max(cause.level, CauseLevel.HINT) if kit.is_logged else cause.level
     said = replace(cause, meaning=kit.sentence[:300], level=level, reporter="kit")
-    if kit.refers and cause.reporter == "kit" and level < Level.CONSEQUENCE:
-        return replace(said, level=Level.CONSEQUENCE, explained_by=("killed", "crash"))
+    if kit.refers and cause.reporter == "kit" and level < CauseLevel.CONSEQUENCE:
+        return replace(said, level=CauseLevel.CONSEQUENCE, explained_by=("killed", "crash"))
     return said
 
 

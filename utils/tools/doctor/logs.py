@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from .causes import Cause, Level
+from .causes import CauseLevel, FailureCause
 from .lines import keywords, kit_message, match, rank_and_host, reports_abort, reports_exit
 
 EXIT_RESTART = 1
@@ -51,10 +51,10 @@ _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at 
 
 
 @dataclass
-class Finding:
+class LogFinding:
     """The lines of one file that show one cause. named: their ranks and hosts, in order."""
 
-    cause: Cause
+    cause: FailureCause
     file: str
     line_number: int  # of the first line, as what follows
     line: str
@@ -65,7 +65,7 @@ class Finding:
     named: list[tuple[int | None, str | None]] = field(default_factory=list)
 
     @property
-    def key(self) -> tuple[str, Level, str]:
+    def key(self) -> tuple[str, CauseLevel, str]:
         return _key(self.cause)
 
 
@@ -73,17 +73,17 @@ class Finding:
 class Diagnosis:
     """Why a job failed. rank, host: which failed first; None where the output does not show it."""
 
-    finding: Finding
+    finding: LogFinding
     rank: int | None
     host: str | None
-    others: tuple[Finding, ...]  # what else was found, in the order of the files
+    others: tuple[LogFinding, ...]  # what else was found, in the order of the files
 
     @property
-    def cause(self) -> Cause:
+    def cause(self) -> FailureCause:
         return self.finding.cause
 
 
-def _key(cause: Cause) -> tuple[str, Level, str]:
+def _key(cause: FailureCause) -> tuple[str, CauseLevel, str]:
     """Identify a cause. The kit's messages are cut at different lengths."""
     return cause.name, cause.level, cause.meaning[:150]
 
@@ -107,7 +107,7 @@ class _Exit:
 
 class _Reader:
     def __init__(self) -> None:
-        self._findings: dict[tuple[object, int], Finding] = {}  # by cause and file
+        self._findings: dict[tuple[object, int], LogFinding] = {}  # by cause and file
         self._hosts: set[str] = set()  # that any line names
         self._host_of_rank: dict[int, str] = {}
         self._first_exit: _Exit | None = None
@@ -141,12 +141,12 @@ class _Reader:
             if cause.name == _STD_TERMINATE:
                 self._num_aborts += 1
             elif not reports_abort(line):
-                self._other_failure |= cause.level < Level.HINT
+                self._other_failure |= cause.level < CauseLevel.HINT
             key = _key(cause), number
             if key not in self._findings:
                 date, seconds = _last_time(context)
                 position = number, line_number
-                self._findings[key] = Finding(
+                self._findings[key] = LogFinding(
                     cause, name, line_number, line, line_number, position, date, seconds
                 )
             self._findings[key].last_line_number = line_number
@@ -181,21 +181,23 @@ class _Reader:
         if abort is not None and not self._other_failure:
             finding = abort
             if not self._ranks_were_ended and self._num_aborts < self._num_ranks:
-                finding.cause = replace(abort.cause, level=Level.FAILURE, meaning=_TRAINING_ENDED)
+                finding.cause = replace(
+                    abort.cause, level=CauseLevel.FAILURE, meaning=_TRAINING_ENDED
+                )
         while reasons := [one for one in findings if _explains(one, finding)]:
             finding = _first(reasons)
         same = [one for one in findings if one.key == finding.key]
         rank, host = self._rank_and_host(finding, same)
         return Diagnosis(finding, rank, host, tuple(one for one in findings if one not in same))
 
-    def _went_on_after(self, finding: Finding) -> bool:
+    def _went_on_after(self, finding: LogFinding) -> bool:
         """Whether a job went on after a warning."""
         num_lines = self._num_lines[finding.position[0]] - finding.last_line_number
-        is_hint = finding.cause.level in (Level.HINT, Level.WORD)
+        is_hint = finding.cause.level in (CauseLevel.HINT, CauseLevel.WORD)
         return is_hint and num_lines > _LINES_AFTER_HINT
 
     def _rank_and_host(
-        self, finding: Finding, same: Sequence[Finding]
+        self, finding: LogFinding, same: Sequence[LogFinding]
     ) -> tuple[int | None, str | None]:
         """Return which rank and host failed first. same: the findings of the cause in all files."""
         named = finding.named
@@ -228,7 +230,7 @@ def _only(hosts: set[str]) -> str | None:
     return next(iter(hosts)) if len(hosts) == 1 else None
 
 
-def _explains(one: Finding, other: Finding) -> bool:
+def _explains(one: LogFinding, other: LogFinding) -> bool:
     """Whether a finding is the reason of another one.
 
     A crash may also be how a rank ends after it has lost another one.
@@ -236,22 +238,22 @@ def _explains(one: Finding, other: Finding) -> bool:
     if one.cause.name not in other.cause.explained_by:
         return False
     is_by_rank = one.cause.reporter == "failed" and not reports_exit(one.line)
-    may_follow = is_by_rank and one.cause.level == Level.FAILURE
+    may_follow = is_by_rank and one.cause.level == CauseLevel.FAILURE
     return not may_follow or _in_order([one, other])[0] is one
 
 
-def _first(findings: Sequence[Finding]) -> Finding:
+def _first(findings: Sequence[LogFinding]) -> LogFinding:
     """Return the finding of the lowest level that is the first in time, or else in the files."""
     level = min(one.cause.level for one in findings)
     return _in_order([one for one in findings if one.cause.level == level])[0]
 
 
-def _in_order(findings: Sequence[Finding]) -> list[Finding]:
+def _in_order(findings: Sequence[LogFinding]) -> list[LogFinding]:
     """Sort findings by time where all have one, else by their place in the files."""
     timed = all(one.seconds is not None for one in findings)
     dated = all(one.date for one in findings)
 
-    def order(one: Finding) -> tuple[tuple[int, int], float, tuple[int, int]]:
+    def order(one: LogFinding) -> tuple[tuple[int, int], float, tuple[int, int]]:
         date = one.date if dated and one.date else (0, 0)
         return date, one.seconds if timed and one.seconds else 0.0, one.position
 
@@ -278,7 +280,7 @@ def exit_status(found: Diagnosis | None) -> int:
         return 0
     if found.cause.restart is False:
         return EXIT_NO_RESTART
-    return EXIT_UNKNOWN if found.cause.level >= Level.EXIT else EXIT_RESTART
+    return EXIT_UNKNOWN if found.cause.level >= CauseLevel.EXIT else EXIT_RESTART
 
 
 def summary(found: Diagnosis) -> str:

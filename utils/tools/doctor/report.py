@@ -13,7 +13,7 @@ LABELS = {Level.GOOD: "good", Level.WARNING: "WARNING", Level.BAD: "BAD"}
 
 
 @dataclass
-class Result:
+class FindingsOfCheck:
     """The findings of one check; seconds: how long it took."""
 
     name: str
@@ -26,7 +26,7 @@ class Result:
         return max((one.level for one in self.findings), default=Level.GOOD)
 
 
-def fold(results: Sequence[Result]) -> None:
+def fold(results: Sequence[FindingsOfCheck]) -> None:
     """Put each finding that follows from another one below that, as one of its effects."""
     found = [(one, finding) for one in results for finding in one.findings if finding.level]
     roots = list(range(len(found)))
@@ -60,7 +60,7 @@ class Report:
 
     everyone: Sequence[RankPlace]
     launcher: str
-    results: Sequence[Result]
+    results: Sequence[FindingsOfCheck]
     seconds: float
 
     @property
@@ -132,7 +132,7 @@ class Report:
         return f"{counts}, started by {self.launcher}, {self.seconds:.1f} s"
 
 
-def _row(result: Result) -> str:
+def _row(result: FindingsOfCheck) -> str:
     """Return what the table says about a check."""
     if result.level is Level.GOOD:
         return "; ".join(one.message for one in result.findings)

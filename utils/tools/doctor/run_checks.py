@@ -32,19 +32,19 @@ from .checks.gpu_health import Gpus
 from .checks.installation import Installation
 from .checks.limits import Limits
 from .checks.names import Names
-from .checks.placement import Placement
+from .checks.placement import PlacementCheck
 from .checks.shared_storage import StorageCheck
 from .checks.torch_import import TorchImportCheck
-from .doctor_exchange import EARLIER_SECONDS, Gathered, Joined, Rank0Lost, join
+from .doctor_exchange import EARLIER_SECONDS, Gathered, JoinedDoctor, Rank0Lost, join
 from .peers import names_of, show
-from .report import LABELS, Report, Result, fold
+from .report import LABELS, FindingsOfCheck, Report, fold
 
 _LAUNCH = "launch"  # the name of the check that the runner itself does
 _LATE_SECONDS = 3.0  # that the report of a hanging check may take
 
 
 @dataclass(frozen=True)
-class Options:
+class CheckOptions:
     """What the command line requests, the same on all ranks.
 
     only: names of checks; empty: all. expect: bus bandwidth of all-reduces, in bytes per second.
@@ -60,10 +60,10 @@ class Options:
     timeout: float = 40.0
 
 
-def all_checks(options: Options) -> list[Check[Any]]:
+def all_checks(options: CheckOptions) -> list[Check[Any]]:
     """Return every check, in the order in which they run."""
     return [
-        Placement(),
+        PlacementCheck(),
         Equality(),
         Limits(),
         Installation(options.quick),
@@ -78,10 +78,10 @@ def all_checks(options: Options) -> list[Check[Any]]:
 
 def names() -> list[str]:
     """Return the names of all checks."""
-    return [check.name for check in all_checks(Options())]
+    return [check.name for check in all_checks(CheckOptions())]
 
 
-def main(options: Options) -> int:
+def main(options: CheckOptions) -> int:
     """Run the checks; print the report on rank 0. Return 0 for good, 1 for WARNING, 2 for BAD.
 
     The other ranks return 0, because rank 0's status is that of the job.
@@ -98,7 +98,7 @@ def main(options: Options) -> int:
         return int(Level.BAD)
 
 
-def _run(joined: Joined, options: Options, start: float) -> int:
+def _run(joined: JoinedDoctor, options: CheckOptions, start: float) -> int:
     results = [_launch_result(joined)]
     missing: set[int] = set()
     for check in all_checks(options):
@@ -121,7 +121,7 @@ def _run(joined: Joined, options: Options, start: float) -> int:
     return status
 
 
-def _launch_result(joined: Joined) -> Result:
+def _launch_result(joined: JoinedDoctor) -> FindingsOfCheck:
     """Return what the start of the ranks has shown."""
     remedy = "Correct it, or it will slow down or confuse the start of a training"
     notes = [Finding(Level.WARNING, note, remedy) for note in joined.notes]
@@ -130,7 +130,7 @@ def _launch_result(joined: Joined) -> Result:
     message = (
         f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} have joined" if ranks > 1 else alone
     )
-    return Result(_LAUNCH, notes or [Finding(Level.GOOD, message)])
+    return FindingsOfCheck(_LAUNCH, notes or [Finding(Level.GOOD, message)])
 
 
 def _launcher_name(name: str) -> str:
@@ -140,7 +140,7 @@ def _launcher_name(name: str) -> str:
     return "" if name == "single" else name
 
 
-def _print(report: Report, options: Options) -> None:
+def _print(report: Report, options: CheckOptions) -> None:
     if options.exclude_file is not None and report.hosts_to_exclude:
         try:
             exclude_file.add(options.exclude_file, report.hosts_to_exclude)
@@ -158,7 +158,7 @@ def _print(report: Report, options: Options) -> None:
 # A launch that failed -----------------------------------------------------------------------------
 
 
-def _failed_launch(error: Exception, options: Options, start: float) -> int:
+def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int:
     """Report why the ranks did not join: on rank 0, and on a rank that has not reached it."""
     if getattr(error, "reported_by_rank_0", False):
         time.sleep(EARLIER_SECONDS)  # rank 0 ends first, with its own status
@@ -184,7 +184,7 @@ def _failed_launch(error: Exception, options: Options, start: float) -> int:
             "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT. Otherwise start all ranks"
         )
     finding = Finding(Level.BAD, message, remedy, hosts=tuple(hosts), exclude=True)
-    report = Report((), "", [Result(_LAUNCH, [finding])], time.monotonic() - start)
+    report = Report((), "", [FindingsOfCheck(_LAUNCH, [finding])], time.monotonic() - start)
     _print(report, options)
     time.sleep(1)  # the other ranks print what they have seen
     return int(Level.BAD)
@@ -222,7 +222,7 @@ def _absent_hosts(message: str) -> list[str]:
 # One check ---------------------------------------------------------------------------------------
 
 
-def run_check(check: Check[Any], joined: Joined, missing: set[int]) -> Result:
+def run_check(check: Check[Any], joined: JoinedDoctor, missing: set[int]) -> FindingsOfCheck:
     """Run one check. The result has findings on rank 0 only. Raises Rank0Lost.
 
     missing: ranks that an earlier check has reported as ended or hanging; changed.
@@ -234,7 +234,7 @@ def run_check(check: Check[Any], joined: Joined, missing: set[int]) -> Result:
     # Ranks without a part in the check wait, too: the next one may measure something.
     seconds = max(0.0, start + check.seconds - time.monotonic()) + _LATE_SECONDS
     gathered = joined.gather(f"{check.name}/end", {"report": report}, seconds)
-    result = Result(check.name)
+    result = FindingsOfCheck(check.name)
     if joined.me.rank == 0:
         members = _members(check, joined.everyone)
         found = _conclude(check, joined.everyone, members, gathered, missing)
@@ -248,7 +248,7 @@ def _members(check: Check[Any], everyone: Sequence[RankPlace]) -> list[int]:
     return [one.rank for one in everyone if check.per == "rank" or one.local_rank == 0]
 
 
-def _collect(check: Check[Any], joined: Joined, start: float) -> dict[str, Any]:
+def _collect(check: Check[Any], joined: JoinedDoctor, start: float) -> dict[str, Any]:
     """Return this rank's report: {"facts": ...}, {"error": ...}, or {} if collect() hangs."""
     members = _members(check, joined.everyone) if check.per == "host" else None
     report: dict[str, Any] = {}

@@ -194,9 +194,9 @@ def as_text(plan: dict[str, Any]) -> str:
         lines += [f"Memory per GPU: {total / GB:.2f} GB{where}"]
         lines += [f"  {name:<12} {size / GB:9.3f} GB" for name, size in plan["memory"].items()]
     if largest := plan["largest_micro_batch"]:
-        samples, doubt = largest["samples"], largest["doubt"]
+        samples, unconfirmed = largest["samples"], largest["unconfirmed"]
         found = "unknown" if samples is None else f"{samples} samples" if samples else "none fits"
-        found += f", not confirmed: {doubt}" if doubt else ""
+        found += f", not confirmed: {unconfirmed}" if unconfirmed else ""
         lines += ["", f"Largest micro-batch on {largest['gpu']}: {found}"]
     if plan["scaling"]:
         lines += ["", "Scaling, each GPU with its own batch"]

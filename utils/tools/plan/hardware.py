@@ -23,7 +23,7 @@ _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
 _OVERHEAD_SECONDS = 5e-6  # to launch a kernel; an assumption
 
 
-class PlanError(ValueError):
+class PredictionError(ValueError):
     """Something needed for a prediction is missing or wrong; the message says what to do."""
 
 
@@ -100,7 +100,7 @@ class Accelerator:
     def seconds(self, flops: float, moved_bytes: float, dtype: str) -> float:
         """Return the time of an operation: the limit is arithmetic, memory or the launch."""
         if flops and dtype not in self.flops:
-            raise PlanError(
+            raise PredictionError(
                 f"jobs/hardware.yaml has no peak of {self.name} for {dtype}. Expected one of "
                 f"{', '.join(self.flops)}. Choose another precision, or give --compute-seconds."
             )
@@ -125,7 +125,7 @@ class Hardware:
         try:
             import yaml
         except ImportError:
-            raise PlanError(
+            raise PredictionError(
                 "PyYAML is not installed, and the table of accelerators is a YAML file. Install "
                 "it with `python -m pip install pyyaml`."
             ) from None
@@ -178,7 +178,7 @@ class Hardware:
         if name not in entries:
             near = difflib.get_close_matches(name, entries, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PlanError(
+            raise PredictionError(
                 f"{name!r} is not one of the {section} in {TABLE.name}.{hint} Expected one of "
                 f"{', '.join(entries)}."
             )
@@ -194,24 +194,26 @@ def read_links(path: Path, gpus_per_node: int) -> tuple[Link, Link]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != 1:
-            raise PlanError(
+            raise PredictionError(
                 f"{path} has format {found['format']!r}. Expected 1. Measure the links again with "
                 "`bench.py collectives --links FILE`."
             )
         inside, between = (_link(found.get(name)) for name in ("inside", "between"))
         hosts = int(found["hosts"])
     except OSError as error:
-        raise PlanError(f"{path} cannot be read: {error.strerror}. Check the path.") from None
+        raise PredictionError(f"{path} cannot be read: {error.strerror}. Check the path.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, PlanError):
+        if isinstance(error, PredictionError):
             raise
-        raise PlanError(
+        raise PredictionError(
             f"{path} is not a file of measured links: {error!r}. Write one with "
             "`bench.py collectives --links FILE`."
         ) from None
     measured = inside or between
     if measured is None:
-        raise PlanError(f"{path} has neither 'inside' nor 'between'. Measure the links again.")
+        raise PredictionError(
+            f"{path} has neither 'inside' nor 'between'. Measure the links again."
+        )
     if inside and between and hosts > 1:
         ranks = hosts * gpus_per_node
         sum_between = (ranks - 1) * between.latency - (ranks - hosts) * inside.latency

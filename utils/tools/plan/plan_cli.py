@@ -15,7 +15,16 @@ from ...log import print_result
 from ..arguments import ArgumentParser
 from ..submission import profiles
 from . import advice, traced
-from .hardware import PROGRAM, Accelerator, Hardware, Link, Network, Node, PlanError, read_links
+from .hardware import (
+    PROGRAM,
+    Accelerator,
+    Hardware,
+    Link,
+    Network,
+    Node,
+    PredictionError,
+    read_links,
+)
 from .step_model import (
     OPTIMIZER_STATES,
     PRECISIONS,
@@ -56,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
         plan = make_plan(args)
         if args.html:
             advice.write_page(plan["inputs"], args.html)
-    except (PlanError, profiles.ProfileError) as error:
+    except (PredictionError, profiles.ProfileError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -179,7 +188,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             gpu.name,
             complete=trace is not None,
             sharded=bool(shards),
-            largest=largest.samples if largest and not largest.doubt else None,
+            largest=largest.samples if largest and not largest.unconfirmed else None,
             batch=args.batch if largest or not trace else None,
             passes=memory_of(trace, optimizer=False) if trace else None,
         )
@@ -220,11 +229,11 @@ def _shards(args: argparse.Namespace, trace: Trace | None, gpus: int) -> int:
     """Return the number of GPUs that share one copy of the model; 0 for DDP."""
     shards: int = args.shard or (gpus if trace and trace.shard_groups else 0)
     if shards and gpus % shards:
-        raise PlanError(
+        raise PredictionError(
             f"--shard is {shards}, and there are {gpus} GPUs. Expected a divisor of {gpus}."
         )
     if shards and trace and not trace.shard_groups:
-        raise PlanError(
+        raise PredictionError(
             f"--shard is {shards}, but nothing in the trace calls fully_shard(), which determines "
             "what is gathered together. Give a script that calls it, or --parameters."
         )
@@ -241,7 +250,7 @@ def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
         args.gpus_per_node = profile.gpus_per_node
     missing = [f"--{key}" for key in ("gpu", "inside", "between") if getattr(args, key) is None]
     if missing and not (args.links or args.bandwidth):
-        raise PlanError(
+        raise PredictionError(
             f"The hardware of {profile.name} is not in jobs/hardware.yaml. Give "
             f"{', '.join(missing)}, or measured links with --links."
         )
@@ -282,7 +291,7 @@ def _network(
 
 def _trace(args: argparse.Namespace, batch: int) -> Trace:
     if importlib.util.find_spec("torch") is None:
-        raise PlanError(
+        raise PredictionError(
             f"{sys.executable} has no torch. Expected torch for --model and for a script. Activate "
             "an environment with torch, or use --parameters."
         )

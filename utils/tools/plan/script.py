@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from ...checkpoint import Checkpointer
 from ...host import process
 from ..script_modules import name_conflict, script_modules
-from .hardware import PROGRAM, PlanError
+from .hardware import PROGRAM, PredictionError
 from .trace import (
     StepsTraced,
     StepTracer,
@@ -62,7 +62,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
     Raises PlanError, which says what could not be traced.
     """
     if not Path(path).is_file():
-        raise PlanError(f"There is no script {path!r}. Expected the path of a Python file.")
+        raise PredictionError(f"There is no script {path!r}. Expected the path of a Python file.")
     # Private, and the only collectives of torch.distributed that take fake tensors.
     importlib.import_module("torch.distributed._tools.fake_collectives")
     output = io.StringIO()
@@ -92,10 +92,10 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
                 # most scripts and libraries leave torch.distributed out.
                 variables = _RANK_VARIABLES
                 trace = trace_steps(run, seconds=timeout / 2)
-        except PlanError as error:
-            raise PlanError(f"{path} could not be traced. {error}") from error
+        except PredictionError as error:
+            raise PredictionError(f"{path} could not be traced. {error}") from error
         except Exception as problem:
-            raise PlanError(
+            raise PredictionError(
                 f"{path} could not be traced: {described(problem)}{name_conflict(problem)}. It "
                 "fails with real tensors on the CPU, too. Expected a script that trains as the "
                 "only rank on a CPU. Correct it, or use --model or --parameters."
@@ -124,7 +124,7 @@ def _run(
         pass
     except SystemExit as error:
         if error.code:
-            raise PlanError(f"It ended with SystemExit: {error}.{_last(output)}") from error
+            raise PredictionError(f"It ended with SystemExit: {error}.{_last(output)}") from error
     finally:
         sys.argv = argv
         if dist.is_initialized():

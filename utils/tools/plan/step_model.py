@@ -287,7 +287,7 @@ def curve_sizes(gpus: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Point:
+class PredictedPoint:
     """A point of a scaling curve."""
 
     gpus: int
@@ -307,10 +307,10 @@ class Point:
         }
 
 
-def scaling(work: Workload, network: Network, sizes: Sequence[int]) -> list[Point]:
+def scaling(work: Workload, network: Network, sizes: Sequence[int]) -> list[PredictedPoint]:
     """Predict the step on each number of GPUs, each with its own batch (weak scaling)."""
     return [
-        Point(size, work.step(network, size), sent_bytes(work.gradient_bytes, size))
+        PredictedPoint(size, work.step(network, size), sent_bytes(work.gradient_bytes, size))
         for size in sizes
     ]
 
@@ -321,7 +321,7 @@ def percentages(low: float, high: float, digits: int) -> str:
     return " to ".join(ends)
 
 
-def holds_up_to(curve: Sequence[Point], efficiency: float) -> int | None:
+def holds_up_to(curve: Sequence[PredictedPoint], efficiency: float) -> int | None:
     """Return the number of GPUs up to which a curve is at least at this efficiency.
 
     The lower end of the prediction counts. None where it is so at all points.

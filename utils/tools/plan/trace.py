@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from .hardware import PlanError
+from .hardware import PredictionError
 
 CATEGORIES = (
     "parameters",
@@ -50,7 +50,7 @@ _READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor}
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """The work of one operation."""
 
     phase: str  # "forward", "backward" or "optimizer"
@@ -84,7 +84,7 @@ class Trace:
     # (while the optimizer runs, without gradients): with DDP(gradient_as_bucket_view=True) they
     # are in the buckets.
     peaks: dict[tuple[bool, bool], Peak]
-    operations: list[Operation]
+    operations: list[TracedOperation]
     # Index of the operation after which a gradient is ready to be sent, and its bytes.
     gradients: list[tuple[int, int]]
     bucket_bytes: int
@@ -112,11 +112,11 @@ class StepsTraced(SystemExit):
     """Ends a script, orderly, after the steps that were to be traced."""
 
 
-class ValueNeeded(PlanError):
+class ValueNeeded(PredictionError):
     """Values decide how the steps go on, and fake tensors have none."""
 
 
-class TooLarge(PlanError):
+class TooLarge(PredictionError):
     """The steps with real tensors need too much memory or time of this host."""
 
 
@@ -236,13 +236,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def result(self) -> Trace:
         """Return the trace. Raises PlanError where there was no step."""
         if self._finished is None:
-            raise PlanError(
+            raise PredictionError(
                 f"The trace ended {self._steps_left} optimizer steps too early. Expected a model "
                 "that is trained for at least 2 steps of each optimizer. Check the number of steps "
                 "and the data."
             )
         if not self._finished.gradients:
-            raise PlanError(
+            raise PredictionError(
                 "The traced step has no backward pass that communicates. Expected loss.backward() "
                 "outside of no_sync() before each optimizer step. Use --model or --parameters."
             )
@@ -277,7 +277,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin_step(self) -> None:
         self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
-        self._operations: list[Operation] = []
+        self._operations: list[TracedOperation] = []
         self._gradients: list[tuple[int, int, int]] = []  # id() of the parameter, index, bytes
         self._shard_gradients: list[ShardedGradient] = []
         self._times_ready = Counter[int]()  # id() of a parameter: backward passes
@@ -461,7 +461,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = (*inputs, *outputs)
         dtype = next((t.dtype for t in outputs if t.is_floating_point()), torch.float32)
         size = sum(tensor.nbytes for tensor in moved)
-        self._operations.append(Operation(self._phase(), flops, size, str(dtype)[6:]))
+        self._operations.append(TracedOperation(self._phase(), flops, size, str(dtype)[6:]))
 
     def _value_of(self, tensor: Tensor) -> float:
         """Return a value for a tensor without data, and note it; ValueNeeded where it decides."""
@@ -615,7 +615,7 @@ def trace_steps(
         return attempt(Values())
     except ValueNeeded as error:
         needed = error
-    except PlanError:
+    except PredictionError:
         raise
     except Exception as error:
         needed = error
@@ -634,7 +634,7 @@ def trace_steps(
     if not isinstance(needed, ValueNeeded):
         if not isinstance(reason, TooLarge):
             raise reason
-        raise PlanError(f"{text}. A run with real tensors {why}. {_REMEDIES}") from needed
+        raise PredictionError(f"{text}. A run with real tensors {why}. {_REMEDIES}") from needed
     for assumed in (False, True):
         try:
             trace = attempt(Values(assumed=assumed))
@@ -642,7 +642,7 @@ def trace_steps(
             continue
         trace.notes.append(f"Values are assumed, because a run with real tensors {why}.")
         return trace
-    raise PlanError(
+    raise PredictionError(
         f"The steps depend on values, which fake tensors do not have: {text}. A run with real "
         f"tensors {why}. {_REMEDIES}"
     ) from needed

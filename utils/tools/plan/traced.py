@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..script_modules import name_conflict, script_modules
-from .hardware import Accelerator, PlanError
+from .hardware import Accelerator, PredictionError
 from .step_model import Computation, Gradient
 
 if TYPE_CHECKING:
@@ -121,11 +121,11 @@ def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int
 class LargestBatch:
     """The largest micro-batch that fits: 0 samples where none does, None where it is unknown.
 
-    doubt: why it is not confirmed by traces; "" where it is.
+    unconfirmed: why it is not confirmed by traces; "" where it is.
     """
 
     samples: int | None
-    doubt: str = ""
+    unconfirmed: str = ""
 
 
 def largest_batch(
@@ -160,7 +160,7 @@ def largest_batch(
             size = fits + 2 * unit  # one more, because the memory may depend on divisors
         try:
             found = total(size)
-        except PlanError as error:
+        except PredictionError as error:
             reason = f"{size} samples cannot be traced: {str(error).rstrip('.')}"
             if first or unit == batch:
                 break
@@ -216,7 +216,7 @@ def trace_factory(
     from .trace import trace_training
 
     if precision not in ("fp32", "amp", "bf16-pure"):
-        raise PlanError(
+        raise PredictionError(
             f"A model cannot be traced with precision {precision!r}. Expected fp32, amp or "
             "bf16-pure. For mixed precision with a master copy, use --parameters."
         )
@@ -225,7 +225,7 @@ def trace_factory(
     def build() -> nn.Module:
         result = factory(batch)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
-            raise PlanError(
+            raise PredictionError(
                 f"{name} returned {type(result).__name__}. Expected (model, inputs) or (model, "
                 "inputs, loss function)."
             )
@@ -258,10 +258,10 @@ def trace_factory(
                 accumulate_steps=accumulate_steps,
                 seconds=seconds,
             )
-    except PlanError:
+    except PredictionError:
         raise
     except Exception as error:
-        raise PlanError(
+        raise PredictionError(
             f"{name} could not be traced: {type(error).__name__}: {error}. It fails with real "
             "tensors on the CPU, too. Correct it, or use --parameters instead."
         ) from error
@@ -277,7 +277,7 @@ def _load(name: str) -> Callable[[int], Any]:
     try:
         found: Callable[[int], Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(
+        raise PredictionError(
             f"--model {name}: {error}{name_conflict(error)}. Expected module:function, "
             "importable from here."
         ) from None

@@ -27,9 +27,9 @@ def get_scheduler(name: str | None = None) -> Scheduler:
     """
     from ...job.pbs_job import configuration, find_program
     from .pbs_scheduler import Pbs
-    from .slurm_scheduler import Slurm
+    from .slurm_scheduler import SlurmScheduler
 
-    schedulers: dict[str, Scheduler] = {"slurm": Slurm(), "pbs": Pbs()}
+    schedulers: dict[str, Scheduler] = {"slurm": SlurmScheduler(), "pbs": Pbs()}
     if name is not None:
         if name not in schedulers:
             raise SchedulerError(

@@ -74,7 +74,7 @@ _HOLD_REASONS = (  # of a pending job that does not start by itself
 _HAS_EXIT_CODE = ("completed", "failed", "cancelled", "timeout", "node_fail")
 
 
-class Slurm(Scheduler):
+class SlurmScheduler(Scheduler):
     """The Scheduler for Slurm."""
 
     name = "slurm"

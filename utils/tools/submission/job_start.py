@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
         return status
 
     _remove_status(folder, job_id)
-    limit = TimeLimit(folder, job_id)
+    limit = JobTimeLimit(folder, job_id)
     limit.watch()
     status, started = 1, int(time.time())
     try:
@@ -129,7 +129,7 @@ def _query(scheduler: Scheduler, job_id: str, timeout: float) -> Status:
         time.sleep(min(QUERY_PAUSE_SECONDS, max(left, 0.0)))
 
 
-class TimeLimit:
+class JobTimeLimit:
     """Record that the time limit is reached when it is: afterwards nothing may be left to do it."""
 
     def __init__(self, folder: Path, job_id: str) -> None:

@@ -64,7 +64,7 @@ SAME_FILES = "Copy the same files to all hosts, or use a shared file system"
 
 
 @dataclass(frozen=True)
-class Facts:
+class EqualityFacts:
     """What should be the same everywhere.
 
     software: versions and options of Python, by name. code: digests of code and packages, by group;
@@ -79,16 +79,16 @@ class Facts:
     traps: list[str] = field(default_factory=list)
 
 
-class Equality(Check[Facts]):
+class Equality(Check[EqualityFacts]):
     """Software, code and variables of all ranks."""
 
     name = "equality"
     per = "rank"
     quick = True
     seconds = 15.0
-    facts = Facts
+    facts = EqualityFacts
 
-    def collect(self, ranks: Ranks) -> Facts:
+    def collect(self, ranks: Ranks) -> EqualityFacts:
         files: dict[str, dict[str, str]] = {}
         is_first = ranks.me.local_rank == 0
         if is_first:
@@ -97,7 +97,7 @@ class Equality(Check[Facts]):
         code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
         everyones = [one for one in ranks.all_gather("code", code) if one]
         different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
-        return Facts(
+        return EqualityFacts(
             software=software(),
             code=code,
             files={name: files[name] for name in different},
@@ -105,7 +105,7 @@ class Equality(Check[Facts]):
             traps=traps(Path.cwd()) if is_first else [],
         )
 
-    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+    def conclude(self, reported: Sequence[Reported[EqualityFacts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
         for name in _names(one.facts.software for one in reported):
             values = {one.place: one.facts.software.get(name, "none") for one in reported}

@@ -34,7 +34,7 @@ _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", 
 
 
 @dataclass(frozen=True)
-class Facts:
+class InstallationFacts:
     """What is installed on a host.
 
     launcher: of this process, "single" without one; mpi_launcher: the MPI that it belongs to.
@@ -57,24 +57,24 @@ class Facts:
     mpi4py: str
 
 
-class Installation(Check[Facts]):
+class Installation(Check[InstallationFacts]):
     """What is installed, and whether it fits together."""
 
     name = "installation"
     per = "host"
     quick = True
-    facts = Facts
+    facts = InstallationFacts
 
     def __init__(self, quick: bool) -> None:
         """quick: leave out what starts other programs."""
         self._quick = quick
 
-    def collect(self, ranks: Ranks) -> Facts:
+    def collect(self, ranks: Ranks) -> InstallationFacts:
         launcher, mpi = _launcher()
         single = len(ranks.everyone) == 1
         build, has_torch = torch_build(), torch_folder() is not None
         needs_mpi = bool(mpi) or not self._quick
-        return Facts(
+        return InstallationFacts(
             launcher=launcher,
             mpi_launcher=mpi,
             scheduler=_scheduler() if single else "",
@@ -89,7 +89,7 @@ class Installation(Check[Facts]):
             mpi4py=library_of_mpi4py() if needs_mpi else "",
         )
 
-    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+    def conclude(self, reported: Sequence[Reported[InstallationFacts]]) -> Iterator[Finding]:
         findings = [
             found
             for one in reported
@@ -215,7 +215,7 @@ def _cached_libraries() -> dict[str, str]:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _check_torch(facts: Facts, host: str) -> Iterator[Finding]:
+def _check_torch(facts: InstallationFacts, host: str) -> Iterator[Finding]:
     if not facts.torch:
         yield Finding(
             Level.BAD,
@@ -257,7 +257,7 @@ def _check_torch(facts: Facts, host: str) -> Iterator[Finding]:
         )
 
 
-def _check_mpi(facts: Facts, host: str) -> Iterator[Finding]:
+def _check_mpi(facts: InstallationFacts, host: str) -> Iterator[Finding]:
     """Compare the library of mpi4py with the mpiexec that starts, or would start, the ranks."""
     if not facts.mpi4py:
         return
@@ -276,7 +276,7 @@ def _check_mpi(facts: Facts, host: str) -> Iterator[Finding]:
         )
 
 
-def _describe(facts: Facts) -> str:
+def _describe(facts: InstallationFacts) -> str:
     parts = [f"torch {facts.torch}"]
     if facts.driver:
         parts.append(f"driver {facts.driver}")

@@ -26,7 +26,7 @@ _SECONDS_LEFT = 180
 
 
 @dataclass(frozen=True)
-class Facts:
+class LimitFacts:
     """The limits of a host. -1 is unlimited, None is unknown.
 
     ranks: on this host. world_size: of all hosts. fabric: the device that needs locked memory, such
@@ -50,19 +50,19 @@ class Facts:
     cpu_quota: float | None = None
 
 
-class Limits(Check[Facts]):
+class Limits(Check[LimitFacts]):
     """Limits of memory, files, processes and time."""
 
     name = "limits"
     per = "host"
     quick = True
     seconds = 15.0
-    facts = Facts
+    facts = LimitFacts
 
-    def collect(self, ranks: Ranks) -> Facts:
+    def collect(self, ranks: Ranks) -> LimitFacts:
         shared, shared_free = _file_system("/dev/shm")
         memory, free = memory_limit()
-        return Facts(
+        return LimitFacts(
             ranks=sum(one.node == ranks.me.node for one in ranks.everyone),
             world_size=len(ranks.everyone),
             fabric=_fabric(),
@@ -78,7 +78,7 @@ class Limits(Check[Facts]):
             seconds_left=_seconds_left() if ranks.me.rank == 0 else None,
         )
 
-    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+    def conclude(self, reported: Sequence[Reported[LimitFacts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
         for one in reported:
             findings += _check_host(one)
@@ -234,7 +234,7 @@ def _seconds_left() -> float | None:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _check_host(one: Reported[Facts]) -> Iterator[Finding]:
+def _check_host(one: Reported[LimitFacts]) -> Iterator[Finding]:
     facts, host = one.facts, one.place.host
     if facts.fabric and facts.locked_bytes != _UNLIMITED and facts.locked_bytes < _GIB:
         yield _of_host(
@@ -266,7 +266,7 @@ def _check_host(one: Reported[Facts]) -> Iterator[Finding]:
         )
 
 
-def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
+def _check_memory(one: Reported[LimitFacts]) -> Iterator[Finding]:
     facts, host = one.facts, one.place.host
     needed = _MEMORY_BYTES_PER_RANK * facts.ranks
     if facts.memory_bytes is not None and facts.memory_bytes < needed:
@@ -305,7 +305,7 @@ def _check_memory(one: Reported[Facts]) -> Iterator[Finding]:
         yield replace(found, subject=CPUS)
 
 
-def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+def _compare(reported: Sequence[Reported[LimitFacts]]) -> Iterator[Finding]:
     """Name hosts whose limits are far below those of most hosts."""
     if len(reported) < 3:  # of two hosts, nobody knows which one is right
         return
@@ -333,16 +333,16 @@ def _compare(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
                 )
 
 
-def _limit(facts: Facts, field: str) -> float:
+def _limit(facts: LimitFacts, field: str) -> float:
     value = getattr(facts, field)
     return math.inf if value in (None, _UNLIMITED) else float(value)
 
 
-def _of_host(one: Reported[Facts], level: Level, message: str, remedy: str) -> Finding:
+def _of_host(one: Reported[LimitFacts], level: Level, message: str, remedy: str) -> Finding:
     return Finding(level, message, remedy, hosts=(one.place.host,))
 
 
-def _describe(hosts: Sequence[Facts], left: float | None) -> str:
+def _describe(hosts: Sequence[LimitFacts], left: float | None) -> str:
     """Return the smallest limits."""
     parts = []
     files = [one.open_files for one in hosts if one.open_files != _UNLIMITED]

@@ -37,7 +37,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlacementFacts:
     """Where one rank runs.
 
     notes: of its launcher. mask: of the CPUs that it may run on. cpus: of the host, as far as its
@@ -65,21 +65,21 @@ class Facts:
     job_error: str = ""
 
 
-class Placement(Check[Facts]):
+class PlacementCheck(Check[PlacementFacts]):
     """Where the ranks run."""
 
     name = "placement"
     per = "rank"
     quick = True
     seconds = 15.0
-    facts = Facts
+    facts = PlacementFacts
 
-    def collect(self, ranks: Ranks) -> Facts:
+    def collect(self, ranks: Ranks) -> PlacementFacts:
         topology = read_topology() if ranks.me.local_rank == 0 else None
         addresses = gpus.visible_gpu_addresses(os.environ)
         job = _job() if ranks.me.rank == 0 else {}
         threads, threads_variable = _threads()
-        return Facts(
+        return PlacementFacts(
             notes=_notes(),
             mask=mask_of_cpus(available_cpus()),
             cpus=_allowed_cpus(),
@@ -95,8 +95,8 @@ class Placement(Check[Facts]):
             **job,
         )
 
-    def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
-        hosts: dict[int, list[Reported[Facts]]] = defaultdict(list)
+    def conclude(self, reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Finding]:
+        hosts: dict[int, list[Reported[PlacementFacts]]] = defaultdict(list)
         for one in reported:
             hosts[one.place.node].append(one)
         findings = [
@@ -191,7 +191,7 @@ def _device_masks() -> str:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _launcher_notes(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+def _launcher_notes(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Finding]:
     ranks_with: dict[str, list[RankPlace]] = defaultdict(list)
     for one in reported:
         for note in one.facts.notes:
@@ -203,7 +203,7 @@ def _launcher_notes(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         )
 
 
-def _equal_names(hosts: dict[int, list[Reported[Facts]]]) -> Iterator[Finding]:
+def _equal_names(hosts: dict[int, list[Reported[PlacementFacts]]]) -> Iterator[Finding]:
     nodes: dict[str, list[RankPlace]] = defaultdict(list)
     for on_host in hosts.values():
         nodes[on_host[0].place.host].append(on_host[0].place)
@@ -218,7 +218,7 @@ def _equal_names(hosts: dict[int, list[Reported[Facts]]]) -> Iterator[Finding]:
             )
 
 
-def _unused_hosts(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
+def _unused_hosts(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Finding]:
     """Report hosts of the job without a rank, and variables of the scheduler that are wrong."""
     job = next((one.facts for one in reported if one.place.rank == 0), None)
     if job is None:
@@ -248,8 +248,8 @@ def _unused_hosts(reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
 
 def _job_value(
     name: Literal["job_gpus", "job_cores"],
-    job: Facts | None,
-    on_host: Sequence[Reported[Facts]],
+    job: PlacementFacts | None,
+    on_host: Sequence[Reported[PlacementFacts]],
 ) -> int | None:
     """Return what the scheduler allocated on a host: 0 outside of a job, None if unknown."""
     if job is None or job.job_hosts is None:
@@ -260,12 +260,14 @@ def _job_value(
     return next((value for other, value in pairs if same_host(other, host)), None)
 
 
-def _check_gpus(on_host: Sequence[Reported[Facts]], allocated: int | None) -> Iterator[Finding]:
+def _check_gpus(
+    on_host: Sequence[Reported[PlacementFacts]], allocated: int | None
+) -> Iterator[Finding]:
     """Compare the ranks of a host with its GPUs; allocated: those of the job there."""
     host = on_host[0].place.host
     allowed = {gpu for one in on_host for gpu in one.facts.allowed_gpus}
     used: dict[str, list[RankPlace]] = defaultdict(list)
-    without: list[Reported[Facts]] = []
+    without: list[Reported[PlacementFacts]] = []
     for one in on_host:
         visible = one.facts.gpus
         if not visible:
@@ -306,7 +308,9 @@ def _check_gpus(on_host: Sequence[Reported[Facts]], allocated: int | None) -> It
         )
 
 
-def _check_cores(on_host: Sequence[Reported[Facts]], allocated: int | None) -> Iterator[Finding]:
+def _check_cores(
+    on_host: Sequence[Reported[PlacementFacts]], allocated: int | None
+) -> Iterator[Finding]:
     """Check the cores of a host's ranks; allocated: CPUs of the job there, 0 without a job."""
     place, facts = on_host[0].place, on_host[0].facts
     ranks = [one.place.rank for one in on_host]
@@ -363,13 +367,13 @@ def _check_cores(on_host: Sequence[Reported[Facts]], allocated: int | None) -> I
         )
 
 
-def _gpu_node(one: Reported[Facts]) -> int | None:
+def _gpu_node(one: Reported[PlacementFacts]) -> int | None:
     """Return the NUMA node of a rank's GPU, if it is known."""
     nodes = one.facts.gpu_nodes
     return nodes[one.place.local_rank % len(nodes)] if nodes else None
 
 
-def _describe(hosts: Sequence[Sequence[Reported[Facts]]]) -> str:
+def _describe(hosts: Sequence[Sequence[Reported[PlacementFacts]]]) -> str:
     """Return "2 ranks on each of 4 hosts, a GPU each, 8 cores each"."""
     counts = Counter(len(on_host) for on_host in hosts)
     ranks = " or ".join(f"{count} rank{'s' * (count > 1)}" for count in sorted(counts))
