@@ -33,7 +33,7 @@ KINDS = {
     "blocked-teardown": (1.5, r"rank 5 on h3 .* is idle after the other ranks have left. It is at LINE"),
     "exited": (1.5, r"rank 5 on h3 left .*at LINE.* after \d+ collectives, and other ranks need it"),
     "group-skipped": (1.5, CIRCLE.format(4, 5, "barrier", "4,6-7")),
-    "hsdp": (4.0, LATE.format("4-7", "4,6-7")),
+    "hsdp": (12.0, LATE.format("4-7", "4,6-7")),
     "recv-unsent": (1.5, CIRCLE.format(2, 5, "all_reduce", "2") + " in recv from rank 2 at LINE"),
     "pipeline": (1.5, "rank 4 on h3 .* waits in send to rank 5 at .* rank 5 .* does not take part: it is at LINE"),
     "pipeline-async": (4.0, "rank 5 on h3 .* is in no collective or transfer, but rank .* waits in one. It is at LINE"),
@@ -94,10 +94,11 @@ def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
 
 def test_pauses_are_no_hang(hang_lab: HangLab) -> None:
     """Trainings that pause two to three times as long as the limit, or in which one rank computes that long."""
-    kinds = ["evaluate", "busy", "compute", "write", "compile", "busy-hsdp", "busy-pipeline", "busy-pipeline-async",
+    kinds = ["busy-hsdp", "evaluate", "busy", "compute", "write", "compile", "busy-pipeline", "busy-pipeline-async",
              "busy-thread"]
     with ThreadPoolExecutor(3) as pool:
-        results = dict(zip(kinds, pool.map(lambda kind: hang_lab.run(kind, 4.0, 100), kinds), strict=True))
+        results = dict(zip(kinds, pool.map(lambda kind: hang_lab.run(
+            kind, 12.0 if kind == "busy-hsdp" else 4.0, 100), kinds), strict=True))
     for kind, result in results.items():
         assert result.statuses == [0] * 8 and "The ranks hang" not in result.output, (kind, result.output)
     for kind, notices in (("evaluate", 0), ("busy", 1)):
