@@ -136,8 +136,7 @@ def test_chain_is_submitted_completely_or_not_at_all(login: Login) -> None:
 
 
 @pytest.mark.parametrize("name", ["job.sh", "submission.json.unfinished"])
-def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: Login,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text = Path.write_text
 
     def full(path: Path, *args: object, **options: object) -> int:
@@ -192,8 +191,7 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
         assert login.commands.calls() == [] and login.submissions() == []
 
 
-def test_without_a_site_that_of_the_centre_or_of_the_scheduler_of_this_host_is_used(
-        login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_site_is_that_of_the_centre_or_scheduler(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     assert login.submit("run", "train.py").status == 0
     assert records.read(login.submissions()[0]).site == "generic-slurm"
     login.commands.add_submitter("qsub")
@@ -227,8 +225,7 @@ def test_python_without_torch_is_refused_unless_another_may_come(
     assert ("export PYTHON=" in done.out) == ("PYTHON=" in words or words.endswith("bash"))
 
 
-def test_resubmit_submits_the_same_job_in_a_new_folder(login: Login, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resubmit_submits_the_same_job_again(login: Login, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert login.submit("run", "--nodes", "3", "--chain", "2", "--env", "A=b \udcff", "train.py", "é").status == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
