@@ -42,6 +42,22 @@ if stop.stopped and dist.is_main:
     requeue()
 sys.exit(stop.exit_status)
 """
+# The first job runs until it is asked to stop.
+UNTIL_STOP = f"""\
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from utils import StopSignal, setup_distributed
+
+with setup_distributed("gloo") as dist, StopSignal(dist, poll_seconds=0.5) as stop:
+    runs = Path("runs")
+    again = runs.exists()
+    runs.write_text("<><" if again else "<")
+    while not again and not stop.should_stop():
+        time.sleep(0.05)
+    runs.write_text("<><>" if again else "<>")
+sys.exit(stop.exit_status)
+"""
 # A job of a chain. The second one runs until its time limit, which Slurm counts in minutes: there it moves its end.
 STEPS = f"""\
 import os, subprocess, sys, time
@@ -99,7 +115,7 @@ def test_every_task_slot_or_gpu_gets_a_rank(jobs: Jobs, options: str, expected: 
 @pytest.mark.parametrize("args", [None, "it's", f"'{TRAIN}'", '"a, b"', "a\\ b"])
 def test_words_that_qsub_loses_or_changes_are_refused(pbs_jobs: PbsJobs, args: str | None) -> None:
     env = {} if args is None else {"ARGS": args}
-    submitted = pbs_jobs.cluster.run(HEAD, ["qsub", str(ROOT / "jobs" / "pbs.sh")], cwd=pbs_jobs.path, env=env)
+    submitted = pbs_jobs.cluster.run(HEAD, ["qsub", "-l", TWO_BY_TWO, pbs_jobs.ready_script()], cwd=pbs_jobs.path, env=env)
     if args in (None, "it's"):
         assert submitted.status == 1 and "cannot send environment with the job" in submitted.output
     else:
@@ -128,7 +144,7 @@ def test_stop_reaches_the_ranks_of_every_host(pbs_jobs: PbsJobs) -> None:
     pbs = pbs_jobs.cluster
     pbs.write(f"{pbs_jobs.path}/notes/.keep", "")
     (pbs_jobs.folder / "waits.py").write_text(WAITS)
-    job_id = pbs_jobs.start(["-l", TWO_BY_TWO], "waits.py")
+    job_id = pbs_jobs.start(["-l", TWO_BY_TWO], "waits.py", "two words")  # qsub -- : without a login shell
     notes = [pbs_jobs.folder / "notes" / f"{rank}.signals" for rank in range(4)]
     wait_until(lambda: len(list(pbs_jobs.folder.glob("notes/[0-3]"))) == 4, "four ranks", seconds=60)
     assert pbs.run(HEAD, ["qsig", "-s", "USR1", job_id]).status == 0
@@ -171,6 +187,18 @@ def test_chain_continues_after_a_stop_and_the_time_limit_until_a_job_completes(j
         assert jobs.cluster.job(ids[0])["Restarts"] == "0"  # although it has called requeue()
     else:
         assert "time limit" in {file.read_text().strip() for file in jobs.folder.glob("jobs-out/*/*.status")}
+
+
+@BOTH
+def test_submit_stop_lets_a_job_save_and_the_next_of_its_chain_go_on(jobs: Jobs) -> None:
+    (jobs.folder / "until_stop.py").write_text(UNTIL_STOP)
+    ids = ids_of(jobs.submit(*ONE_RANK, "--time", "5:00", "--chain", "2", "until_stop.py"))
+    wait_until(lambda: (jobs.folder / "runs").exists(), "the first job", seconds=60)
+    done = jobs.submit_py("stop", ids[0])
+    assert done.status == 0 and f"cancel {ids[0]}" in done.output, done.output
+    jobs.cluster.wait(ids[1])
+    assert (jobs.folder / "runs").read_text() == "<><>"
+    assert "stopped after saving" in jobs.submit_py("status", ids[0]).output
 
 
 @BOTH

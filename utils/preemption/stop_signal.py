@@ -151,7 +151,9 @@ class StopSignal:
             if time_left is not None:
                 self._time_limit = TimeLimit(time_left, lambda: self.reserve_seconds, poll_seconds)
                 sources.append(self._time_limit)
-            for path in filter(None, (file, os.environ.get(STOP_FILE))):
+            if file is not None:
+                sources.append(StopFile(Path(file), poll_seconds))
+            if path := os.environ.get(STOP_FILE):
                 sources.append(StopFile(Path(path), poll_seconds))
             if command:
                 sources.append(StopCommand(command, poll_seconds))
