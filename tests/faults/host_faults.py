@@ -8,12 +8,9 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 import struct
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.cluster.hosts import Hosts
@@ -51,35 +48,6 @@ def set_cores(hosts: Hosts, host: str, cores: set[int]) -> None:
     """Leave a host's daemons, and what they start, these cores."""
     for pid in processes_on(hosts, host):
         os.sched_setaffinity(pid, cores)
-
-
-@contextlib.contextmanager
-def cgroup(controller: str, settings: dict[str, str]) -> Iterator[Callable[[Hosts, str], None]]:
-    """Make a cgroup (version 1), below that of this process; yield a function that moves a host's processes there."""
-    mounted = Path("/sys/fs/cgroup") / controller
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    path = next((path for _, controllers, path in lines if controller in controllers.split(",")), None)
-    if path is None:
-        raise RuntimeError(f"cgroups of version 1 with {controller} are not mounted here")
-    folder = Path(tempfile.mkdtemp(prefix="ddpkit-", dir=mounted / path.lstrip("/")))
-
-    def enter(hosts: Hosts, host: str) -> None:
-        for pid in processes_on(hosts, host):
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                (folder / "cgroup.procs").write_text(str(pid))
-    try:
-        for name, value in settings.items():
-            (folder / name).write_text(value)
-        yield enter
-    finally:
-        for pid in (folder / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        for _ in range(200):
-            with contextlib.suppress(OSError):  # until the last process has ended
-                folder.rmdir()
-                break
-            signal.sigtimedwait([], 0.05)
 
 
 def hang_folder(hosts: Hosts, host: str, folder: Path) -> None:

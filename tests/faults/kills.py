@@ -1,12 +1,16 @@
 """Run a training script, kill its ranks at random moments, and start it again until it is done.
 
 python tests/faults/kills.py [--kills 50] [--ranks 2] [--preload MODULE] script.py [...]
+python tests/faults/kills.py [--kills 50] [--ranks 2] --log examples/03_text_lm.py [...]
 
 The script is given `--folder FOLDER` for its checkpoints, and its ranks end with lines that start with "done". This
 process imports torch once and forks the ranks, so a start takes a tenth of a second. All processes of a run, DataLoader
 workers among them, get SIGKILL at the same moment: two seconds at most after the start, or half a second at most after
 another checkpoint. Prints these lines of every run that was done, and after how many kills they were those of the run
 that was never killed. Exit status 0 if that is so after all of them.
+
+--log compares the loss of each step in the log of example 03 instead. After every kill, the complete lines of the log
+have to be the steps 1, 2, 3, ...
 """
 from __future__ import annotations
 
@@ -25,12 +29,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order in each start
 import torch.distributed
 import torch.nn.parallel
 import torch.optim.lr_scheduler
 import torch.utils.data  # noqa: F401 - imported once for all runs
 
+from utils.metrics.run_log import FILE_NAME, parse_line
+
+ROOT = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 300.0
+LOG_OPTIONS = ["--backend", "gloo", "--text", str(ROOT / "README.md"), "--layers", "1", "--heads", "2", "--width", "32",
+               "--context", "32", "--save-every", "7", "--eval-every", "50", "--log-every", "1000", "--sample", "0",
+               "--steps", "400"]
 
 
 def start_rank(rank: int, ranks: int, port: int, script: str, arguments: Sequence[str], output: Path) -> int:
@@ -109,11 +121,28 @@ def done_lines(output: Path) -> str:
     return " | ".join(sorted({line for line in lines if line.startswith("done")}))
 
 
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each step in the log. Exits if a step is missing or there twice, or starts do not fit."""
+    found: dict[int, float] = {}
+    log = folder / FILE_NAME
+    for text in log.read_bytes().splitlines(keepends=True) if log.exists() else []:
+        line = parse_line(text)
+        if line is None:
+            continue  # cut off by the kill; the next start drops it
+        step = int(str(line["step"]))
+        if step != len(found) + ("event" not in line):
+            sys.exit(f"{log}: step {step} follows {len(found)} steps:\n{log.read_text()[-3000:]}")
+        if "event" not in line:
+            found[step] = float(str(line["loss"]))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--preload", help="module that is imported once for all runs, such as torch._dynamo")
+    parser.add_argument("--log", action="store_true", help="compare the log")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -121,21 +150,31 @@ def main() -> int:
         importlib.import_module(args.preload)
     kills = same_kills = 0
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
-        output, folder = Path(name) / "output", Path(name) / "killed"
-        run(args.ranks, args.script, [*args.arguments, "--folder", f"{name}/whole"], output)
-        expected = done_lines(output)
-        print(f"never killed: {expected}", flush=True)
+        output, whole, folder = (Path(name) / part for part in ("output", "whole", "killed"))
+        option = "--checkpoints" if args.log else "--folder"
+        arguments = [*(LOG_OPTIONS if args.log else []), *args.arguments, option]
+
+        def result(of: Path) -> object:
+            return losses(of) if args.log else done_lines(output)
+
+        def shown(result: object) -> object:
+            return f"{len(result)} steps, each once" if isinstance(result, dict) else result
+
+        run(args.ranks, args.script, [*arguments, str(whole)], output)
+        expected = result(whole)
+        print(f"never killed: {shown(expected)}", flush=True)
         while kills < args.kills:
             shutil.rmtree(folder, ignore_errors=True)
             output.unlink()
-            starts, arguments = 0, [*args.arguments, "--folder", str(folder)]
-            while not run(args.ranks, args.script, arguments, output,
+            starts = 0
+            while not run(args.ranks, args.script, [*arguments, str(folder)], output,
                           killer(folder) if kills < args.kills else lambda: False):
+                result(folder)
                 starts += 1
                 kills += 1
-            found = done_lines(output)
+            found = result(folder)
             same_kills += starts * (found == expected)
-            print(f"killed {starts} times: {found}", flush=True)
+            print(f"killed {starts} times: {shown(found)}", flush=True)
     print(f"the same after {same_kills} of {kills} kills")
     return int(same_kills < kills)
 

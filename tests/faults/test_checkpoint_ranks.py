@@ -1,6 +1,6 @@
 """utils/checkpoint on two ranks: one checkpoint of both; what goes wrong on one is known on both.
 
-This file is also the program of the ranks: each runs the scenarios in their order, with a model in each of FORMS.
+This file is also the program of the ranks: each runs the scenarios in their order, those of a model in each of FORMS.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,19 @@ def error_of(action: Any, *args: Any) -> str:
     return str(error.value)
 
 
+@torch.no_grad()
+def fill(value: int, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(value)
+
+
+def common_error(checkpoints: Checkpointer) -> str:
+    """The error of a save, which is the same on both ranks."""
+    first, second = gather(error_of(checkpoints.wait))
+    assert first == second
+    return str(first)
+
+
 def tensors_by_rank(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
     return [read_rank_file(checkpoint, entry)[1] for entry in read_manifest(checkpoint)["files"]]
 
@@ -114,15 +127,10 @@ def only_rank_0_keeps_it_current(dist: Distributed, checkpoints: Checkpointer) -
         momenta = optimizer.state_dict()["state"][0].values()
         return [*average.parameters(), *tuned.parameters(), *model.frozen.parameters(), *momenta]
 
-    @torch.no_grad()
-    def fill(value: int, *tensors: torch.Tensor) -> None:
-        for tensor in [*changed(), *tensors]:
-            tensor.fill_(value)
-
-    fill(1 if dist.is_main else 5)
+    fill(1 if dist.is_main else 5, changed())
     with Checkpointer(f"{checkpoints.folder} average", timeout=TIMEOUT) as apart:
         apart.save_and_wait(1, state)
-        fill(7, *model.linear.parameters())
+        fill(7, [*changed(), *model.linear.parameters()])
         apart.load_latest(state)
         held = tensors_by_rank(apart.folder / "step-000000001")[1]
     assert all(bool((tensor == 1).all()) for tensor in changed())
@@ -140,26 +148,20 @@ def rank_1_writes_what_ddp_keeps_equal(dist: Distributed, checkpoints: Checkpoin
         DDP._set_params_and_buffers_to_ignore_for_model(model, ["linear.weight"])
         return DDP(model)
 
-    def thawed(model: nn.Module) -> DDP:
-        ddp = DDP(model)
-        model.get_submodule("frozen").requires_grad_(True)
-        return ddp
-
-    def hooked(model: nn.Module) -> DDP:
-        ddp = DDP(model)
-        ddp.register_comm_hook(None, fp16_compress_hook)
-        return ddp
+    def after(change: Callable[[nn.Module, DDP], object]) -> Callable[[nn.Module], DDP]:
+        def form(model: nn.Module) -> DDP:
+            ddp = DDP(model)
+            change(model, ddp)
+            return ddp
+        return form
 
     shared: list[Callable[[nn.Module], Any]] = [
         *FORMS.values(), ignoring, lambda model: nn.ModuleDict({"net": DDP(model)})]
     of_rank_0: list[Callable[[nn.Module], Any]] = [
-        thawed, hooked, lambda model: DDP(model).module, lambda model: wrap(model).state_dict(),
+        after(lambda model, _: model.get_submodule("frozen").requires_grad_(True)),
+        after(lambda _, ddp: ddp.register_comm_hook(None, fp16_compress_hook)),
+        lambda model: DDP(model).module, lambda model: wrap(model).state_dict(),
         lambda model: copy.deepcopy(wrap(model)), lambda model: DDP(model, process_group=groups[dist.rank])]
-
-    @torch.no_grad()
-    def fill(value: int, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            tensor.fill_(value)
 
     with Checkpointer(f"{checkpoints.folder} forms", timeout=TIMEOUT) as apart:
         for step, form in enumerate([*shared, *of_rank_0]):
@@ -169,10 +171,10 @@ def rank_1_writes_what_ddp_keeps_equal(dist: Distributed, checkpoints: Checkpoin
             tensors = part if isinstance(part, dict) else part.state_dict()
             differing = [one for name, one in tensors.items() if form in of_rank_0 or "running" in name
                          or "frozen" in name or form is ignoring and "linear.weight" in name]
-            fill(1, list(tensors.values()))
+            fill(1, tensors.values())
             fill(2 + dist.rank, differing)
             apart.save_and_wait(step, state)
-            fill(0, list(tensors.values()))
+            fill(0, tensors.values())
             apart.load_latest(state)
             for name, tensor in tensors.items():
                 is_buffer = part is not tensors and ("running" in name or "batches" in name)
@@ -200,10 +202,9 @@ def one_disk_is_full(dist: Distributed, checkpoints: Checkpointer) -> None:
     state = state_of(dist.rank)
     disk.system = ChangedDisk(write=write) if dist.rank == 1 else os
     checkpoints.save(3, state)
-    errors = gather(error_of(checkpoints.wait))
+    error = common_error(checkpoints)
     disk.system = os
-    assert errors[0] == errors[1]
-    assert all(text in errors[0] for text in ("cannot save step 3", "on rank 1 on", "No space left"))
+    assert all(text in error for text in ("cannot save step 3", "on rank 1 on", "No space left"))
     assert sorted(os.listdir(checkpoints.folder)) == ["step-000000001", "step-000000002.damaged"]
     dist.barrier()
     checkpoints.save_and_wait(4, state)
@@ -212,9 +213,7 @@ def one_disk_is_full(dist: Distributed, checkpoints: Checkpointer) -> None:
 
 def states_differ(dist: Distributed, checkpoints: Checkpointer) -> None:
     checkpoints.save(5, {"x": torch.zeros(2 + dist.rank)})
-    errors = gather(error_of(checkpoints.wait))
-    assert errors[0] == errors[1]
-    assert "rank 1 saves a different step, or tensors with different names" in errors[0]
+    assert "rank 1 saves a different step, or tensors with different names" in common_error(checkpoints)
 
 
 def one_has_what_cannot_be_saved(dist: Distributed, checkpoints: Checkpointer) -> None:
@@ -260,19 +259,21 @@ def one_is_slow(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert list_steps(checkpoints.folder) == [1, 4, 6]
 
 
-def one_dies(dist: Distributed, folder: Path) -> None:
+def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
     state = state_of(dist.rank)
     disk.system = ChangedDisk(fsync=lambda _: os._exit(0)) if dist.rank == 1 else os
-    with Checkpointer(folder, timeout=600.0) as patient:
+    with Checkpointer(checkpoints.folder, timeout=600.0) as patient:
         patient.save(7, state)
         error = error_of(patient.wait)
     assert "lost the connection to rank 1, which has ended: rank 1 on" in error
-    assert list_steps(folder) == [1, 4, 6]
+    assert list_steps(checkpoints.folder) == [1, 4, 6]
 
 
-SCENARIOS = [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current, rank_1_writes_what_ddp_keeps_equal,
-             one_finds_damage, one_disk_is_full, states_differ, one_has_what_cannot_be_saved, made_too_early,
-             folders_differ, one_is_slow]
+# The folder of a run, whose name is that of a form for models; the steps that are saved first; the scenarios.
+RUNS = [*((form, [6], [each_rank_gets_back_what_differs, only_rank_0_keeps_it_current,
+                       rank_1_writes_what_ddp_keeps_equal]) for form in FORMS),
+        ("faults", [1, 2], [one_finds_damage, one_disk_is_full, states_differ, one_has_what_cannot_be_saved,
+                            made_too_early, folders_differ, one_is_slow, one_dies])]
 EARLY: list[Checkpointer] = []
 
 
@@ -307,28 +308,24 @@ def main(folder: Path) -> None:
     os.environ["RANK"] = rank
     with setup_distributed("gloo", timeout=60) as dist:
         logging.getLogger("ddpkit").addHandler(LOG)  # setup_distributed() has removed it
-        for form in FORMS:
-            wrap = FORMS[form]  # type: ignore[assignment, misc]
-            with Checkpointer(folder / form, timeout=TIMEOUT) as checkpoints:
-                for step in (1, 2):
-                    checkpoints.save(step, state_of(dist.rank))
-                for scenario in SCENARIOS:
+        for name, steps, scenarios in RUNS:
+            wrap = FORMS.get(name, DDP)  # type: ignore[assignment, misc]
+            with Checkpointer(folder / name, timeout=TIMEOUT) as checkpoints:
+                for step in steps:
+                    checkpoints.save_and_wait(step, state_of(dist.rank))
+                for scenario in scenarios:
                     scenario(dist, checkpoints)
-                    sys.stdout.write(f"rank {rank}: {form}, {scenario.__name__}\n")  # at once, unlike print()
+                    sys.stdout.write(f"rank {rank}: {name}, {scenario.__name__}\n")  # at once, unlike print()
                     sys.stdout.flush()
-            LOG.buffer.clear()
-        one_dies(dist, folder / form)
-        sys.stdout.write(f"rank {rank}: {one_dies.__name__}\n")
-        sys.stdout.flush()
         os._exit(0)  # the other rank is dead
 
 
 def test_two_ranks_agree_and_one_rank_resumes(tmp_path: Path) -> None:
     output = run_ranks(tmp_path, __file__, *[(ranks, [str(tmp_path / "checkpoints")]) for ranks in (2, 1)])
     printed = [line for line in output.splitlines() if line.startswith("rank ")]
-    expected = [f"rank {rank}: {form}, {scenario.__name__}" for form in FORMS for scenario in SCENARIOS
-                for rank in range(2)]
-    assert sorted(printed) == sorted([*expected, f"rank 0: {one_dies.__name__}"]), output
+    expected = [f"rank {rank}: {name}, {scenario.__name__}" for name, _, scenarios in RUNS for scenario in scenarios
+                for rank in range(1 if scenario is one_dies else 2)]
+    assert sorted(printed) == sorted(expected), output
 
 
 if __name__ == "__main__":

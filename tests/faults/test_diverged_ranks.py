@@ -52,18 +52,6 @@ def train(rank: int, state: State, *, through_ddp: bool = True, steps: bool = Tr
     return state
 
 
-def model_for_ddp(rank: int) -> State:
-    return train(rank, make(rank), through_ddp=False)
-
-
-def another_learning_rate(rank: int) -> State:
-    return train(rank, make(rank, lr=0.1 + 0.1 * rank))
-
-
-def another_weight_decay(rank: int) -> State:
-    return train(rank, make(rank, weight_decay=0.1 + 0.1 * rank))
-
-
 def another_seed(rank: int) -> State:
     torch.manual_seed(rank)
     ddp = DDP(Model(), init_sync=False)
@@ -76,61 +64,40 @@ def unfrozen_after_wrapping(rank: int) -> State:
     return train(rank, state)
 
 
-def step_skipped(rank: int) -> State:
-    return train(rank, train(rank, make(rank)), steps=rank == 0)
+def changed(change: Callable[[State], object]) -> Case:
+    """Trained ranks, of which rank 1 changes its state."""
+    def case(rank: int) -> State:
+        state = train(rank, make(rank))
+        _ = rank == 1 and change(state)
+        return state
+    return case
 
 
-def scheduler_on_one_rank(rank: int) -> State:
-    state = make(rank)
-    scheduler = torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
-    train(rank, state)
-    if rank == 1:
-        scheduler.step()
-    return state
-
-
-def overwritten(rank: int) -> State:
-    state = train(rank, make(rank))
-    if rank == 1:
-        nn.init.zeros_(state["model"].module.base.weight)
-    return state
-
-
-def optimizer_state_lost(rank: int) -> State:
-    state = train(rank, make(rank))
-    if rank == 1:
-        state["optimizer"].state.clear()
-    return state
-
-
-def momentum_reset(rank: int) -> State:
-    state = train(rank, make(rank))
-    if rank == 1:
-        for values in state["optimizer"].state.values():
-            values["exp_avg"].zero_()
-    return state
-
-
-def not_a_number(rank: int) -> State:
-    state = train(rank, make(rank))
-    if rank == 1:
-        state["model"].module.base.weight.data.fill_(float("nan"))
-    return state
+def base(state: State) -> torch.Tensor:
+    weight: torch.Tensor = state["model"].module.base.weight.data
+    return weight
 
 
 # each way to diverge, and the entry that is named
-DIVERGED: dict[Case, str] = {
-    model_for_ddp: "model/head.weight of rank 1",
-    another_learning_rate: "optimizer/param_groups/0/lr of rank 1",
-    another_weight_decay: "optimizer/param_groups/0/weight_decay of rank 1",
-    another_seed: "model/head.weight of rank 1",
-    unfrozen_after_wrapping: "does not average the same parameters on rank 1 as on rank 0",
-    step_skipped: "model/head.weight of rank 1",
-    scheduler_on_one_rank: "optimizer/param_groups/0/lr of rank 1",
-    overwritten: "model/base.weight of rank 1",
-    optimizer_state_lost: "optimizer/state/0/step of rank 1",
-    momentum_reset: "optimizer/state/0/exp_avg of rank 1",
-    not_a_number: "model/base.weight of rank 1",
+DIVERGED: dict[str, tuple[Case, str]] = {
+    "model for DDP": (lambda rank: train(rank, make(rank), through_ddp=False), "model/head.weight of rank 1"),
+    "learning rate": (lambda rank: train(rank, make(rank, lr=0.1 + 0.1 * rank)),
+                      "optimizer/param_groups/0/lr of rank 1"),
+    "weight decay": (lambda rank: train(rank, make(rank, weight_decay=0.1 + 0.1 * rank)),
+                     "optimizer/param_groups/0/weight_decay of rank 1"),
+    "seed": (another_seed, "model/head.weight of rank 1"),
+    "unfrozen after wrapping": (unfrozen_after_wrapping,
+                                "does not average the same parameters on rank 1 as on rank 0"),
+    "step skipped": (lambda rank: train(rank, train(rank, make(rank)), steps=rank == 0), "model/head.weight of rank 1"),
+    "scheduler on one rank": (changed(lambda state: torch.optim.lr_scheduler.StepLR(state["optimizer"], 1).step()),
+                              "optimizer/param_groups/0/lr of rank 1"),
+    "overwritten": (changed(lambda state: base(state).zero_()), "model/base.weight of rank 1"),
+    "not a number": (changed(lambda state: base(state).fill_(float("nan"))), "model/base.weight of rank 1"),
+    "optimizer state lost": (changed(lambda state: state["optimizer"].state.clear()),
+                             "optimizer/state/0/step of rank 1"),
+    "momentum reset": (changed(lambda state: [values["exp_avg"].zero_()
+                                              for values in state["optimizer"].state.values()]),
+                       "optimizer/state/0/exp_avg of rank 1"),
 }
 
 
@@ -165,9 +132,8 @@ def two_optimizers(rank: int) -> State:
 def no_number_on_any_rank(rank: int) -> State:
     """NaNs of other bits."""
     state = train(rank, make(rank))
-    weight = state["model"].module.base.weight
-    weight.data.view(torch.int32).fill_(0x7FC00000 + rank)
-    assert weight.isnan().all()
+    base(state).view(torch.int32).fill_(0x7FC00000 + rank)
+    assert base(state).isnan().all()
     return state
 
 
@@ -179,30 +145,28 @@ def other_types_and_layouts(rank: int) -> State:
 
 
 HEALTHY: list[Case] = [ordinary, average_of_rank_0, two_optimizers, no_number_on_any_rank, other_types_and_layouts]
+CASES = {**DIVERGED, **{case.__name__: (case, "") for case in HEALTHY}}
 
 
 def main(folder: Path) -> None:
     checkpoint_snapshot.MIN_SHARE_BYTES = 1  # both ranks write parts of these small states
     with setup_distributed("gloo", timeout=60) as dist:
-        for case in [*DIVERGED, *HEALTHY]:
-            state = case(dist.rank)
-            with Checkpointer(folder / case.__name__, timeout=60) as checkpoints:
-                checkpoints.save(1, state)
-                if case in DIVERGED:
+        for name, (case, entry) in CASES.items():
+            with Checkpointer(folder / name, timeout=60) as checkpoints:
+                checkpoints.save(1, case(dist.rank))
+                if entry:
                     with pytest.raises(CheckpointError) as caught:
                         checkpoints.wait()
-                    assert "cannot save step 1" in str(caught.value)
-                    assert DIVERGED[case] in str(caught.value), (case.__name__, caught.value)
-            assert list_steps(checkpoints.folder) == ([] if case in DIVERGED else [1]), case.__name__
-            sys.stdout.write(f"rank {dist.rank}: {case.__name__}\n")  # at once, unlike print()
+                    assert "cannot save step 1" in str(caught.value) and entry in str(caught.value), (name, caught)
+            assert list_steps(checkpoints.folder) == ([] if entry else [1]), name
+            sys.stdout.write(f"rank {dist.rank}: {name}\n")  # at once, unlike print()
             sys.stdout.flush()
 
 
 def test_diverged_ranks_save_no_checkpoint(tmp_path: Path) -> None:
     output = run_ranks(tmp_path, __file__, (2, [str(tmp_path / "checkpoints")]))
     printed = [line for line in output.splitlines() if line.startswith("rank ")]
-    expected = [f"rank {rank}: {case.__name__}" for case in [*DIVERGED, *HEALTHY] for rank in range(2)]
-    assert sorted(printed) == sorted(expected), output
+    assert sorted(printed) == sorted(f"rank {rank}: {name}" for name in CASES for rank in range(2)), output
 
 
 if __name__ == "__main__":

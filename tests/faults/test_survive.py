@@ -37,17 +37,19 @@ def wait_for_progress(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [
-    ["--kills", "2", "--ranks", "3", *SURVIVE],  # the sum of two is the same in either order
-    *(["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--compile", where, "--compiler", compiler]
-      for where, compiler in (("inside", "inductor"), ("outside", "aot_eager"))),
-], ids=lambda words: " ".join(words[words.index("--compile"):]) if "--compile" in words else "plain")
+    ["--kills", "2", "--ranks", "3", *SURVIVE, "--epochs", "1"],  # the sum of two is the same in either order
+    ["--kills", "2", "--log", str(ROOT / "examples" / "03_text_lm.py"), "--steps", "60"],
+    *(["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--epochs", "1", "--compile", where,
+       "--compiler", compiler] for where, compiler in (("inside", "inductor"), ("outside", "aot_eager"))),
+], ids=["plain", "log", "compiled inside", "compiled outside"])
 def test_ranks_killed_at_random_moments(words: list[str]) -> None:
     """kills.py does it as often as it is asked to."""
-    kills = [sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words, "--epochs", "1"]
+    kills = [sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words]
     environment = {**ENVIRONMENT, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # compiles in the ranks, which are killed
     done = subprocess.run(kills, env=environment, capture_output=True, text=True, timeout=400)
     expected = f"\nthe same after {words[1]} of {words[1]} kills\n"
     assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
+    assert ("60 steps, each once" in done.stdout) == ("--log" in words), done.stdout
 
 
 def worker_of(agent: subprocess.Popen[str]) -> int | None:
