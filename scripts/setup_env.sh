@@ -119,6 +119,7 @@ torch=${PIP_TORCH_SPEC:-$(requirements torch)}
 extras=$(requirements examples tools ${with_tests:+test dev submitit plot})
 wanted=("$torch")
 while read -r line; do wanted+=("$line"); done <<<"$extras"
+wanted+=("--editable=$root") # the command ddpkit
 missing=()
 for line in "${wanted[@]}"; do
     if ! grep -qxF -- "$line" "$state"; then missing+=("$line"); fi

@@ -183,7 +183,7 @@ def end_hosts(folder: Path) -> None:
 
 
 def wait_until(condition: Callable[[], bool], what: str, process: subprocess.Popen[bytes] | None = None,
-               seconds: float = 20) -> None:
+               seconds: float = 20, pause: float = 0.01) -> None:
     """Poll `condition()` until it is true; RuntimeError after `seconds` or when `process` has ended."""
     limit = time.monotonic() + seconds
     while not condition():
@@ -191,7 +191,7 @@ def wait_until(condition: Callable[[], bool], what: str, process: subprocess.Pop
             raise RuntimeError(f"waiting for {what}: the process ended with status {process.returncode}")
         if time.monotonic() > limit:
             raise RuntimeError(f"waiting for {what}: nothing after {seconds} s")
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 @contextlib.contextmanager

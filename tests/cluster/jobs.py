@@ -42,6 +42,14 @@ class Jobs:
     path: str
     folder: Path  # where this machine has it
 
+    def ready_script(self) -> str:
+        """Copy jobs/slurm.sh or jobs/pbs.sh into the folder, for a kit that is not installed; return its path."""
+        name = f"{self.scheduler}.sh"
+        text = (ROOT / "jobs" / name).read_text().replace("source .venv/bin/activate", ": set-up lines")
+        (self.folder / name).write_text(text.replace("exec ddpkit launch", f"exec {ROOT}/scripts/launch.py"))
+        (self.folder / name).chmod(0o755)
+        return f"{self.path}/{name}"
+
     def submit_py(self, *words: str, seconds: float = 120) -> Result:
         return self.run([sys.executable, str(ROOT / "scripts" / "submit.py"), *words], seconds=seconds)
 
@@ -64,7 +72,7 @@ class SlurmJobs(Jobs):
         return self.cluster.run(words, cwd=self.folder, seconds=seconds, env={"PYTHON": sys.executable})
 
     def start(self, options: Sequence[str], *arguments: str) -> str:
-        done = self.run(["sbatch", "--parsable", *options, str(ROOT / "jobs" / "slurm.sh"), *arguments])
+        done = self.run(["sbatch", "--parsable", *options, self.ready_script(), *arguments])
         assert done.status == 0, done.output
         return done.output.split()[-1]
 
@@ -85,7 +93,7 @@ class PbsJobs(Jobs):
         return self.cluster.run(HEAD, words, cwd=self.path, seconds=seconds, env={"PYTHON": sys.executable})
 
     def start(self, options: Sequence[str], *arguments: str) -> str:
-        script, env = str(ROOT / "jobs" / "pbs.sh"), {"PATH": f"{Path(sys.executable).parent}:{LOGIN_PATH}"}
+        script, env = self.ready_script(), {"PATH": f"{Path(sys.executable).parent}:{LOGIN_PATH}"}
         if shlex.join(arguments) == " ".join(arguments):
             return self.cluster.submit(*options, script, cwd=self.path, env={**env, "ARGS": " ".join(arguments)})
         own = ["-l", "place=scatter", "-l", "walltime=600", "-j", "oe", "-k", "doe"]  # qsub does not read the script

@@ -100,8 +100,7 @@ class SlurmCluster(Hosts):
         self.kill_wait, self.slurmd_timeout = kill_wait, slurmd_timeout
         self.topology = topology
         self.work = self.folder / "work"  # where commands run and jobs write their output
-        self.environment = {"PATH": f"{self.folder}/bin:{self.programs}",
-                            "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
+        self.environment = {"PATH": f"{self.folder}/bin:{self.programs}", "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
 
     def _start_hosts(self) -> None:
         super()._start_hosts()
@@ -174,7 +173,7 @@ class SlurmCluster(Hosts):
             words = done.output.split()
             return done.status == 0 and sorted(words[::2]) == sorted(self.nodes) and set(words[1::2]) == {"idle"}
 
-        wait_until(ready, "the nodes of Slurm", seconds=30)
+        wait_until(ready, "the nodes of Slurm", seconds=30, pause=0.1)  # each look starts a process
 
     def program(self, name: str) -> str:
         """Return the path of a program of this Slurm, past the wrappers in the cluster's folder."""

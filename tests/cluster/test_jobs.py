@@ -42,6 +42,22 @@ if stop.stopped and dist.is_main:
     requeue()
 sys.exit(stop.exit_status)
 """
+# The first job runs until it is asked to stop.
+UNTIL_STOP = f"""\
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from utils import StopSignal, setup_distributed
+
+with setup_distributed("gloo") as dist, StopSignal(dist, poll_seconds=0.5) as stop:
+    runs = Path("runs")
+    again = runs.exists()
+    runs.write_text("<><" if again else "<")
+    while not again and not stop.should_stop():
+        time.sleep(0.05)
+    runs.write_text("<><>" if again else "<>")
+sys.exit(stop.exit_status)
+"""
 # A job of a chain. The second one runs until its time limit, which Slurm counts in minutes: there it moves its end.
 STEPS = f"""\
 import os, subprocess, sys, time
@@ -82,31 +98,24 @@ def ids_of(submitted: Result) -> list[str]:
 
 @pytest.mark.parametrize(("jobs", "options", "expected"), [
     ("slurm", "-N4", [2, 2, 2, 2]),  # a rank for each GPU of whole nodes
-    ("slurm", "-N2 -n3", [1, 2]),
-    ("pbs", f"-l {TWO_BY_TWO} -l place=scatter", [2, 2]),
+    ("pbs", f"-l {TWO_BY_TWO}", [2, 2]),  # the script has place=scatter
     ("pbs", f"-l {TWO_BY_TWO} -l place=pack", [4]),
-    ("pbs", "-l select=2:ncpus=2:mpiprocs=1 -l place=scatter", [1, 1]),
     ("pbs", "-l select=2:ncpus=1:ngpus=2 -l place=scatter", [2, 2]),
     ("pbs", "-l select=1:ncpus=1:mpiprocs=1+1:ncpus=2:mpiprocs=2 -l place=scatter", [1, 2]),
     ("pbs", "-l select=1:ncpus=2:mpiprocs=2+1:ncpus=2:mpiprocs=0 -l place=scatter", [2]),
     ("pbs", "-l select=1:ncpus=1:host=n1+1:ncpus=1:host=n2+1:ncpus=1:host=n1 -l place=free", [1, 2]),
 ], indirect=["jobs"])
 def test_every_task_slot_or_gpu_gets_a_rank(jobs: Jobs, options: str, expected: list[int]) -> None:
-    done = jobs.ended(jobs.start(options.split(), TRAIN))
-    assert done.status == 0, done.output
+    torchrun = ["--torchrun"] if options == f"-l {TWO_BY_TWO}" else []  # one agent on each host
+    done = jobs.ended(jobs.start(options.split(), *torchrun, TRAIN))
+    assert done.status == 0 and ("by torchrun" in done.output) == bool(torchrun), done.output
     assert sorted(ranks_on(done.output).values()) == expected
-
-
-def test_one_torchrun_agent_on_each_host_starts_the_ranks(pbs_jobs: PbsJobs) -> None:
-    done = pbs_jobs.ended(pbs_jobs.start(["-l", TWO_BY_TWO], "--torchrun", TRAIN))
-    assert done.status == 0 and sorted(ranks_on(done.output).values()) == [2, 2], done.output
-    assert "by torchrun" in done.output
 
 
 @pytest.mark.parametrize("args", [None, "it's", f"'{TRAIN}'", '"a, b"', "a\\ b"])
 def test_words_that_qsub_loses_or_changes_are_refused(pbs_jobs: PbsJobs, args: str | None) -> None:
     env = {} if args is None else {"ARGS": args}
-    submitted = pbs_jobs.cluster.run(HEAD, ["qsub", str(ROOT / "jobs" / "pbs.sh")], cwd=pbs_jobs.path, env=env)
+    submitted = pbs_jobs.cluster.run(HEAD, ["qsub", "-l", TWO_BY_TWO, pbs_jobs.ready_script()], cwd=pbs_jobs.path, env=env)
     if args in (None, "it's"):
         assert submitted.status == 1 and "cannot send environment with the job" in submitted.output
     else:
@@ -135,7 +144,7 @@ def test_stop_reaches_the_ranks_of_every_host(pbs_jobs: PbsJobs) -> None:
     pbs = pbs_jobs.cluster
     pbs.write(f"{pbs_jobs.path}/notes/.keep", "")
     (pbs_jobs.folder / "waits.py").write_text(WAITS)
-    job_id = pbs_jobs.start(["-l", TWO_BY_TWO], "waits.py")
+    job_id = pbs_jobs.start(["-l", TWO_BY_TWO], "waits.py", "two words")  # qsub -- : without a login shell
     notes = [pbs_jobs.folder / "notes" / f"{rank}.signals" for rank in range(4)]
     wait_until(lambda: len(list(pbs_jobs.folder.glob("notes/[0-3]"))) == 4, "four ranks", seconds=60)
     assert pbs.run(HEAD, ["qsig", "-s", "USR1", job_id]).status == 0
@@ -152,9 +161,11 @@ def test_stop_reaches_the_ranks_of_every_host(pbs_jobs: PbsJobs) -> None:
 
 @BOTH
 def test_following_shows_output_and_ends_with_the_jobs_status(jobs: Jobs) -> None:
+    """sbatch reads the path of the output from a quoted directive."""
     (jobs.folder / "module.py").write_text(RANK)
+    folder = "a  b 'c' \"d\" # $(touch x) 50%j \u00e9;&" if jobs.scheduler == "slurm" else "jobs-out"
     done = jobs.submit("--nodes", "2", "--ntasks-per-node", "2", "--cpus-per-task", "1", "--gpus-per-node", "0",
-                       "--time", "5:00", "--follow", "-m", "module", "a b", "1")
+                       "--time", "5:00", "--folder", folder, "--follow", "-m", "module", "a b", "1")
     assert done.status == 0 and "completed, exit status 0" in done.output, done.output
     assert sorted(ranks_on(done.output).values()) == [2, 2]
     assert done.output.count("arguments ['a b', '1']") == 4
@@ -176,6 +187,18 @@ def test_chain_continues_after_a_stop_and_the_time_limit_until_a_job_completes(j
         assert jobs.cluster.job(ids[0])["Restarts"] == "0"  # although it has called requeue()
     else:
         assert "time limit" in {file.read_text().strip() for file in jobs.folder.glob("jobs-out/*/*.status")}
+
+
+@BOTH
+def test_submit_stop_lets_a_job_save_and_the_next_of_its_chain_go_on(jobs: Jobs) -> None:
+    (jobs.folder / "until_stop.py").write_text(UNTIL_STOP)
+    ids = ids_of(jobs.submit(*ONE_RANK, "--time", "5:00", "--chain", "2", "until_stop.py"))
+    wait_until(lambda: (jobs.folder / "runs").exists(), "the first job", seconds=60)
+    done = jobs.submit_py("stop", ids[0])
+    assert done.status == 0 and f"cancel {ids[0]}" in done.output, done.output
+    jobs.cluster.wait(ids[1])
+    assert (jobs.folder / "runs").read_text() == "<><>"
+    assert "stopped after saving" in jobs.submit_py("status", ids[0]).output
 
 
 @BOTH
@@ -206,9 +229,3 @@ def test_job_that_cannot_run_is_refused_with_the_reason(jobs: Jobs, words: str, 
     for message in messages:
         assert message in done.output, done.output
     assert not (jobs.folder / "jobs-out").exists()
-
-
-def test_sbatch_reads_quoted_directives(slurm_jobs: SlurmJobs) -> None:
-    (slurm_jobs.folder / "hello.py").write_text("print('it runs')\n")
-    done = slurm_jobs.submit(*ONE_RANK, "--folder", "a  b 'c' \"d\" # $(touch x) 50%j \u00e9;&", "--follow", "hello.py")
-    assert done.status == 0 and "it runs\n" in done.output, done.output

@@ -14,6 +14,8 @@ from tests.cluster.hosts import Hosts, killed_at_end
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = ROOT / "tests" / "rank_program.py"
+GROUPS = str(ROOT / "tests" / "launch" / "groups.py")
+PUBLIC = str(ROOT / "tests" / "launch" / "public_code.py")
 MEET = [sys.executable, str(RANK_PROGRAM), "--join"]  # not under torchrun, whose store needs torch
 SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
 MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]

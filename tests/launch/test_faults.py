@@ -87,8 +87,7 @@ HUNG = (r"stops, because rank 1 on \w+2 \(pid \d+\) did not enter collective \d+
     ("srun", "kill-training:1", r"rank 1 on node2 \(pid \d+\) ended without a report"),
     ("mpich5", "close:0", UNEVEN.format(0, 1)), ("openmpi5", "exit:1", UNEVEN.format(1, 2)),
     ("srun", "return:1", UNEVEN.format(1, 2)), ("openmpi5", "hang:1", HUNG), ("srun", "hang:1", HUNG)])
-def test_a_rank_that_is_lost_later_is_named_with_its_host(launch: Launch, launcher: str, fault: str,
-                                                          cause: str) -> None:
+def test_a_rank_that_is_lost_later_is_named(launch: Launch, launcher: str, fault: str, cause: str) -> None:
     output = launch(launcher, SHOW, fault)
     assert re.search(cause, output), output
     if "kill" not in fault:

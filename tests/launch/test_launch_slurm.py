@@ -15,11 +15,8 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MPIS, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, Result, assert_met, launch_py
+from tests.launch.launchers import GROUPS, PUBLIC, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, assert_met, launch_py
 from utils.host import process
-
-GROUPS = str(ROOT / "tests/launch/groups.py")
-PUBLIC = str(ROOT / "tests/launch/public_code.py")
 
 
 @dataclass
@@ -56,15 +53,6 @@ def test_ranks_see_the_gpus_of_their_node(launches: Launches) -> None:
         assert re.findall(r"^gpus .*$", done.output, re.MULTILINE) == ["gpus 0,1"] * 8, done.output
 
 
-def test_other_launchers_start_the_ranks_of_a_job(launches: Launches) -> None:
-    """Launchers that tests/cluster/test_matrix_slurm.py does not try."""
-    launchers = {"restarts": "torchrun", **{name: MPIS[name][1] for name in ("mpich4", "openmpi4")}}
-    done = launches.slurm.batch("-N2 -n3 --gres=gpu:2", *(f"{launches.rank(by)}; echo '<end>'" for by in launchers))
-    for part, launcher in zip(done.output.split("<end>\n"), launchers.values(), strict=False):
-        assert_met(Result(0, part), "node1 node1 node2", launcher)
-        assert part.count("notes ()") == 3, part
-
-
 def test_rank_0_reads_standard_input(launches: Launches) -> None:
     script = launches.folder / "reads.py"
     script.write_text("import os, sys\nif os.environ['LOCAL_RANK'] == '0': print('read', len(sys.stdin.read()))\n")
@@ -88,8 +76,8 @@ def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, 
      ["0/2 node1 0", "1/2 node1 0", "0/2 node2 1", "1/2 node2 1"])])
 def test_code_written_for_torchrun_is_one_training(launches: Launches, request_: str, means: str, expected: list[str],
                                                    with_torchrun: list[str] | None) -> None:
-    """Code that knows the variables of torchrun and not the kit, in the ready script."""
-    ready = shlex.quote(f"{ROOT}/jobs/slurm.sh")
+    """Code that knows the variables of torchrun and not the kit."""
+    ready = shlex.quote(f"{ROOT}/scripts/launch.py")
     for options, places in (("", expected), ("--torchrun", with_torchrun)):
         if places is not None:
             output = launches.slurm.batch(request_, f"{ready} {options} {shlex.quote(PUBLIC)} {means}").output
@@ -98,11 +86,9 @@ def test_code_written_for_torchrun_is_one_training(launches: Launches, request_:
 
 
 @pytest.mark.parametrize(("words", "cause"), [
-    ("rank-0 --hold", "rank 1 of 2 has formed a process group of 1 process without the other ranks"),
     ("torchrun 1 --hold", "rank 1 of 2 has formed a process group of 1 process without the other ranks"),
     ("spawn-all", None)])
-def test_process_groups_below_srun_have_all_ranks_or_end_the_launch(launches: Launches, words: str,
-                                                                    cause: str | None) -> None:
+def test_process_groups_below_srun_have_all_ranks(launches: Launches, words: str, cause: str | None) -> None:
     done = launches.slurm.run(["salloc", "-N2", "-n2", "sh", "-c", launches.line("", GROUPS, *words.split())])
     assert (done.status, cause in done.output if cause else re.findall(r"group of (\d)", done.output)) == (
         (1, True) if cause else (0, ["4"] * 4)), done.output

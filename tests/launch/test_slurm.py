@@ -110,20 +110,13 @@ def test_launchers_in_a_batch_script(slurm: SlurmCluster, need: Callable[[str], 
     assert re.fullmatch(r"slurm: .*: slurmstepd: \[\d+\.\d\]", task), done.output
 
 
-def test_tasks_follow_the_topology_of_the_network(need: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("names", ["debian", "none"])
+def test_tasks_follow_the_topology_and_names_need_not_resolve(need: Callable[[str], Path], names: str) -> None:
     need("hosts")
     need("slurm")
     topology = "SwitchName=a Nodes=node2\nSwitchName=b Nodes=node1\nSwitchName=top Switches=a,b\n"
-    with SlurmCluster(2, topology=topology, subnet="10.79.3") as cluster:
+    with SlurmCluster(2, names=names, topology=topology, subnet="10.79.3") as cluster:
         placed = cluster.run(["srun", "--label", "-N2", "--ntasks-per-node=2", "hostname"])
         hosts = " ".join(line.split()[-1] for line in sorted(placed.output.splitlines()))
         assert hosts in ("node1 node1 node2 node2", "node2 node2 node1 node1")  # up to Slurm 25.11, since 26.05
         assert_step(cluster.run(["sh", "-c", step("tree", "-N2 --ntasks-per-node=2")]), "tree", hosts)
-
-
-@pytest.mark.parametrize("names", ["debian", "none"])
-def test_host_names_that_do_not_resolve(need: Callable[[str], Path], names: str) -> None:
-    need("hosts")
-    need("slurm")
-    with SlurmCluster(2, names=names, subnet="10.79.3") as cluster:
-        assert_step(cluster.run(["sh", "-c", step("odd", "-N2 -n2")]), "odd", "node1 node2")

@@ -209,8 +209,7 @@ def test_a_value_that_looks_like_a_line_of_the_listing() -> None:
     assert listing(text)["1.h"] == {"job_state": "R", "Variable_List": "F=() {", "comment": "x"}
 
 
-@pytest.mark.parametrize("text", [
-    "", "Connection refused", "[1]", '{"Jobs": {"1": 2}}'])
+@pytest.mark.parametrize("text", ["", "Connection refused", "[1]", '{"Jobs": {"1": 2}}'])
 def test_output_of_another_form_is_an_error(text: str) -> None:
     with pytest.raises(SchedulerError, match="Expected a JSON object of Jobs"):
         objects(text, "Jobs")

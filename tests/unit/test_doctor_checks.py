@@ -8,8 +8,8 @@ import py_compile
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ def place(*changes: dict[str, Any], of: placement.PlacementFacts = PLACE) -> lis
     return [dataclasses.replace(of, **one) for one in changes]
 
 
+def test_placement_names_hosts_with_one_name() -> None:
+    where = [RankPlace(node, "a", node, 0) for node in (0, 1)]
+    assert "2 hosts have the name a: ranks 0, 1 on a" in alarms(placement.PlacementCheck(), place({}, {}), where)[0][0]
+
+
 @pytest.mark.parametrize("facts", [
     place({}, {}, {}, {}), place({}, {}, {}, {}, of=TWO_GPUS),
     place({"gpus": ["GPU-a"]}, {"gpus": ["GPU-b"]}, *[{}] * 2, of=TWO_GPUS),
@@ -89,50 +94,51 @@ def test_placement_names_problem_and_host(facts: list[placement.PlacementFacts],
     assert message in found and at_fault == hosts
 
 
-def test_placement_names_hosts_with_one_name() -> None:
-    where = [RankPlace(0, "a", 0, 0), RankPlace(1, "a", 1, 0)]
-    assert "2 hosts have the name a: ranks 0, 1 on a" in alarms(placement.PlacementCheck(), place({}, {}), where)[0][0]
-
-
 # equality --------------------------------------------------------------------------------------------------------
 
 SAME = equality.EqualityFacts(software={"Python": "3.12.1", "torch": "2.6.0"}, code={"code of the kit": "1"}, files={},
                       variables={"NCCL_DEBUG": "INFO"})
 
 
-def test_equality_reports_what_is_the_same() -> None:
-    good, = conclude(equality.Equality(), [SAME] * 3, places("a", "b", "c"))
-    assert good.message.startswith("Python 3.12.1, torch 2.6.0; the same code and variables")
+OF_ONE_FILE = {name: dataclasses.replace(SAME, code={"code of the kit": name}, files={
+    "code of the kit": {"train.py": name, "x.py": "5"}}) for name in "12"}
 
 
-@pytest.mark.parametrize(("change", "level", "message"), [
-    ({"software": {"Python": "3.12.1", "torch": "2.5.1"}}, Level.BAD,
+@pytest.mark.parametrize(("common", "change", "level", "message"), [
+    (SAME, {"software": {"Python": "3.12.1", "torch": "2.5.1"}}, Level.BAD,
      "torch differs. c: 2.5.1; the other ranks: 2.6.0"),
-    ({"software": {"torch": "2.6.0"}}, Level.BAD, "Python differs. c: none; the other ranks: 3.12.1"),
-    ({"variables": {"NCCL_DEBUG": "WARN"}}, Level.WARNING, "NCCL_DEBUG differs. c: WARN; the other ranks: INFO"),
-    ({"variables": {}}, Level.WARNING, "NCCL_DEBUG differs. c: (unset); the other ranks: INFO"),
-    ({"software": {"Python": "3.12.1", "torch": "2.6.0", "sys.flags.optimize": "1"}}, Level.WARNING,
+    (SAME, {"software": {"torch": "2.6.0"}}, Level.BAD, "Python differs. c: none; the other ranks: 3.12.1"),
+    (SAME, {"variables": {"NCCL_DEBUG": "WARN"}}, Level.WARNING,
+     "NCCL_DEBUG differs. c: WARN; the other ranks: INFO"),
+    (SAME, {"variables": {}}, Level.WARNING, "NCCL_DEBUG differs. c: (unset); the other ranks: INFO"),
+    (SAME, {"software": {"Python": "3.12.1", "torch": "2.6.0", "sys.flags.optimize": "1"}}, Level.WARNING,
      "sys.flags.optimize differs. c: 1; the other ranks: none"),
-    ({"code": {"code of the kit": "2"}}, Level.BAD, "code of the kit (train.py) differs. c: 2; the other ranks: 1")])
-def test_equality_names_the_odd_host(change: dict[str, Any], level: Level, message: str) -> None:
-    is_code = "code" in change
-    common = dataclasses.replace(SAME, files={"code of the kit": {"train.py": "1", "x.py": "5"}} if is_code else {})
-    odd = dataclasses.replace(common, **change, **({"files": {"code of the kit": {"train.py": "2", "x.py": "5"}}}
-                                                   if is_code else {}))
+    (OF_ONE_FILE["1"], vars(OF_ONE_FILE["2"]), Level.BAD,
+     "code of the kit (train.py) differs. c: 2; the other ranks: 1")])
+def test_equality_names_the_odd_host(common: equality.EqualityFacts, change: dict[str, Any], level: Level,
+                                     message: str) -> None:
+    odd = dataclasses.replace(common, **change)
     found, = conclude(equality.Equality(), [common, common, common, odd, odd], places("a", "a", "b", "c", "c"))
     assert (found.level, found.message, found.hosts) == (level, message, ("c",))
 
 
-def test_equality_names_the_odd_rank_of_a_host() -> None:
+def test_equality_names_the_odd_rank_of_a_host_and_what_is_the_same() -> None:
     odd = dataclasses.replace(SAME, variables={})
     found, = conclude(equality.Equality(), [SAME, odd, SAME, SAME], places("a", "a", "b", "b"))
     assert "rank 1 on a: (unset)" in found.message and found.ranks == (1,)
+    good, = conclude(equality.Equality(), [SAME] * 3, places("a", "b", "c"))
+    assert good.message.startswith("Python 3.12.1, torch 2.6.0; the same code and variables")
+
+
+def write(folder: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def test_checksums_cover_scripts_and_packages(tmp_path: Path) -> None:
-    for name in ("train.py", "model/__init__.py", "model/layers/__init__.py", "data/raw.py", "notes.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+    write(tmp_path, {name: name for name in (
+        "train.py", "model/__init__.py", "model/layers/__init__.py", "data/raw.py", "notes.txt")})
     assert sorted(equality.checksums(tmp_path)) == ["model/__init__.py", "model/layers/__init__.py", "train.py"]
 
 
@@ -146,19 +152,17 @@ def test_items_that_differ_on_other_hosts_are_other_findings() -> None:
 
 
 def test_versions_of_packages_are_those_that_python_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, name, version in (("first", "numpy", "1.26.4"), ("second", "numpy", "2.1.0"), ("second", "wheel", "1")):
+    for folder, name, version in (("first", "numpy", "1.26.4"), ("second", "numpy", "2.1.0"), ("second", "wheel", "1"),
+                                  ("second", "scipy", "1.0")):
         (tmp_path / folder / f"{name}-{version}.dist-info").mkdir(parents=True)
-    (tmp_path / "second" / "scipy").mkdir()
-    (tmp_path / "second" / "scipy" / "version.py").write_text('"""Made."""\nversion: str = "1.14.1"\n')
-    (tmp_path / "second" / "scipy-1.0.dist-info").mkdir()
+    write(tmp_path, {"second/scipy/version.py": '"""Made."""\nversion: str = "1.14.1"\n'})
     monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), "/nowhere", str(tmp_path / "second")])
     assert equality.packages() == {"numpy": "1.26.4", "wheel": "1", "scipy": "1.14.1"}
 
 
 def test_files_that_hide_modules_are_named(tmp_path: Path) -> None:
-    for name in ("random.py", "numpy/__init__.py", "utils.py", "test.py", "time.py", "os.py", "model.py", "data/x.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
+    write(tmp_path, dict.fromkeys(("random.py", "numpy/__init__.py", "utils.py", "test.py", "time.py", "os.py",
+                                   "model.py", "data/x.py"), ""))
     found = equality.traps(tmp_path)
     assert sorted(one.partition(" ")[0] for one in found) == ["numpy", "random.py", "utils.py"], found
     assert not equality.traps(ROOT)
@@ -234,30 +238,18 @@ def test_little_time_left_is_reported() -> None:
     assert alarms(limits.Limits(), facts, places("a"))[0][0].startswith("the job has 90 s left")
 
 
-def test_quota_of_cpus_is_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
-    for name, text in (("proc/self/cgroup", "4:cpu,cpuacct:/job\n0::/job/step\n"), ("job/step/cpu.max", "max 100000\n"),
-                       ("job/cpu.max", "300000 100000\n"), ("cpu/job/cpu.cfs_quota_us", "50000\n"),
-                       ("cpu/job/cpu.cfs_period_us", "100000\n"), ("cpu/cpu.cfs_quota_us", "-1\n"),
-                       ("cpu/cpu.cfs_period_us", "100000\n")):
-        path = tmp_path / name if name.startswith("proc") else tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        if name.startswith("job/step"):
-            assert limits.cpu_quota(tmp_path) is None
-    assert limits.cpu_quota(tmp_path) == 0.5
-
-
-def test_memory_limit_is_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    write("proc/meminfo", "MemTotal:  8000 kB\nMemAvailable:  7000 kB\n")
-    write("proc/self/cgroup", "0::/job/step\n")
-    write("sys/fs/cgroup/job/step/memory.max", "max\n")
-    write("sys/fs/cgroup/job/memory.max", "4096000\n")
-    write("sys/fs/cgroup/job/memory.current", "1096000\n")
-    write("sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_file 96000\n")
-    assert limits.memory_limit(tmp_path) == (4096000, 3096000)
+def test_quota_and_memory_are_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
+    groups = "sys/fs/cgroup"
+    write(tmp_path, {"proc/self/cgroup": "4:cpu,cpuacct:/job\n0::/job/step\n",
+                     f"{groups}/job/step/cpu.max": "max 100000\n"})
+    assert limits.cpu_quota(tmp_path) is None
+    write(tmp_path, {f"{groups}/{name}": text for name, text in {
+        "job/cpu.max": "300000 100000\n", "cpu/job/cpu.cfs_quota_us": "50000\n",
+        "cpu/job/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n",
+        "job/step/memory.max": "max\n", "job/memory.max": "4096000\n", "job/memory.current": "1096000\n",
+        "job/memory.stat": "anon 5\ninactive_file 96000\n"}.items()})
+    write(tmp_path, {"proc/meminfo": "MemTotal:  8000 kB\nMemAvailable:  7000 kB\n"})
+    assert limits.cpu_quota(tmp_path) == 0.5 and limits.memory_limit(tmp_path) == (4096000, 3096000)
 
 
 # installation ----------------------------------------------------------------------------------------------------
@@ -322,44 +314,29 @@ def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, A
 
 def test_exchange_gathers_values_and_notices_missing_ranks() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
     server = Server(listener, 3, "t")
-    ranks = [Exchange(rank, 3, "127.0.0.1", port, "t") for rank in range(3)]
-    results: dict[int, list[Any]] = {}
+    ranks = [Exchange(rank, 3, "127.0.0.1", listener.getsockname()[1], "t") for rank in range(3)]
 
-    def gather(rank: int, topic: str, seconds: float, members: list[int] | None = None) -> threading.Thread:
-        def run() -> None:
-            results[rank] = ranks[rank].gather(topic, rank * 10, seconds, members).values
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
+    def gather(topic: str, seconds: float, *members: int, of: list[int] | None = None) -> list[list[Any]]:
+        with ThreadPoolExecutor() as pool:
+            return [*pool.map(lambda rank: ranks[rank].gather(topic, rank * 10, seconds, of).values, members)]
 
-    for thread in [gather(rank, "all", 30) for rank in range(3)]:
-        thread.join()
-    assert results == {rank: [0, 10, 20] for rank in range(3)}
-    for thread in [gather(rank, "some", 30, [0, 2]) for rank in (0, 2)]:
-        thread.join()
-    assert results[2] == [0, None, 20]
-    for thread in [gather(rank, "without 1", 0.1) for rank in (0, 2)]:
-        thread.join()
-    assert results[0] == [0, None, 20]
-    gather(1, "without 1", 30).join()  # a late rank gets the same values
-    assert results[1] == [0, None, 20]
+    assert gather("all", 30, 0, 1, 2) == [[0, 10, 20]] * 3
+    assert gather("some", 30, 0, 2, of=[0, 2]) == [[0, None, 20]] * 2
+    assert gather("without 1", 0.1, 0, 2)[0] == [0, None, 20]
+    assert gather("without 1", 30, 1) == [[0, None, 20]]  # a late rank gets the same values
     ranks[2].close()
-    thread = gather(0, "ended", 600)
-    gather(1, "ended", 600).join()
-    thread.join()
-    assert results[0] == [0, 10, None]
+    assert gather("ended", 600, 0, 1)[0] == [0, 10, None]
     server.close()
 
 
 # the command -----------------------------------------------------------------------------------------------------
 
 
-def doctor(*words: str, launch: Sequence[str] = (), cwd: Path = ROOT, seconds: float = 120,
-           ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*launch, *DOCTOR[bool(launch):], *words], cwd=cwd, capture_output=True, text=True,
-                          timeout=seconds)
+def doctor(*words: str, environ: dict[str, str] | None = None, launch: Sequence[str] = (),
+           stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*launch, *DOCTOR[bool(launch):], *words], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE,
+                          text=True, timeout=120, env={**os.environ, **(environ or {})})
 
 
 def test_ranks_report_and_rank_0_prints_json(tmp_path: Path) -> None:
@@ -371,26 +348,19 @@ def test_ranks_report_and_rank_0_prints_json(tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists()
 
 
-def test_stale_rank_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    done = doctor("--quick")
-    assert done.returncode == 2 and "WORLD_SIZE not set, but RANK='3'" in done.stdout, done
-    assert "RANK=3 are set, and no launcher has set them" in done.stdout and "unset RANK" in done.stdout
-
-
-def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"}.items():
-        monkeypatch.setenv(name, value)
-    done = doctor("--timeout", "0.5")
-    assert done.returncode == 2 and "2 of 3 ranks did not join: ranks 1-2" in done.stdout, done
-
-
-def test_unknown_check_is_refused() -> None:
-    done = doctor("--only", "weather")
-    assert done.returncode == 2 and "there is no check 'weather'" in done.stderr
+@pytest.mark.parametrize(("options", "environ", "words"), [
+    ("--quick", {"RANK": "3"}, ["WORLD_SIZE not set, but RANK='3'", "RANK=3 are set, and no launcher has set them",
+                                "unset RANK"]),
+    ("--timeout 0.5", {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"},
+     ["2 of 3 ranks did not join: ranks 1-2"]),
+    ("--only weather", {}, ["there is no check 'weather'"])], ids=["stale rank", "missing ranks", "unknown check"])
+def test_mistake_is_named(options: str, environ: dict[str, str], words: list[str]) -> None:
+    done = doctor(*options.split(), environ=environ)
+    output = done.stderr if "weather" in options else done.stdout
+    assert done.returncode == 2 and all(word in output for word in words), done
 
 
 def test_status_of_a_doctor_that_fails_is_not_that_of_a_warning() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*DOCTOR, "--only", "limits"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = doctor("--only", "limits", stdout=full)
     assert done.returncode > 2 and "No space left on device" in done.stderr, done

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from utils.tools.doctor.peers import (
 )
 
 ADDRESS, HERE = "10.0.0.{}".format, "127.0.0.1"
+EVERYONE = ("h1", "h2", "h3", "h4")
 
 
 def conclude(check: Check[Any], facts: Iterable[Any]) -> list[Finding]:
@@ -63,7 +64,10 @@ def names(wrong: dict[int, list[tuple[int, list[str] | None]]], count: int = 4) 
     ({1: [(2, ["127.0.0.1"])]}, ("h2",), "h2: h3 leads to 127.0.0.1, the host itself"),
     ({1: [(2, ["10.9.9.9", ADDRESS(3)])]}, ("h2",), "h2: h3 leads to 10.9.9.9, no address of a host of this job"),
     ({1: [(2, ["fd00::99"])]}, ("h2",), "h2: h3 leads to fd00::99, no address of a host of this job"),
-])
+    ({node: [(other, []) for other in range(4)] for node in range(4)}, EVERYONE,
+     "all other hosts: h1, h2, h3 and h4 is not resolved"),
+    ({node: [(node, ["127.0.1.1"])] for node in range(4)}, EVERYONE,
+     "the own name of h1, h2, h3 and h4 leads to 127.0.1.1")])
 def test_wrong_names(wrong: dict[int, list[tuple[int, list[str] | None]]], hosts: tuple[str, ...], words: str) -> None:
     finding = only(names(wrong))
     assert (finding.level, finding.hosts) == (Level.WARNING, hosts)
@@ -71,36 +75,29 @@ def test_wrong_names(wrong: dict[int, list[tuple[int, list[str] | None]]], hosts
 
 
 def test_right_names_and_other_families_are_good() -> None:
-    assert only(names({})).level is Level.GOOD
-    assert only(names({1: [(2, [ADDRESS(3), "fe80::1"])]})).level is Level.GOOD
-    assert only(names({1: [(2, [ADDRESS(3), "127.0.1.1"])]})).level is Level.GOOD
+    for wrong in ({}, {1: [(2, [ADDRESS(3), "fe80::1"])]}, {1: [(2, [ADDRESS(3), "127.0.1.1"])]}):
+        assert only(names(wrong)).level is Level.GOOD
     assert not names({0: [(0, ["127.0.1.1"])]}, count=1)  # a laptop
-    nowhere = only(names({node: [(other, []) for other in range(4)] for node in range(4)}))
-    assert "all other hosts: h1, h2, h3 and h4 is not resolved" in nowhere.message
-    everywhere = only(names({node: [(node, ["127.0.1.1"])] for node in range(4)}))
-    assert "the own name of h1, h2, h3 and h4 leads to 127.0.1.1" in everywhere.message
 
 
 # Connections
 
+Result = tuple[str, float | None]  # problem, round trip
 
-def connections(change: Callable[[list[ConnectionFacts]], None] | None = None, count: int = 4) -> list[Finding]:
-    facts = []
-    for node in range(count):
-        others: list[tuple[int, str, float | None]] = [(one, "", 1e-4) for one in range(count) if one != node]
-        facts.append(ConnectionFacts(ADDRESS(node + 1), "eth0", 1500, others=others))
-    if change:
-        change(facts)
+
+def connections(changed: dict[tuple[int, int], Result] | None = None, count: int = 4, **facts_of_h3: Any,
+                ) -> list[Finding]:
+    """changed: what the first host finds of the second one, where that is not a quick response."""
+    facts = [ConnectionFacts(ADDRESS(node + 1), "eth0", 1500, others=[
+        (one, *(changed or {}).get((node, one), ("", 1e-4))) for one in range(count) if one != node])
+        for node in range(count)]
+    if count > 2:
+        facts[2] = replace(facts[2], **facts_of_h3)
     return conclude(Connections(), facts)
 
 
-def set_result(facts: list[ConnectionFacts], a: int, b: int, problem: str, trip: float | None = None) -> None:
-    facts[a].others = [(one, problem, trip) if one == b else (one, *rest) for one, *rest in facts[a].others]  # type: ignore[misc]
-
-
-def break_both(facts: list[ConnectionFacts], a: int, b: int, problem: str = "timed out") -> None:
-    set_result(facts, a, b, problem)
-    set_result(facts, b, a, problem)
+def both(pairs: Iterable[tuple[int, int]], result: Result = ("timed out", None)) -> dict[tuple[int, int], Result]:
+    return {pair: result for a, b in pairs for pair in ((a, b), (b, a))}
 
 
 def test_healthy_connections_are_good() -> None:
@@ -108,71 +105,36 @@ def test_healthy_connections_are_good() -> None:
     assert not connections(count=1)
 
 
-def test_firewall_and_one_unreachable_host_are_told_apart() -> None:
-    dropped = only(connections(lambda facts: set_result(facts, 1, 2, "timed out")))
-    assert (dropped.level, dropped.hosts, dropped.exclude) == (Level.BAD, ("h2", "h3"), False)
-    assert "while h3 connects to h2: a firewall drops connections from h2" in dropped.message
-    refused = only(connections(lambda facts: set_result(facts, 1, 2, "refused")))
-    assert "h2 is refused by h3 (10.0.0.3), which listens" in refused.message
-    pair = only(connections(lambda facts: break_both(facts, 1, 2)))
-    assert pair.hosts == ("h2", "h3") and "no response from h2 to h3 (10.0.0.3), nor from h3 to h2" in pair.message
-
-    def cut(facts: list[ConnectionFacts]) -> None:
-        for other in (0, 1, 3):
-            break_both(facts, 2, other)
-
-    finding = only(connections(cut))
-    assert finding.hosts == ("h3",) and finding.exclude
-    assert "h3 cannot exchange data with any of 3 other hosts: no response" in finding.message
+H3_WITH_ALL = [(2, other) for other in (0, 1, 3)]
 
 
-def test_no_connection_between_any_hosts_is_one_finding() -> None:
-    def cut(facts: list[ConnectionFacts]) -> None:
-        for a in range(4):
-            for b in range(a):
-                break_both(facts, a, b)
+@pytest.mark.parametrize(("changed", "hosts", "level", "exclude", "words"), [
+    ({(1, 2): ("timed out", None)}, ("h2", "h3"), Level.BAD, False,
+     "while h3 connects to h2: a firewall drops connections from h2"),
+    ({(1, 2): ("refused", None)}, ("h2", "h3"), Level.BAD, False, "h2 is refused by h3 (10.0.0.3), which listens"),
+    (both([(1, 2)]), ("h2", "h3"), Level.BAD, False, "no response from h2 to h3 (10.0.0.3), nor from h3 to h2"),
+    (both(H3_WITH_ALL), ("h3",), Level.BAD, True, "h3 cannot exchange data with any of 3 other hosts: no response"),
+    (both((a, b) for a in range(4) for b in range(a)), EVERYONE, Level.BAD, False,
+     "no host can connect to another one"),
+    *(({(1, 2): (problem, None)}, ("h2", "h3"), Level.BAD, False,
+       f"packets of full size from {way} are lost; expected 12,000 bytes to arrive in packets of 1500 bytes")
+      for problem, way in (("sent data do not arrive", "h2 to h3"), ("data do not return", "h3 to h2"))),
+    (both(H3_WITH_ALL, ("", 0.2)), ("h3",), Level.WARNING, True,
+     "a round trip to h3 takes 200 ms from every other host, among the others 0.1 ms"),
+    (both([(1, 2)], ("", 0.2)), ("h2", "h3"), Level.WARNING, False,
+     "a round trip between h2 and h3 takes 200 ms; ")])
+def test_connections_that_fail_or_are_slow(changed: dict[tuple[int, int], Result], hosts: tuple[str, ...],
+                                           level: Level, exclude: bool, words: str) -> None:
+    finding = only(connections(changed))
+    assert (finding.hosts, finding.level, finding.exclude) == (hosts, level, exclude) and words in finding.message
 
-    finding = only(connections(cut))
-    assert "no host can connect to another one" in finding.message and not finding.exclude
 
-
-@pytest.mark.parametrize("problem, way", [("sent data do not arrive", "h2 to h3"), ("data do not return", "h3 to h2")])
-def test_small_packets_pass_and_large_ones_are_lost(problem: str, way: str) -> None:
-    finding = only(connections(lambda facts: set_result(facts, 1, 2, problem)))
-    assert finding.level is Level.BAD
-    assert f"packets of full size from {way} are lost; expected 12,000 bytes" in finding.message
-    assert "packets of 1500 bytes, the MTU of" in finding.message
-
-
-def test_odd_mtu_is_named() -> None:
-    def shrink(facts: list[ConnectionFacts]) -> None:
-        facts[2].mtu = 1400
-
-    finding = only(connections(shrink))
+def test_odd_mtu_and_one_address_on_two_hosts_are_named() -> None:
+    finding = only(connections(mtu=1400))
     assert finding.hosts == ("h3",) and "eth0 of h3 has MTU 1400" in finding.message
-
-
-def test_distant_host_and_distant_pair_are_told_apart() -> None:
-    def delay(facts: list[ConnectionFacts], others: tuple[int, ...]) -> None:
-        for other in others:
-            set_result(facts, 2, other, "", 0.2)
-            set_result(facts, other, 2, "", 0.2)
-
-    host = only(connections(lambda facts: delay(facts, (0, 1, 3))))
-    assert host.hosts == ("h3",) and host.exclude
-    assert "a round trip to h3 takes 200 ms from every other host, among the others 0.1 ms" in host.message
-    pair = only(connections(lambda facts: delay(facts, (1,))))
-    assert pair.hosts == ("h2", "h3") and not pair.exclude
-
-
-def test_one_address_on_two_hosts() -> None:
-    def bridge(facts: list[ConnectionFacts]) -> None:
-        for one in facts[:2]:
-            one.address, one.interface = "172.17.0.1", "docker0"
-        break_both(facts, 0, 1, "same address")
-
-    finding = only(connections(bridge))
-    assert "h1 and h2 use the same address 172.17.0.1 (docker0)" in finding.message
+    bridges = [ConnectionFacts("172.17.0.1", "docker0", 1500, others=[(1 - node, "same address", None)])
+               for node in range(2)]
+    assert "h1 and h2 use the same address 172.17.0.1 (docker0)" in only(conclude(Connections(), bridges)).message
 
 
 def test_interfaces_that_a_host_does_not_have() -> None:
@@ -180,15 +142,10 @@ def test_interfaces_that_a_host_does_not_have() -> None:
         assert nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == allowed
     assert interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == interface_problem({}, hosts=2) == ""
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        problem = interface_problem({variable: "lo"}, hosts=2)
-        assert problem.startswith(f"{variable}=lo is the loopback interface of ")
-    problem = interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})
-    assert problem.startswith("NCCL_SOCKET_IFNAME=ib7, but ")
-
-    def miss(facts: list[ConnectionFacts]) -> None:
-        facts[2].interface_problem = "GLOO_SOCKET_IFNAME=ib7, but h3 has no interface ib7; it has lo. Unset it"
-
-    finding = only(connections(miss))
+        assert interface_problem({variable: "lo"}, hosts=2).startswith(f"{variable}=lo is the loopback interface of ")
+    assert interface_problem({"NCCL_SOCKET_IFNAME": "ib7"}).startswith("NCCL_SOCKET_IFNAME=ib7, but ")
+    finding = only(connections(
+        interface_problem="GLOO_SOCKET_IFNAME=ib7, but h3 has no interface ib7; it has lo. Unset it"))
     assert (finding.level, finding.hosts, finding.remedy) == (Level.BAD, ("h3",), "Unset it")
 
 
@@ -218,26 +175,28 @@ def test_torch_that_cannot_be_imported_is_no_fault_of_the_network() -> None:
     assert "PYTHONPATH" in bad.remedy and "loopback" not in bad.remedy
 
 
-def test_collectives() -> None:
-    good = only(conclude(Collectives(), [trial() for _ in range(4)]))
-    assert "all-reduces of 4 ranks over gloo are right, bus bandwidth 1 GB/s" in good.message
-    wrong = only(conclude(Collectives(), [trial(), trial(wrong={"4": 0, "65536": 7})]))
-    assert wrong.level is Level.BAD and wrong.hosts == ("h2",) and "7 wrong elements" in wrong.message
-    slow = only(conclude(Collectives(), [trial(flops=6e14), trial(flops=6.1e14), trial(flops=4e14)]))
-    assert "the GPU of rank 2 on h3 computes 400 TFLOP/s, the median of 3 GPUs 600" in slow.message
-    slow = only(conclude(Collectives(expected=3e9), [trial(), trial(bus_bandwidth=1.4e9)]))
-    assert slow.level is Level.WARNING and "a bus bandwidth of 1 GB/s; expected 3" in slow.message
-    assert only(conclude(Collectives(expected=2e9), [trial(), trial()])).level is Level.GOOD
-    apart = only(conclude(Collectives(), [trial(), trial(no_peer_access=[0, 3])]))
-    assert apart.hosts == ("h2",) and "the GPU of rank 1 on h2 cannot access the memory of GPU 0, 3" in apart.message
-    assert only(conclude(Collectives(), [trial(no_peer_access=[1])] * 2)).level is Level.GOOD  # none has NVLink
-    late = [CollectiveFacts(2, error="did not end within 40 s"), CollectiveFacts(2, error="exit status 1: no memory")]
-    assert "of 2 ranks failed on rank 1 on h2: exit status 1: no memory" in only(conclude(Collectives(), late)).message
-    launch = [CollectiveFacts(2, error="the ranks do not start: the ranks differ in torch version")] * 2
-    assert only(conclude(Collectives(), launch)).hosts == ()
-    hanging = only(conclude(Collectives(), late[:1] * 2))
-    assert (hanging.level, hanging.hosts) == (Level.WARNING, ()) and "of 2 ranks did not end" in hanging.message
-    assert "not run" in only(conclude(Collectives(), [CollectiveFacts(0, unreachable=[1])])).message
+LATE, FAILED, REFUSED = (CollectiveFacts(2, error=error) for error in (
+    "did not end within 40 s", "exit status 1: no memory", "the ranks do not start: the ranks differ in torch version"))
+
+
+@pytest.mark.parametrize(("facts", "expected", "level", "hosts", "words"), [
+    ([trial()] * 4, None, Level.GOOD, (), "all-reduces of 4 ranks over gloo are right, bus bandwidth 1 GB/s"),
+    ([trial(), trial(wrong={"4": 0, "65536": 7})], None, Level.BAD, ("h2",), "7 wrong elements"),
+    ([trial(flops=6e14), trial(flops=6.1e14), trial(flops=4e14)], None, Level.WARNING, ("h3",),
+     "the GPU of rank 2 on h3 computes 400 TFLOP/s, the median of 3 GPUs 600"),
+    ([trial(), trial(bus_bandwidth=1.4e9)], 3e9, Level.WARNING, (), "a bus bandwidth of 1 GB/s; expected 3"),
+    ([trial(), trial()], 2e9, Level.GOOD, (), "bus bandwidth 1 GB/s"),
+    ([trial(), trial(no_peer_access=[0, 3])], None, Level.WARNING, ("h2",),
+     "the GPU of rank 1 on h2 cannot access the memory of GPU 0, 3"),
+    ([trial(no_peer_access=[1])] * 2, None, Level.GOOD, (), "are right"),  # none has NVLink
+    ([LATE, FAILED], None, Level.BAD, ("h2",), "of 2 ranks failed on rank 1 on h2: exit status 1: no memory"),
+    ([REFUSED] * 2, None, Level.BAD, (), "differ in torch version"),
+    ([LATE] * 2, None, Level.WARNING, (), "of 2 ranks did not end"),
+    ([CollectiveFacts(0, unreachable=[1])], None, Level.GOOD, (), "not run")])
+def test_collectives(facts: list[CollectiveFacts], expected: float | None, level: Level, hosts: tuple[str, ...],
+                     words: str) -> None:
+    finding = only(conclude(Collectives(expected=expected), facts))
+    assert (finding.level, finding.hosts) == (level, hosts) and words in finding.message
 
 
 def gpus(*changes: dict[str, Any]) -> list[Finding]:
@@ -253,8 +212,8 @@ def gpus(*changes: dict[str, Any]) -> list[Finding]:
 
 
 @pytest.mark.parametrize("change, level, words", [
-    ({"used_bytes": 34 * 10**9, "processes": [4242]}, Level.WARNING, "34.0 of 85.9 GB are in use by other "
-                                                                             "processes (4242)"),
+    ({"used_bytes": 34 * 10**9, "processes": [4242]}, Level.WARNING,
+     "34.0 of 85.9 GB are in use by other processes (4242)"),
     ({"uncorrected_errors": 2}, Level.BAD, "2 uncorrectable ECC errors"),
     ({"rows_failed": True, "rows_pending": True}, Level.BAD, "remapping of a damaged memory row has failed"),
     ({"rows_pending": True}, Level.WARNING, "a memory row waits to be remapped"),

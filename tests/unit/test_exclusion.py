@@ -158,15 +158,6 @@ def test_submitted_and_resubmitted_jobs_avoid_listed_hosts(login: Login) -> None
     assert "(jobs-out/bad-hosts.txt): node3" in login.submit("list").err
 
 
-def test_preflight_comes_before_the_ranks_in_the_script(login: Login) -> None:
-    words = "run --site generic-slurm --no-check --preflight --checkpoints out train.py --epochs 3"
-    assert login.submit(*words.split()).status == 0
-    [folder] = login.submissions()
-    script = (folder / "job.sh").read_text()
-    assert f"--preflight '--quick --checkpoints '\"'\"'{login.folder}/out" in script
-    assert "-- train.py --epochs 3" in script
-
-
 @pytest.mark.parametrize(("status", "bad", "problem", "expected", "message"), [
     (0, [], "", None, ""), (1, [], "", None, ""),
     (127, ["n1"], "", None, "ended with status 127"),

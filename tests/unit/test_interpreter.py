@@ -23,7 +23,7 @@ COMMANDS = ["utils/__main__.py", *(  # started by any Python
     f"scripts/{name}.py" for name in ("bench", "doctor", "launch", "plan", "plot", "sites", "submit"))]
 TRAIN = """
 import os, sys, torch
-print("trains with", sys.executable, *{"DDPKIT_PYTHON_AT_START", "DDPKIT_STARTED_BY"} & set(os.environ))
+print("trains with", sys.executable, *{"DDPKIT_STARTED_BY"} & set(os.environ))
 """
 
 
@@ -52,10 +52,9 @@ def chosen(pythons: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callabl
     ("torch", {"CONDA_PREFIX": "{base}", "PATH": "{pyenv}/bin:/bin"},
      "{torch}/bin/python (the kit's .venv). Passed over: {base}/bin/python (CONDA_PREFIX) has no torch; "
      "{pyenv}/bin/python3 (PATH) has no torch"),
-    ("", {"PATH": "{torch}/bin:/bin", "CONDA_PREFIX": "{torch2}", "DDPKIT_PYTHON_AT_START": "/usr/bin/python3"},
-     "{torch}/bin/python3 (the job's set-up lines)"),
-    ("", {"PATH": "{torch}/bin:/bin", "CONDA_PREFIX": "{torch2}", "DDPKIT_PYTHON_AT_START": "{torch}/bin/python3"},
-     "{torch2}/bin/python (CONDA_PREFIX)"),
+    ("", {"PATH": "{torch}/bin:/bin", "CONDA_PREFIX": "{torch2}"}, "{torch2}/bin/python (CONDA_PREFIX)"),
+    ("", {"PATH": "/bin", "CONDA_PREFIX": "{torch2}", "DDPKIT_STARTED_BY": "{torch}/bin/python3"},  # after set-up lines
+     "{torch}/bin/python3 (runs this script)"),
     ("torch2", {"PBS_JOBID": "1.head", "PBS_O_PATH": "{torch}/bin:/bin"},
      "{torch}/bin/python3 (PATH at submission)"),
     ("torch2", {"PYTHON": "python3", "PATH": "{torch}/bin"}, "Python for the ranks: {torch}/bin/python3 (PYTHON)")])
@@ -106,7 +105,7 @@ def test_folder_named_torch_is_no_torch(
 
 
 def test_running_python_with_torch_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (interpreter.AT_START, interpreter.STARTED_BY, "PYTHON"):
+    for name in (interpreter.STARTED_BY, "PYTHON"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a second Python was started"))
     assert choose(os.environ).path == sys.executable
@@ -133,13 +132,11 @@ def run(python: Path, kit: Path, *words: str, **environ: str) -> subprocess.Comp
                           env={"PATH": SYSTEM, "HOME": str(kit.parent), **environ})
 
 
-@pytest.mark.parametrize(("name", "command", "more"), [
-    ("base", ["scripts/launch.py"], {}), ("old", ["utils", "launch"], {}),
-    ("old", ["scripts/launch.py"], {"DDPKIT_PYTHON_AT_START": "/usr/bin/python3"})])
+@pytest.mark.parametrize(("name", "command"), [("base", ["scripts/launch.py"]), ("old", ["utils", "launch"])])
 def test_active_python_without_torch_does_not_hide_the_kits(
-        kit: Path, pythons: dict[str, Path], name: str, command: list[str], more: dict[str, str]) -> None:
+        kit: Path, pythons: dict[str, Path], name: str, command: list[str]) -> None:
     active = str(pythons[name])
-    done = run(pythons[name], kit, *command, "train.py", CONDA_PREFIX=active, PATH=f"{active}/bin:{SYSTEM}", **more)
+    done = run(pythons[name], kit, *command, "train.py", CONDA_PREFIX=active, PATH=f"{active}/bin:{SYSTEM}")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"trains with {kit}/.venv/bin/python\n"
     assert f"Passed over: {active}/bin/python" in done.stderr

@@ -58,8 +58,7 @@ def test_ranks_have_all_variables_and_the_chosen_python(folder: Path) -> None:
     ("{}\necho later", ["rank 0: ", "rank 1: ", "later"]),
     ("while read line; do {} 2>/dev/null; done\n1\n2", ["rank 0: ", "rank 1: "] * 2)])
 @pytest.mark.parametrize("is_file", [False, True])
-def test_rank_0_reads_what_launch_py_is_given_and_no_script_around_it(
-        tmp_path: Path, script: str, expected: list[str], is_file: bool) -> None:
+def test_rank_0_alone_reads_standard_input(tmp_path: Path, script: str, expected: list[str], is_file: bool) -> None:
     """The shell reads its script from its standard input, as in `ssh host bash <<EOF`."""
     program = ["-n", "2", "sh", "-c", "echo rank $RANK: $(cat)"]
     text = script.format(shlex.join([*LAUNCH, *program])) + "\n"
@@ -121,34 +120,20 @@ def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str) -> None:
     assert main(["-n", "2", "--dry-run", "--", *shlex.split(command)]) == 0
 
 
-@pytest.mark.parametrize(("words", "size"), [
-    (["alone"], 1), (["torchrun", "1"], 1), (["torchrun", "2"], 2), (["spawn-own"], 2), (["sh"], 1)])
-def test_ranks_that_form_groups_without_each_other_end_the_launch(words: list[str], size: int, folder: Path) -> None:
-    """With torch alone, and nothing in the command that shows it."""
-    command = [str(GROUPS), *words, "--hold"]
-    if words == ["sh"]:
-        command = [str(folder / "start")]
-        (folder / "start").write_text(f"#!/bin/sh\n{sys.executable} {GROUPS} torchrun 1 --hold\n")
-        (folder / "start").chmod(0o755)
-    done = launch("-n", "2", *command, folder=folder)
-    assert done.returncode == 1, done.stderr
-    assert re.search(rf"rank 1 of 2 has formed a process group of {size} process(es)? without the other ranks. "
-                     "Expected one group of all 2 ranks.* --independent", done.stderr), done.stderr
-
-
-def test_a_rank_that_takes_itself_for_rank_0_fails(folder: Path) -> None:
-    done = launch("-n", "2", str(GROUPS), "rank-0", "--hold", folder=folder)
-    assert done.returncode == 1 and "EADDRINUSE" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize(("words", "sizes"), [
-    (["env"], [2, 2]), (["spawn-all"], [4] * 4), (["none"], [0, 0]), (["--independent", "torchrun", "1"], [1, 1])])
-def test_groups_of_all_ranks_or_of_independent_ones_are_left_alone(words: list[str], sizes: list[int],
-                                                                   folder: Path) -> None:
-    options = [word for word in words if word == "--independent"]
-    done = launch("-n", "2", *options, str(GROUPS), *words[len(options):], folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"group of (\d)", done.stdout) == list(map(str, sizes))
+@pytest.mark.parametrize(("words", "status", "text"), [
+    (["{start}"], 1, "rank 1 of 2 has formed a process group of 1 process without the other ranks. Expected one group "
+                     "of all 2 ranks.* --independent"),
+    ([str(GROUPS), "spawn-own", "--hold"], 1, "process group of 2 processes without the other ranks"),
+    ([str(GROUPS), "rank-0", "--hold"], 1, "EADDRINUSE"),  # it takes itself for rank 0
+    ([str(GROUPS), "none"], 0, "group of 0"), (["--independent", str(GROUPS), "torchrun", "1"], 0, "group of 1")])
+def test_ranks_form_groups_with_each_other(words: list[str], status: int, text: str, folder: Path) -> None:
+    """With torch alone. Nothing in the command shows that `start` runs torchrun. Other groups: tests/launch."""
+    start = folder / "start"
+    start.write_text(f"#!/bin/sh\n{sys.executable} {GROUPS} torchrun 1 --hold\n")
+    start.chmod(0o755)
+    done = launch("-n", "2", *(word.format(start=start) for word in words), folder=folder)
+    assert done.returncode == status, done.stderr
+    assert re.search(text, done.stderr) if status else done.stdout.count(text) == 2, done.stdout + done.stderr
 
 
 def test_launch_py_under_pbsdsh_is_refused(folder: Path) -> None:
@@ -157,13 +142,10 @@ def test_launch_py_under_pbsdsh_is_refused(folder: Path) -> None:
     assert done.returncode == 2 and "launch.py itself was started by pbsdsh or pbs_tmrsh" in done.stderr
 
 
-def test_each_line_may_start_with_its_rank(folder: Path) -> None:
+def test_output_of_each_rank_is_labelled_or_in_its_own_file(folder: Path) -> None:
     done = launch("--label", "sh", "-c", "echo one; printf two; echo error >&2", folder=folder)
     assert done.stdout.splitlines() == ["[rank 0] one", "[rank 0] two"]
     assert "[rank 0] error" in done.stderr.splitlines()
-
-
-def test_each_rank_may_write_its_own_file(folder: Path) -> None:
     for _ in range(2):  # a continued run appends to the same file
         done = launch("--output-dir", "out/now", "sh", "-c", "echo rank $RANK; echo error >&2", folder=folder)
         assert done.returncode == 0 and not done.stdout, done.stderr

@@ -16,11 +16,10 @@ from unittest.mock import Mock
 import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
-from utils.host.cores import cpus_of_mask, parse_ranges
+from utils.host.cores import cpus_of_mask
 from utils.monitor.launch_report import VARIABLE, ReportListener, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
 from utils.tools.launch.event_loop import CaughtSignals, EventLoop
-from utils.tools.launch.host_ranks import RankMask, shares_of_ranks
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
 from utils.tools.launch.launch_connection import JoinReport
 from utils.tools.launch.launch_plan import Plan
@@ -132,8 +131,7 @@ def test_end_of_all_ranks_is_known_from_each_host(joining: Joining) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_host_of_rank_0_reports_that_the_ranks_have_no_group(
-        joining: Joining, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_host_of_rank_0_reports_a_missing_group(joining: Joining, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     report, loop, server = joining
     ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
     serve(loop)
@@ -197,29 +195,19 @@ def started(report: ReportListener, *program: str,
         return process, connection, json.loads(stream.readline())["join"]
 
 
-def start_message(*cores: RankMask) -> bytes:
-    """The response to the last of these local ranks."""
-    variables = {"RANK": "0", "LOCAL_RANK": str(len(cores) - 1)}
-    return json.dumps({"variables": variables, "cores": cores}).encode() + b"\n"
-
-
-@pytest.mark.parametrize("is_given", [False, True])
-def test_program_without_the_kit_gets_its_share_of_the_cores(is_given: bool) -> None:
+def test_program_without_the_kit_is_bound_to_its_share_of_the_cores() -> None:
     last = max(os.sched_getaffinity(0))
-    binding = f"list:0:{last}" if is_given else ""
     with ReportListener() as report:
         process, connection, received = started(
-            report, "sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS", binding=binding)
+            report, "sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS",
+            binding=f"list:0:{last}")
         with connection:
             cores = received["cores"]
-            connection.sendall(start_message(cores, cores))
+            variables = {"RANK": "0", "LOCAL_RANK": "1"}
+            connection.sendall(json.dumps({"variables": variables, "cores": [cores, cores]}).encode() + b"\n")
             output, errors = process.communicate(timeout=30)
     assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
-    share = shares_of_ranks([cores, cores], {"DDPKIT_CPU_BIND": binding})[1]
-    divided = share.cpus or os.sched_getaffinity(0)  # three cores or fewer are not
-    _, cpus, threads = output.split()
-    assert parse_ranges(cpus) == ({last} if is_given else divided)
-    assert share.variables == {"OMP_NUM_THREADS": threads}
+    assert output.split()[1:] == [str(last), "1"]
 
 
 def test_output_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:

@@ -40,8 +40,7 @@ def recorded(name: str, **options: object) -> Callable[[], Plan]:
     (slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "-5"}, cores=(8, 8)), "--cpu-bind=none --cpus-per-task=4 " + END),
     (slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "-6"}, cores=(8, 8)), "--overlap --cpus-per-task=4 " + END),
     # Without --nodes, which is refused together with a list of hosts since Slurm 23.11.
-    (slurm(ranks=(1, 1), gpus=(2, 1)),
-     "=none --ntasks=3 --nodelist=@hosts@ --distribution=arbitrary --gpus=3 " + END),
+    (slurm(ranks=(1, 1), gpus=(2, 1)), "=none --ntasks=3 --nodelist=@hosts@ --distribution=arbitrary --gpus=3 " + END),
     # Requests of the job for its own tasks do not apply to other tasks.
     (slurm({"SLURM_NTASKS": "2", "SLURM_TRES_PER_TASK": "cpu:8"}, ranks=(1, 1), gpus=(1, 1)),
      "/bin/srun --kill-on-bad-exit=1 --cpu-bind=none --gres=gpu:1 "),

@@ -121,8 +121,7 @@ def test_torchrun_agents() -> None:
     ("8", "8", 8, 2), ("8", "8", None, 2), ("2", "2", 16, 2), ("1", "1", 4, 1), ("64", "64", 2, 1),
     ("7", "8", 8, None),  # set by the user
     ("", "8", 8, None)])
-def test_threads_of_a_pbs_chunk_are_divided_among_its_ranks(
-        omp: str, ncpus: str, cores: int | None, threads: int | None) -> None:
+def test_threads_of_a_pbs_chunk_are_divided(omp: str, ncpus: str, cores: int | None, threads: int | None) -> None:
     environ = {"OMP_NUM_THREADS": omp, "NCPUS": ncpus}
     assert pbs(environ, ranks=(4, 4), cores=(cores, cores))().threads == (threads, threads)
 
@@ -151,8 +150,7 @@ def test_variables_of_other_launches_are_removed(environ: dict[str, str], kept: 
     ({"CUDA_VISIBLE_DEVICES": "0,1"}, {}, False, {"CUDA_VISIBLE_DEVICES": "0,1"}),
     ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {}, False, {}), ({"CUDA_VISIBLE_DEVICES": "MIG-a"}, {}, False, {}),
     ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {}, True, {"CUDA_VISIBLE_DEVICES": "GPU-a"})])
-def test_values_of_a_host_stay_on_that_host(
-        sent: dict[str, str], own: dict[str, str], same_host: bool, expected: dict[str, str]) -> None:
+def test_values_of_a_host(sent: dict[str, str], own: dict[str, str], same_host: bool, expected: dict[str, str]) -> None:
     assert rank_environment(sent, own, same_host=same_host) == expected
 
 

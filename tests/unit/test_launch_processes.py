@@ -23,7 +23,7 @@ from utils.monitor.launch_report import FirstCause
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator
-from utils.tools.launch.host_ranks import report_mask, shares_of_ranks, start_on_host
+from utils.tools.launch.host_ranks import shares_of_ranks, start_on_host
 from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.launch.launch_connection import connect
 from utils.tools.launch.launch_plan import Mpiexec, Plan
@@ -50,17 +50,15 @@ CPUS = sorted(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(("binding", "expected"), [
-    ("", None), ("none", [set(CPUS)] * 2), (f"list:{CPUS[0]}:{CPUS[-1]}", [{CPUS[0]}, {CPUS[-1]}])])
-def test_ranks_without_the_kit_share_the_cores(tmp_path: Path, binding: str, expected: list[set[int]] | None) -> None:
-    variables = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    command = ["grep", "^Cpus_allowed_list", "/proc/self/status"]
+    ("none", [set(CPUS)] * 2), (f"list:{CPUS[0]}:{CPUS[-1]}", [{CPUS[0]}, {CPUS[-1]}])])
+def test_ranks_without_the_kit_are_bound(tmp_path: Path, binding: str, expected: list[set[int]]) -> None:
+    commands = [(["grep", "^Cpus_allowed_list", "/proc/self/status"], {"RANK": rank, "LOCAL_RANK": rank})
+                for rank in "01"]
     with Processes("unit.cores") as processes:
         environ = {**os.environ, "DDPKIT_CPU_BIND": binding}
-        start_on_host([(command, one) for one in variables], environ, processes, None, output_dir=str(tmp_path))
+        start_on_host(commands, environ, processes, None, output_dir=str(tmp_path))
         wait_until(lambda: processes.ended() == [] and not processes.running, "the end of both ranks")
-    mask = report_mask({})
-    divided = [share.cpus or set(CPUS) for share in shares_of_ranks([mask, mask], {})]  # not on three cores or fewer
-    for path, cpus in zip(sorted(tmp_path.iterdir()), expected or divided, strict=True):
+    for path, cpus in zip(sorted(tmp_path.iterdir()), expected, strict=True):
         assert parse_ranges(path.read_text().split()[1]) == cpus
 
 
@@ -75,18 +73,18 @@ def test_ranks_without_the_kit_do_not_use_all_cores_each(tmp_path: Path, given: 
     assert {path.read_text() for path in tmp_path.iterdir()} == {f"{threads}\n"}
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "first"), [
+@pytest.mark.parametrize(("gpus", "ranks", "expected"), [
     ([0, 0, 1, 1], 4, [{0, 1}, {0, 1}, {2, 3}, {2, 3}]), ([1, 0], 4, [{2, 3}, {2, 3}, {0, 1}, {0, 1}]),
-    ([1, 1, 1], 2, [{2, 3}, {2, 3}]), ([1], 1, [set()]), ([0, 0, 1, 1], 2, [{0, 1}, {2, 3}])],
-    ids=["a GPU each", "two ranks for each GPU", "near all GPUs", "alone, perhaps an agent", "two GPUs each"])
-def test_rank_runs_near_the_gpus_that_it_may_use(
-        gpus: list[int | None], ranks: int, first: list[set[int]], tmp_path: Path) -> None:
+    ([1, 1, 1], 2, [{2, 3}, {2, 3}]), ([1], 1, [set()]), ([0, 0, 1, 1], 2, [{0, 1}, {2, 3}]),
+    ([], 2, [{0, 1}, {2, 3}])],
+    ids=["a GPU each", "two ranks for each GPU", "near all GPUs", "alone, perhaps an agent", "two GPUs each", "none"])
+def test_rank_runs_near_its_gpus(gpus: list[int | None], ranks: int, expected: list[set[int]], tmp_path: Path) -> None:
     for path, text in {"cpu/online": "0-3", "node/node0/cpulist": "0-1", "node/node1/cpulist": "2-3"}.items():
         (tmp_path / "sys/devices/system" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys/devices/system" / path).write_text(text)
     shares = shares_of_ranks([{"mask": "f", "gpu_nodes": gpus}] * ranks, {}, tmp_path)
-    assert [share.cpus for share in shares] == first
-    threads = {"OMP_NUM_THREADS": str(len(set().union(*first)) // ranks)} if ranks > 1 else {}
+    assert [share.cpus for share in shares] == expected
+    threads = {"OMP_NUM_THREADS": str(len(set().union(*expected)) // ranks)} if ranks > 1 else {}
     assert all(share.variables == threads for share in shares)
 
 
@@ -225,8 +223,7 @@ def test_after_a_stop_the_others_have_time_to_save() -> None:
 
 @pytest.mark.parametrize(("number", "status", "lines"), [
     (signal.SIGTERM, 143, 1), (signal.SIGTERM, 137, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 1, 3)])
-def test_last_line_after_a_stop_names_no_rank(number: int, status: int, lines: int,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_names_no_rank(number: int, status: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
     result = LaunchResult()
     result.is_last_stop(number, 1.0)
     result.process_ended("rank 0-1 on n3", status, 2.0, others=True)

@@ -28,11 +28,12 @@ from utils.tools.plan.step_model import (
     workload,
 )
 
+Plan = Callable[..., dict[str, Any]]
 SEVEN_BILLION = "--parameters 7e9 --precision bf16"
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     def run(options: str) -> dict[str, Any]:
         assert cli.main([*options.split(), "--json"]) == 0
         return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
@@ -45,21 +46,20 @@ def rows(found: dict[str, Any]) -> dict[int, dict[str, float]]:
 
 # --- reference figures, each with the line that computes it
 
-def test_seven_billion_parameters_send_24_gb_in_500_ms_on_8_gpus(plan: Callable[..., dict[str, Any]]) -> None:
-    found = plan(f"{SEVEN_BILLION} --gpus 8 --bandwidth 50e9 --compute-seconds 0.2")
-    step = rows(found)[8]
+def test_seven_billion_parameters_send_24_gb_in_500_ms_on_8_gpus(plan: Plan) -> None:
+    step = rows(plan(f"{SEVEN_BILLION} --gpus 8 --bandwidth 50e9 --compute-seconds 0.2"))[8]
     assert step["sent_bytes"] == pytest.approx(2 * 7 / 8 * 14e9) == 24.5e9
     assert step["communication_seconds"] == pytest.approx(0.5, rel=0.03)
     assert step["efficiency"] < 0.4  # although communication overlaps with the backward pass
 
 
-def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter(plan: Callable[..., dict[str, Any]]) -> None:
+def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter(plan: Plan) -> None:
     memory = plan(SEVEN_BILLION)["memory"]
     assert memory["parameters"] + memory["gradients"] + memory["optimizer"] == (2 + 2 + 4 + 4 + 4) * 7e9 == 112e9
     assert memory["buckets"] == 14e9
 
 
-def test_sharded_states_are_divided_and_need_no_buckets(plan: Callable[..., dict[str, Any]]) -> None:
+def test_sharded_states_are_divided_and_need_no_buckets(plan: Plan) -> None:
     found = plan(f"{SEVEN_BILLION} --gpus 16 --shard 8 --gpu a100-40")
     assert found["memory"] == {"parameters": 1.75e9, "gradients": 1.75e9, "optimizer": 10.5e9}
     assert found["advice"] == ["Without activations, the training needs 14.0 GB of the 36.0 GB that are usable on "
@@ -88,8 +88,7 @@ def links_file(path: Path, inside: tuple[float, float] | None, between: tuple[fl
     return path
 
 
-def test_seven_billion_parameters_collapse_beyond_32_gpus(
-        plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_seven_billion_parameters_collapse_beyond_32_gpus(plan: Plan, tmp_path: Path) -> None:
     """So for 0.5 s of computation, nodes of 4 GPUs, 100 GB/s and 40 µs between them, and rings."""
     links = links_file(tmp_path / "links.json", None, (100e9, 40e-6))
     found = plan(f"{SEVEN_BILLION} --gpus 256 --gpus-per-node 4 --compute-seconds 0.5 --ring "
@@ -106,58 +105,51 @@ VIEW = "DDP(gradient_as_bucket_view=True) saves 4.0 GB, the second copy of the g
 LESS = "Activations, inputs and temporary memory need 60.0 GB. Use "
 CHECKPOINT = "torch.utils.checkpoint, which recomputes activations."
 SMALLER = LESS + "a smaller micro-batch with accumulation, or " + CHECKPOINT
-FAILS = "The training does not fit: 80.0 GB of the 36.0 GB that are usable on x."
 FUSED = ("The peak is in the optimizer, whose temporary tensors need 8.0 GB. Adam, AdamW, SGD and Adagrad have none "
          "with fused=True: the training then needs {} GB.")
 
 
-@pytest.mark.parametrize(("memory", "capacity", "options", "expected"), [
-    (STATES, 36e9, {"complete": True, "largest": 8, "batch": 2},
+SHARDED = {"parameters": 2e9, "gradients": 0.0, "optimizer": 0.0, "buckets": 0.0}
+
+
+def fails(needed: str, usable: str, *changes: str, even: str = "", **fit: Any) -> advice.Fit:
+    return advice.Fit((f"The training does not fit{even}: {needed} GB of the {usable} GB that are usable on x.",
+                       *changes), **fit)
+
+
+@pytest.mark.parametrize(("more", "capacity", "options", "expected"), [
+    ({}, 36e9, {"largest": 8, "batch": 2},
      advice.Fit(("The training fits: 20.0 GB of the 36.0 GB that are usable on x.",), free=4.0)),
-    (STATES, 36e9, {"complete": False},
-     advice.Fit(("Without activations, the training needs 20.0 GB of the 36.0 GB that are usable on x. They may not "
-                 "fit.",))),
-    ({**STATES, "activations": 15e9}, 34e9, {"complete": True},
-     advice.Fit(("The training does not fit: 35.0 GB of the 34.0 GB that are usable on x.", VIEW + " Then it fits."))),
-    (STATES, 18e9, {"complete": False},
-     advice.Fit(("The training does not fit even without activations: 20.0 GB of the 18.0 GB that are usable on x.",
-                 VIEW + " Then the rest fits."))),
-    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 9},
-     advice.Fit((FAILS, SMALLER), this_batch=False)),
-    ({**STATES, "activations": 60e9}, 36e9, {"complete": True},
-     advice.Fit((FAILS, LESS + "a smaller micro-batch with accumulation, if it has more than 1 sample, or "
-                 + CHECKPOINT), this_batch=False)),
-    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 1},
-     advice.Fit((FAILS, LESS + CHECKPOINT), this_batch=False)),
-    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 9, "largest": 0},
-     advice.Fit((FAILS, LESS + CHECKPOINT), this_batch=False)),
-    ({**STATES, "activations": 60e9}, 36e9, {"complete": True, "batch": 9, "largest": 2},
-     advice.Fit((FAILS, LESS + "a micro-batch of 2, the largest that fits, with accumulation, or " + CHECKPOINT),
-                this_batch=False)),
-    ({**STATES, "temporary": 8e9}, 27e9, {"complete": True, "batch": 9, "passes": {**STATES, "activations": 6e9}},
-     advice.Fit(("The training does not fit: 28.0 GB of the 27.0 GB that are usable on x.", FUSED.format("26.0")))),
-    ({**STATES, "temporary": 8e9}, 19e9, {"complete": True, "passes": {**STATES, "activations": 6e9}, "batch": 1},
-     advice.Fit(("The training does not fit: 28.0 GB of the 19.0 GB that are usable on x.", FUSED.format("26.0"), VIEW,
-                 "Activations, inputs and temporary memory need 6.0 GB. Use " + CHECKPOINT), this_batch=False)),
-    ({**STATES, "activations": 59e9, "inputs": 1e9}, 18e9, {"complete": True, "batch": 9},
-     advice.Fit(("The training does not fit: 80.0 GB of the 18.0 GB that are usable on x.", VIEW, SMALLER),
-                this_batch=False)),
-    ({**STATES, "activations": 1e9}, 10e9, {"complete": True},
-     advice.Fit(("The training does not fit: 21.0 GB of the 10.0 GB that are usable on x.",
-                 "Parameters, gradients and optimizer need 16.0 GB on each GPU with any batch size. Use FSDP2 "
-                 "(fully_shard): 2.0 GB on each of 8 GPUs, or HSDP, which shards within a node only."), ddp=False)),
-    (STATES, 1e9, {"complete": False},
-     advice.Fit(("The training does not fit even without activations: 20.0 GB of the 1.0 GB that are usable on x.",
-                 "Parameters, gradients and optimizer need 16.0 GB. Use FSDP2 (fully_shard) on more than 16 GPUs."),
-                ddp=False)),
-    ({"parameters": 2e9, "activations": 60e9}, 36e9, {"complete": True, "sharded": True, "batch": 9},
-     advice.Fit(("The training does not fit: 62.0 GB of the 36.0 GB that are usable on x.", SMALLER), ddp=False)),
-    ({"parameters": 20e9}, 18e9, {"complete": True, "sharded": True},
-     advice.Fit(("The training does not fit: 20.0 GB of the 18.0 GB that are usable on x.",
-                 "Shard the model over more GPUs."), ddp=False))])
+    ({}, 36e9, {"complete": False}, advice.Fit((
+        "Without activations, the training needs 20.0 GB of the 36.0 GB that are usable on x. They may not fit.",))),
+    ({"activations": 15e9}, 34e9, {}, fails("35.0", "34.0", VIEW + " Then it fits.")),
+    ({}, 18e9, {"complete": False},
+     fails("20.0", "18.0", VIEW + " Then the rest fits.", even=" even without activations")),
+    *(({"activations": 60e9}, 36e9, options, fails("80.0", "36.0", LESS + change, this_batch=False))
+      for options, change in (
+        ({"batch": 9}, "a smaller micro-batch with accumulation, or " + CHECKPOINT),
+        ({}, "a smaller micro-batch with accumulation, if it has more than 1 sample, or " + CHECKPOINT),
+        ({"batch": 1}, CHECKPOINT), ({"batch": 9, "largest": 0}, CHECKPOINT),
+        ({"batch": 9, "largest": 2},
+         "a micro-batch of 2, the largest that fits, with accumulation, or " + CHECKPOINT))),
+    ({"temporary": 8e9}, 27e9, {"batch": 9, "passes": {**STATES, "activations": 6e9}},
+     fails("28.0", "27.0", FUSED.format("26.0"))),
+    ({"temporary": 8e9}, 19e9, {"passes": {**STATES, "activations": 6e9}, "batch": 1},
+     fails("28.0", "19.0", FUSED.format("26.0"), VIEW, LESS.replace("60.0", "6.0") + CHECKPOINT, this_batch=False)),
+    ({"activations": 59e9, "inputs": 1e9}, 18e9, {"batch": 9}, fails("80.0", "18.0", VIEW, SMALLER, this_batch=False)),
+    ({"activations": 1e9}, 10e9, {}, fails(
+        "21.0", "10.0", "Parameters, gradients and optimizer need 16.0 GB on each GPU with any batch size. Use FSDP2 "
+        "(fully_shard): 2.0 GB on each of 8 GPUs, or HSDP, which shards within a node only.", ddp=False)),
+    ({}, 1e9, {"complete": False},
+     fails("20.0", "1.0", "Parameters, gradients and optimizer need 16.0 GB. Use FSDP2 (fully_shard) on more than 16 "
+           "GPUs.", even=" even without activations", ddp=False)),
+    ({**SHARDED, "activations": 60e9}, 36e9, {"sharded": True, "batch": 9}, fails("62.0", "36.0", SMALLER, ddp=False)),
+    ({**SHARDED, "parameters": 20e9}, 18e9, {"sharded": True},
+     fails("20.0", "18.0", "Shard the model over more GPUs.", ddp=False))])
 def test_memory_advice_recommends_the_first_change_that_fits(
-        memory: dict[str, float], capacity: float, options: dict[str, Any], expected: advice.Fit) -> None:
-    assert advice.memory_advice(memory, capacity, 8, "x", **options) == expected
+        more: dict[str, float], capacity: float, options: dict[str, Any], expected: advice.Fit) -> None:
+    options = {"complete": True, **options}
+    assert advice.memory_advice({**STATES, **more}, capacity, 8, "x", **options) == expected
 
 
 def scaling_advice(compute: float, fit: advice.Fit, gradient_bytes: int = 4) -> list[str]:
@@ -199,7 +191,7 @@ def test_poor_scaling_names_a_larger_micro_batch_before_sharding() -> None:
     assert not any("hook" in text for text in scaling_advice(0.07, advice.Fit(), gradient_bytes=2))
 
 
-def test_advice_for_what_does_not_fit_never_says_to_stay(plan: Callable[..., dict[str, Any]]) -> None:
+def test_advice_for_what_does_not_fit_never_says_to_stay(plan: Plan) -> None:
     texts = plan(f"{SEVEN_BILLION} --gpus 8 --gpu a100-40 --compute-seconds 20")["advice"]
     assert "FSDP2" in texts[1] and not any("Stay with DDP" in text or "training fits" in text for text in texts)
 
@@ -214,7 +206,7 @@ def test_advice_has_no_number_that_the_table_contradicts(capsys: pytest.CaptureF
     assert re.search(rf"^ +{limit} ", text, re.MULTILINE)
 
 
-def test_scaling_is_a_range_that_slower_gpus_lower(plan: Callable[..., dict[str, Any]]) -> None:
+def test_scaling_is_a_range_that_slower_gpus_lower(plan: Plan) -> None:
     options = "--parameters 1e6 --gpus 1024 --site perlmutter --compute-seconds 1"
     points = rows(plan(options))
     assert points[1]["low_efficiency"] == points[1]["efficiency"] == 1
@@ -269,14 +261,13 @@ def test_slowest_link_and_latency_of_each_hop_count() -> None:
 
 # --- the command
 
-def test_measured_links_replace_those_of_the_site(plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_measured_links_replace_those_of_the_site(plan: Plan, tmp_path: Path) -> None:
     file = links_file(tmp_path / "links.json", None, (1e9, 1e-4))
     inputs = plan(f"--parameters 1e6 --site polaris --links {file}")["inputs"]
     assert (inputs["between_bandwidth"], inputs["inside_latency"], inputs["gpus_per_node"]) == (1e9, 1e-4, 4)
 
 
-def test_mean_latency_of_a_measured_ring_is_that_of_its_slow_links(
-        plan: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_mean_latency_of_a_measured_ring_is_that_of_its_slow_links(plan: Plan, tmp_path: Path) -> None:
     """2 hosts of 4 GPUs: 6 of 7 messages in turn stay within a node."""
     file = links_file(tmp_path / "links.json", (1e9, 1e-6), (1e9, 3e-6))
     found = plan(f"--parameters 1 --gpus 8 --gpus-per-node 4 --links {file} --compute-seconds 1e-9 --ring")
@@ -338,7 +329,7 @@ def random_options(chance: random.Random, folder: Path) -> str:
 
 
 def test_page_computes_the_numbers_of_the_command_in_a_browser(
-        plan: Callable[..., dict[str, Any]], tmp_path: Path, need: Callable[[str], Path]) -> None:
+        plan: Plan, tmp_path: Path, need: Callable[[str], Path]) -> None:
     browser = need("browser")
     chance = random.Random(0)
     expected = [plan(random_options(chance, tmp_path)) for _ in range(50)]

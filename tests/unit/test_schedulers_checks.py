@@ -136,8 +136,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
     ("train.py", {"container": "image.sif"}, "does not exist"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
-def test_paths_that_nodes_cannot_see(folders: tuple[Path, Path], command: str, more: dict[str, Any],
-                                     problem: str) -> None:
+def test_paths_unseen_by_nodes(folders: tuple[Path, Path], command: str, more: dict[str, Any], problem: str) -> None:
     shared, local = folders
     command = command.replace("SHARED", str(shared)).replace("LOCAL", str(local))
     found = check_paths(Job(tuple(command.split()), **more), shared)

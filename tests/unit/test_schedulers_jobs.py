@@ -45,8 +45,7 @@ def test_a_job_is_submitted_and_cancelled(commands: Commands, scheduler: Schedul
 
 
 @BOTH
-def test_a_refusal_has_the_schedulers_message_and_the_script(commands: Commands, tmp_path: Path,
-                                                             scheduler: Scheduler) -> None:
+def test_a_refusal_has_the_schedulers_message(commands: Commands, tmp_path: Path, scheduler: Scheduler) -> None:
     """Without qsub's list of options, which comes after the message."""
     recording = pbs_recording("commands/err_unknown_option")
     message, usage, _ = recording["stderr"].partition("\nusage: ")

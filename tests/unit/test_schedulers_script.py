@@ -27,6 +27,9 @@ launch @command@
 SCHEDULERS = (SlurmScheduler(), Pbs())
 
 
+CSH = 'type module >/dev/null 2>&1 || . "${MODULESHOME:?is not set, and there is no command module}/init/bash"'
+
+
 @pytest.mark.parametrize(("scheduler", "extra", "replaced"), [
     (SlurmScheduler(), "--gres=gpu:a100:4", "--gpus-per-node="), (SlurmScheduler(), "-G 8", "--gpus-per-node="),
     (SlurmScheduler(), "-N1-4", "--nodes="), (Pbs(), "-l place=pack", "-l place"),
@@ -78,8 +81,8 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
 def test_a_script_has_modules_environment_setup_and_command() -> None:
     job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), module_paths=("/soft",),
               environment={"A": "two words"}, setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
-    assert SlurmScheduler().render(job, TEMPLATE).split("\n")[-7:-1] == [
-        "set -euo pipefail", "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
+    assert SlurmScheduler().render(job, TEMPLATE).split("\n")[-8:-1] == [
+        "set -euo pipefail", CSH, "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
         "launch --launcher mpiexec --ntasks-per-node 2 -- 'my train.py' --lr 1e-3"]
     assert SlurmScheduler().render(Job(launcher="torchrun"), TEMPLATE).endswith('\nlaunch --torchrun -- "$@"\n')
 

@@ -33,10 +33,10 @@ LAYOUTS = {
             "from utils.training import linear_warmup as accuracy; accuracy = lambda: None", "utils.py")}
 
 
-def project(folder: Path, layout: str) -> str:
+def project(folder: Path, layout: str, training: str = TRAINING) -> str:
     """Write a project whose imports are those of a layout; return the path of its script."""
     script, imports, own = LAYOUTS[layout]
-    files = {script: imports.format(folder=str(folder), root=str(ROOT)) + TRAINING, own: OWN}
+    files = {script: imports.format(folder=str(folder), root=str(ROOT)) + f"\n{training}", own: OWN}
     if "/" in own:
         files |= {"utils/metrics.py": OWN, "utils/more.py": ""}
     for name, text in files.items():
@@ -51,16 +51,23 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_plan_imports_what_the_script_does(tmp_path: Path, layout: str) -> None:
-    done = run(tmp_path, "plan.py", "--gpu", "a100-40", project(tmp_path, layout))
-    assert done.returncode == 0 and "Notes" in done.stdout, done.stderr
+@pytest.mark.parametrize("layout", ["module", "package", "no_init", "parent"])
+def test_script_imports_its_own_package(tmp_path: Path, layout: str) -> None:
+    script = tmp_path / project(tmp_path, layout, training="accuracy()")
+    code = ("import runpy, sys; from utils.tools.script_modules import script_modules\n"
+            f"with script_modules({str(script.parent)!r}): runpy.run_path({str(script)!r})\n"
+            "import utils; assert hasattr(utils, '__version__')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("layout", ["package", "kit"])
-def test_trials_import_what_the_script_does(tmp_path: Path, layout: str) -> None:
-    done = run(tmp_path, "bench.py", "ddp", "--full-only", "--steps", "2", project(tmp_path, layout))
-    assert done.returncode == 0 and "efficiency (weak scaling)" in done.stdout, done.stderr
+@pytest.mark.parametrize(("layout", "words", "shown"), [
+    ("beside_a_copy", ["plan.py", "--gpu", "a100-40"], "Notes"),
+    *((layout, ["bench.py", "ddp", "--full-only", "--steps", "2"], "efficiency (weak scaling)")
+      for layout in ("package", "kit"))])
+def test_commands_import_what_the_script_does(tmp_path: Path, layout: str, words: list[str], shown: str) -> None:
+    done = run(tmp_path, *words, project(tmp_path, layout))
+    assert done.returncode == 0 and shown in done.stdout, done.stderr
 
 
 def test_factory_imports_its_own_package(tmp_path: Path) -> None:

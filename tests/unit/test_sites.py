@@ -88,8 +88,7 @@ def test_values_are_taken_as_they_are_written() -> None:
     ("!!python/object/apply:os.system ['true']\n", None, ["a list"]), ("\0", None, ["not YAML"]),
     ("a" * 100, None, ["key: value"]), ("title: \udcff\n", None, ["not UTF-8"]),
 ])
-def test_mistake_is_named_with_file_line_and_key(text: str, line: int | None, words: list[str],
-                                                 tmp_path: Path) -> None:
+def test_mistake_in_a_profile_is_named(text: str, line: int | None, words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text(text, errors="surrogateescape")
     with pytest.raises(ProfileError) as error:

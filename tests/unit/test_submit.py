@@ -31,10 +31,11 @@ def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> 
 
 @pytest.mark.parametrize(("words", "lines", "absent"), [
     ("run --site lumi --account p --nodes 2 train.py --epochs 3",
-     ["#!/bin/bash\n", "--nodes=2", "run launch --launcher srun -- train.py --epochs 3\n"], "time"),
+     ["#!/bin/bash\n", "--nodes=2",
+      f"exec python3 {ROOT}/utils launch --launcher srun -- train.py --epochs 3\n"], "time"),
     ("doctor --site lumi --account p --nodes 2 -- --quick --only limits",
      ["--job-name=doctor", "--time=00:10:00",
-      f"run launch --launcher srun -- {ROOT}/scripts/doctor.py --quick --only limits\n"], "train.py"),
+      f" launch --launcher srun -- {ROOT}/scripts/doctor.py --quick --only limits\n"], "train.py"),
     ("run --site frontier --account ABC123 --nodes 2 --signal 120 --time 1:00:00 --env 'A=b $c' "
      "--setup 'source my/activate' --directive=--network=single_node_vni train.py",  # replaces the site's network
      ["--account=ABC123", "--gpus-per-node=8", "--cpus-per-task=7", "--gpu-bind=closest", "--signal=B:USR1@120",
@@ -135,8 +136,7 @@ def test_chain_is_submitted_completely_or_not_at_all(login: Login) -> None:
 
 
 @pytest.mark.parametrize("name", ["job.sh", "submission.json.unfinished"])
-def test_full_disk_is_reported_and_nothing_stays_in_the_queue(name: str, login: Login,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text = Path.write_text
 
     def full(path: Path, *args: object, **options: object) -> int:
@@ -191,8 +191,7 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
         assert login.commands.calls() == [] and login.submissions() == []
 
 
-def test_without_a_site_that_of_the_centre_or_of_the_scheduler_of_this_host_is_used(
-        login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_site_is_that_of_the_centre_or_scheduler(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     assert login.submit("run", "train.py").status == 0
     assert records.read(login.submissions()[0]).site == "generic-slurm"
     login.commands.add_submitter("qsub")
@@ -226,8 +225,7 @@ def test_python_without_torch_is_refused_unless_another_may_come(
     assert ("export PYTHON=" in done.out) == ("PYTHON=" in words or words.endswith("bash"))
 
 
-def test_resubmit_submits_the_same_job_in_a_new_folder(login: Login, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resubmit_submits_the_same_job_again(login: Login, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert login.submit("run", "--nodes", "3", "--chain", "2", "--env", "A=b \udcff", "train.py", "é").status == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

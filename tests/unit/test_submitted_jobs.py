@@ -132,9 +132,7 @@ def test_recorded_status_counts_where_the_scheduler_has_none(state: str, chain: 
 @pytest.mark.parametrize(("words", "states", "exit_status", "message"), [
     ("status 1", "down", 1, "does not respond"),
     ("status 1", "completed", 0, "job 1: completed, exit status 0\n  record: {folder}"),
-    ("status 1", "failed", 1, "job 1: failed, exit status 3"),
     ("status 1", "unknown", 1, "job 1: unknown"),
-    ("status 1", "stopped", 75, "job 1: stopped after saving, to be continued"),
     ("status 2 1", "stopped failed", 1, ""),
     # As after scancel of one job, which the later ones do not know until they start:
     *((f"status {number}", f"{state} queued queued", 1, message)
@@ -146,8 +144,7 @@ def test_recorded_status_counts_where_the_scheduler_has_none(state: str, chain: 
     ("list --folder nowhere", "", 0, "no submissions in nowhere"),
     ("logs 1", "queued", 1, "No output was found of job 1: queued"),
     ("cancel 1", "unknown unknown unknown", 1, "no job 1")])
-def test_exit_status_and_message_of_queries(words: str, states: str, exit_status: int, message: str,
-                                            chain: Submission, query: Query) -> None:
+def test_queries(words: str, states: str, exit_status: int, message: str, chain: Submission, query: Query) -> None:
     done = query(words, scripted(states))
     assert done.status == exit_status
     assert message.format(folder=chain.folder.relative_to(Path.cwd())) in done.out + done.err
@@ -168,8 +165,7 @@ def test_list_shows_the_latest_submissions_first(login: Login, chain: Submission
     ("stopped running queued", ["3", "2"]), ("unknown running queued", ["3", "2"]),
     ("running queued queued", ["3", "2", "1"]), ("completed cancelled cancelled", [])])
 @pytest.mark.parametrize("job_id", ["1", "2", "3"])
-def test_cancel_ends_what_is_left_of_a_chain(job_id: str, states: str, cancelled: list[str], chain: Submission,
-                                             query: Query) -> None:
+def test_cancel_ends_a_chain(job_id: str, states: str, cancelled: list[str], chain: Submission, query: Query) -> None:
     scheduler = scripted(states)
     done = query(f"cancel {job_id}", scheduler)
     assert scheduler.cancelled == cancelled  # the last first, so that none starts
@@ -267,8 +263,7 @@ def test_failure_or_success_cancels_the_rest_of_the_chain(ends: Callable[[], int
     assert (job.scheduler.cancelled, job.recorded) == (cancelled, status)
 
 
-def test_rest_of_a_chain_continues_a_job_that_lost_a_host_without_that_host(
-        job: InJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_continues_without_a_host_that_was_lost(job: InJob, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Allocation("pbs", "2", ("n1", "n2", "n3"), (1, 1, 1), (None,) * 3, (None,) * 3)
     monkeypatch.setattr(preflight, "current_allocation", lambda: hosts)
 
@@ -281,8 +276,7 @@ def test_rest_of_a_chain_continues_a_job_that_lost_a_host_without_that_host(
 
 
 @pytest.mark.parametrize(("extension", "recorded", "cancelled"), [(0.0, TIME_LIMIT, []), (1000.0, 3, ["3"])])
-def test_time_limit_is_recorded_unless_it_was_extended(extension: float, recorded: int | str, cancelled: list[str],
-                                                       job: InJob) -> None:
+def test_time_limit_is_recorded(extension: float, recorded: int | str, cancelled: list[str], job: InJob) -> None:
     reached = threading.Event()
 
     def seconds_left() -> float:

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again later
+STOP_FILE = "DDPKIT_STOP_FILE"  # in the jobs of submit.py: `submit stop` touches it
 
 
 _ADDRESS = re.compile(r"[0-9.]+|.*:.*")  # IPv4 or IPv6: what follows a dot is no domain

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..job.allocation import EXIT_REQUEUE
+from ..job.allocation import EXIT_REQUEUE, STOP_FILE
 from ..log import get_logger
 from ..monitor import launch_report
 from .agreement import StopAgreement
@@ -93,7 +93,8 @@ class StopSignal:
         margin: seconds to keep before the time limit, besides the save and the longest step.
         time_left: returns the seconds until the time limit, or None; called by a thread of rank 0.
             Default: the scheduler is queried.
-        file: a stop is requested when it appears or is touched.
+        file: a stop is requested when it appears or is touched. `ddpkit submit stop` touches
+            DDPKIT_STOP_FILE, which is watched as well.
         command: a stop is requested when it exits with status 0.
         poll_seconds: time between two checks of the file and of the command.
         rank_timeout: seconds to wait at a boundary for all ranks, which takes milliseconds.
@@ -152,6 +153,8 @@ class StopSignal:
                 sources.append(self._time_limit)
             if file is not None:
                 sources.append(StopFile(Path(file), poll_seconds))
+            if path := os.environ.get(STOP_FILE):
+                sources.append(StopFile(Path(path), poll_seconds))
             if command:
                 sources.append(StopCommand(command, poll_seconds))
         self._sources = SourceThreads(self._agreement.request, sources)

@@ -16,13 +16,12 @@ from typing import NamedTuple, NoReturn
 OLDEST = (3, 10)
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 KIT_PYTHON = os.path.join(KIT, ".venv", "bin", "python")  # made by setup_env.sh
-AT_START = "DDPKIT_PYTHON_AT_START"  # set by jobs/in_job.sh: python3 before the set-up lines
 STARTED_BY = "DDPKIT_STARTED_BY"  # set by restart(): the Python that the user started
 PROBE_TIMEOUT_SECONDS = 60  # a first start from a parallel file system may take half of that
 SYSTEM_FOLDERS = ("/usr/bin", "/bin", "/usr/local/bin")
 
 # Where a Python was found; ACTIVE: the user has activated or started it.
-SET_UP, RUNNING, PATH = "the job's set-up lines", "runs this script", "PATH"
+RUNNING, PATH = "runs this script", "PATH"
 ACTIVE = (RUNNING, "VIRTUAL_ENV", "CONDA_PREFIX")
 
 # Finds torch without importing it. A folder `torch` that is no package has no origin.
@@ -57,7 +56,7 @@ class Interpreter(NamedTuple):
 def choose(environ: "Mapping[str, str]", *, torch: bool = True) -> Interpreter:
     """Choose the first Python with torch.
 
-    The order is PYTHON, the job's set-up lines, active environments, PATH, the kit's .venv.
+    The order is PYTHON, the running one, active environments, PATH, the kit's .venv.
     environ: the environment of the ranks. torch: whether they need torch; if not, a Python without
     it is chosen where none has it.
     Raises InterpreterError where there is none, or where PYTHON names one that cannot be used.
@@ -125,12 +124,8 @@ def candidates(environ: "Mapping[str, str]") -> "Iterator[tuple[str, str]]":
 def _possible_paths(environ: "Mapping[str, str]") -> "Iterator[tuple[str | None, str]]":
     on_path = shutil.which("python3", path=environ.get("PATH", os.defpath))
     running = environ.get(STARTED_BY) or sys.executable
-    at_start = environ.get(AT_START)
-    if at_start is None:  # no job script: the user chose the Python that runs this
-        if not _of_system(running):
-            yield running, RUNNING
-    elif on_path is not None and on_path != at_start:
-        yield on_path, SET_UP
+    if not _of_system(running):
+        yield running, RUNNING
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if environ.get(name):
             yield os.path.join(environ[name], "bin", "python"), name
@@ -142,8 +137,7 @@ def _possible_paths(environ: "Mapping[str, str]") -> "Iterator[tuple[str | None,
         yield on_path, PATH
     yield KIT_PYTHON, "the kit's .venv"
     yield on_path, PATH
-    if at_start is None:
-        yield running, RUNNING
+    yield running, RUNNING
 
 
 def _of_system(path: str) -> bool:

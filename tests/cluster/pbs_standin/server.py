@@ -23,17 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.pbs_standin import commands
-from tests.cluster.pbs_standin.jobs import (
-    CAPACITY,
-    DOMAIN,
-    FINISHED,
-    SERVER,
-    UID,
-    Job,
-    Refused,
-    chunks,
-    placed,
-)
+from tests.cluster.pbs_standin.jobs import CAPACITY, DOMAIN, FINISHED, SERVER, UID, Job, Refused, chunks, placed
 
 KILL_DELAY = 30.0  # seconds from SIGTERM to SIGKILL; 10 in PBS, too few for a save on a busy machine of two cores
 # What a task runs on its host: become the user, and execute the program.

@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import fcntl
 import os
+import shlex
 import socket
 import stat
+import sys
 import termios
 from collections.abc import Sequence
 
@@ -102,7 +104,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run launch.py; return its exit status."""
-    args = parse(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words and os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
+        try:
+            words = words_of_pbs_job(os.environ.get("ARGS", ""))
+        except PlanError as error:
+            print_error(str(error))
+            return 2
+    args = parse(words)
     args.independent = args.independent or bool(os.environ.get(INDEPENDENT))
     try:
         _check_started_once()
@@ -131,6 +140,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(plan)
 
 
+def words_of_pbs_job(args: str) -> list[str]:
+    """Return the words of ARGS, which `qsub` passes to a script instead of arguments.
+
+    They are quoted as for a shell; nothing is expanded or run. Raises PlanError where the words
+    cannot be recovered: "qsub -v" makes a backslash of each quote, and drops what follows a comma
+    between quotes.
+    """
+    with_words = "qsub OPTIONS -- /path/to/pbs.sh train.py --epochs 3"
+    if "\\" in args:
+        raise PlanError(
+            f"ARGS is {args}. qsub changes quotes and backslashes in ARGS, and the words cannot be "
+            f"recovered. Expected words without them. Submit with: {with_words}"
+        )
+    try:
+        words = shlex.split(args)
+    except ValueError as error:
+        problem = f"ARGS is {args!r}: {error}. Expected words quoted as for a shell"
+        raise PlanError(problem) from None
+    if not words or not words[0]:
+        raise PlanError(
+            f"there is nothing to run: ARGS is {args.strip() or 'empty or not set'}, and the job "
+            'script has no arguments. qsub passes ARGS by the "#PBS -v" line of the script, which '
+            '"qsub -v" replaces, and "qsub -V" passes nothing in OpenPBS v23.06.06. Submit with: '
+            f'env ARGS="train.py --epochs 3" qsub OPTIONS /path/to/pbs.sh, or with: {with_words}'
+        )
+    return words
+
+
 def _python_for_ranks(args: argparse.Namespace) -> str:
     """Choose the Python for the ranks. InterpreterError where they need torch and none has it."""
     is_script = not args.container and interpreter.is_python(args.command)
@@ -140,8 +177,7 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
     if args.container and not needs_torch:
         environ.pop("PYTHON", None)  # that of the image
     chosen = interpreter.choose(environ, torch=needs_torch)
-    for name in (interpreter.AT_START, interpreter.STARTED_BY):
-        os.environ.pop(name, None)  # for this start only
+    os.environ.pop(interpreter.STARTED_BY, None)  # for this start only
     if needs_torch:
         print_status(str(chosen))
     return chosen.path

@@ -122,6 +122,9 @@ class Job:
         """
         paths = [f"module use {quote(path)}" for path in self.module_paths]
         modules = [f"module load {quote(module)}" for module in self.modules]
+        if paths or modules:  # csh passes no functions to a job
+            unset = "${MODULESHOME:?is not set, and there is no command module}"
+            paths.insert(0, f'type module >/dev/null 2>&1 || . "{unset}/init/bash"')
         exports = [f"export {name}={quote(value)}" for name, value in self.environment.items()]
         return [*paths, *modules, *exports, *self.setup]
 

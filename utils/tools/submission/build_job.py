@@ -27,6 +27,7 @@ COMMANDS = {
     "status": "print the status of jobs",
     "list": "list the latest submissions",
     "logs": "print the output of jobs",
+    "stop": "let running jobs save and stop, as at their time limit; StopSignal does it",
     "cancel": "cancel jobs, and what is left of their chains",
     "resubmit": "submit recorded jobs again, with the same options and a new folder",
     "doctor": "submit a job that checks the cluster, as doctor.py does",

@@ -7,6 +7,7 @@ a host, without that host.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...job import current_allocation, exclude_file
-from ...job.allocation import EXIT_REQUEUE, AllocationError, same_host
+from ...job.allocation import EXIT_REQUEUE, STOP_FILE, AllocationError, same_host
 from ...job.commands import SchedulerError
 from ...job.slurm_job import unique_job_id
 from ..launch import launch_cli as launch_cli
@@ -44,6 +45,7 @@ def main(words: Sequence[str]) -> int:
     if launch_words[:1] == ["--preflight"]:
         doctor_options, launch_words = shlex.split(launch_words[1]), launch_words[2:]
     os.environ[exclude_file.VARIABLE] = str(exclusion.path(folder.parent))
+    os.environ[STOP_FILE] = str(folder / records.STOP)
     scheduler, job_id = _this_job(os.environ)
     refused = refusal(scheduler, folder, previous) if previous else None
     if refused is not None:
@@ -57,6 +59,8 @@ def main(words: Sequence[str]) -> int:
         return status
 
     _remove_status(folder, job_id)
+    with contextlib.suppress(OSError):  # of the job before
+        (folder / records.STOP).unlink()
     limit = JobTimeLimit(folder, job_id)
     limit.watch()
     status, started = 1, int(time.time())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parents[2]  # utils/ of a checkout; site-packages/ddpkit
+PACKAGE = Path(__file__).resolve().parents[2]  # utils/ of a checkout; site-packages/ddpkit
 
 # The folder that holds jobs/: the package where pip installed it, the checkout otherwise.
-KIT = _PACKAGE if (_PACKAGE / "jobs").is_dir() else _PACKAGE.parent
+KIT = PACKAGE if (PACKAGE / "jobs").is_dir() else PACKAGE.parent
 JOBS = KIT / "jobs"
 
 # In messages: scripts/submit.py of a checkout, or the command that pip installed.

@@ -142,6 +142,21 @@ def _rows(
     return rows
 
 
+def stop(submission: Submission | None, job_id: str) -> int:
+    """Let a running job save and stop, by the file that its StopSignal watches."""
+    if submission is None:
+        note(
+            f"error: There is no record of job {job_id}. Give --folder, or touch the file that the "
+            "training gave to StopSignal."
+        )
+        return 1
+    (submission.folder / records.STOP).touch()
+    print(f"job {job_id}: saves and stops at its next step, where the training has a StopSignal")
+    if submission.after(job_id):
+        print(f"The next job of its chain continues it. To end it all: {PROGRAM} cancel {job_id}")
+    return 0
+
+
 def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> int:
     """Cancel a job and all that is left of its chain, the last first; return an exit status."""
     chain = [job_id]

@@ -22,6 +22,7 @@ LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.O
 # Recorded in place of an exit status:
 TIME_LIMIT = "time limit"  # the time limit was reached
 HOST_LOST = "host lost"  # a host failed, or was cut off
+STOP = "stop"  # a file in the folder of a submission: the running job saves and stops
 NOT_STARTED = "not started"  # the job before it in the chain had failed
 
 

@@ -31,7 +31,7 @@ from .build_job import (
     with_python,
 )
 from .following import follow, note
-from .paths import JOBS, KIT, PROGRAM
+from .paths import JOBS, PACKAGE, PROGRAM
 from .queries import combined_exit_status, dependency_is_over, is_over, query
 from .submissions import Submission
 
@@ -105,6 +105,9 @@ def _check_and_submit(
     return follow(partial(query, scheduler, submission), submission.logs, submission.job_ids)
 
 
+_WRITTEN = '# Written by "submit run". submission.json in this folder records the settings.'
+
+
 def job_script(
     scheduler: str,
     job: Job,
@@ -119,21 +122,25 @@ def job_script(
     previous_job_id: the job of the chain that this one continues. in_chain: whether it is in one.
     Raises JobError, which names the field, for a value that cannot be written into a script.
     """
-    template = (JOBS / "templates" / f"{scheduler}.sh").read_text(encoding="utf-8")
-    lines = [f"KIT={quote(str(KIT))}"]
+    lines, run = [], "launch"
     if folder is not None:
         lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
         lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
         if in_chain:
             # The id: a job that this one submits inherits the variable.
             lines.append(f'export {CHAIN_VARIABLE}="${{SLURM_JOB_ID-}}" # no requeue() in this job')
-        run = 'run job "$SUBMISSION" "$PREVIOUS"'
+        run = 'job "$SUBMISSION" "$PREVIOUS"'
         if job.preflight:
             run += f" --preflight {quote(shlex.join(job.preflight))}"
-        template = template.replace("run launch", run)
     elif job.preflight:
         lines.append(f"# first: doctor {shlex.join(job.preflight)}")
-    return get_scheduler(scheduler).render(job, template.replace("@kit@", "\n".join(lines)))
+    # The ready script without its options and its last two lines: set-up and command.
+    shebang, *ready = (JOBS / f"{scheduler}.sh").read_text(encoding="utf-8").splitlines()
+    first = [line for line in ready if line and not line.startswith("#")][:-2]
+    command = f"exec python3 {quote(str(PACKAGE))} {run} @command@"
+    head = [shebang, _WRITTEN, "@directives@", ""]
+    template = "\n".join([*head, *first, *lines, "@setup@", command, ""])
+    return get_scheduler(scheduler).render(job, template)
 
 
 # Resubmitting -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ Submit a training script as a Slurm or PBS job, and query submitted jobs.
 {PROGRAM} run --site lumi --nodes 2 --dry-run train.py       print the job script; submit nothing
 {PROGRAM} run --nodes 2 --time 12h --chain 5 train.py        five jobs; each continues the last
 {PROGRAM} doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
-{PROGRAM} list | status 1234 | logs 1234 | cancel 1234 | resubmit 1234
+{PROGRAM} list | status 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
 
 Each submission has a folder, jobs-out/NAME-DATE-TIME, with its scripts, settings and output.
 Exit status: 0: completed (`status`: or not finished yet). 75: saved, to be continued. Otherwise the
@@ -79,6 +79,8 @@ def _run(args: argparse.Namespace) -> int:
         return queries.print_list(args.folder, get_scheduler)
     if args.subcommand == "resubmit":
         return resubmit(args)
+    if args.subcommand == "stop":
+        return max(queries.stop(records.find(args.folder, one), one) for one in args.job_ids)
     return queries.combined_exit_status([_query(args, job_id) for job_id in args.job_ids])
 
 
