@@ -47,7 +47,8 @@ UNTIL_STOP = f"""\
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from utils import StopSignal, setup_distributed
+from utils import setup_distributed
+from utils.preemption import StopSignal
 
 with setup_distributed("gloo") as dist, StopSignal(dist, poll_seconds=0.5) as stop:
     runs = Path("runs")

@@ -1,4 +1,4 @@
-"""The ready job scripts, run as a scheduler runs them, from a copy in its spool folder; tests/cluster has real jobs."""
+"""The ready job scripts, run as a scheduler runs them, from a copy in its spool folder; real jobs: tests/cluster."""
 from __future__ import annotations
 
 import json
