@@ -116,7 +116,8 @@ def test_every_task_slot_or_gpu_gets_a_rank(jobs: Jobs, options: str, expected: 
 @pytest.mark.parametrize("args", [None, "it's", f"'{TRAIN}'", '"a, b"', "a\\ b"])
 def test_words_that_qsub_loses_or_changes_are_refused(pbs_jobs: PbsJobs, args: str | None) -> None:
     env = {} if args is None else {"ARGS": args}
-    submitted = pbs_jobs.cluster.run(HEAD, ["qsub", "-l", TWO_BY_TWO, pbs_jobs.ready_script()], cwd=pbs_jobs.path, env=env)
+    words = ["qsub", "-l", TWO_BY_TWO, pbs_jobs.ready_script()]
+    submitted = pbs_jobs.cluster.run(HEAD, words, cwd=pbs_jobs.path, env=env)
     if args in (None, "it's"):
         assert submitted.status == 1 and "cannot send environment with the job" in submitted.output
     else:

@@ -153,6 +153,11 @@ def copy_kit(folder: Path) -> Path:
     kit = folder / "ddp-kit"
     ignored = shutil.ignore_patterns(".git", ".venv*", ".mpi", "tests", "__pycache__", ".*_cache", "checkpoints*")
     shutil.copytree(ROOT, kit, ignore=ignored)
+    programs = kit / ".venv" / "bin"  # as setup_env.sh makes it, which takes minutes
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f"PATH='{programs}':$PATH\n")
+    (programs / "ddpkit").write_text(f"#!/bin/sh\nexec {sys.executable} '{kit}/utils' \"$@\"\n")
+    (programs / "ddpkit").chmod(0o755)
     return kit
 
 
