@@ -188,7 +188,8 @@ def setup_distributed(
       function that closes the process group.
     - A thread holds a connection to rank 0. It ends the process with status 1 when another rank
       dies during the start, when this rank hangs and all others have stopped, or when a host does
-      not respond for 60 s and this rank then enters no collective for 20 s.
+      not respond for 60 s and this rank then waits in a collective for 20 s, or enters none for
+      five minutes.
     - It enables faulthandler, which prints the Python stacks when a signal such as SIGABRT kills
       the process.
     - It ends the process with status 1 when the ranks hang, if hang_timeout is given, and when the

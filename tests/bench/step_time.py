@@ -256,14 +256,7 @@ def report(fitted_rows: list[Row], rows: list[Row]) -> str:
         f"- Nominal links, the {len(rows)} outside the fit: {errors(rows, NOMINAL)}.",
         f"- Fitted links, the {len(rows)} outside the fit: {errors(rows, fitted)}.", "",
         f"Fitted: {fitted.share:.1%} of the rate, {fitted.latency * 1e3:.1f} ms per message, "
-        f"{fitted.host_rate / 1e6:.0f} MB/s that gloo moves on all cores.", "",
-        "| Mbit/s | delay, ms | ranks | training | computed, ms | measured, ms | nominal, ms | error | fitted, ms | "
-        "error |", "|---|---|---|---|---|---|---|---|---|---|"]
-    for row in fitted_rows + rows:
-        times = [f"{1e3 * time:.0f} | {time / row.measured - 1:+.0%}"
-                 for time in (predict(row), predict(row, fitted))]
-        lines.append(f"| {row.rate} | {row.delay} | {row.ranks} | {CASES[row.case]} | {1e3 * row.computed:.0f} | "
-                     f"{1e3 * row.measured:.0f} | {' | '.join(times)} |")
+        f"{fitted.host_rate / 1e6:.0f} MB/s that gloo moves on all cores."]
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ This file is also the program of the ranks.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import random
 import signal
@@ -79,6 +80,27 @@ def one_calls_it_more_often(dist: Any) -> None:
     assert stop.exit_status == 0
 
 
+def wait_in_the_store(dist: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.store.wait(["never"], datetime.timedelta(seconds=4))
+
+
+def one_waits_in_the_store(dist: Any) -> None:
+    """A wait of a script in the store of the process group does not hold the request up."""
+    from utils.preemption import StopSignal
+
+    with StopSignal(dist) as stop:
+        dist.barrier()
+        if dist.is_main:
+            stop.request("a test")
+        if dist.rank == 1:
+            threading.Thread(target=wait_in_the_store, args=(dist,)).start()
+        start = time.monotonic()
+        wait_for_stop(stop)
+        assert stop.stopped and time.monotonic() - start < 3
+    dist.barrier()
+
+
 def one_rank_fails(dist: Any) -> None:
     """Rank 1 leaves with an error, and srun sends SIGTERM to the others at once: this is no preemption."""
     from utils.preemption import StopSignal
@@ -142,6 +164,7 @@ def main() -> None:
         in_evaluation = [all_stop_at_one_boundary(dist, common, private) for _ in range(ROUNDS)]
         assert any(in_evaluation)
         one_calls_it_more_often(dist)
+        one_waits_in_the_store(dist)
         one_rank_fails(dist)
         one_rank_hangs(dist, gather(os.getpid()))
         dist.barrier()

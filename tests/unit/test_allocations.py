@@ -10,7 +10,7 @@ from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_job, pbs_rec
 from utils.job import current_allocation
 from utils.job.allocation import Allocation, AllocationError
 from utils.job.commands import SchedulerError, decode
-from utils.job.pbs_job import chunk_resources, listing, objects, parse_time, read_nodefile
+from utils.job.pbs_job import chunk_resources, listing, objects, read_nodefile
 from utils.job.slurm_job import gpu_count
 
 
@@ -203,12 +203,6 @@ def test_a_job_with_odd_values_is_read(name: str) -> None:
     assert job["job_state"] == "H"
 
 
-def test_a_value_that_looks_like_a_line_of_the_listing() -> None:
-    text = ("Job Id: 1.h\n    job_state = R\n    Variable_List = F=() {\n    job_state = F\n"
-            "    job_state.x = F\n\t},G=1\n    comment = x\n")
-    assert listing(text)["1.h"] == {"job_state": "R", "Variable_List": "F=() {", "comment": "x"}
-
-
 @pytest.mark.parametrize("text", ["", "Connection refused", "[1]", '{"Jobs": {"1": 2}}'])
 def test_output_of_another_form_is_an_error(text: str) -> None:
     with pytest.raises(SchedulerError, match="Expected a JSON object of Jobs"):
@@ -220,9 +214,3 @@ def test_output_of_another_form_is_an_error(text: str) -> None:
 def test_chunks_match_hosts_where_vnodes_have_other_names() -> None:
     vnodes = "(n1:ncpus=2:ngpus=1)+(n2[0]:ncpus=1:mem=5kb+n2[1]:ncpus=1)"
     assert chunk_resources("n1/0*2+n2/0", vnodes) == [("n1", {"ncpus": 2, "ngpus": 1}), ("n2", {"ncpus": 2})]
-
-
-def test_times_are_read_in_any_locale() -> None:
-    early, late = parse_time("Sat Nov 21 03:56:14 2026"), parse_time("Sat Nov 21 03:57:14 2026")
-    assert early is not None and late is not None and late - early == 60
-    assert parse_time("morgen") is None

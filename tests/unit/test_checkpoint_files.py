@@ -274,27 +274,3 @@ def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path, caplog: 
         assert "another process is saving" in caplog.text
     save(tmp_path, 2)
     assert of_running not in os.listdir(tmp_path)
-
-
-def test_save_of_another_host_that_cannot_be_read_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a stale handle of NFS: its newest file may be new."""
-    other = tmp_path / f".saving-elsewhere.{owner.owner().partition('.')[2]}.0123"
-    other.mkdir()
-    os.utime(other, (1, 1))
-    read, unreadable = os.listdir, [other]
-
-    def listdir(path: Any) -> list[str]:
-        if path in unreadable:
-            unreadable.clear()
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return read(path)
-
-    monkeypatch.setattr(os, "listdir", listdir)
-    save(tmp_path, 1)
-    assert other.exists() and not unreadable
-
-
-def test_a_process_that_cannot_be_looked_up_may_be_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert owner.is_running(owner.owner()) is True
-    monkeypatch.setattr(process, "boot_id", str)  # as without /proc
-    assert owner.is_running(owner.owner()) is None

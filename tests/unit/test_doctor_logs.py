@@ -90,7 +90,7 @@ def test_cause_rank_host_and_restart(text: str, expected: Found | None) -> None:
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
 def test_each_pattern_finds_its_cause(cause: FailureCause) -> None:
-    """No other row of the table, and of docs/troubleshooting.md, comes first."""
+    """No other row of the table comes first."""
     for pattern in cause.patterns:
         if cause.reporter == "kit":
             pattern = pattern.replace("[rank ...", "[rank 3/8 n2").replace("rank ... on ...", "rank 3 on n2") + "7) "
@@ -175,14 +175,6 @@ def test_reader_that_has_ended_is_no_error(words: list[str]) -> None:
                           stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
-
-
-def test_documentation_has_the_table() -> None:
-    page, restart = (ROOT / "docs/troubleshooting.md").read_text(), {True: "yes", False: "no", None: "maybe"}
-    for cause in CAUSES:
-        symptoms = "<br>".join(f"`{text.lstrip('^').strip()}`" for text in cause.patterns[:4])
-        cells = symptoms, f"**{cause.name}**: {cause.meaning}", cause.check, cause.remedy, restart[cause.restart]
-        assert f"\n| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |\n" in page, cause.name
 
 
 START = "4 ranks on 2 hosts by launch.py, backend gloo, rank 0 at 10.0.0.1:29500\n"

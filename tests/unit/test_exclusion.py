@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,21 @@ def test_hosts_are_listed_for_a_day_with_their_reason(tmp_path: Path) -> None:
     assert [entry.host for entry in found] == ["n1", "n3", "n4.site.org"]
     assert [entry.reason for entry in found] == ["no disk", "", "storage: read-only and so on"]
     assert found[1].since is None and abs((found[2].since or 0) - time.time()) < 60
-    assert "n2 " not in file.read_text()
     exclude_file.add(file, {"n1": "again"})  # is listed once
     assert [entry.reason for entry in exclude_file.read(file) if entry.host == "n1"] == ["again"]
     assert list(tmp_path.iterdir()) == [file]
     assert exclude_file.listed(file, ["n1.site.org", "n2", "n4", "n5"]) == ["n1.site.org", "n4"]
+
+
+def test_jobs_that_add_hosts_at_once_lose_none(tmp_path: Path) -> None:
+    file = tmp_path / "bad-hosts.txt"
+    hosts = [f"n{number}" for number in range(40)]
+    threads = [threading.Thread(target=exclude_file.add, args=(file, {host: "no disk"})) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {entry.host for entry in exclude_file.read(file)} == set(hosts)
 
 
 # Slurm ------------------------------------------------------------------------------------------------------------

@@ -134,6 +134,13 @@ def test_torchrun_of_its_own_in_each_task_is_an_error(outer: str) -> None:
         assert place(healthy, ancestors) == Placement("torchrun", 0, 1, 0, 1)
 
 
+def test_explain_prints_json() -> None:
+    done = explain({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                    "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "--json")
+    found = json.loads(done.stdout)
+    assert (found["launcher"], found["rank"], found["world_size"]) == ("openmpi", 1, 2) and found["reason"]
+
+
 def explain(environ: Environ, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "utils.launchers", *arguments]
     return subprocess.run(command, env={"PATH": os.environ["PATH"], **environ}, cwd=ROOT,

@@ -17,7 +17,7 @@ import torch
 from tests.faults.programs import run_ranks
 from tests.unit.programs import ROOT, python
 from utils.metrics import Metrics
-from utils.metrics.run_log import FILE_NAME, RunLog
+from utils.metrics.run_log import FILE_NAME
 from utils.metrics.trackers import TensorBoard
 from utils.tools import charts
 from utils.tools.read_run import read_run
@@ -120,12 +120,6 @@ def test_full_disk_delays_lines(
         metrics.log(step, loss=1.0)
     metrics.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6] and caplog.text.count("cannot write") == 1
-
-
-def test_log_of_a_million_steps_is_cut_at_its_end(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 100_001)))
-    log = RunLog(tmp_path / FILE_NAME, 99_990)
-    assert log.last_step == 99_990 and (tmp_path / FILE_NAME).read_bytes().endswith(b'{"step": 99990}\n')
 
 
 def test_progress_lines_are_means(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

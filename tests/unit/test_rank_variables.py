@@ -16,7 +16,7 @@ VALUES = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE":
           "NODE_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29000"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
          "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_GTIDS": "0,1", "SLURM_NODEID": "0"}
-TORCHRUN = {**VALUES, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/1/error.json"}
+TORCHRUN = {**VALUES, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/a b/error.json"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 LAUNCHERS = {"slurm": SLURM, "torchrun": TORCHRUN, "env": VALUES, "mpich": MPICH, "none": {}}
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.job import exclude_file
 from utils.job.allocation import Allocation
 from utils.job.commands import SchedulerError
+from utils.preemption import StopSignal
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.scheduler import Status
 from utils.tools.submission import following, preflight
@@ -159,6 +161,30 @@ def test_list_shows_the_latest_submissions_first(login: Login, chain: Submission
     lines = [line.split()[:3] for line in done.out.splitlines()]
     assert [line[0] for line in lines] == ["JOB", "101", "1", "2", "3"]
     assert lines[1][1] == "unknown" and lines[3][1:] == ["stopped", "(75)"] and "other" in done.out
+
+
+def test_json_has_a_line_for_each_job(chain: Submission, query: Query) -> None:
+    rows = [json.loads(line) for line in query("list --json", scripted("completed running queued")).out.splitlines()]
+    assert [(row["job"], row["state"]) for row in rows] == [("1", "completed"), ("2", "running"), ("3", "queued")]
+    done = query("status --json 1 2", scripted("failed running queued"))
+    one, two = map(json.loads, done.out.splitlines())
+    assert (one["state"], one["exit_code"], two["state"]) == ("failed", 3, "running")
+    assert Path(two["folder"]).name == "train-1"
+    assert done.status == 1
+
+
+def test_stop_touches_the_file_that_the_running_job_watches(
+        login: Login, chain: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = login.submit("stop", "2")
+    assert done.status == 0 and (chain.folder / "stop").exists() and "cancel 2" in done.out
+    done = login.submit("stop", "77")
+    assert done.status == 1 and "no record of job 77" in done.err
+    monkeypatch.setenv("DDPKIT_STOP_FILE", str(chain.folder / "stop"))
+    with StopSignal(time_left=lambda: None, poll_seconds=0.05) as stop:
+        assert not stop.should_stop()
+        os.utime(chain.folder / "stop", (1, 1))
+        wait_until(stop.should_stop, "the stop")
+        assert "stop" in stop.reason
 
 
 @pytest.mark.parametrize(("states", "cancelled"), [

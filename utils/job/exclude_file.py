@@ -7,7 +7,6 @@ remove a line, or add one with a name alone, which does not expire.
 from __future__ import annotations
 
 import calendar
-import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from .allocation import same_host
 
 VARIABLE = "DDPKIT_EXCLUDE_FILE"  # in the jobs of submit.py: the path of the file
 LIFETIME_SECONDS = 24 * 3600.0
+_HEADER = "# Hosts that jobs avoid: name, time, reason. Remove the lines of one to allow it."
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -36,27 +36,21 @@ def read(path: str | os.PathLike[str]) -> list[Entry]:
     except OSError:
         return []
     oldest = time.time() - LIFETIME_SECONDS
-    return [entry for entry in entries if entry.since is None or entry.since >= oldest]
+    newest = {entry.host: entry for entry in entries}
+    return [entry for entry in newest.values() if entry.since is None or entry.since >= oldest]
 
 
 def add(path: str | os.PathLike[str], reasons: Mapping[str, str]) -> None:
-    """Write hosts with the reasons why they are bad, and drop entries that have expired.
+    """Append hosts with the reasons why they are bad: other jobs may do so at the same time.
 
     Raises OSError.
     """
-    kept = [entry for entry in read(path) if not _names(entry.host, reasons)]
     now = time.time()
-    entries = [*kept, *(Entry(host, now, reason) for host, reason in reasons.items())]
-    unfinished = f"{os.fspath(path)}.{os.getpid()}.unfinished"
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write("# Hosts that jobs avoid: name, time, reason. Remove a line to allow one.\n")
-            file.writelines(map(_format, entries))
-        os.replace(unfinished, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
-        raise
+    text = "".join(_format(Entry(host, now, reason)) for host, reason in reasons.items())
+    with open(path, "a", encoding="utf-8") as file:
+        if file.tell() == 0:
+            text = f"{_HEADER}\n{text}"
+        file.write(text)  # in one call of write(2)
 
 
 def listed(path: str | os.PathLike[str], hosts: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,16 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     names = ", ".join(dict.fromkeys(one.name for one in LAUNCHERS))
     parser.add_argument("launcher", nargs="?", help=f"use this one; skip detection: {names}")
-    requested = parser.parse_args(arguments).launcher
+    parser.add_argument("--json", action="store_true", help="print the placement as JSON")
+    args = parser.parse_args(arguments)
     try:
-        found = find_launcher(launcher=requested)
+        found = find_launcher(launcher=args.launcher)
     except (LaunchError, ValueError) as error:
         print(f"the rank is unknown: {error}", file=sys.stderr)
         return 1
 
     placement, used = found.placement, found.launcher.variables
+    places = ("rank", "world_size", "local_rank", "local_world_size")
+    if args.json:
+        values = {name: getattr(placement, name) for name in ("launcher", *places, "notes")}
+        print_result(json.dumps({**values, "reason": found.reason}))
+        return 0
     lines = [f"launcher          {placement.launcher}: {found.reason}"]
-    for name in ("rank", "world_size", "local_rank", "local_world_size"):
+    for name in places:
         value = getattr(placement, name)
         lines.append(f"{name:<17} {_UNKNOWN if value is None else value}")
 

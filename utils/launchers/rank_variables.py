@@ -7,6 +7,7 @@ process that the variables belong to.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
@@ -47,7 +48,7 @@ def set_variables(
     for name in _RECORDED:
         if name in environ:
             words.append(f"{'+' if name in added else ''}{name}={environ[name]}")
-    environ[MARKER] = " ".join(words)
+    environ[MARKER] = json.dumps(words)  # values may have blanks
 
 
 class InheritedVariables:
@@ -60,7 +61,7 @@ class InheritedVariables:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        pid, self._start_time, *words = environ[MARKER].split(" ")
+        pid, self._start_time, *words = json.loads(environ[MARKER])
         self._pid = int(pid) if pid.isdecimal() else 0
         recorded = dict(word.lstrip("+").partition("=")[::2] for word in words)
         added = [word[1:].partition("=")[0] for word in words if word.startswith("+")]
@@ -98,8 +99,7 @@ class InheritedVariables:
 
 def inherited_variables(environ: Mapping[str, str]) -> InheritedVariables | None:
     """Return the variables that a rank has set in this environment; None where it has set none."""
-    is_marked = len(environ.get(MARKER, "").split(" ")) > 2
-    return InheritedVariables(environ) if is_marked else None
+    return InheritedVariables(environ) if MARKER in environ else None
 
 
 def launch_rank(environ: Mapping[str, str]) -> str:

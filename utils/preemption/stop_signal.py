@@ -320,7 +320,9 @@ def _communicator(dist: Distributed | None) -> StoreCommunicator | None:
 
     from ..coordination import StoreCommunicator  # imports torch, which one process can do without
 
-    return StoreCommunicator(f"stop/{number}", dist.rank, dist.world_size, dist.store)
+    # A wait of the script in its store would hold this one up.
+    store = dist.store.clone()  # type: ignore[attr-defined]
+    return StoreCommunicator(f"stop/{number}", dist.rank, dist.world_size, store)
 
 
 def _report_stop() -> int:

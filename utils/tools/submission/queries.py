@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from .paths import PROGRAM
 from .submissions import Submission
 
 MAX_LISTED = 20  # submissions
+_COLUMNS = ("job", "state", "submitted", "name", "folder")
 
 
 def combined_exit_status(statuses: Sequence[int]) -> int:
@@ -70,9 +73,15 @@ def _is_more_exact(status: Status, recorded: Status) -> bool:
     return status.state == "failed" and recorded.state in ("never_ran", "node_fail")
 
 
-def print_status(scheduler: Scheduler, submission: Submission | None, job_id: str) -> int:
+def print_status(
+    scheduler: Scheduler, submission: Submission | None, job_id: str, as_json: bool = False
+) -> int:
     """Print a job's status and the failed jobs before it in its chain; return an exit status."""
     status = query_or_recorded(scheduler, submission, job_id)
+    if as_json:
+        folder = str(submission.folder) if submission is not None else None
+        print(json.dumps({**dataclasses.asdict(status), "folder": folder}))
+        return _exit_status(status)
     print(describe(status))
     failed_before = False
     if submission is not None:
@@ -91,19 +100,29 @@ def print_status(scheduler: Scheduler, submission: Submission | None, job_id: st
             )
         print(f"  record: {submission.folder}")
 
-    if status.state == "stopped" and not failed_before:
+    return int(failed_before) or _exit_status(status)
+
+
+def _exit_status(status: Status) -> int:
+    if status.state == "stopped":
         return EXIT_REQUEUE
-    failed = status.state == "unknown" or (status.ended and status.state != "completed")
-    return int(failed_before or failed)
+    return int(status.state == "unknown" or (status.ended and status.state != "completed"))
 
 
-def print_list(parent: Path, scheduler_named: Callable[[str], Scheduler]) -> int:
+def print_list(
+    parent: Path, scheduler_named: Callable[[str], Scheduler], as_json: bool = False
+) -> int:
     """Print a line for each job of the latest submissions in a folder, the newest first."""
     submissions = records.read_all(parent)
+    if as_json:
+        for submission in submissions[:MAX_LISTED]:
+            for row in _rows(submission, scheduler_named(submission.scheduler), parent):
+                print(json.dumps(dict(zip(_COLUMNS, row, strict=True))))
+        return 0
     if not submissions:
         note(f"no submissions in {parent}")
         return 0
-    rows = [("JOB", "STATE", "SUBMITTED", "NAME", "FOLDER")]
+    rows: list[tuple[str, ...]] = [tuple(map(str.upper, _COLUMNS))]
     for submission in submissions[:MAX_LISTED]:
         rows += _rows(submission, scheduler_named(submission.scheduler), parent)
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -119,10 +138,8 @@ def print_list(parent: Path, scheduler_named: Callable[[str], Scheduler]) -> int
     return 0
 
 
-def _rows(
-    submission: Submission, scheduler: Scheduler, parent: Path
-) -> list[tuple[str, str, str, str, str]]:
-    rows = []
+def _rows(submission: Submission, scheduler: Scheduler, parent: Path) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     failed_before = False
     for job_id in submission.job_ids:
         try:

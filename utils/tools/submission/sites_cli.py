@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import sys
 from collections import Counter
@@ -59,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return _new(args.output)
         sites = args.sites or profiles.names()
         if args.subcommand == "check":
-            return _check(sites)
+            return _check(sites, args.json)
         print("\n\n".join(explain(profiles.load(site)) for site in sites))
         return 0
     except (ProfileError, SchedulerError) as error:
@@ -88,6 +89,7 @@ def _parser() -> ArgumentParser:
         metavar="SITE",
         help="a name, or a file (default: all of the kit)",
     )
+    group("--json", action="store_true", help="check: print the findings as JSON")
     group = parser.add_argument_group("new").add_argument
     group("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
     return parser
@@ -134,16 +136,17 @@ def _shown(profile: Profile, key: str, entry: str) -> str:
     return entry or str(getattr(profile, key))
 
 
-def _check(sites: Sequence[str]) -> int:
+def _check(sites: Sequence[str], as_json: bool) -> int:
     rules = load_rules()
-    num_findings = 0
-    for site in sites:
-        findings = check(profiles.load(site), rules)
-        num_findings += len(findings)
+    found = {site: check(profiles.load(site), rules) for site in sites}
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return int(any(found.values()))
+    for site, findings in found.items():
         print(f"{site}: {len(findings) or 'no'} finding{'s' if len(findings) != 1 else ''}")
         for finding in findings:
             print(f"  - {finding}")
-    return int(num_findings > 0)
+    return int(any(found.values()))
 
 
 def _new(output: Path | None) -> int:

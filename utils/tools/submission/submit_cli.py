@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.subcommand in ("run", "doctor"):
         return run(args)
     if args.subcommand == "list":
-        return queries.print_list(args.folder, get_scheduler)
+        return queries.print_list(args.folder, get_scheduler, args.json)
     if args.subcommand == "resubmit":
         return resubmit(args)
     if args.subcommand == "stop":
@@ -89,7 +89,7 @@ def _query(args: argparse.Namespace, job_id: str) -> int:
     name = submission.scheduler if submission else choose_profile(args.site).scheduler
     scheduler = get_scheduler(name)
     if args.subcommand == "status":
-        return queries.print_status(scheduler, submission, job_id)
+        return queries.print_status(scheduler, submission, job_id, args.json)
     if args.subcommand == "logs":
         return queries.print_logs(scheduler, submission, job_id, args.follow)
     return queries.cancel(scheduler, submission, job_id)
@@ -160,6 +160,8 @@ def _parser(name: str) -> ArgumentParser:
             default=os.environ.get(SITE) or None,
             help="for a job that has no record in --folder",
         )
+    if name in ("status", "list"):
+        parser.add_argument("--json", action="store_true", help="print a line of JSON for each job")
     if name == "logs":
         parser.add_argument("--follow", action="store_true", help="print output until the job ends")
     if name == "resubmit":

@@ -344,7 +344,7 @@ def _networks(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
             yield Finding(
                 Level.WARNING,
                 one.facts.warning,
-                "See docs/troubleshooting.md, and check again with --only collectives",
+                "See docs/when-it-fails.md, and check again with --only collectives",
                 hosts=(one.place.host,),
             )
 
