@@ -85,8 +85,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     what = parser.add_argument_group("what is trained (one of three)")
     what.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
-    what.add_argument("--model", metavar="MODULE:FUNCTION")
-    what.add_argument("--parameters", type=float, metavar="N")
+    what.add_argument("--model", metavar="MODULE:FUNCTION", help="a factory function")
+    what.add_argument("--parameters", type=float, metavar="N", help="number of parameters")
     what.add_argument(
         "--trace-timeout",
         type=float,
@@ -96,9 +96,17 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
-    how.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw")
-    how.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    how.add_argument("--accumulate", type=int, default=1, metavar="STEPS")
+    how.add_argument(
+        "--optimizer", choices=OPTIMIZER_STATES, default="adamw", help="default: adamw"
+    )
+    how.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default: fp32")
+    how.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="micro-batches per optimizer step (1)",
+    )
     how.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of DDP")
     how.add_argument(
         "--shard",
@@ -122,8 +130,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     where = parser.add_argument_group("where it runs")
     where.add_argument("--site", metavar="NAME|FILE", help="a profile (see sites.py list)")
     where.add_argument("--gpu", metavar="TYPE", help="an accelerator of jobs/hardware.yaml")
-    where.add_argument("--gpus-per-node", type=int, metavar="N")
-    where.add_argument("--nodes", type=int, metavar="N")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs on each node")
+    where.add_argument("--nodes", type=int, metavar="N", help="nodes of the job")
     where.add_argument("--gpus", type=int, metavar="N", help="instead of --nodes")
     where.add_argument("--inside", metavar="LINK|B/S", help="link of each GPU within a node")
     where.add_argument("--between", metavar="LINK|B/S", help="links of a node: '4 slingshot-200'")
@@ -131,7 +139,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     where.add_argument("--links", type=Path, metavar="FILE", help="links measured by bench.py")
     where.add_argument("--ring", action="store_true", help="rings only, as in gloo")
     out = parser.add_argument_group("what is printed")
-    out.add_argument("--json", action="store_true")
+    out.add_argument("--json", action="store_true", help="the prediction as JSON")
     out.add_argument("--html", type=Path, metavar="FILE", help="a page with sliders")
     args = parser.parse_args(words)
     if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
