@@ -110,7 +110,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_lead_somewhere_and_pictures_are_small() -> None:
-    for page in [*pages.pages(), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    for page in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "jobs").rglob("*.md"), *ROOT.glob("*.md")]:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
             found = page.parent / target if target else page
             assert found.exists(), f"{page.name}: {target}"
