@@ -1,13 +1,16 @@
 """Pages that have to stay short, and lists that have to be whole."""
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.docs.pages import ROOT
+from utils.tools.submission import profiles
 
 
 @pytest.mark.parametrize(("page", "lines"), [("README.md", 100), ("AGENTS.md", 40), ("docs/cli.md", 150),
-                                              ("docs/api.md", 110)])
+                                              ("docs/api.md", 110), ("jobs/README.md", 40), ("docs/profiles.md", 115)])
 def test_a_page_stays_short(page: str, lines: int) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= lines
 
@@ -16,3 +19,15 @@ def test_all_examples_are_listed() -> None:
     page = (ROOT / "examples" / "README.md").read_text()
     examples = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
     assert examples and [name for name in examples if f"]({name})" not in page] == []
+
+
+def row_of_table(profile: profiles.Profile) -> str:
+    cluster, gpus = re.fullmatch(r"(.*?)(?: \(([^,)]*).*)?", profile.title).groups("")  # type: ignore[union-attr]
+    page = profile.origins.get("gpus_per_node", profile.origins["launcher"]).source
+    scheduler = {"slurm": "Slurm", "pbs": "PBS"}[profile.scheduler]
+    return f"| `{profile.name}` | {cluster} | {scheduler} | {gpus} | [{page.split('/')[2]}]({page}) |"
+
+
+def test_table_of_profiles_is_that_of_jobs_sites() -> None:
+    table = (ROOT / "docs" / "profiles.md").read_text().rpartition("|---|\n")[2]
+    assert table.splitlines() == [row_of_table(profiles.load(name)) for name in profiles.names()]

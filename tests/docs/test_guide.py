@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import killed_at_end
-from tests.docs import pages, sites
+from tests.docs import pages
 from tests.docs.pages import GUIDE, ROOT, Shell
 
 FENCES = {"console", "console slurm", "console pbs", "console site", "diff", "python"}
@@ -82,11 +82,6 @@ def test_diffs_are_those_of_the_scripts() -> None:
         zip(scripts, scripts[1:], strict=False))
 
 
-def test_page_of_sites_is_that_of_the_profiles() -> None:
-    """To write it again: python -m tests.docs.sites --write."""
-    assert sites.site_guide() == sites.PAGE.read_text()
-
-
 def test_every_block_is_run_or_marked_as_an_example_of_a_site() -> None:
     not_run: Counter[str] = Counter()
     for page in pages.pages():
@@ -110,7 +105,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_lead_somewhere_and_pictures_are_small() -> None:
-    for page in [*pages.pages(), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    for page in [*pages.pages(), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "jobs" / "README.md"]:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
             found = page.parent / target if target else page
             assert found.exists(), f"{page.name}: {target}"
