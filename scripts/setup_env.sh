@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository with the packages that the examples and submit.py need (torch, numpy, pyyaml). It may be
+# Makes .venv in the repository with the packages that the examples and submit.py need (torch, numpy, pyyaml) and ddpkit. It may be
 # run again: a complete .venv is left as it is, and an interrupted installation is repeated.
 #
 #   scripts/setup_env.sh [--tests]
@@ -125,8 +125,9 @@ for line in "${wanted[@]}"; do
     if ! grep -qxF -- "$line" "$state"; then missing+=("$line"); fi
 done
 
+ready="$venv is ready: source $(printf '%q' "$venv/bin/activate")"
 if [ ${#missing[@]} -eq 0 ]; then
-    print_status "$venv is ready"
+    print_status "$ready"
     exit 0
 fi
 
@@ -143,4 +144,4 @@ pip_install "$torch" "${missing[@]}"
     printf '%s\n' "${wanted[@]}" "$kept" | sort -u | sed "/^$/d"
 } >"$state.new"
 mv "$state.new" "$state"
-print_status "$venv is ready"
+print_status "$ready"

@@ -6,11 +6,12 @@ import re
 import pytest
 
 from tests.docs.pages import ROOT
+from utils.tools.submission import profiles
 
 
 @pytest.mark.parametrize(("page", "lines"), [("README.md", 100), ("AGENTS.md", 40), ("docs/cli.md", 150),
-                                              ("docs/api.md", 110), ("docs/centres.md", 110),
-                                              ("docs/decisions.md", 40)])
+                                              ("docs/api.md", 110), ("jobs/README.md", 40), ("docs/profiles.md", 115),
+                                              ("docs/centres.md", 110), ("docs/decisions.md", 40)])
 def test_a_page_stays_short(page: str, lines: int) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= lines
 
@@ -25,3 +26,15 @@ def test_centres_learn_of_every_variable_and_of_no_other() -> None:
     name = r"DDPKIT_[A-Z_]+"
     in_code = {found for path in (ROOT / "utils").rglob("*.py") for found in re.findall(name, path.read_text())}
     assert in_code == set(re.findall(name, (ROOT / "docs" / "centres.md").read_text()))
+
+
+def row_of_table(profile: profiles.Profile) -> str:
+    cluster, gpus = re.fullmatch(r"(.*?)(?: \(([^,)]*).*)?", profile.title).groups("")  # type: ignore[union-attr]
+    page = profile.origins.get("gpus_per_node", profile.origins["launcher"]).source
+    scheduler = {"slurm": "Slurm", "pbs": "PBS"}[profile.scheduler]
+    return f"| `{profile.name}` | {cluster} | {scheduler} | {gpus} | [{page.split('/')[2]}]({page}) |"
+
+
+def test_table_of_profiles_is_that_of_jobs_sites() -> None:
+    table = (ROOT / "docs" / "profiles.md").read_text().rpartition("|---|\n")[2]
+    assert table.splitlines() == [row_of_table(profiles.load(name)) for name in profiles.names()]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import killed_at_end
-from tests.docs import pages, sites
+from tests.docs import pages
 from tests.docs.pages import GUIDE, ROOT, Shell
 
 FENCES = {"console", "console slurm", "console pbs", "console site", "diff", "python"}
@@ -80,11 +80,6 @@ def test_diffs_are_those_of_the_scripts() -> None:
     scripts = sorted(path.name for path in (GUIDE / "steps").glob("*.py"))
     assert [(Path(first).name, Path(second).name) for first, second, _ in compared] == list(
         zip(scripts, scripts[1:], strict=False))
-
-
-def test_page_of_sites_is_that_of_the_profiles() -> None:
-    """To write it again: python -m tests.docs.sites --write."""
-    assert sites.site_guide() == sites.PAGE.read_text()
 
 
 def test_every_block_is_run_or_marked_as_an_example_of_a_site() -> None:

@@ -58,6 +58,11 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
     (f"{LOST}rank 0 on n1 stops, because rank 2 on n2 (pid 7) died without a message. It was probably killed\n"
      "launch.py: rank 2 was ended by SIGKILL (exit status 137)\n", ("killed", 2, "n2", None)),
     ("launch.py: rank 2 on n2 was ended by SIGSEGV (exit status 139)", ("crash", 2, "n2", None)),
+    *((text, ("program_error", None, None, False)) for text in (
+        "/spool/slurm_script: line 17: .venv/bin/activate: No such file or directory",
+        "/usr/bin/python3: No module named x",
+        "/spool/slurm_script: line 19: exec: ddpkit: not found")),
+    ("ddpkit launch: error: no script is given. Expected one", ("launch_error", None, None, None)),
     (f"rank 0 on n1 stops, because {HANG}", ("kit_message", 5, "n3", None)),
     (LOST + "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\nsrun: error: n2: task 6: Out Of Memory\n",
      ("host_oom", 6, "n2", False)),

@@ -133,6 +133,12 @@ def test_submissions_that_the_page_of_a_centre_refuses(site: str, login: Login) 
         assert any(found) == bool(words), (options, done.err)
 
 
+@pytest.mark.parametrize("site", profiles.names())
+def test_job_script_is_written_for_each_profile(site: str, login: Login) -> None:
+    done = login.submit(*f"run --dry-run --site {site} --account a --nodes 2 --time 10m train.py".split())
+    assert done.status == 0 and "train.py" in done.out, done.err
+
+
 # The faults of the profiles as they were on 2026-11-22, in words of the finding; the sources are in site_rules.yaml.
 @pytest.mark.parametrize(("site", "faults"), [
     ("alps", ["FI_CXI_DEFAULT_TX_SIZE is above 16384", "MPICH_GPU_SUPPORT_ENABLED is not set",

@@ -41,7 +41,8 @@ _KIT_ERRORS = tuple(
 # n2". A rank that only reports is "rank 1 of 8 on n1", or in parentheses.
 _KIT = re.compile(
     rf"(?P<beginning>(?:{_SURVIVOR}|rank \d+ on {_WORD} failed: |  (?=rank \d+ on \S+ \(pid )"
-    rf"|launch\.py: error: |\[rank \d+/\d+ {_WORD}\] ERROR: |(?:{'|'.join(_KIT_ERRORS)}): )+)"
+    rf"|(?:launch\.py|ddpkit launch): error: "
+    rf"|\[rank \d+/\d+ {_WORD}\] ERROR: |(?:{'|'.join(_KIT_ERRORS)}): )+)"
     r"(?P<sentence>.+)"
 )
 _WITNESS = re.compile(rf" ?\([^()]*\)|rank \d+ of \d+(?: on {_WORD})?")
