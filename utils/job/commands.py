@@ -20,7 +20,8 @@ _UNREACHABLE = (
 class SchedulerError(RuntimeError):
     """The scheduler is not installed, did not respond in time, or refused.
 
-    command: the words that were run. exit_code: None where the command did not exit by itself; 127: it is not there.
+    command: the words that were run. exit_code: None where the command did not exit by itself, and
+    127 where it is not there.
     output: its standard error, or else its standard output, stripped.
     """
 
