@@ -248,3 +248,10 @@ def test_scripts_that_a_person_runs_are_executable() -> None:
     for script in (*ROOT.glob("scripts/*"), ROOT / "jobs" / "slurm.sh", ROOT / "jobs" / "pbs.sh"):
         if script.is_file() and script.read_bytes().startswith(b"#!"):
             assert os.access(script, os.X_OK), script
+
+
+def test_missing_scheduler_leaves_nothing_behind(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = login.submit("run", "--site", "generic-pbs", "--no-check", "train.py")
+    assert done.status == 1 and "qsub was not found" in done.err and "may be in the queue" not in done.err
+    assert not (login.folder / "jobs-out").exists()

@@ -20,7 +20,8 @@ _UNREACHABLE = (
 class SchedulerError(RuntimeError):
     """The scheduler is not installed, did not respond in time, or refused.
 
-    command: the words that were run. exit_code: None where the command did not exit by itself.
+    command: the words that were run. exit_code: None where the command did not exit by itself, and
+    127 where it is not there.
     output: its standard error, or else its standard output, stripped.
     """
 
@@ -64,6 +65,7 @@ def run_command(
             f"{words[0]} was not found ({error}). It is a command of the scheduler. Run this where "
             "the scheduler's commands are on PATH, such as a login node.",
             command=words,
+            exit_code=127,  # as of a shell
         ) from None
     except (OSError, ValueError) as error:
         raise SchedulerError(f"{shown} could not be started: {error}.", command=words) from None
