@@ -104,6 +104,27 @@ def test_copy_under_another_name_starts_two_ranks(tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 mean 0.5\n" in done.stdout for rank in range(2))
 
 
+# As an editable installation finds it: as ddpkit, in a folder of another name.
+EDITABLE = f"""
+import importlib.util, subprocess, sys
+spec = importlib.util.spec_from_file_location("ddpkit", {str(ROOT / "utils" / "__init__.py")!r},
+                                              submodule_search_locations=[{str(ROOT / "utils")!r}])
+sys.modules["ddpkit"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from ddpkit.launchers import pmix
+from ddpkit.tools.launch.bootstrap import module_command
+for command in (module_command(sys.executable, "agent", []), pmix._child_command()):
+    code = command[-1].replace("sys.exit(main(sys.argv[1:]))", "print(main)")
+    code = code.replace("_child_main(*", "print(_child_main, *")
+    print(subprocess.run([*command[:-1], code], text=True, capture_output=True, check=True).stdout)
+"""
+
+
+def test_agents_and_helpers_start_in_an_editable_installation(tmp_path: Path) -> None:
+    done = python("-c", EDITABLE, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert done.returncode == 0 and "<function main" in done.stdout and "<function _child_main" in done.stdout, done.stderr
+
+
 def test_no_file_imports_the_folder_by_its_name() -> None:
     """Not in a function either."""
     absolute = re.compile(r"^ *(from|import) (utils|scripts|jobs|examples|tests)\b", re.MULTILINE)

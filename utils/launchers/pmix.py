@@ -167,11 +167,9 @@ def _child_command() -> list[str]:
 
     -I and -S: the child needs no site-packages, and starts in a third of the time without them.
     """
-    root = os.path.abspath(__file__)
-    for _ in range(__name__.count(".") + 1):
-        root = os.path.dirname(root)
+    root, name = process.import_path(__name__, __file__)
     code = (
-        f"import sys; sys.path.insert(0, {root!r}); from {__name__} import _child_main; "
+        f"import sys; sys.path.insert(0, {root!r}); from {name} import _child_main; "
         "_child_main(*sys.argv[1:])"
     )
     return [sys.executable, "-I", "-S", "-c", code]

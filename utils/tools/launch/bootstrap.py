@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+
+from ...host.process import import_path
 
 
 def module_command(python: str, module: str, arguments: Sequence[str]) -> list[str]:
@@ -17,7 +18,6 @@ def module_command(python: str, module: str, arguments: Sequence[str]) -> list[s
 
 def import_code(what: str) -> str:
     """Return code that imports from a module of tools.launch, under any name of the package."""
-    root = os.path.abspath(__file__)
-    for _ in range(__package__.count(".") + 2):
-        root = os.path.dirname(root)
-    return f"import sys; sys.path.insert(0, {root!r}); from {__package__}.{what}"
+    root, name = import_path(__name__, __file__)
+    package = name.rpartition(".")[0]
+    return f"import sys; sys.path.insert(0, {root!r}); from {package}.{what}"
