@@ -122,7 +122,8 @@ for command in (module_command(sys.executable, "agent", []), pmix._child_command
 
 def test_agents_and_helpers_start_in_an_editable_installation(tmp_path: Path) -> None:
     done = python("-c", EDITABLE, cwd=tmp_path, env={"PYTHONPATH": ""})
-    assert done.returncode == 0 and "<function main" in done.stdout and "<function _child_main" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "<function main" in done.stdout and "<function _child_main" in done.stdout
 
 
 def test_no_file_imports_the_folder_by_its_name() -> None:
