@@ -93,7 +93,10 @@ def test_peak_is_that_of_a_counted_run(
     case = {**CASES, **HELD_OUT}[name]
     if name == "LSTM":  # that of oneDNN keeps more
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    peak, counted = traced(case).peak(), counted_peak(case)
+    torch.manual_seed(0)  # the steps of a line search depend on the start values
+    peak = traced(case).peak()
+    torch.manual_seed(0)
+    counted = counted_peak(case)
     assert sum(peak.bytes.values()) == peak.total
     assert peak.total == pytest.approx(counted, rel=0.01 if name in CASES else 0.05)
     record_property("error of the predicted memory, %", 100 * abs(peak.total / counted - 1))
