@@ -77,7 +77,7 @@ def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, 
 def test_code_written_for_torchrun_is_one_training(launches: Launches, request_: str, means: str, expected: list[str],
                                                    with_torchrun: list[str] | None) -> None:
     """Code that knows the variables of torchrun and not the kit."""
-    ready = shlex.quote(f"{ROOT}/scripts/launch.py")
+    ready = shlex.join([sys.executable, f"{ROOT}/scripts/launch.py"])
     for options, places in (("", expected), ("--torchrun", with_torchrun)):
         if places is not None:
             output = launches.slurm.batch(request_, f"{ready} {options} {shlex.quote(PUBLIC)} {means}").output
