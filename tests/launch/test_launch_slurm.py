@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
