@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
