@@ -62,31 +62,25 @@ def test_values_are_taken_as_they_are_written() -> None:
     (TOP + "gpus_per_nod: 4\n", 3, ["'gpus_per_nod'", "Did you mean 'gpus_per_node'?"]),
     (TOP + "gpus_per_node: four\n", 3, ["'gpus_per_node'", "'four'", "whole number"]),
     ("title: Ours\nscheduler: lsf\n", 2, ["'scheduler'", "'lsf'", "slurm, pbs"]),
-    (TOP + "queues:\n  main: {max_tim: 1:00:00}\n", 4, ["'max_tim'", "'max_time'"]),
     (TOP + "queues:\n  main:\n    max_time: soon\n", 5, ["'max_time'", "'soon'", "12:00:00"]),
     (TOP + "queues:\n  main:\n    max_time: {9: 1:00:00, 8: 2:00:00}\n", 5, ["'max_time'", "not ascending"]),
-    (TOP + "queues:\n  main:\n    max_time: {few: 1:00:00}\n", 5, ["'max_time'", "'few'", "whole number"]),
     (TOP + "queues: main\n", 3, ["'queues'", "'main'", "key: value"]),
     (TOP + "modules: cuda\n", 3, ["'modules'", "'cuda'", "a list"]),
     (TOP + "setup:\n  - {a: b}\n", 4, ["'setup'", "a set of keys", "one value"]),
     (TOP + "environment:\n  A: {value: 1}\n", 4, ["'A'", "without its reason"]),
     (TOP + "environment:\n  A-B: {value: 1, reason: x}\n", 4, ["'A-B'", "letters, digits"]),
     (TOP + "gpus_per_node: {value: 4, source: nodes}\n", 3, ["'source'", "'nodes'", "a URL"]),
-    (TOP + "gpus_per_node: {value: 4, read: yesterday}\n", 3, ["'read'", "'yesterday'", "2026-11-22"]),
     (TOP + "sources: {a: {url: ftp://a}}\n", 3, ["'url'", "https://"]),
     (TOP + "sources: {a: {url: 'https://a'}}\n", 3, ["'a'", "without read"]),
-    (TOP + "environment:\n  A: {value: 1, reason: a, from_nodes: 0}\n", 4, ["'from_nodes'", "'0'"]),
     (TOP + "binding: {list: [4-7, eight]}\n", 3, ["'binding'", "list:4-7:eight", "0-7"]),
     (TOP + "binding: {list: [0], masks: [0x1]}\n", 3, ["'binding'", "both"]),
-    (TOP + "request_gpus: maybe\n", 3, ["'request_gpus'", "true, false"]),
-    (TOP + "gpu_vendor: AMD\n", 3, ["'gpu_vendor'", "'AMD'", "nvidia, amd, intel"]),
     (TOP + "queue:\n", 3, ["'queue'", "empty"]),
     (TOP + "title: again\n", 3, ["'title'", "twice"]),
     (TOP + "queue: a: b\n", 3, ["not YAML"]),
     (TOP + "? [a]\n: b\n", 3, ["a list"]),
     ("", None, ["empty"]), ("scheduler: pbs\n", None, ["'title' is missing"]), ("- a\n", None, ["a list"]),
     ("!!python/object/apply:os.system ['true']\n", None, ["a list"]), ("\0", None, ["not YAML"]),
-    ("a" * 100, None, ["key: value"]), ("title: \udcff\n", None, ["not UTF-8"]),
+    ("title: \udcff\n", None, ["not UTF-8"]),
 ])
 def test_mistake_in_a_profile_is_named(text: str, line: int | None, words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
@@ -99,26 +93,18 @@ def test_mistake_in_a_profile_is_named(text: str, line: int | None, words: list[
 
 # What the pages of the centres refuse and allow: queue, nodes, hours, the limit in the message.
 LIMITS = {
-    "frontier": [("batch", 1, 2.1, "02:00:00 of partition batch for 1 node\\. "), ("batch", 91, 2.5, "02:00:00"),
+    "frontier": [("batch", 1, 2.1, "02:00:00 of partition batch for 1 node\\. "), ("batch", 91, 2, ""),
                  ("batch", 4, 3, "^walltime: 03:00:00 is more than the 02:00:00 of partition batch for 4 nodes\\. "
                                  "Request less time and continue from a checkpoint, or take another partition"),
-                 ("batch", 91, 2, ""), ("batch", 92, 6.1, "06:00:00"), ("batch", 183, 7, "06:00:00"),
-                 ("batch", 183, 6, ""), ("batch", 184, 12.1, "12:00:00"), ("batch", 9473, 1, "9472 nodes"),
-                 ("batch", 9472, 12, ""), ("extended", 64, 24.1, "24:00:00"), ("extended", 65, 1, "64 nodes")],
-    "polaris": [("prod", 10, 3.1, "03:00:00 of queue prod for 10 nodes"), ("prod", 24, 4, "03:00:00"),
-                ("prod", 24, 3, ""), ("prod", 25, 7, "06:00:00"), ("prod", 99, 24, "06:00:00"), ("prod", 99, 6, ""),
-                ("prod", 100, 25, "24:00:00"), ("prod", 496, 24, ""), ("prod", 497, 1, "496 nodes"),
-                ("prod", 9, 1, "minimum of queue prod, 10"), ("debug", 1, 1.1, "01:00:00"), ("debug", 3, 1, "2 nodes"),
-                ("debug", 1, 0.05, "minimum.*00:05:00")],
-    "aurora": [("prod", 256, 13, "12:00:00 of queue prod for 256 nodes"), ("prod", 1024, 12.5, "12:00:00"),
-               ("prod", 1024, 12, ""), ("prod", 1025, 19, "18:00:00"), ("prod", 1999, 24, "18:00:00"),
-               ("prod", 1999, 18, ""), ("prod", 2000, 24.1, "24:00:00"), ("prod", 255, 1, "minimum of queue prod, 256"),
-               ("debug", 3, 1, "2 nodes"), ("debug", 2, 2, "01:00:00"), ("capacity", 17, 1, "16 nodes"),
-               ("capacity", 1, 0.01, "minimum.*00:05:00")],
+                 ("batch", 92, 6.1, "06:00:00"), ("batch", 183, 6, ""), ("batch", 184, 12.1, "12:00:00"),
+                 ("batch", 9473, 1, "9472 nodes"), ("batch", 9472, 12, ""), ("extended", 64, 24.1, "24:00:00")],
+    "polaris": [("prod", 10, 3.1, "03:00:00 of queue prod for 10 nodes"), ("prod", 24, 3, ""),
+                ("prod", 25, 7, "06:00:00"), ("prod", 99, 6, ""), ("prod", 496, 24, ""), ("prod", 497, 1, "496 nodes"),
+                ("prod", 9, 1, "minimum of queue prod, 10"), ("debug", 1, 0.05, "minimum.*00:05:00")],
+    "aurora": [("prod", 1024, 12.5, "12:00:00"), ("prod", 1024, 12, ""), ("prod", 1999, 24, "18:00:00"),
+               ("prod", 2000, 24, ""), ("prod", 255, 1, "minimum of queue prod, 256"), ("debug", 3, 1, "2 nodes")],
     "alps": [("debug", 1, 1.6, "1.5 node-hours of partition debug"), ("debug", 1, 1.5, ""), ("debug", 2, 0.75, ""),
-             ("debug", 2, 0.8, "1.5 node-hours"), ("debug", 4, 0.4, "1.5 node-hours"), ("debug", 5, 0.1, "4 nodes"),
-             ("debug", 1, 2, "01:30:00"), ("normal", 1, 13, "12:00:00"), ("low", 1, 25, "24:00:00")],
-    "derecho": [("develop", 2, 6, "")],
+             ("debug", 2, 0.8, "1.5 node-hours"), ("debug", 5, 0.1, "4 nodes"), ("low", 1, 25, "24:00:00")],
     "roihu": [("gpumedium", 1, 36, ""), ("gpumedium", 2, 1, "gpus: 8 is more than the 4 GPUs of partition gpumedium")]}
 
 
@@ -131,12 +117,6 @@ def test_submissions_that_the_page_of_a_centre_refuses(site: str, login: Login) 
         found = [re.search(f"{words}.*https://.*, read 202", line.partition("would not be submitted: ")[2])
                  for line in done.err.splitlines()]
         assert any(found) == bool(words), (options, done.err)
-
-
-@pytest.mark.parametrize("site", profiles.names())
-def test_job_script_is_written_for_each_profile(site: str, login: Login) -> None:
-    done = login.submit(*f"run --dry-run --site {site} --account a --nodes 2 --time 10m train.py".split())
-    assert done.status == 0 and "train.py" in done.out, done.err
 
 
 # The faults of the profiles as they were on 2026-11-22, in words of the finding; the sources are in site_rules.yaml.
@@ -168,8 +148,6 @@ def test_faults_of_old_profiles_are_found(site: str, faults: list[str], capsys: 
 @pytest.mark.parametrize(("site", "good", "bad", "words"), [
     ("alps", "^LL128", "Simple", "has corrupted data"), ("alps", "userfaultfd", "memhooks", "can deadlock"),
     ("alps", "NCCL_CROSS_NIC:\n    value: \"1\"", "NCCL_NET_PLUGIN:\n    value: ofi", "NCCL_NET_PLUGIN=ofi"),
-    ("polaris", "NCCL_COLLNET_ENABLE", "OTHER", "Not set: NCCL_COLLNET_ENABLE"),
-    ("derecho", "libfabric/1.15.2.0", "mkl", "No libfabric module"),
     ("lumi", "setup:", "environment: {NCCL_NET_GDR_LEVEL: {value: PHB, reason: a}}\nsetup:", "hang in the containers"),
     ("leonardo", "gpu_vendor:", "environment: {NCCL_IB_DISABLE: {value: 1, reason: a}}\ngpu_vendor:",
      "contradicts the network")])
@@ -198,7 +176,6 @@ def test_rules_have_dated_sources_and_known_facts(tmp_path: Path) -> None:
     (f"modules: [{{value: cuda 12, {ORIGIN}}}]\n", "modules: 'cuda 12'"),
     (f"directives: [{{value: gpu, {ORIGIN}}}]\n", "'gpu' is not an option of a scheduler"),
     (f"binding: {{list: ['0-3', '3-7'], {ORIGIN}}}\n", "several ranks share the cores [3]"),
-    (f"binding: {{masks: [0x3, 0x6], {ORIGIN}}}\n", "several ranks share the cores [1]"),
     (f"network: {{value: IB, {ORIGIN}}}\n"
      f"environment: {{NCCL_NET: {{value: Socket, reason: a, {ORIGIN}}}}}\n", "'Socket' contradicts network 'IB'"),
     (f"interface: {{value: ib0, {ORIGIN}}}\n"
@@ -239,10 +216,10 @@ def test_mistake_in_the_command_line_is_named(words: str, message: str, capsys: 
 def test_show_explains_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert sites.main(["show", "alps"]) == 0
     shown = capsys.readouterr().out
-    profile = profiles.load("alps")
     assert "environment: NCCL_NET=AWS Libfabric (from 2 nodes)\n      NCCL uses Slingshot" in shown
     assert "queues: debug, up to 01:30:00, 4 nodes, 1.5 node-hours\n" in shown
-    assert len(re.findall(r"^      https://\S+, read 20\d\d-\d\d-\d\d$", shown, re.M)) == len(profile.origins)
+    sources = re.findall(r"^      https://\S+, read 20\d\d-\d\d-\d\d$", shown, re.M)
+    assert len(sources) == len(profiles.load("alps").origins)
 
 
 def test_new_profile_of_a_slurm_cluster(commands: Commands, tmp_path: Path) -> None:
@@ -253,17 +230,16 @@ def test_new_profile_of_a_slurm_cluster(commands: Commands, tmp_path: Path) -> N
     commands.add("ip", "1: lo: <LOOPBACK,UP>\n2: eth0: <UP>\n3: hsn0: <UP>\n4: hsn1: <UP>\n")
     (commands.folder / "bash").unlink()  # a link to the real one
     commands.write("bash", "#!/bin/sh\necho '/apps/modules:\ncuda/12.4\naws-ofi-nccl/1.9\ngcc/13'\n")
-    file = tmp_path / "ours.yaml"
     commands.add("sbatch")
+    file = tmp_path / "ours.yaml"
     assert sites.main(["new", "--output", str(file)]) == 0
-    profile = profiles.load(str(file))
-    assert (profile.queue, profile.gpu_vendor) == ("main", "nvidia")
-    assert (profile.gpus_per_node, profile.cores_per_node) == (2, 4)
-    assert (profile.network, profile.interface) == ("AWS Libfabric", "hsn0,hsn1")
-    assert profile.queues["short"].max_walltime_seconds == 600 and profile.queues["main"].max_nodes == 4
-    assert profile.origins["gpus_per_node"].source == "$ sinfo, scontrol show node"
-    assert profile.origins["network"].read == datetime.date.today().isoformat()
     text = file.read_text()
+    profile = profiles.parse(text, file)
+    assert (profile.queue, profile.gpus_per_node, profile.cores_per_node) == ("main", 2, 4)
+    assert (profile.gpu_vendor, profile.network, profile.interface) == ("nvidia", "AWS Libfabric", "hsn0,hsn1")
+    assert profile.queues["short"].max_walltime_seconds == 600 and profile.queues["main"].max_nodes == 4
+    origin = profile.origins["gpus_per_node"]
+    assert (origin.source, origin.read) == ("$ sinfo, scontrol show node", datetime.date.today().isoformat())
     assert "#   aws-ofi-nccl/1.9\n#   cuda/12.4\n" in text and "gcc" not in text
     assert not [finding for finding in findings(text) if "no source" in finding]
     assert sites.main(["new", "--output", str(file)]) == 1  # a file is not overwritten
@@ -289,7 +265,6 @@ def test_new_profile_of_a_pbs_cluster_names_what_it_did_not_find(
     ("i", "jwb0001", "jwb0001i"), ("i", "jwb0001.juwels", "jwb0001i.juwels"), ("i", "10.0.0.1", ""), ("", "n1", ""),
     (".hsn.site", "x1.host.site", "x1.hsn.site"), (".hsn.site", "x1.hsn.site", "")])
 def test_host_has_a_name_on_the_fabric(suffix: str, host: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(*one, (host, 0)) for one in answer])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 1, 6, "", (host, 0))])
     monkeypatch.setenv("DDPKIT_HOST_SUFFIX", suffix)
     assert network.resolve_on_fabric(host) == ([name] if name else [])

@@ -1,12 +1,14 @@
 """`submit run` and `submit resubmit` with programs that respond as sbatch and qsub do."""
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +25,11 @@ REFUSAL = "sbatch: error: invalid partition specified: nosuch\n"
 
 @pytest.mark.parametrize("site", profiles.names())
 def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> None:
-    for launcher in ([], ["--launcher", "torchrun"]):
-        script = login.submit("run", "--dry-run", "--site", site, "--account", "a", *launcher, "train.py").out
+    for options in ("", "--nodes 2 --time 10m --launcher torchrun"):
+        words = f"run --dry-run --site {site} --account a {options} train.py"
+        script = login.submit(*words.split()).out
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
-        assert done.returncode == 0 and script, done.stderr
+        assert done.returncode == 0 and "train.py" in script, done.stderr
 
 
 @pytest.mark.parametrize(("words", "lines", "absent"), [
@@ -81,16 +84,15 @@ def test_dry_run_prints_what_site_and_options_say(words: str, lines: list[str], 
 
 
 def test_variables_that_pbs_does_not_pass_are_named(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ["run", "--dry-run", "--env", "NCCL_NET=Socket", "--site"]
     for name in {*os.environ} - {"HOME", "PATH"}:
         monkeypatch.delenv(name)
-    assert "note: PBS" not in login.submit(*run, "generic-pbs", "train.py").err
+    run = "run --dry-run --env NCCL_NET=Socket --site {} train.py"
+    assert "note: PBS" not in login.submit(*run.format("generic-pbs").split()).err
     for name in ("NCCL_DEBUG", "NCCL_NET", "WANDB_API_KEY", "TORCH_NCCL_BLOCKING_WAIT", "NCCLX"):
         monkeypatch.setenv(name, "secret")
-    done = login.submit(*run, "generic-pbs", "train.py")
-    assert "does not get NCCL_DEBUG, TORCH_NCCL_BLOCKING_WAIT, WANDB_API_KEY. For" in done.err
-    assert "secret" not in done.err
-    assert "note: PBS" not in login.submit(*run, "generic-slurm", "train.py").err
+    noted = login.submit(*run.format("generic-pbs").split()).err
+    assert "does not get NCCL_DEBUG, TORCH_NCCL_BLOCKING_WAIT, WANDB_API_KEY. For" in noted and "secret" not in noted
+    assert "note: PBS" not in login.submit(*run.format("generic-slurm").split()).err
 
 
 def test_submission_keeps_script_settings_commit_and_id(login: Login) -> None:
@@ -137,12 +139,10 @@ def test_chain_is_submitted_completely_or_not_at_all(login: Login) -> None:
 
 @pytest.mark.parametrize("name", ["job.sh", "submission.json.unfinished"])
 def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_text = Path.write_text
-
-    def full(path: Path, *args: object, **options: object) -> int:
+    def full(path: Path, text: str, **options: Any) -> int:
         if path.name == name:
-            raise OSError(28, "No space left on device", str(path))
-        return write_text(path, *args, **options)  # type: ignore[arg-type]
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return path.write_bytes(os.fsencode(text))
 
     monkeypatch.setattr(Path, "write_text", full)
     done = login.submit("run", "train.py")
@@ -154,11 +154,8 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
 @pytest.mark.parametrize(("words", "status", "message"), [
     ("run --chain 2 --time 2m train.py", 0, "little time to train"),
     ("run train.py --nodes 4 --lr 1", 0, "--nodes comes after the script"),
-    ("run --site derecho --account p --time 13:00:00 --dry-run train.py", 1,
-     "would not be submitted: walltime: 13:00:00 is more than the 12:00:00"),
     ("run --site derecho --account p --time 13:00:00 --dry-run --no-check train.py", 0,
      "warning: walltime: 13:00:00 is more than"),
-    ("run --site lumi --nodes 2000 --time 72:00:00 train.py", 1, "nodes: 2000 is more than the 1024"),
     ("run cancle 77", 1, "command: cancle is neither a file here nor a program on PATH"),
     ("run tool", 1, "Write ./tool"),
     ("run --nodes 2", 1, "no training script"),
@@ -177,7 +174,6 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("--nodes 2 train.py", 2, f"Did you mean: {PROGRAM} run --nodes 2 train.py"),
     ("'my train.py'", 2, f"Did you mean: {PROGRAM} run 'my train.py'"),
     ("", 2, "a subcommand is missing"),
-    ("run env A=1 torchrun train.py", 1, "the command runs torchrun, which starts ranks itself"),
     ("run env A=1 torchrun train.py", 1, f"as in {PROGRAM} run --launcher torchrun train.py; or give --env DDPKIT_IND"),
     ("run bash -c 'srun python train.py'", 1, "the command runs srun"),
     ("run --dry-run --env DDPKIT_INDEPENDENT=1 env torchrun train.py", 0, ""),
