@@ -63,13 +63,11 @@ def test_placement_without_a_problem_is_good(facts: list[placement.PlacementFact
 
 
 @pytest.mark.parametrize(("facts", "message", "hosts"), [
-    (place(*[{"mask": "4"}] * 2, {}, {}), "all 2 ranks of a may run on core 2 only, of 8", "a"),
     (place({}, {}, {"mask": "3"}, {"mask": "c"}), "the 2 ranks of b may run on 4 of its 8 CPUs, 2 for each", "b"),
     (place({}, {}, *[{"gpus": ["GPU-a"], "device_masks": "CUDA_VISIBLE_DEVICES=0"}] * 2, of=TWO_GPUS),
      "ranks 2, 3 on b share GPU GPU-a (CUDA_VISIBLE_DEVICES=0)", "b"),
     (place({}, {}, *[{"allowed_gpus": ["GPU-a", "GPU-b", "GPU-c"]}] * 2, of=TWO_GPUS),
      "2 ranks use 2 of the 3 GPUs on b", "b"),
-    (place({}, {}, {}, {}, of=JOB), "no rank runs on c: 1 of the 3 hosts of job 7", "c"),
     (place({}, {"notes": ["RANK=7 of env was ignored"]}, {}, {}), "rank 1 on a: RANK=7 of env was ignored", "a")])
 def test_placement_names_problem_and_host(facts: list[placement.PlacementFacts], message: str, hosts: str) -> None:
     (found, at_fault), = alarms(placement.PlacementCheck(), facts, places("a", "a", "b", "b"))
@@ -83,9 +81,7 @@ SAME = equality.EqualityFacts(software={"Python": "3.12.1", "torch": "2.6.0"}, c
 
 
 @pytest.mark.parametrize(("change", "level", "message"), [
-    ({"software": {"Python": "3.12.1", "torch": "2.5.1"}}, Level.BAD,
-     "torch differs. c: 2.5.1; the other ranks: 2.6.0"),
-    ({"software": {"torch": "2.6.0"}}, Level.BAD, "Python differs. c: none; the other ranks: 3.12.1"),
+    ({"software": {"Python": "3.12.1"}}, Level.BAD, "torch differs. c: none; the other ranks: 2.6.0"),
     ({"variables": {}}, Level.WARNING, "NCCL_DEBUG differs. c: (unset); the other ranks: INFO"),
     ({"software": {**SAME.software, "sys.flags.optimize": "1"}}, Level.WARNING,
      "sys.flags.optimize differs. c: 1; the other ranks: none")])
@@ -151,15 +147,12 @@ def test_files_that_hide_modules_are_named(tmp_path: Path) -> None:
 def test_compiled_code_of_another_file_is_noticed(tmp_path: Path, source: str, mode: py_compile.PycInvalidationMode,
                                                   is_stale: bool) -> None:
     model = tmp_path / "net" / "model.py"
-    model.parent.mkdir()
-    model.write_text("WIDTH = 256\n")
+    write(tmp_path, {"net/model.py": "WIDTH = 256\n"})
     date = model.stat().st_mtime_ns
-    compiled = Path(str(py_compile.compile(str(model), doraise=True, invalidation_mode=mode)))
-    before = compiled.read_bytes()
+    py_compile.compile(str(model), doraise=True, invalidation_mode=mode)
     model.write_text(source)
     os.utime(model, ns=(date, date))
-    assert [("model.py" in one) for one in equality.traps(tmp_path)] == [True] * is_stale
-    assert compiled.read_bytes() == before
+    assert ["model.py" in one for one in equality.traps(tmp_path)] == [True] * is_stale
 
 
 def test_options_of_python_and_the_locale_are_compared() -> None:

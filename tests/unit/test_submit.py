@@ -66,7 +66,6 @@ def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> 
      ["export NCCL_NET='AWS Libfabric'", "export DDPKIT_NETWORK='AWS Libfabric'"], "CPU_BIND"),
     ("run --site alps train.py", ["export FI_CXI_DEFAULT_TX_SIZE=16384"], "NCCL_NET="),
     ("run --site alps --nodes 2 --env NCCL_NET=Socket train.py", ["export NCCL_NET=Socket"], "NCCL_NET='"),
-    ("run --site frontier train.py", ["export NCCL_CROSS_NIC=1"], "SOCKET_IFNAME"),
     ("run --site juwels-booster --nodes 2 train.py", ["DDPKIT_NETWORK=IB", "DDPKIT_HOST_SUFFIX=i"], "IFNAME"),
     ("run --site lumi train.py", ["export DDPKIT_CPU_BIND=mask_cpu:0x00fe000000000000,0xfe00000000000000,"], "NCCL"),
     ("run --site aurora train.py", ["select=1:ncpus=204:mpiprocs=12:", "export OMP_NUM_THREADS=4\n",

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,23 +109,20 @@ def test_scheduler_that_is_down_is_queried_again(chain: Submission, job: InJob, 
     assert capfd.readouterr().err.count("the state of job 1 is not known: scontrol does not respond") == 2
 
 
-RECORDED: dict[str, tuple[int | str, int, int, str]] = {  # and the statuses of `status` and of `logs --follow`
-    "completed": (0, 0, 0, ", exit status 0"), "stopped": (75, 75, 75, " after saving"),
-    "failed": (3, 1, 3, ", exit status 3"), "timeout": (TIME_LIMIT, 1, 1, ""), "node fail": (HOST_LOST, 1, 1, ""),
-    "never ran": (NOT_STARTED, 1, 1, ", exit status 1 (it refused to start")}
-
-
-@pytest.mark.parametrize("state", RECORDED)
-def test_recorded_status_counts_where_the_scheduler_has_none(state: str, chain: Submission, query: Query) -> None:
+@pytest.mark.parametrize(("recorded", "status", "followed", "text"), [
+    (0, 0, 0, "completed, exit status 0"), (75, 75, 75, "stopped after saving"), (3, 1, 3, "failed, exit status 3"),
+    (TIME_LIMIT, 1, 1, "timeout"), (HOST_LOST, 1, 1, "node fail"),
+    (NOT_STARTED, 1, 1, "never ran, exit status 1 (it refused to start")])
+def test_recorded_status_counts_where_the_scheduler_has_none(
+        recorded: int | str, status: int, followed: int, text: str, chain: Submission, query: Query) -> None:
     """Slurm without accounting forgets a job soon, PBS without history at its end."""
-    recorded, status, followed, text = RECORDED[state]
     (chain.folder / "1.out").write_text("loss 0.5\n")
     (chain.folder / "11.out").write_text("another job\n")
     assert query("logs 1", {}) == (0, "loss 0.5\n", "")
     records.write_status(chain.folder, "1", recorded)
     for view in ("down", "unknown", *["failed"] * (recorded in (NOT_STARTED, HOST_LOST))):
         done = query("status 1", scripted(view))
-        assert done.status == status and f"job 1: {state}{text}" in done.out
+        assert done.status == status and f"job 1: {text}" in done.out
     done = query("logs --follow 1", {"1": [Status("1", "running"), Status("1", "unknown")]})
     assert (done.status, done.out) == (followed, "loss 0.5\n")
 
@@ -157,15 +153,15 @@ def test_list_shows_the_latest_submissions_first(login: Login, chain: Submission
     assert login.submit("run", "--job-name", "other", "train.py").status == 0
     os.utime(chain.folder / "submission.json", (1, 1))
     records.write_status(chain.folder, "2", 75)
-    done = query("list", {job_id: Status(job_id, "unknown") for job_id in ("101", "1", "2", "3")})
-    lines = [line.split()[:3] for line in done.out.splitlines()]
+    jobs = {job_id: Status(job_id, "unknown") for job_id in ("101", "1", "2", "3")}
+    lines = [line.split()[:3] for line in query("list", jobs).out.splitlines()]
     assert [line[0] for line in lines] == ["JOB", "101", "1", "2", "3"]
-    assert lines[1][1] == "unknown" and lines[3][1:] == ["stopped", "(75)"] and "other" in done.out
+    assert lines[1][1] == "unknown" and lines[3][1:] == ["stopped", "(75)"]
+    rows = [json.loads(line) for line in query("list --json", jobs).out.splitlines()]
+    assert [row["job"] for row in rows] == ["101", "1", "2", "3"]
 
 
 def test_json_has_a_line_for_each_job(chain: Submission, query: Query) -> None:
-    rows = [json.loads(line) for line in query("list --json", scripted("completed running queued")).out.splitlines()]
-    assert [(row["job"], row["state"]) for row in rows] == [("1", "completed"), ("2", "running"), ("3", "queued")]
     done = query("status --json 1 2", scripted("failed running queued"))
     one, two = map(json.loads, done.out.splitlines())
     assert (one["state"], one["exit_code"], two["state"]) == ("failed", 3, "running")
@@ -301,24 +297,18 @@ def test_chain_continues_without_a_host_that_was_lost(job: InJob, monkeypatch: p
     assert (job.scheduler.cancelled, job.scheduler.excluded) == ([], {"3": [["n2"], ["n1", "n3"]]})
 
 
-@pytest.mark.parametrize(("extension", "recorded", "cancelled"), [(0.0, TIME_LIMIT, []), (1000.0, 3, ["3"])])
-def test_time_limit_is_recorded(extension: float, recorded: int | str, cancelled: list[str], job: InJob) -> None:
-    reached = threading.Event()
-
-    def seconds_left() -> float:
-        if job.recorded is None:
-            return 0.01
-        assert reached.wait(20)
-        return extension
+@pytest.mark.parametrize(("extension", "during", "recorded", "cancelled"), [
+    (0.0, TIME_LIMIT, TIME_LIMIT, []), (1000.0, None, 3, ["3"])])
+def test_time_limit_is_recorded_unless_it_is_extended(
+        extension: float, during: str | None, recorded: int | str, cancelled: list[str], job: InJob) -> None:
+    seconds_left = [extension, 0.01]
+    job.seconds_left = seconds_left.pop
 
     def fail() -> int:
-        wait_until(lambda: job.recorded == TIME_LIMIT, "the record")
-        reached.set()
-        if extension:
-            wait_until(lambda: job.recorded is None, "the extension")
+        wait_until(lambda: not seconds_left and job.recorded == during, "the time limit")
         return 3
 
-    job.seconds_left = seconds_left
     assert job.run(fail) == 3
     assert (job.recorded, job.scheduler.cancelled) == (recorded, cancelled)
+    job.seconds_left = lambda: None
     assert job.run(lambda: 75) == job.recorded == 75  # a later run of the same job
