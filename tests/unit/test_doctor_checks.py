@@ -199,8 +199,8 @@ def test_limits(change: dict[str, Any], message: str) -> None:
 
 
 def test_little_time_left_is_reported() -> None:
-    facts = [dataclasses.replace(LIMITS, seconds_left=90.0)]
-    assert only(conclude(limits.Limits(), facts)).message.startswith("the job has 90 s left")
+    found = only(conclude(limits.Limits(), [dataclasses.replace(LIMITS, seconds_left=90.0)]))
+    assert found.message.startswith("the job has 90 s left")
 
 
 def test_quota_and_memory_are_the_smallest_of_the_control_groups(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.job import exclude_file
 from utils.job.allocation import Allocation
 from utils.job.commands import SchedulerError
-from utils.preemption import StopSignal
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.scheduler import Status
 from utils.tools.submission import following, preflight
@@ -169,18 +168,11 @@ def test_json_has_a_line_for_each_job(chain: Submission, query: Query) -> None:
     assert done.status == 1
 
 
-def test_stop_touches_the_file_that_the_running_job_watches(
-        login: Login, chain: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_touches_the_file_that_the_running_job_watches(login: Login, chain: Submission) -> None:
     done = login.submit("stop", "2")
     assert done.status == 0 and (chain.folder / "stop").exists() and "cancel 2" in done.out
     done = login.submit("stop", "77")
     assert done.status == 1 and "no record of job 77" in done.err
-    monkeypatch.setenv("DDPKIT_STOP_FILE", str(chain.folder / "stop"))
-    with StopSignal(time_left=lambda: None, poll_seconds=0.05) as stop:
-        assert not stop.should_stop()
-        os.utime(chain.folder / "stop", (1, 1))
-        wait_until(stop.should_stop, "the stop")
-        assert "stop" in stop.reason
 
 
 @pytest.mark.parametrize(("states", "cancelled"), [
