@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from utils.tools.doctor.check import Check, Finding, RankPlace, Reported
+from utils.tools.doctor.check import Check, Finding, Level, RankPlace, Reported
 
 
 def places(*hosts: str) -> list[RankPlace]:
@@ -20,6 +20,10 @@ def conclude(check: Check[Any], facts: Sequence[Any], where: Sequence[RankPlace]
     where = where or places(*(f"h{number}" for number in range(1, len(facts) + 1)))
     travelled = [check.facts(**json.loads(json.dumps(asdict(one)))) for one in facts]
     return list(check.conclude([Reported(place, one) for place, one in zip(where, travelled, strict=True)]))
+
+
+def problems(check: Check[Any], facts: Sequence[Any], where: Sequence[RankPlace] = ()) -> list[Finding]:
+    return [finding for finding in conclude(check, facts, where) if finding.level is not Level.GOOD]
 
 
 def only(findings: list[Finding]) -> Finding:

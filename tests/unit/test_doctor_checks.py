@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_findings import conclude, only, places
+from tests.unit.doctor_findings import conclude, only, places, problems
 from tests.unit.programs import ROOT
 from utils.tools.doctor import doctor_cli
-from utils.tools.doctor.check import Check, Finding, Level, RankPlace
+from utils.tools.doctor.check import Check, Finding, Level
 from utils.tools.doctor.checks import equality, installation, limits, placement
 from utils.tools.doctor.report import FindingsOfCheck, Report, fold
 from utils.tools.doctor.run_checks import merge
@@ -24,17 +24,11 @@ from utils.tools.doctor.run_checks import merge
 GIB = 1 << 30
 
 
-def alarms(check: Check[Any], facts: Sequence[Any], where: Sequence[RankPlace]) -> list[tuple[str, str]]:
-    """The messages of findings that are not good, each with what it is at fault: hosts or ranks."""
-    return [(one.message, ",".join(map(str, one.hosts))) for one in conclude(check, facts, where)
-            if one.level is not Level.GOOD]
-
-
 def check_odd_host(check: Check[Any], usual: Any, change: dict[str, Any], message: str) -> None:
     """There is a finding about host c, which alone has the change; without a message there is none."""
-    found = alarms(check, [dataclasses.replace(usual, **change), usual, usual], places("c", "a", "b"))
-    assert [hosts for _, hosts in found] == (["c"] if message else [])
-    assert not message or found[0][0].startswith(message)
+    found = problems(check, [dataclasses.replace(usual, **change), usual, usual], places("c", "a", "b"))
+    assert [one.hosts for one in found] == [("c",)] * bool(message)
+    assert all(one.message.startswith(message) for one in found)
 
 
 # placement -------------------------------------------------------------------------------------------------------
@@ -58,20 +52,19 @@ def place(*changes: dict[str, Any], of: placement.PlacementFacts = PLACE) -> lis
           of=dataclasses.replace(JOB, job_hosts=["a", "b"], job_cores=[2, None])),  # the job has no more
     place(*[{"threads": 4, "threads_variable": "OMP_NUM_THREADS"}] * 4)])
 def test_placement_without_a_problem_is_good(facts: list[placement.PlacementFacts]) -> None:
-    found = conclude(placement.PlacementCheck(), facts, places("a", "a", "b", "b"))
-    assert [one.level for one in found] == [Level.GOOD]
+    assert not problems(placement.PlacementCheck(), facts, places("a", "a", "b", "b"))
 
 
-@pytest.mark.parametrize(("facts", "message", "hosts"), [
+@pytest.mark.parametrize(("facts", "message", "host"), [
     (place({}, {}, {"mask": "3"}, {"mask": "c"}), "the 2 ranks of b may run on 4 of its 8 CPUs, 2 for each", "b"),
     (place({}, {}, *[{"gpus": ["GPU-a"], "device_masks": "CUDA_VISIBLE_DEVICES=0"}] * 2, of=TWO_GPUS),
      "ranks 2, 3 on b share GPU GPU-a (CUDA_VISIBLE_DEVICES=0)", "b"),
     (place({}, {}, *[{"allowed_gpus": ["GPU-a", "GPU-b", "GPU-c"]}] * 2, of=TWO_GPUS),
      "2 ranks use 2 of the 3 GPUs on b", "b"),
     (place({}, {"notes": ["RANK=7 of env was ignored"]}, {}, {}), "rank 1 on a: RANK=7 of env was ignored", "a")])
-def test_placement_names_problem_and_host(facts: list[placement.PlacementFacts], message: str, hosts: str) -> None:
-    (found, at_fault), = alarms(placement.PlacementCheck(), facts, places("a", "a", "b", "b"))
-    assert message in found and at_fault == hosts
+def test_placement_names_problem_and_host(facts: list[placement.PlacementFacts], message: str, host: str) -> None:
+    found = only(problems(placement.PlacementCheck(), facts, places("a", "a", "b", "b")))
+    assert message in found.message and found.hosts == (host,)
 
 
 # equality --------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.unit.doctor_findings import conclude, only, places
-from utils.tools.doctor.check import Finding, Level, RankPlace, Ranks
+from tests.unit.doctor_findings import conclude, only, places, problems
+from utils.tools.doctor.check import Level, RankPlace, Ranks
 from utils.tools.doctor.checks.shared_storage import Folder, StorageCheck, StorageFacts
 from utils.tools.doctor.checks.torch_import import ImportFacts, TorchImportCheck
 
@@ -38,10 +38,6 @@ def collected(checks: Sequence[StorageCheck], during: Callable[[], None] = lambd
 
     with ThreadPoolExecutor(len(checks)) as hosts:
         return list(hosts.map(run, everyone))
-
-
-def problems(facts: Sequence[StorageFacts]) -> list[Finding]:
-    return [finding for finding in conclude(StorageCheck(), facts) if finding.level is not Level.GOOD]
 
 
 @pytest.fixture
@@ -72,7 +68,7 @@ def test_hosts_write_and_read_and_leave_nothing_behind(folder: Path) -> None:
 def test_folder_that_is_not_shared_or_missing_is_named(folder: Path) -> None:
     (folder / "own").mkdir()
     checks = [StorageCheck(name) for name in ("shared", "shared", "own", "missing")]
-    findings = problems(collected(checks))
+    findings = problems(StorageCheck(), collected(checks))
     assert [(one.level, one.hosts, one.exclude) for one in findings] == [
         (Level.BAD, ("h4",), True), (Level.WARNING, ("h3",), False)]
     assert "h4 cannot write in the checkpoint folder" in findings[0].message
@@ -84,7 +80,7 @@ def test_folder_that_is_not_shared_or_missing_is_named(folder: Path) -> None:
 def test_checkpoint_folder_may_be_made_later(folder: Path) -> None:
     facts = collected([StorageCheck("shared/run-7/weights") for _ in range(2)])
     assert [one.folders[0]["path"] for one in facts] == [str(folder / "shared")] * 2
-    assert not problems(facts)
+    assert not problems(StorageCheck(), facts)
     assert not list((folder / "shared").iterdir())
 
 
@@ -100,7 +96,7 @@ def test_data_files_that_differ_on_one_host(folder: Path, content: bytes | None,
     if content is not None:
         (folder / "other" / "b.bin").write_bytes(content)
     facts = collected([StorageCheck("shared", name) for name in ("data", "data", "other")])
-    found = problems(facts)
+    found = problems(StorageCheck(), facts)
     assert [one.hosts for one in found] == [("h3",)] * bool(message)
     assert all(message in one.message for one in found)
     assert all(bool(one.folders[1]["files"]) is bool(message) for one in facts)  # sent where hosts differ
@@ -108,8 +104,8 @@ def test_data_files_that_differ_on_one_host(folder: Path, content: bytes | None,
 
 def test_data_may_be_a_file_or_missing(folder: Path) -> None:
     (folder / "samples.bin").write_bytes(b"1" * 5000)
-    assert not problems(collected([StorageCheck(data="samples.bin")]))
-    finding = only(problems(collected([StorageCheck(data="nowhere")])))
+    assert not problems(StorageCheck(), collected([StorageCheck(data="samples.bin")]))
+    finding = only(problems(StorageCheck(), collected([StorageCheck(data="nowhere")])))
     assert "h1 cannot read in the data folder" in finding.message and not finding.exclude
 
 
@@ -117,7 +113,7 @@ def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pyte
     space = os.statvfs(folder)
     monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*space[:7], 0, *space[8:]]))  # f_favail
-    found = problems(collected([StorageCheck("shared")]))[0]
+    found = problems(StorageCheck(), collected([StorageCheck("shared")]))[0]
     assert found.level is Level.BAD and "No space left on device, because all inodes are in use" in found.message
 
 
@@ -156,7 +152,7 @@ FULL, READ_ONLY = {"code": errno.ENOSPC}, {"code": errno.EROFS}
     ([one(shared=False), one(shared=False)], None, (), False),  # the first host's facts are missing
 ])
 def test_conclusion(hosts: list[Folder], level: Level | None, named: tuple[str, ...], exclude: bool) -> None:
-    found = problems([StorageFacts([host]) for host in hosts])
+    found = problems(StorageCheck(), [StorageFacts([host]) for host in hosts])
     assert [(one.level, one.hosts, one.exclude) for one in found] == ([(level, named, exclude)] if level else [])
     assert all(one.remedy for one in found)
 
