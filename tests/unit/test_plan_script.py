@@ -13,11 +13,14 @@ import pytest
 from tests.unit.programs import ROOT
 from utils.tools.plan.script import trace_script
 
-GPU_SCRIPT = """
-import os, torch, torch.distributed as dist
+IMPORTS = """
+import os, sys, torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-dist.init_process_group("nccl"); os.write(1, b"as gloo of torch 2.8")
+"""
+GLOO = IMPORTS + 'torch.distributed.init_process_group("gloo")\n'
+GPU_SCRIPT = IMPORTS + """
+torch.distributed.init_process_group("nccl"); os.write(1, b"as gloo of torch 2.8")
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 torch.cuda.set_device(device)
 model = DDP(nn.Sequential(nn.Linear(1000, 4000), nn.ReLU(), nn.Linear(4000, 1000)).to(device), device_ids=[0],
@@ -37,7 +40,7 @@ for i, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=16, shuffl
         print(f"loss {loss.item():.3f}")
 """
 HEAD = """
-import torch
+import sys, torch
 model = torch.nn.Linear(10, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
@@ -48,6 +51,11 @@ def plan(*words: str) -> subprocess.CompletedProcess[str]:
                           timeout=300, cwd=ROOT)
 
 
+def written(folder: Path, text: str) -> str:
+    (folder / "train.py").write_text(text)
+    return str(folder / "train.py")
+
+
 def planned(*words: str) -> dict[str, Any]:
     done = plan("--json", *words)
     assert done.returncode == 0, done.stderr
@@ -55,15 +63,13 @@ def planned(*words: str) -> dict[str, Any]:
 
 
 def test_script_for_gpus_is_traced_without_one(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(GPU_SCRIPT)
-    found = planned("--site", "polaris", "--nodes", "4", str(script))
+    found = planned("--site", "polaris", "--nodes", "4", written(tmp_path, GPU_SCRIPT))
     parameters = 2 * 4000 * 1000 + 5000
     assert found["inputs"]["parameters"] == parameters
     memory = found["memory"]
     assert (memory["parameters"], memory["gradients"], memory["buckets"]) == (4 * parameters, 0, 4 * parameters)
     assert memory["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
-    assert any("train.py:22: traced as 1.0" in note for note in found["notes"]), found["notes"]
+    assert any("train.py:23: traced as 1.0" in note for note in found["notes"]), found["notes"]
     assert "Predicted without the communication hook fp16_compress_hook." in found["notes"]
     assert found["inputs"]["accumulate"] == 2
     sent = {row["gpus"]: row["sent_bytes"] for row in found["scaling"]}
@@ -83,28 +89,22 @@ def test_example_that_resumes_and_primes_its_buckets_is_traced(tmp_path: Path) -
 
 
 def test_script_for_torchrun_that_numbers_its_devices_is_traced(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
-import os, torch
+    found = planned(written(tmp_path, IMPORTS + """
 gpu = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(gpu)
 torch.distributed.init_process_group("nccl")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10).to(gpu), device_ids=[gpu])
+model = DDP(nn.Linear(10, 10).to(gpu), device_ids=[gpu])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(2):
     model(torch.zeros(4, 10).to(gpu) + torch.ones(4, 10, device=gpu)).sum().backward()
     optimizer.step()
-""")
-    found = planned(str(tmp_path / "train.py"))
+"""))
     assert found["inputs"]["parameters"] == 110 and not any("not use DDP" in note for note in found["notes"])
 
 
 def test_step_of_two_models_has_all_their_passes_optimizers_and_buckets(tmp_path: Path) -> None:
     """Without no_sync(), each backward pass exchanges gradients; an unused parameter is exchanged, too."""
-    (tmp_path / "train.py").write_text("""
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-torch.distributed.init_process_group("gloo")
+    script = written(tmp_path, GLOO + """
 class Critic(nn.Module):
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ for _ in range(3):
     critic(maker(torch.zeros(4, 10))).sum().backward()
     optimizers[1].step()
 """)
-    found = planned("--gpu", "a100-40", "--gpus", "2", str(tmp_path / "train.py"))
+    found = planned("--gpu", "a100-40", "--gpus", "2", script)
     used, unused, maker = 4 * 300 * 700, 4 * 300 * 300, 4 * 3000
     assert found["memory"]["optimizer"] == pytest.approx(2 * (used + maker), rel=1e-4)
     assert found["memory"]["buckets"] == used + unused + maker and found["inputs"]["accumulate"] == 3
@@ -129,12 +129,8 @@ for _ in range(3):
 
 
 def test_closures_recomputation_small_last_batches_and_clean_up_are_traced(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+    script = written(tmp_path, GLOO + """
 from torch.utils.checkpoint import checkpoint
-torch.distributed.init_process_group("gloo")
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -156,7 +152,7 @@ try:
 finally:
     raise RuntimeError(f"no file system for {model}")
 """)
-    found = planned("--gpu", "a100-40", str(tmp_path / "train.py"))
+    found = planned("--gpu", "a100-40", script)
     assert found["inputs"]["accumulate"] == 1
     memory = {name: found["memory"][name] for name in ("parameters", "inputs", "buckets")}
     assert memory == {"parameters": 40_000, "inputs": 202_000, "buckets": 40_000}  # both batches are kept
@@ -171,21 +167,16 @@ finally:
     ("optimizer.step()", "1 optimizer steps too early"),
     ("model(torch.zeros(1, 9))", "at train.py:5. It fails with real tensors on the CPU, too"),
     ("while True: torch.linalg.eigvals(torch.randn(9000, 9000))", "within 8 s"),
-    ("import sys; sys.exit('no data here')", "no data here")])
+    ("sys.exit('no data here')", "no data here")])
 def test_what_cannot_be_traced_is_said(tmp_path: Path, script: str, words: str | None) -> None:
-    (tmp_path / "train.py").write_text(HEAD + script)
-    done = plan("--trace-timeout", "8", str(tmp_path / "train.py"))
+    done = plan("--trace-timeout", "8", written(tmp_path, HEAD + script))
     if words is None:
         assert done.returncode == 0 and "does not use DDP" in done.stdout, done.stderr
     else:
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-VALUES = """
-import os, torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-torch.distributed.init_process_group("gloo")
+VALUES = GLOO + """
 device = torch.device("cuda")
 class Experts(nn.Module):
     def __init__(self):
@@ -242,8 +233,7 @@ REAL = r"The steps ran with real tensors on the CPU: .*train.py:\d+"
     (HUGE, "SGD", "y[y > 0].sum().backward()", "", r"aten.index.Tensor is taken to select all elements at train.py")])
 def test_script_whose_values_decide_is_planned(
         tmp_path: Path, model: str, optimizer: str, body: str, step: str, expected: str) -> None:
-    (tmp_path / "train.py").write_text(VALUES.format(model, "torch.optim." + optimizer, body, step))
-    trace = trace_script(str(tmp_path / "train.py"), [])
+    trace = trace_script(written(tmp_path, VALUES.format(model, "torch.optim." + optimizer, body, step)), [])
     assert any(re.search(expected, note) for note in trace.notes), trace.notes
     assert trace.is_real == (expected == REAL)
     assert trace.peak().total > 4 * trace.num_parameters
@@ -260,7 +250,7 @@ def test_factory_gives_the_largest_batch_of_each_gpu(tmp_path: Path) -> None:
 
 
 def test_script_with_a_place_for_the_batch_is_traced_at_the_largest_one(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
+    script = written(tmp_path, """
 import sys, torch
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -269,10 +259,9 @@ while True:
     (y @ y.T).exp().mean().backward()
     optimizer.step()
 """)
-    largest = planned("--gpu", "a100-40", "--batch", "32", str(tmp_path / "train.py"), "{batch}")["largest_micro_batch"]
+    largest = planned("--gpu", "a100-40", "--batch", "32", script, "{batch}")["largest_micro_batch"]
     assert not largest["unconfirmed"]
-    words = ("--gpu", "a100-40", str(tmp_path / "train.py"))
-    found = [planned(*words, str(largest["samples"] + more)) for more in (0, 1)]
+    found = [planned("--gpu", "a100-40", script, str(largest["samples"] + more)) for more in (0, 1)]
     sizes = [sum(one["memory"].values()) for one in found]
     assert sizes[0] <= 36e9 - 30e6 < sizes[1] and found[0]["largest_micro_batch"] is None
     assert any("Write {batch} for the micro-batch in its arguments" in note for note in found[0]["notes"])
