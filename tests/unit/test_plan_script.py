@@ -3,16 +3,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.programs import ROOT
+from tests.unit.programs import python
+from utils.tools.plan import plan_cli as cli
 from utils.tools.plan.script import trace_script
 
+Planned = Callable[..., dict[str, Any]]
 IMPORTS = """
 import os, sys, torch
 from torch import nn
@@ -46,23 +47,22 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
 
-def plan(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, ROOT / "scripts" / "plan.py", *words], capture_output=True, text=True,
-                          timeout=300, cwd=ROOT)
-
-
 def written(folder: Path, text: str) -> str:
     (folder / "train.py").write_text(text)
     return str(folder / "train.py")
 
 
-def planned(*words: str) -> dict[str, Any]:
-    done = plan("--json", *words)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+@pytest.fixture
+def planned(capfd: pytest.CaptureFixture[str]) -> Planned:
+    def run(*words: str) -> dict[str, Any]:
+        status = cli.main(["--json", *words])
+        printed = capfd.readouterr()
+        assert status == 0, printed.err
+        return json.loads(printed.out)  # type: ignore[no-any-return]
+    return run
 
 
-def test_script_for_gpus_is_traced_without_one(tmp_path: Path) -> None:
+def test_script_for_gpus_is_traced_without_one(planned: Planned, tmp_path: Path) -> None:
     found = planned("--site", "polaris", "--nodes", "4", written(tmp_path, GPU_SCRIPT))
     parameters = 2 * 4000 * 1000 + 5000
     assert found["inputs"]["parameters"] == parameters
@@ -76,19 +76,21 @@ def test_script_for_gpus_is_traced_without_one(tmp_path: Path) -> None:
     assert sent[16] == 2 * 15 / 16 * 4 * parameters
 
 
-def test_example_is_traced_as_it_is() -> None:
-    found = planned("--gpu", "a100-40", "--nodes", "2", "examples/01_ddp_minimal.py")
-    assert found["inputs"]["parameters"] == 32 * 64 + 64 + 64 + 1
-    batch = 64 * 33 * 4  # inputs and targets, not the data set
-    assert found["memory"]["inputs"] == pytest.approx(batch, rel=0.01)
+@pytest.mark.parametrize(("example", "parameters", "inputs"), [
+    ("examples/01_ddp_minimal.py", 32 * 64 + 64 + 64 + 1, 64 * 33 * 4),  # inputs and targets, not the data set
+    ("examples/05_survive.py --folder {}", 64 * 128 + 128 + 128 * 4 + 4, 96 * (64 * 4 + 8))])
+def test_example_is_traced_as_it_is(example: str, parameters: int, inputs: int, tmp_path: Path) -> None:
+    """The second one resumes, and primes its buckets."""
+    done = python("scripts/plan.py", "--json", "--gpu", "a100-40", *example.format(tmp_path).split())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["inputs"]["parameters"] == parameters
+    assert found["memory"]["inputs"] == pytest.approx(inputs, rel=0.01)
+    assert found["largest_micro_batch"] is None
+    assert any("Write {batch} for the micro-batch in its arguments" in note for note in found["notes"])
 
 
-def test_example_that_resumes_and_primes_its_buckets_is_traced(tmp_path: Path) -> None:
-    found = planned("--gpu", "a100-40", "examples/05_survive.py", "--folder", str(tmp_path))
-    assert found["inputs"]["parameters"] == 64 * 128 + 128 + 128 * 4 + 4
-
-
-def test_script_for_torchrun_that_numbers_its_devices_is_traced(tmp_path: Path) -> None:
+def test_script_for_torchrun_that_numbers_its_devices_is_traced(planned: Planned, tmp_path: Path) -> None:
     found = planned(written(tmp_path, IMPORTS + """
 gpu = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(gpu)
@@ -102,7 +104,7 @@ for _ in range(2):
     assert found["inputs"]["parameters"] == 110 and not any("not use DDP" in note for note in found["notes"])
 
 
-def test_step_of_two_models_has_all_their_passes_optimizers_and_buckets(tmp_path: Path) -> None:
+def test_step_of_two_models_has_all_their_passes_optimizers_and_buckets(planned: Planned, tmp_path: Path) -> None:
     """Without no_sync(), each backward pass exchanges gradients; an unused parameter is exchanged, too."""
     script = written(tmp_path, GLOO + """
 class Critic(nn.Module):
@@ -128,7 +130,7 @@ for _ in range(3):
     assert sent[2] == 3 * used + unused + maker
 
 
-def test_closures_recomputation_small_last_batches_and_clean_up_are_traced(tmp_path: Path) -> None:
+def test_closures_recomputation_small_last_batches_and_clean_up_are_traced(planned: Planned, tmp_path: Path) -> None:
     script = written(tmp_path, GLOO + """
 from torch.utils.checkpoint import checkpoint
 class Model(nn.Module):
@@ -160,20 +162,27 @@ finally:
 
 
 @pytest.mark.parametrize(("script", "words"), [
-    ("while True: model(torch.zeros(1, 10)).sum().backward()", "within 8 s"),
     ("while True: model(torch.zeros(1, 10)).sum().backward(); optimizer.step()", None),
     ("optimizer.step(); optimizer.step()", "no backward pass"),
     ("raise ValueError('no such data')", "train.py:5"),
     ("optimizer.step()", "1 optimizer steps too early"),
     ("model(torch.zeros(1, 9))", "at train.py:5. It fails with real tensors on the CPU, too"),
-    ("while True: torch.linalg.eigvals(torch.randn(9000, 9000))", "within 8 s"),
     ("sys.exit('no data here')", "no data here")])
-def test_what_cannot_be_traced_is_said(tmp_path: Path, script: str, words: str | None) -> None:
-    done = plan("--trace-timeout", "8", written(tmp_path, HEAD + script))
+def test_what_cannot_be_traced_is_said(
+        tmp_path: Path, script: str, words: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    status = cli.main([written(tmp_path, HEAD + script)])
+    output, errors = capsys.readouterr()
     if words is None:
-        assert done.returncode == 0 and "does not use DDP" in done.stdout, done.stderr
+        assert status == 0 and "does not use DDP" in output, errors
     else:
-        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert status == 1 and words in errors and "Traceback" not in errors, errors
+
+
+@pytest.mark.parametrize("step", [
+    "model(torch.zeros(1, 10)).sum().backward()", "torch.linalg.eigvals(torch.randn(9000, 9000))"])
+def test_script_without_an_optimizer_step_is_ended(tmp_path: Path, step: str) -> None:
+    done = python("scripts/plan.py", "--trace-timeout", "8", written(tmp_path, f"{HEAD}while True: {step}"))
+    assert done.returncode == 1 and "within 8 s" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 VALUES = GLOO + """
@@ -239,18 +248,7 @@ def test_script_whose_values_decide_is_planned(
     assert trace.peak().total > 4 * trace.num_parameters
 
 
-def test_factory_gives_the_largest_batch_of_each_gpu(tmp_path: Path) -> None:
-    """Memory grows linearly with the batch: the predicted largest one fits, one more does not."""
-    options = ("--model", "tests.unit.plan_models:planned_gpt", "--gpu", "a100-40")
-    found = planned(*options, "--batch", "4")
-    largest, capacity = found["largest_micro_batch"], 36e9 - 30e6
-    assert largest["gpu"] == "a100-40" and not largest["unconfirmed"] and largest["samples"] > 100
-    sizes = [sum(planned(*options, "--batch", str(largest["samples"] + more))["memory"].values()) for more in (0, 1)]
-    assert sizes[0] <= capacity < sizes[1]
-
-
-def test_script_with_a_place_for_the_batch_is_traced_at_the_largest_one(tmp_path: Path) -> None:
-    script = written(tmp_path, """
+BATCH = """
 import sys, torch
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -258,10 +256,15 @@ while True:
     y = model(torch.zeros(int(sys.argv[1]), 64))
     (y @ y.T).exp().mean().backward()
     optimizer.step()
-""")
-    largest = planned("--gpu", "a100-40", "--batch", "32", script, "{batch}")["largest_micro_batch"]
-    assert not largest["unconfirmed"]
-    found = [planned("--gpu", "a100-40", script, str(largest["samples"] + more)) for more in (0, 1)]
-    sizes = [sum(one["memory"].values()) for one in found]
-    assert sizes[0] <= 36e9 - 30e6 < sizes[1] and found[0]["largest_micro_batch"] is None
-    assert any("Write {batch} for the micro-batch in its arguments" in note for note in found[0]["notes"])
+"""
+
+
+@pytest.mark.parametrize("script", ["", BATCH], ids=["factory", "script"])
+def test_largest_batch_of_each_gpu_fits_and_one_more_does_not(planned: Planned, tmp_path: Path, script: str) -> None:
+    """The memory of the factory grows linearly with the batch, that of the script does not."""
+    source = [written(tmp_path, script), "{batch}"] if script else ["--model", "tests.unit.plan_models:planned_gpt"]
+    largest = planned("--gpu", "a100-40", "--batch", "32", *source)["largest_micro_batch"]
+    assert largest["gpu"] == "a100-40" and not largest["unconfirmed"] and largest["samples"] > 100
+    used, too_much = (sum(planned("--gpu", "a100-40", "--batch", str(batch), *source)["memory"].values())
+                      for batch in (largest["samples"], largest["samples"] + 1))
+    assert used <= 36e9 - 30e6 < too_much
