@@ -28,18 +28,19 @@ from utils.tools.launch.launch_result import LaunchResult
 Joining = tuple[ReportListener, EventLoop, JoinServer]
 
 
+def joined(rank: int, host: str, local_rank: int | None = None) -> JoinedRank:
+    return JoinedRank(rank, local_rank, tuple(host.split()), "10.0.0.1", "10.0.0.9")
+
+
 @pytest.mark.parametrize(("of_launcher", "expected"), [
     ((1, 0, 0), "100"),  # GPU masks and core bindings follow it
     ((0, 0, 0), "010"), ((0, None, 0), "010"), ((1, 2, 0), "010")])
 def test_local_rank_is_the_launchers_if_it_counts_from_0(of_launcher: tuple[int | None, ...], expected: str) -> None:
-    ranks = {rank: JoinedRank(rank, of_launcher[rank], (host,), "10.0.0.1", "10.0.0.9")
-             for rank, host in enumerate(("h1", "h1", "h2"))}
-    assert [one["LOCAL_RANK"] for one in rank_variables(ranks, set()).values()] == [*expected]
-
-
-def test_two_hosts_may_have_one_name() -> None:
-    ranks = {rank: JoinedRank(rank, 0, ("localhost", f"net:{rank}"), "10.0.0.1", "10.0.0.9") for rank in (0, 1)}
-    assert [one["NODE_RANK"] for one in rank_variables(ranks, set()).values()] == ["0", "1"]
+    """Two hosts may have one name."""
+    hosts = ["localhost net:1", "localhost net:1", "localhost net:2"]
+    ranks = {rank: joined(rank, host, of_launcher[rank]) for rank, host in enumerate(hosts)}
+    found = rank_variables(ranks, set()).values()
+    assert [one["LOCAL_RANK"] for one in found] == [*expected] and [one["NODE_RANK"] for one in found] == [*"001"]
 
 
 def planned(**environ: str) -> Plan:
@@ -52,7 +53,7 @@ def planned(**environ: str) -> Plan:
     (["n1", "n1", "n1"], "sees all hosts of the job"), (["n1", "n2", "n3"], "sees all hosts of the job"),
     (["n1", "n2", "n2"], "how many ranks the launcher starts"), (["n1", "n1", "n3"], "Not expected: n3")])
 def test_ranks_on_other_hosts_than_planned(hosts: list[str], hint: str) -> None:
-    ranks = [JoinedRank(rank, None, (host,), "10.0.0.1", "10.0.0.9") for rank, host in enumerate(hosts)]
+    ranks = [joined(rank, host) for rank, host in enumerate(hosts)]
     found = mismatch(planned(), ranks)
     assert hint in found and bool(hint) == bool(found)
     if "how many" in hint:  # Slurm itself distributes the job's own tasks
@@ -81,16 +82,6 @@ def serve(loop: EventLoop) -> None:
         loop.run_once(0.02)
 
 
-def test_every_rank_gets_what_its_host_has_reported_about_cores(joining: Joining) -> None:
-    report, loop, server = joining
-    ranks = [join(report, rank=rank) for rank in (2, 0, 1)]
-    serve(loop)
-    server.close()
-    for rank, masks in zip(ranks, (["4"], ["1", "2"], ["1", "2"]), strict=True):
-        with rank, rank.makefile() as stream:
-            assert [one["mask"] for one in json.loads(stream.readline())["cores"]] == masks
-
-
 @pytest.mark.parametrize(("ranks", "message"), [
     ([{"rank": 0, "world_size": 1}],
      "srun has started 1 ranks, one of them on n1. Expected 3 ranks (2 on n1, 1 on n2)"),
@@ -109,16 +100,16 @@ def test_launch_that_is_not_the_plan_fails(joining: Joining, ranks: list[dict[st
             assert "variables" not in stream.read()
 
 
-def test_end_of_all_ranks_is_known_from_each_host(joining: Joining) -> None:
-    """From the watch of a host, which Slurm may end together with the ranks there."""
+def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining) -> None:
+    """Slurm may end the watch of a host together with the ranks there."""
     report, loop, server = joining
     ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
     serve(loop)
-    processes = []
-    for rank in ranks:
+    for rank, masks, processes in zip(ranks, (["1", "2"], ["1", "2"], ["4"]), ([0, 1], [], [2]), strict=True):
         with rank.makefile() as stream:
-            processes.append([pid for pid, *_ in json.loads(stream.readline())["processes"]])
-    assert processes == [[0, 1], [], [2]]
+            found = json.loads(stream.readline())
+        assert [one["mask"] for one in found["cores"]] == masks
+        assert [pid for pid, *_ in found["processes"]] == processes
     for closed in (1, 2):
         ranks[closed].close()
         serve(loop)
