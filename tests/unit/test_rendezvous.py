@@ -160,16 +160,12 @@ def test_a_late_rank_receives_the_cause_of_the_failure(port: int) -> None:
     assert cause(start(2, size=3, port=port)[2]) == cause(launch[0]) == cause(launch[1])
 
 
-FOREIGN = [
-    b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n", b"", b'{"kit":"ddpkit-1","tok',
-    b'{"kit":"other-9","token":"x","rank":1,"world_size":2}\n',
-    b'{"kit":"ddpkit-1","token":"x","rank":1,"world_size":2,"report":{}}\n']
-
-
 def test_ranks_join_at_master_port_whatever_else_connects(port: int) -> None:
     launch = start(1, 0, size=3, port=port, notes=["x" * 100_000])
     with contextlib.ExitStack() as connections:
-        for text in FOREIGN:
+        for text in (b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n", b"", b'{"kit":"ddpkit-1","tok',
+                     b'{"kit":"other-9","token":"x","rank":1,"world_size":2}\n',
+                     b'{"kit":"ddpkit-1","token":"x","rank":1,"world_size":2,"report":{}}\n'):
             with connected(port) as leaves:
                 leaves.sendall(text)
             connections.enter_context(connected(port)).sendall(text)
@@ -188,8 +184,7 @@ def test_another_program_at_master_port_is_named(banner: bytes, expected: str) -
         while not launch[1].done():
             with contextlib.suppress(OSError):
                 clients.enter_context(other.accept()[0]).sendall(banner)
-    assert f"rank 0 cannot listen on MASTER_PORT={port}" in cause(launch[0])
-    assert "Address already in use" in cause(launch[0])
+    assert re.search(f"rank 0 cannot listen on MASTER_PORT={port}.*Address already in use", cause(launch[0]))
     assert expected in cause(launch[1])
 
 
@@ -216,17 +211,14 @@ def test_a_wrong_master_addr_is_named(rank: int, address: str, expected: str, po
     assert re.search(expected.format(port=port), text)
 
 
-SLURM_ON_TWO_HOSTS = placed(3, 4, "slurm", 2)
-
-
 @pytest.mark.parametrize(("placement", "environ", "expected"), [
     *((placed(1, 2), by_hand(29500) | {"MASTER_PORT": text}, "MASTER_PORT is ") for text in (
         "29500x", "0", "65536", "\u0663\u0663\u0663\u0663", "9" * 5000)),
     (placed(0, 2), by_hand(29500) | {"MASTER_ADDR": " "}, "MASTER_ADDR=''.*expected both"),
     (placed(1, 2), by_hand(29500) | {"MASTER_PORT": " "}, "MASTER_PORT=''.*expected both"),
-    (SLURM_ON_TWO_HOSTS, slurm_job(5) | by_hand(29500),
+    (placed(3, 4, "slurm", 2), slurm_job(5) | by_hand(29500),
      "MASTER_ADDR=127.0.0.1 is this host alone.*4 ranks run on several hosts"),
-    (SLURM_ON_TWO_HOSTS, slurm_job(6) | {"SLURM_STEP_NODELIST": "n[1"}, r"NODELIST.*n\[1"),
+    (placed(3, 4, "slurm", 2), slurm_job(6) | {"SLURM_STEP_NODELIST": "n[1"}, r"NODELIST.*n\[1"),
     (placed(1, 4, "mvapich", 2), {}, "rank 0's address is unknown.*mpi4py.*Export MASTER_ADDR")])
 def test_what_cannot_lead_to_rank_0_is_an_error(
         placement: Placement, environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
