@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 
@@ -72,18 +71,10 @@ def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_cause(reports(0.2, network=warning)) == "sockets instead of the fabric"
     monkeypatch.setenv("DDPKIT_NETWORK", "AWS Libfabric")
     assert first_cause(reports(0.2, backend="gloo", threads=3)) == "sockets instead of the fabric"
-
-
     monkeypatch.undo()
     shared = [dataclasses.replace(report, threads=2, cpus=[0, 1, 2, 3])
               for report in reports(0.12, 0.12, backend="gloo")]
     assert first_cause(shared) == "", "ranks that share their CPUs have enough threads"
-
-
-def test_numbers_of_ranks_and_their_batches() -> None:
-    assert [scaling.numbers_of_ranks(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-    assert [scaling.batch_per_rank("weak", 8, 6, ranks) for ranks in (1, 4, 6)] == [8, 8, 8]
-    assert [scaling.batch_per_rank("strong", 8, 6, ranks) for ranks in (1, 2, 4, 6)] == [48, 24, 12, 8]
 
 
 SEVERAL_MODELS = """
@@ -126,8 +117,8 @@ def test_all_models_of_a_script_are_measured(tmp_path: Path) -> None:
     exchanges = {tuple(line.split()) for line in done.stdout.splitlines()}
     # A local step begins in the backward pass after the first optimizer of the step before.
     for name, first in {"G": 10, "D": 9}.items():
-        assert not any((name, str(step)) in exchanges for step in range(first, 14)), exchanges
-        assert all((name, str(step)) in exchanges for step in (1, 2, 3, 4, 5, 6, 7, 8, 15, 16)), exchanges
+        steps = {int(step) for model, step in exchanges if model == name}
+        assert steps.isdisjoint(range(first, 14)) and steps.issuperset({*range(1, 9), 15, 16}), exchanges
     found = json.loads(output.read_text())
     assert (found["models"], found["passes"], found["exchanges"]) == (2, 2, 2)
     assert found["gradient_bytes"] == sum(found["bucket_bytes"]) == 4 * (20 + 5)
@@ -170,12 +161,8 @@ def test_slow_rank_is_found_although_the_script_waits_for_it(tmp_path: Path) -> 
 
 
 WITHOUT_DDP = """
-import os, torch, torch.distributed as dist
-several = int(os.environ["WORLD_SIZE"]) > 1
+import torch
 model = torch.nn.Linear(4, 1)
-if several:
-    dist.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 while True:
     model(torch.ones(2, 4)).mean().backward()
@@ -183,24 +170,24 @@ while True:
 """
 
 
-def test_one_rank_trains_without_ddp(tmp_path: Path) -> None:
-    done, output = run_worker(WITHOUT_DDP, tmp_path, 1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_need_ddp_but_one_rank_trains_without(tmp_path: Path, ranks: int) -> None:
+    done, output = run_worker(WITHOUT_DDP, tmp_path, ranks)
+    if ranks > 1:
+        assert "the script has created no DistributedDataParallel" in done.stderr and not output.exists()
+        return
     assert output.exists(), done.stderr
     found = json.loads(output.read_text())
     assert (found["models"], found["passes"], found["exchanges"], found["gradient_bytes"]) == (0, 1, 0, 0)
     assert found["phases"]["local"]["steps"] == 3
 
 
-def test_several_ranks_need_ddp(tmp_path: Path) -> None:
-    done, output = run_worker(WITHOUT_DDP.replace("> 1", "> 2"), tmp_path, 2)
-    assert "the script has created no DistributedDataParallel" in done.stderr and not output.exists()
-
-
 class FakeTrials:
     """Trials whose times and losses are computed from the settings."""
 
-    order: ClassVar[list[str]] = []
-    batches: ClassVar[list[tuple[int, int]]] = []
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.batches: list[tuple[int, int]] = []
 
     def hosts(self, ranks: int) -> int:
         return 1
@@ -219,46 +206,43 @@ class FakeTrials:
         return [dataclasses.replace(HEALTHY, losses=losses, phases={"sync": phase, "local": phase})] * ranks
 
 
-def bench_ddp(monkeypatch: pytest.MonkeyPatch, world_size: int, *words: str) -> int:
-    """Run `bench.py ddp` with these trials."""
-    job = SimpleNamespace(world_size=world_size, is_main=True)
-    monkeypatch.setattr(FakeTrials, "order", [])
-    monkeypatch.setattr(FakeTrials, "batches", [])
-    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, FakeTrials())))
-    return cli.main(["ddp", *words])
+def bench_ddp(monkeypatch: pytest.MonkeyPatch, world_size: int, *words: str) -> FakeTrials:
+    """Run `bench.py ddp` with such trials; return them."""
+    job, trials = SimpleNamespace(world_size=world_size, is_main=True), FakeTrials()
+    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, trials)))
+    assert cli.main(["ddp", *words]) == 0
+    return trials
 
 
 def test_strong_scaling_skips_ranks_that_cannot_share_the_batch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ddpkit")
-    assert bench_ddp(monkeypatch, 3, "--batch", "1", "train.py", "{batch}") == 0
-    assert FakeTrials.batches == [(1, 1), (2, 1), (3, 1), (1, 3), (3, 1)]
-    assert ("# strong scaling on 2 ranks is not measured: they cannot share a global batch of 3 equally. "
+    trials = bench_ddp(monkeypatch, 6, "--batch", "1", "train.py", "{batch}")
+    assert trials.batches == [*((ranks, 1) for ranks in (1, 2, 4, 6)), (1, 6), (2, 3), (6, 1)]
+    assert ("# strong scaling on 4 ranks is not measured: they cannot share a global batch of 6 equally. "
             "Use another --batch") in caplog.messages
 
 
 def test_each_setting_is_compared_with_none_in_turns(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "ddpkit")
-    names = ("hook=bf16", "bucket_cap_mb=100", "fused", "hook=powersgd-4")
-    words = [word for name in names for word in ("--try", name)]
-    assert bench_ddp(monkeypatch, 2, *words, "--json", str(tmp_path / "tried.json"), "train.py", "--epochs", "3") == 0
-    first, *others = [FakeTrials.order[:5], *(FakeTrials.order[i:i + 4] for i in range(5, 17, 4))]
-    assert first == ["none", "bf16", "bucket_cap_mb", "fused", "powersgd-4"]  # what fails is not tried again
-    assert others == [["none", "bf16", "bucket_cap_mb", "powersgd-4"]] * 3
+    words = [f"--try={name}" for name in ("hook=bf16", "bucket_cap_mb=100", "fused", "hook=powersgd-4")]
+    table = tmp_path / "tried.json"
+    order = bench_ddp(monkeypatch, 2, *words, "--json", str(table), "train.py", "--epochs", "3").order
+    assert order[:5] == ["none", "bf16", "bucket_cap_mb", "fused", "powersgd-4"]  # what fails is not tried again
+    assert order[5:17] == ["none", "bf16", "bucket_cap_mb", "powersgd-4"] * 3
     text = caplog.text
     assert re.search(r"hook=bf16: faster, 1\.\d\d times as fast \(rounds .* \d+%\); loss 1.01, without it 1\n", text)
     assert re.search(r"bucket_cap_mb=100: no conclusion: \S+ times as fast, while the rounds .* differ by \d+%", text)
     assert "hook=powersgd-4: slower, 0." in text and "fused failed: no fused optimizer" in text
     assert "    ddp = DistributedDataParallel(..., bucket_cap_mb=100)  # add to your arguments" in text
     assert "    ddp.register_comm_hook(None, utils.tools.bench.hooks.bf16_hook)  # ddp is your" in text
-    assert len(json.loads((tmp_path / "tried.json").read_text())["tried"][1]["seconds"]) == 4
+    assert len(json.loads(table.read_text())["tried"][1]["seconds"]) == 4
 
 
 def test_try_alone_tries_five_settings_of_the_script_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench_ddp(monkeypatch, 2, "--try", "train.py", "--epochs", "3") == 0
-    assert FakeTrials.order[:6] == ["none", "bucket_cap_mb", "bf16", "static_graph", "gradient_as_bucket_view", "fused"]
+    order = bench_ddp(monkeypatch, 2, "--try", "train.py", "--epochs", "3").order
+    assert order[:6] == ["none", "bucket_cap_mb", "bf16", "static_graph", "gradient_as_bucket_view", "fused"]
 
 
 def test_setting_that_torch_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,6 +264,6 @@ def test_terminated_command_leaves_no_trial(tmp_path: Path) -> None:
 
 
 def test_trial_that_fails_names_rank_and_output() -> None:
-    done = python("scripts/bench.py", "ddp", "--try", "fused", TRAINING, "--bad-option", ranks=2)
+    done = python("scripts/bench.py", "ddp", "--try", "fused", TRAINING, "--bad-option")
     assert done.returncode == 1
     assert re.search(r"unchanged script failed.*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)

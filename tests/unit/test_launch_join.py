@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,21 +25,20 @@ from utils.tools.launch.launch_connection import JoinReport
 from utils.tools.launch.launch_plan import Plan
 from utils.tools.launch.launch_result import LaunchResult
 
-Joining = tuple[ReportListener, EventLoop, JoinServer]
+
+def joined(rank: int, host: str, local_rank: int | None = None) -> JoinedRank:
+    return JoinedRank(rank, local_rank, tuple(host.split()), "10.0.0.1", "10.0.0.9")
 
 
 @pytest.mark.parametrize(("of_launcher", "expected"), [
     ((1, 0, 0), "100"),  # GPU masks and core bindings follow it
     ((0, 0, 0), "010"), ((0, None, 0), "010"), ((1, 2, 0), "010")])
 def test_local_rank_is_the_launchers_if_it_counts_from_0(of_launcher: tuple[int | None, ...], expected: str) -> None:
-    ranks = {rank: JoinedRank(rank, of_launcher[rank], (host,), "10.0.0.1", "10.0.0.9")
-             for rank, host in enumerate(("h1", "h1", "h2"))}
-    assert [one["LOCAL_RANK"] for one in rank_variables(ranks, set()).values()] == [*expected]
-
-
-def test_two_hosts_may_have_one_name() -> None:
-    ranks = {rank: JoinedRank(rank, 0, ("localhost", f"net:{rank}"), "10.0.0.1", "10.0.0.9") for rank in (0, 1)}
-    assert [one["NODE_RANK"] for one in rank_variables(ranks, set()).values()] == ["0", "1"]
+    """Two hosts may have one name."""
+    hosts = ["localhost net:1", "localhost net:1", "localhost net:2"]
+    ranks = {rank: joined(rank, host, of_launcher[rank]) for rank, host in enumerate(hosts)}
+    found = rank_variables(ranks, set()).values()
+    assert [one["LOCAL_RANK"] for one in found] == [*expected] and [one["NODE_RANK"] for one in found] == [*"001"]
 
 
 def planned(**environ: str) -> Plan:
@@ -52,43 +51,48 @@ def planned(**environ: str) -> Plan:
     (["n1", "n1", "n1"], "sees all hosts of the job"), (["n1", "n2", "n3"], "sees all hosts of the job"),
     (["n1", "n2", "n2"], "how many ranks the launcher starts"), (["n1", "n1", "n3"], "Not expected: n3")])
 def test_ranks_on_other_hosts_than_planned(hosts: list[str], hint: str) -> None:
-    ranks = [JoinedRank(rank, None, (host,), "10.0.0.1", "10.0.0.9") for rank, host in enumerate(hosts)]
+    ranks = [joined(rank, host) for rank, host in enumerate(hosts)]
     found = mismatch(planned(), ranks)
     assert hint in found and bool(hint) == bool(found)
     if "how many" in hint:  # Slurm itself distributes the job's own tasks
         assert mismatch(planned(SLURM_NTASKS="3"), ranks) == ""
 
 
+class Joining:
+    """A server, the ranks that have connected to it, and what both do."""
+
+    def __init__(self, report: ReportListener, loop: EventLoop) -> None:
+        self.report, self.loop, self.connections = report, loop, ExitStack()
+        self.server = JoinServer(planned(), report, loop, LaunchResult())
+
+    def connect(self, **values: Any) -> socket.socket:
+        addresses, port, token = parse_address(self.report.variables[VARIABLE])
+        connection = self.connections.enter_context(socket.create_connection((addresses[0], port), timeout=10))
+        rank = values["rank"]
+        message = {"token": token, "world_size": 3, "host": ["n2" if rank == 2 else "n1"], "reached": "10.0.0.9",
+                   "cores": {"mask": f"{1 << rank:x}", "gpu_nodes": []}, "process": [rank, 1, "pid:[1]"], **values}
+        connection.sendall(json.dumps({"join": message}).encode() + b"\n")
+        return connection
+
+    def join(self, *ranks: dict[str, Any]) -> list[socket.socket]:
+        connections = [self.connect(**values) for values in ranks]
+        self.serve()
+        return connections
+
+    def serve(self) -> None:
+        for _ in range(20):
+            self.loop.run_once(0.02)
+
+
 @pytest.fixture
 def joining() -> Iterator[Joining]:
     with ReportListener() as report, CaughtSignals() as signals, closing(EventLoop(signals)) as loop:
-        yield report, loop, JoinServer(planned(), report, loop, LaunchResult())
+        made = Joining(report, loop)
+        with made.connections, closing(made.server):
+            yield made
 
 
-def join(report: ReportListener, **values: Any) -> socket.socket:
-    addresses, port, token = parse_address(report.variables[VARIABLE])
-    connection = socket.create_connection((addresses[0], port), timeout=10)
-    host = "n2" if values["rank"] == 2 else "n1"
-    cores = {"mask": f"{1 << values['rank']:x}", "gpu_nodes": []}
-    message = {"token": token, "world_size": 3, "host": [host], "reached": "10.0.0.9", "cores": cores,
-               "process": [values["rank"], 1, "pid:[1]"], **values}
-    connection.sendall(json.dumps({"join": message}).encode() + b"\n")
-    return connection
-
-
-def serve(loop: EventLoop) -> None:
-    for _ in range(20):
-        loop.run_once(0.02)
-
-
-def test_every_rank_gets_what_its_host_has_reported_about_cores(joining: Joining) -> None:
-    report, loop, server = joining
-    ranks = [join(report, rank=rank) for rank in (2, 0, 1)]
-    serve(loop)
-    server.close()
-    for rank, masks in zip(ranks, (["4"], ["1", "2"], ["1", "2"]), strict=True):
-        with rank, rank.makefile() as stream:
-            assert [one["mask"] for one in json.loads(stream.readline())["cores"]] == masks
+ALL = [{"rank": rank} for rank in (0, 1, 2)]
 
 
 @pytest.mark.parametrize(("ranks", "message"), [
@@ -99,77 +103,60 @@ def test_every_rank_gets_what_its_host_has_reported_about_cores(joining: Joining
      "srun has started 3 ranks (3 on n1). Expected 3 ranks (2 on n1, 1 on n2)"),
     ([{"rank": 0, "token": "no"}], "")])
 def test_launch_that_is_not_the_plan_fails(joining: Joining, ranks: list[dict[str, object]], message: str) -> None:
-    report, loop, server = joining
-    clients = [join(report, **values) for values in ranks]
-    serve(loop)
+    clients, server = joining.join(*ranks), joining.server
     server.close()
     assert message in server.problem and bool(message) == bool(server.problem) and not server.complete
     for client in clients:
-        with client, client.makefile() as stream:
+        with client.makefile() as stream:
             assert "variables" not in stream.read()
 
 
-def test_end_of_all_ranks_is_known_from_each_host(joining: Joining) -> None:
-    """From the watch of a host, which Slurm may end together with the ranks there."""
-    report, loop, server = joining
-    ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
-    serve(loop)
-    processes = []
-    for rank in ranks:
+def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining) -> None:
+    """Slurm may end the watch of a host together with the ranks there."""
+    ranks = joining.join(*ALL)
+    for rank, masks, processes in zip(ranks, (["1", "2"], ["1", "2"], ["4"]), ([0, 1], [], [2]), strict=True):
         with rank.makefile() as stream:
-            processes.append([pid for pid, *_ in json.loads(stream.readline())["processes"]])
-    assert processes == [[0, 1], [], [2]]
+            found = json.loads(stream.readline())
+        assert [one["mask"] for one in found["cores"]] == masks
+        assert [pid for pid, *_ in found["processes"]] == processes
     for closed in (1, 2):
         ranks[closed].close()
-        serve(loop)
-        assert server.ended_at is None
+        joining.serve()
+        assert joining.server.ended_at is None
     ranks[0].sendall(b'{"ended": true}\n')
     ranks[0].close()
-    serve(loop)
-    server.close()
-    assert server.ended_at is not None
+    joining.serve()
+    assert joining.server.ended_at is not None
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_host_of_rank_0_reports_a_missing_group(joining: Joining, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
-    report, loop, server = joining
-    ranks = [join(report, rank=rank) for rank in (0, 1, 2)]
-    serve(loop)
+    ranks = joining.join(*ALL)
     ranks[rank].sendall(b'{"copies": true}\n')
-    serve(loop)
-    server.close()
-    for connection in ranks:
-        connection.close()
+    joining.serve()
     assert ("3 independent copies of train.py are running" in capfd.readouterr().err) == (rank == 0)
 
 
 def test_rank_that_ends_before_all_have_joined_is_named(joining: Joining) -> None:
-    report, loop, server = joining
-    with join(report, rank=0), join(report, rank=2) as lost:
-        serve(loop)
-        lost.close()
-        serve(loop)
-        assert server.lost_rank and server.problem == "rank 2 on n2 ended before all ranks had joined"
-        server.close()
+    _, lost = joining.join(ALL[0], ALL[2])
+    lost.close()
+    joining.serve()
+    assert joining.server.lost_rank and joining.server.problem == "rank 2 on n2 ended before all ranks had joined"
 
 
 def test_ranks_that_do_not_join_in_time_are_named(joining: Joining) -> None:
-    report, loop, server = joining
-    with join(report, rank=1):
-        serve(loop)
-        server.check_time(1e12)
-        server.close()
-    assert server.problem.startswith("2 of 3 ranks did not join: ranks 0, 2 within 120 s. Expected 3 ranks on n1, n2.")
+    joining.join(ALL[1])
+    joining.server.check_time(1e12)
+    assert joining.server.problem.startswith(
+        "2 of 3 ranks did not join: ranks 0, 2 within 120 s. Expected 3 ranks on n1, n2.")
 
 
 def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, loop, server = joining
-    with join(report, rank=0):
-        refused = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-        monkeypatch.setattr(socket.socket, "accept", refused)
-        loop.run_once(1.0)
-        server.close()
-    assert "3 of 3 ranks did not join: ranks 0, 1, 2, because launch.py may open no more" in server.problem
+    refused = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    monkeypatch.setattr(socket.socket, "accept", refused)
+    joining.connect(rank=0)
+    joining.loop.run_once(1.0)
+    assert "3 of 3 ranks did not join: ranks 0, 1, 2, because launch.py may open no more" in joining.server.problem
 
 
 @pytest.mark.parametrize("wrong", ["0123456789abcdef", "\u00e9", "\udcff"])

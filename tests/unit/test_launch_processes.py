@@ -49,28 +49,20 @@ def test_nothing_is_left_of_a_process_and_its_children() -> None:
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize(("binding", "expected"), [
-    ("none", [set(CPUS)] * 2), (f"list:{CPUS[0]}:{CPUS[-1]}", [{CPUS[0]}, {CPUS[-1]}])])
-def test_ranks_without_the_kit_are_bound(tmp_path: Path, binding: str, expected: list[set[int]]) -> None:
-    commands = [(["grep", "^Cpus_allowed_list", "/proc/self/status"], {"RANK": rank, "LOCAL_RANK": rank})
-                for rank in "01"]
+@pytest.mark.parametrize(("binding", "given", "threads", "cpus"), [
+    ("none", "", "1", [set(CPUS)] * (len(CPUS) + 1)),
+    (f"list:{CPUS[0]}:{CPUS[-1]}", "3", "3", [{CPUS[0]}, {CPUS[-1]}])])
+def test_ranks_without_the_kit_are_bound_and_do_not_use_all_cores_each(
+        tmp_path: Path, binding: str, given: str, threads: str, cpus: list[set[int]]) -> None:
+    show = ["sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS"]
+    commands = [(show, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(len(cpus))]
     with Processes("unit.cores") as processes:
-        environ = {**os.environ, "DDPKIT_CPU_BIND": binding}
+        environ = {**os.environ, "DDPKIT_CPU_BIND": binding, "OMP_NUM_THREADS": given}
         start_on_host(commands, environ, processes, None, output_dir=str(tmp_path))
-        wait_until(lambda: processes.ended() == [] and not processes.running, "the end of both ranks")
-    for path, cpus in zip(sorted(tmp_path.iterdir()), expected, strict=True):
-        assert parse_ranges(path.read_text().split()[1]) == cpus
-
-
-@pytest.mark.parametrize(("given", "threads"), [("", "1"), ("3", "3")])
-def test_ranks_without_the_kit_do_not_use_all_cores_each(tmp_path: Path, given: str, threads: str) -> None:
-    variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(CPUS) + 1)]
-    with Processes("unit.threads") as processes:
-        environ = {**os.environ, "OMP_NUM_THREADS": given}
-        start_on_host([(["sh", "-c", "echo $OMP_NUM_THREADS"], one) for one in variables], environ, processes, None,
-                      output_dir=str(tmp_path))
         wait_until(lambda: processes.ended() == [] and not processes.running, "the end of all ranks")
-    assert {path.read_text() for path in tmp_path.iterdir()} == {f"{threads}\n"}
+    for path, expected in zip(sorted(tmp_path.iterdir()), cpus, strict=True):
+        _, allowed, found = path.read_text().split()
+        assert parse_ranges(allowed) == expected and found == threads
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "expected"), [
@@ -106,13 +98,17 @@ def test_file_that_is_no_program_has_the_status_of_a_shell() -> None:
         assert processes.ended() == [(0, 126)]
 
 
+def program(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def started_by_mpiexec(folder: Path, end: str, *command: str, **options: Any) -> Plan:
     """Plans two ranks of a program that starts them, and then runs this line of shell."""
-    mpiexec = folder / "mpiexec"
-    mpiexec.write_text("#!/bin/sh\nwhile [ \"$1\" != -n ]; do shift; done; shift 2\n"
-                       f"PMI_RANK=0 PMI_SIZE=2 \"$@\" & PMI_RANK=1 PMI_SIZE=2 \"$@\" & {end}\n")
-    mpiexec.chmod(0o755)
-    return make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, mpiexec=Mpiexec(str(mpiexec), Mpich, 5),
+    mpiexec = program(folder / "mpiexec", 'while [ "$1" != -n ]; do shift; done; shift 2\n'
+                      f'PMI_RANK=0 PMI_SIZE=2 "$@" & PMI_RANK=1 PMI_SIZE=2 "$@" & {end}')
+    return make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, mpiexec=Mpiexec(mpiexec, Mpich, 5),
                 command=command, python=sys.executable, **options)
 
 
@@ -214,19 +210,14 @@ def test_reservation_lasts_as_long_as_the_program_that_inherits_it() -> None:
     ReservedPort([31000]).close()
 
 
-def test_after_a_stop_the_others_have_time_to_save() -> None:
-    result = LaunchResult()
-    assert not result.is_last_stop(signal.SIGTERM, 1.0)
-    result.process_ended("rank 0", 5, 3.0, others=True)
-    assert (result.status, result.end_at) == (5, 3.0 + END_DELAY_AFTER_STOP)
-
-
 @pytest.mark.parametrize(("number", "status", "lines"), [
     (signal.SIGTERM, 143, 1), (signal.SIGTERM, 137, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 1, 3)])
-def test_a_stop_names_no_rank(number: int, status: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_names_no_rank_and_leaves_time_to_save(
+        number: int, status: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
     result = LaunchResult()
-    result.is_last_stop(number, 1.0)
+    assert not result.is_last_stop(number, 1.0)
     result.process_ended("rank 0-1 on n3", status, 2.0, others=True)
+    assert result.end_at == 2.0 + END_DELAY_AFTER_STOP
     result.conclude(FirstCause("rank 1 on n3 ended without a report. It was killed", 1))
     printed = capsys.readouterr().err.splitlines()
     name = signal.Signals(number).name
@@ -258,11 +249,9 @@ TIME_LIMIT = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-21T0
      "2 of 2 ranks did not join", [])])
 def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list[str], tmp_path: Path,
                                                 capfd: pytest.CaptureFixture[str]) -> None:
-    srun, file = tmp_path / "srun", tmp_path / "bad-hosts.txt"
-    srun.write_text(f"#!/bin/sh\ncat >&2 <<'E'\n{text}\nE\nexit 143\n")
-    srun.chmod(0o755)
+    srun, file = program(tmp_path / "srun", f"cat >&2 <<'E'\n{text}\nE\nexit 143"), tmp_path / "bad-hosts.txt"
     environ = {**SLURM, "PATH": os.environ["PATH"], exclude_file.VARIABLE: str(file)}
-    plan = make(job("slurm", (1, 1)), environ, programs=Programs({"srun": str(srun)}), python=sys.executable)
+    plan = make(job("slurm", (1, 1)), environ, programs=Programs({"srun": srun}), python=sys.executable)
     assert run(plan) == (143 if "Killed" not in text else 137)
     assert last in capfd.readouterr().err.splitlines()[-1]
     assert [entry.host for entry in exclude_file.read(file)] == lost

@@ -22,6 +22,7 @@ WRITTEN = {case["name"]: case for case in json.loads((RECORDINGS / "written-case
 # The variables of each launcher alone
 EVERY = {one.name: WRITTEN[one.name]["env"] for one in LAUNCHERS if one.name != "single"}
 TORCHRUN, OPENMPI, SRUN = EVERY["torchrun"], EVERY["openmpi"], EVERY["slurm"]
+SLURM = next(one for one in LAUNCHERS if one.name == "slurm")
 SRUN_RANK_0 = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2,3"}
 STALE = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
 SINGLE = Placement("single", 0, 1, 0, 1)
@@ -41,10 +42,13 @@ def expected_place(case: dict[str, Any]) -> Placement:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_recorded_processes_get_their_ranks(file: str) -> None:
+def test_recorded_processes_get_their_ranks_and_tasks_of_srun_the_host_of_rank_0(file: str) -> None:
     for process in json.loads((RECORDINGS / file).read_text())["processes"]:
         for ancestors in ([], process.get("parents", [])):
             assert place(process["environ"], ancestors) == expected_place(process), (process["hostname"], ancestors)
+        if process["expect"]["launcher"] == "slurm":
+            hosts, _ = SLURM.candidate_hosts(process["environ"])
+            assert process["expect"]["rank0_host"] in hosts, process["hostname"]
 
 
 @pytest.mark.parametrize("name", WRITTEN)

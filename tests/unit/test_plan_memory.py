@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit import plan_models
-from tests.unit.plan_models import CASES, GPT, HELD_OUT, LARGEST, Case, adamw, lbfgs, next_word, sgd
+from tests.unit.plan_models import CASES, GPT, HELD_OUT, LARGEST, Case, adamw, foreach_adamw, lbfgs, next_word, sgd
 from utils.tools.plan.trace import trace_training
 from utils.tools.plan.traced import largest_batch, trace_factory
 
@@ -65,7 +64,6 @@ def counted_peak(case: Case, ddp_options: dict[str, Any] | None = None) -> int:
         if ddp_options is not None:
             model = DDP(model, **ddp_options)
         optimizer = case.optimizer(model.parameters())
-
 
         def passes() -> torch.Tensor:
             optimizer.zero_grad()
@@ -149,27 +147,23 @@ def test_buckets_of_ddp_are_those_of_a_counted_run(view: bool, process_group: No
 
 def test_peak_of_a_large_batch_is_in_the_backward_pass_and_of_a_small_one_in_the_optimizer() -> None:
     large = traced(Case(GPT, next_word(batch=64), adamw)).peak()
-    small = traced(Case(lambda: nn.Sequential(nn.Linear(512, 512)), lambda m: m(torch.zeros(1, 512)).sum(),
-                        CASES["MLP, AdamW foreach"].optimizer)).peak()
+    small = traced(Case(lambda: nn.Linear(512, 512), lambda m: m(torch.zeros(1, 512)).sum(), foreach_adamw)).peak()
     assert large.where.startswith("backward") and small.where.startswith("optimizer")
     assert large.bytes["activations"] > large.total / 2
 
 
-@pytest.mark.parametrize("make", LARGEST, ids=lambda make: make.__name__)
-def test_largest_micro_batch_is_that_of_a_counted_run_or_unconfirmed(make: Callable[[int], plan_models.Made]) -> None:
-    capacity = 10_000_000
+@pytest.mark.parametrize("name", LARGEST)
+def test_largest_micro_batch_is_that_of_a_counted_run_or_unconfirmed(name: str) -> None:
+    capacity, (make, least, confirmed) = 10_000_000, LARGEST[name]
 
     def total(samples: int) -> float:
-        name = f"tests.unit.plan_models:{make.__name__}"
-        return trace_factory(name, samples, "adamw", "fp32", 1, seconds=60).peak().total
+        return trace_factory(f"tests.unit.plan_models:{name}", samples, "adamw", "fp32", 1, seconds=60).peak().total
 
     def counted(samples: int) -> int:
         model, inputs = make(samples)
         named = inputs if isinstance(inputs, dict) else {}
         places = () if named else inputs if isinstance(inputs, tuple) else (inputs,)
-        return counted_peak(Case(lambda: model, lambda model: model(*places, **named).mean(),
-                                 plan_models.foreach_adamw))
-    least, confirmed = LARGEST[make]
+        return counted_peak(Case(lambda: model, lambda model: model(*places, **named).mean(), foreach_adamw))
     found = largest_batch(total, least, capacity)
     assert (not found.unconfirmed) == confirmed, found
     if confirmed:

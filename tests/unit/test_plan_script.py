@@ -3,24 +3,29 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.programs import ROOT
+from tests.unit.programs import python
+from utils.tools.plan import plan_cli as cli
 from utils.tools.plan.script import trace_script
 
-GPU_SCRIPT = """
-import os, torch, torch.distributed as dist
+Planned = Callable[..., dict[str, Any]]
+IMPORTS = """
+import os, sys, torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-dist.init_process_group("nccl"); os.write(1, b"as gloo of torch 2.8")
-device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-torch.cuda.set_device(device)
-model = DDP(nn.Sequential(nn.Linear(1000, 4000), nn.ReLU(), nn.Linear(4000, 1000)).to(device), device_ids=[0],
+"""
+GLOO = IMPORTS + 'torch.distributed.init_process_group("gloo")\n'
+GPU_SCRIPT = IMPORTS + """
+torch.distributed.init_process_group("nccl"); os.write(1, b"as gloo of torch 2.8")
+gpu = int(os.environ["LOCAL_RANK"])
+device = torch.device("cuda", gpu)
+torch.cuda.set_device(gpu)
+model = DDP(nn.Sequential(nn.Linear(1000, 4000), nn.ReLU(), nn.Linear(4000, 1000)).to(gpu), device_ids=[gpu],
             gradient_as_bucket_view=True, bucket_cap_mb=5)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 model.register_comm_hook(None, fp16_compress_hook)
@@ -29,7 +34,7 @@ data = torch.utils.data.TensorDataset(torch.randn(256, 1000))
 for i, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)):
     with model.no_sync() if i % 2 == 0 else torch.enable_grad():
         with torch.autocast("cuda"):
-            loss = model(x.cuda(non_blocking=True)).square().mean()
+            loss = model(x.to(device, non_blocking=True) + torch.ones(1000, device=gpu).cuda()).square().mean()
         loss.backward()
     if i % 2:
         optimizer.step()
@@ -37,74 +42,59 @@ for i, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=16, shuffl
         print(f"loss {loss.item():.3f}")
 """
 HEAD = """
-import torch
+import sys, torch
 model = torch.nn.Linear(10, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
 
-def plan(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, ROOT / "scripts" / "plan.py", *words], capture_output=True, text=True,
-                          timeout=300, cwd=ROOT)
+def written(folder: Path, text: str) -> str:
+    (folder / "train.py").write_text(text)
+    return str(folder / "train.py")
 
 
-def planned(*words: str) -> dict[str, Any]:
-    done = plan("--json", *words)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+@pytest.fixture
+def planned(capfd: pytest.CaptureFixture[str]) -> Planned:
+    def run(*words: str) -> dict[str, Any]:
+        status = cli.main(["--json", *words])
+        printed = capfd.readouterr()
+        assert status == 0, printed.err
+        return json.loads(printed.out)  # type: ignore[no-any-return]
+    return run
 
 
-def test_script_for_gpus_is_traced_without_one(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(GPU_SCRIPT)
-    found = planned("--site", "polaris", "--nodes", "4", str(script))
+def test_script_for_torchrun_and_gpus_is_traced_without_them(planned: Planned, tmp_path: Path) -> None:
+    found = planned("--site", "polaris", "--nodes", "4", written(tmp_path, GPU_SCRIPT))
     parameters = 2 * 4000 * 1000 + 5000
     assert found["inputs"]["parameters"] == parameters
     memory = found["memory"]
     assert (memory["parameters"], memory["gradients"], memory["buckets"]) == (4 * parameters, 0, 4 * parameters)
     assert memory["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
-    assert any("train.py:22: traced as 1.0" in note for note in found["notes"]), found["notes"]
+    assert any("train.py:24: traced as 1.0" in note for note in found["notes"]), found["notes"]
     assert "Predicted without the communication hook fp16_compress_hook." in found["notes"]
+    assert not any("not use DDP" in note for note in found["notes"])
     assert found["inputs"]["accumulate"] == 2
     sent = {row["gpus"]: row["sent_bytes"] for row in found["scaling"]}
     assert sent[16] == 2 * 15 / 16 * 4 * parameters
 
 
-def test_example_is_traced_as_it_is() -> None:
-    found = planned("--gpu", "a100-40", "--nodes", "2", "examples/01_ddp_minimal.py")
-    assert found["inputs"]["parameters"] == 32 * 64 + 64 + 64 + 1
-    batch = 64 * 33 * 4  # inputs and targets, not the data set
-    assert found["memory"]["inputs"] == pytest.approx(batch, rel=0.01)
+@pytest.mark.parametrize(("example", "parameters", "inputs"), [
+    ("examples/01_ddp_minimal.py", 32 * 64 + 64 + 64 + 1, 64 * 33 * 4),  # inputs and targets, not the data set
+    ("examples/05_survive.py --folder {}", 64 * 128 + 128 + 128 * 4 + 4, 96 * (64 * 4 + 8))])
+def test_example_is_traced_as_it_is(example: str, parameters: int, inputs: int, tmp_path: Path) -> None:
+    """The second one resumes, and primes its buckets."""
+    done = python("scripts/plan.py", "--json", "--gpu", "a100-40", *example.format(tmp_path).split())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["inputs"]["parameters"] == parameters
+    assert found["memory"]["inputs"] == pytest.approx(inputs, rel=0.01)
+    assert found["largest_micro_batch"] is None
+    assert any("Write {batch} for the micro-batch in its arguments" in note for note in found["notes"])
 
 
-def test_example_that_resumes_and_primes_its_buckets_is_traced(tmp_path: Path) -> None:
-    found = planned("--gpu", "a100-40", "examples/05_survive.py", "--folder", str(tmp_path))
-    assert found["inputs"]["parameters"] == 64 * 128 + 128 + 128 * 4 + 4
-
-
-def test_script_for_torchrun_that_numbers_its_devices_is_traced(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
-import os, torch
-gpu = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(gpu)
-torch.distributed.init_process_group("nccl")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10).to(gpu), device_ids=[gpu])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(2):
-    model(torch.zeros(4, 10).to(gpu) + torch.ones(4, 10, device=gpu)).sum().backward()
-    optimizer.step()
-""")
-    found = planned(str(tmp_path / "train.py"))
-    assert found["inputs"]["parameters"] == 110 and not any("not use DDP" in note for note in found["notes"])
-
-
-def test_step_of_two_models_has_all_their_passes_optimizers_and_buckets(tmp_path: Path) -> None:
+def test_step_of_two_models_has_all_their_passes_optimizers_and_buckets(planned: Planned, tmp_path: Path) -> None:
     """Without no_sync(), each backward pass exchanges gradients; an unused parameter is exchanged, too."""
-    (tmp_path / "train.py").write_text("""
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-torch.distributed.init_process_group("gloo")
+    script = written(tmp_path, GLOO + """
 class Critic(nn.Module):
     def __init__(self):
         super().__init__()
@@ -120,7 +110,7 @@ for _ in range(3):
     critic(maker(torch.zeros(4, 10))).sum().backward()
     optimizers[1].step()
 """)
-    found = planned("--gpu", "a100-40", "--gpus", "2", str(tmp_path / "train.py"))
+    found = planned("--gpu", "a100-40", "--gpus", "2", script)
     used, unused, maker = 4 * 300 * 700, 4 * 300 * 300, 4 * 3000
     assert found["memory"]["optimizer"] == pytest.approx(2 * (used + maker), rel=1e-4)
     assert found["memory"]["buckets"] == used + unused + maker and found["inputs"]["accumulate"] == 3
@@ -128,13 +118,9 @@ for _ in range(3):
     assert sent[2] == 3 * used + unused + maker
 
 
-def test_closures_recomputation_small_last_batches_and_clean_up_are_traced(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+def test_closures_recomputation_small_last_batches_and_clean_up_are_traced(planned: Planned, tmp_path: Path) -> None:
+    script = written(tmp_path, GLOO + """
 from torch.utils.checkpoint import checkpoint
-torch.distributed.init_process_group("gloo")
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -156,7 +142,7 @@ try:
 finally:
     raise RuntimeError(f"no file system for {model}")
 """)
-    found = planned("--gpu", "a100-40", str(tmp_path / "train.py"))
+    found = planned("--gpu", "a100-40", script)
     assert found["inputs"]["accumulate"] == 1
     memory = {name: found["memory"][name] for name in ("parameters", "inputs", "buckets")}
     assert memory == {"parameters": 40_000, "inputs": 202_000, "buckets": 40_000}  # both batches are kept
@@ -164,58 +150,41 @@ finally:
 
 
 @pytest.mark.parametrize(("script", "words"), [
-    ("while True: model(torch.zeros(1, 10)).sum().backward()", "within 8 s"),
     ("while True: model(torch.zeros(1, 10)).sum().backward(); optimizer.step()", None),
     ("optimizer.step(); optimizer.step()", "no backward pass"),
     ("raise ValueError('no such data')", "train.py:5"),
     ("optimizer.step()", "1 optimizer steps too early"),
     ("model(torch.zeros(1, 9))", "at train.py:5. It fails with real tensors on the CPU, too"),
-    ("while True: torch.linalg.eigvals(torch.randn(9000, 9000))", "within 8 s"),
-    ("import sys; sys.exit('no data here')", "no data here")])
-def test_what_cannot_be_traced_is_said(tmp_path: Path, script: str, words: str | None) -> None:
-    (tmp_path / "train.py").write_text(HEAD + script)
-    done = plan("--trace-timeout", "8", str(tmp_path / "train.py"))
+    ("sys.exit('no data here')", "no data here")])
+def test_what_cannot_be_traced_is_said(
+        tmp_path: Path, script: str, words: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    status = cli.main([written(tmp_path, HEAD + script)])
+    output, errors = capsys.readouterr()
     if words is None:
-        assert done.returncode == 0 and "does not use DDP" in done.stdout, done.stderr
+        assert status == 0 and "does not use DDP" in output, errors
     else:
-        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert status == 1 and words in errors and "Traceback" not in errors, errors
 
 
-VALUES = """
-import os, torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-torch.distributed.init_process_group("gloo")
+@pytest.mark.parametrize("step", [
+    "model(torch.zeros(1, 10)).sum().backward()", "torch.linalg.eigvals(torch.randn(9000, 9000))"])
+def test_script_without_an_optimizer_step_is_ended(tmp_path: Path, step: str) -> None:
+    done = python("scripts/plan.py", "--trace-timeout", "8", written(tmp_path, f"{HEAD}while True: {step}"))
+    assert done.returncode == 1 and "within 8 s" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+VALUES = GLOO + """
 device = torch.device("cuda")
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(99, 3), nn.ModuleList(nn.Linear(99, 9) for _ in range(3))
-    def forward(self, x):
-        choice = self.router(x).argmax(1)
-        parts = x[choice.argsort()].split(choice.bincount(minlength=3).tolist())
-        return torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.EmbeddingBag(500, 9, sparse=True)
-    def forward(self, x):
-        return self.table(x.abs().mul(9).long())
-make, Optimizer, best = {}, {}, 1e9
+make, best = {}, 1e9
 x = torch.randn(32, 99, device=device)
 model = DDP(make().to(device))
-optimizer = Optimizer(model.parameters(), lr=1e-3)
-def closure():
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    return loss
+optimizer = torch.optim.{}(model.parameters(), lr=1e-3)
 for _ in range(40):
     optimizer.zero_grad()
     y = model(x)
     loss = y.square().mean()
     {}
-    optimizer.step({})
+    optimizer.step()
 """
 LINEAR = "lambda: nn.Linear(99, 9)"
 HUGE = "lambda: nn.Linear(99, 3 * os.sysconf('SC_PHYS_PAGES'), device='meta').to_empty(device=device)"  # of 0.3 hosts
@@ -223,44 +192,29 @@ BACK = "loss.backward()"
 REAL = r"The steps ran with real tensors on the CPU: .*train.py:\d+"
 
 
-@pytest.mark.parametrize(("model", "optimizer", "body", "step", "expected"), [
-    (LINEAR, "SGD", "if not loss.isfinite(): raise ValueError(loss)\n    " + BACK, "", REAL),
-    (LINEAR, "Adam", BACK + "; print((y.argmax(1) == 3).sum().item())", "", REAL),
-    (LINEAR, "Adam", BACK + "; print(y.argmax(1).tolist())", "", REAL),
-    (LINEAR, "Adam", BACK + "; print(y.detach().cpu().numpy().std())", "", REAL),
-    (LINEAR, "Adam", BACK + "; nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)", "", REAL),
-    (LINEAR, "SGD", BACK + "\n    if loss < best: best = loss.detach(); torch.save(model.state_dict(), os.devnull)", "",
+@pytest.mark.parametrize(("model", "optimizer", "body", "expected"), [
+    (LINEAR, "SGD", "if not loss.isfinite(): raise ValueError(loss)\n    " + BACK, REAL),
+    (LINEAR, "Adam", BACK + "; print((y.argmax(1) == 3).sum().item())", REAL),
+    (LINEAR, "Adam", BACK + "; print(y.detach().cpu().numpy().std())", REAL),
+    (LINEAR, "Adam", BACK + "; nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)", REAL),
+    (LINEAR, "SGD", BACK + "\n    if loss < best: best = loss.detach(); torch.save(model.state_dict(), os.devnull)",
      REAL),
-    (LINEAR, "SGD", "y[y > 0].sum().backward()", "", REAL),
+    (LINEAR, "AdamW", "sum(part.sum() for part in y.split(y.argmax(1).bincount(minlength=9).tolist())).backward()",
+     REAL),
     (LINEAR, "SGD", "groups, where = y.argmax(1).unique(return_inverse=True)\n    "
-     "torch.zeros(len(groups), 9).index_add(0, where, y).sum().backward()", "", REAL),
-    (LINEAR, "SGD and (lambda of, lr: torch.optim.LBFGS(of, lr, 3, history_size=4))", "pass", "closure", REAL),
-    ("Experts", "AdamW", BACK, "", REAL),
-    ("Bag", "SparseAdam", BACK, "", REAL),
-    (HUGE, "SGD", "if loss.isfinite(): " + BACK, "",
+     "torch.zeros(len(groups), 9).index_add(0, where, y).sum().backward()", REAL),
+    (HUGE, "SGD", "if loss.isfinite(): " + BACK,
      r"a value of type torch.bool that the model computed at train.py:\d+: assumed to be True"),
-    (HUGE, "SGD", "y[y > 0].sum().backward()", "", r"aten.index.Tensor is taken to select all elements at train.py")])
+    (HUGE, "SGD", "y[y > 0].sum().backward()", r"aten.index.Tensor is taken to select all elements at train.py")])
 def test_script_whose_values_decide_is_planned(
-        tmp_path: Path, model: str, optimizer: str, body: str, step: str, expected: str) -> None:
-    (tmp_path / "train.py").write_text(VALUES.format(model, "torch.optim." + optimizer, body, step))
-    trace = trace_script(str(tmp_path / "train.py"), [])
+        tmp_path: Path, model: str, optimizer: str, body: str, expected: str) -> None:
+    trace = trace_script(written(tmp_path, VALUES.format(model, optimizer, body)), [])
     assert any(re.search(expected, note) for note in trace.notes), trace.notes
     assert trace.is_real == (expected == REAL)
     assert trace.peak().total > 4 * trace.num_parameters
 
 
-def test_factory_gives_the_largest_batch_of_each_gpu(tmp_path: Path) -> None:
-    """Memory grows linearly with the batch: the predicted largest one fits, one more does not."""
-    options = ("--model", "tests.unit.plan_models:planned_gpt", "--gpu", "a100-40")
-    found = planned(*options, "--batch", "4")
-    largest, capacity = found["largest_micro_batch"], 36e9 - 30e6
-    assert largest["gpu"] == "a100-40" and not largest["unconfirmed"] and largest["samples"] > 100
-    sizes = [sum(planned(*options, "--batch", str(largest["samples"] + more))["memory"].values()) for more in (0, 1)]
-    assert sizes[0] <= capacity < sizes[1]
-
-
-def test_script_with_a_place_for_the_batch_is_traced_at_the_largest_one(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
+BATCH = """
 import sys, torch
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -268,11 +222,15 @@ while True:
     y = model(torch.zeros(int(sys.argv[1]), 64))
     (y @ y.T).exp().mean().backward()
     optimizer.step()
-""")
-    largest = planned("--gpu", "a100-40", "--batch", "32", str(tmp_path / "train.py"), "{batch}")["largest_micro_batch"]
-    assert not largest["unconfirmed"]
-    words = ("--gpu", "a100-40", str(tmp_path / "train.py"))
-    found = [planned(*words, str(largest["samples"] + more)) for more in (0, 1)]
-    sizes = [sum(one["memory"].values()) for one in found]
-    assert sizes[0] <= 36e9 - 30e6 < sizes[1] and found[0]["largest_micro_batch"] is None
-    assert any("Write {batch} for the micro-batch in its arguments" in note for note in found[0]["notes"])
+"""
+
+
+@pytest.mark.parametrize("script", ["", BATCH], ids=["factory", "script"])
+def test_largest_batch_of_each_gpu_fits_and_one_more_does_not(planned: Planned, tmp_path: Path, script: str) -> None:
+    """The memory of the factory grows linearly with the batch, that of the script does not."""
+    source = [written(tmp_path, script), "{batch}"] if script else ["--model", "tests.unit.plan_models:planned_gpt"]
+    largest = planned("--gpu", "a100-40", "--batch", "32", *source)["largest_micro_batch"]
+    assert largest["gpu"] == "a100-40" and not largest["unconfirmed"] and largest["samples"] > 100
+    used, too_much = (sum(planned("--gpu", "a100-40", "--batch", str(batch), *source)["memory"].values())
+                      for batch in (largest["samples"], largest["samples"] + 1))
+    assert used <= 36e9 - 30e6 < too_much

@@ -32,10 +32,21 @@ def bound(*masks: str, **changes: Any) -> list[RankReport]:
     return [report(cores=mask, **changes) for mask in masks]
 
 
+# Two NUMA nodes of two cores with two threads; GPU 0 is on node 1, GPU 1 on node 0.
+TWO_NODES = "0:0+4,1+5;1:2+6,3+7"
+
+
+def two_gpus(*masks: str, **changes: Any) -> list[RankReport]:
+    """Ranks of a host with two GPUs; its topology comes from local rank 0 only."""
+    return [gpus("n1", "a", "b", **{"cores": mask, "local_rank": rank, "local_world_size": len(masks), "host_cores": 8,
+                                    "device_nodes": [1, 0], "topology": "" if rank else TWO_NODES, **changes})
+            for rank, mask in enumerate(masks)]
+
+
 ASSIGNED: dict[str, tuple[Sequence[RankReport], dict[str, list[int | None]]]] = {
     "uneven hosts in any order": ([report(host) for host in "abbcbb"], {
         "node_rank": [0, 1, 1, 2, 1, 1], "local_rank": [0, 0, 1, 0, 2, 3],
-        "local_world_size": [1, 4, 4, 1, 4, 4], "num_nodes": [3] * 6}),
+        "local_world_size": [1, 4, 4, 1, 4, 4], "num_nodes": [3] * 6, "threads": [4, 1, 1, 4, 1, 1]}),
     "two processes below each rank of launch.py": (
         [report(launch_rank=text) for text in ("0/2", "0/2", "1/2", "1/2")], {"local_rank": [0, 1, 2, 3]}),
     "two hosts with one name": (
@@ -50,11 +61,9 @@ ASSIGNED: dict[str, tuple[Sequence[RankReport], dict[str, list[int | None]]]] = 
     "two agents with their own GPUs": (two_agents("ab", "cd"), {"device_index": [0, 1, 0, 1]}),
     "two agents with the same GPUs": (two_agents("abcd", "abcd"), {"device_index": [0, 1, 2, 3]}),
     "three ranks on 8 cores": (bound("ff", "ff", "ff"), {"threads": [2, 2, 2]}),
-    "three ranks on 3 cores": (bound("7", "7", "7"), {"threads": [1, 1, 1]}),
     "three ranks on 2 cores": (bound("3", "3", "3"), {"threads": [1, 1, 1]}),
     "cores of their own": (bound("1", "fe"), {"threads": [1, 7]}),
     "cores partly shared": (bound("f", "3c"), {"threads": [3, 3]}),
-    "cores of each host": ([report(host) for host in "abb"], {"threads": [4, 2, 2]}),
 }
 
 
@@ -79,6 +88,9 @@ REFUSED: dict[str, tuple[Sequence[RankReport], list[str]]] = {
     "fewer GPUs than ranks": (
         [gpus("n1", "GPU-0", "GPU-1")] * 3, ["local rank 0", "sees 2 GPUs for 3 ranks", "CUDA_VISIBLE_DEVICES=0"]),
     "two agents with too few GPUs": (two_agents("ab", "ab"), ["sees 2 GPUs for 4 ranks"]),
+    **{f"DDPKIT_CPU_BIND={binding}": (two_gpus("ff", "ff", binding=binding), [message]) for binding, message in [
+        ("cores", "DDPKIT_CPU_BIND is 'cores'. Expected"),
+        ("list:0", "has CPUs for 1 local ranks, but there is a local rank 1")]},
     "loopback for gloo": (
         [report("n1"), report("n2", gloo_interfaces="eth0,lo")], ["rank 1 on n2 has GLOO_SOCKET_IFNAME=eth0,lo"]),
 }
@@ -103,32 +115,22 @@ def test_ranks_that_cannot_train_together_are_refused(reports: Sequence[RankRepo
     (bound("1", "2", openmp_binding="OMP_PROC_BIND=close"), [
         "OMP_PROC_BIND=close binds each rank when torch is imported: rank 0 on n1 and its DataLoader "]),
     (bound("1", "2", openmp_binding="OMP_PROC_BIND=close", binding="none"), []),
+    *((reports, []) for reports in (two_gpus("ff", "ff"), two_gpus("c", "3"), two_gpus("3", "c", bind=False))),
+    (two_gpus("3", "c"), [
+        "rank 0 on n1 runs on CPUs 0-1 of NUMA node 0, but its GPU is on node 1 (2 ranks of this host are far from "
+        "their GPU). The launcher bound it there. Start with"]),
+    (two_gpus("33", "33"), [
+        "rank 0 on n1 runs on CPUs 0-1,4-5 of NUMA node 0, but its GPU is on node 1. The job has no core on that "
+        "node. Request more cores"]),
+    (two_gpus("ff", "ff", binding="list:0:1"), [
+        "rank 0 on n1 runs on CPUs 0 of NUMA node 0, but its GPU is on node 1. Correct or unset DDPKIT_CPU_BIND"]),
+    (two_gpus("4", "1", binding="list:2,6:0"), [
+        "DDPKIT_CPU_BIND gives CPUs 2,6 to rank 0 on n1, which may run on 2 only; it runs on 2. Request whole nodes"]),
     ([report(notes=["RANK=7 was ignored"])] * 3, ["RANK=7 was ignored (3 ranks)"]),
     ([report(notes=[f"note {rank}"]) for rank in range(10)], ["note 0", "note 1", "note 2", "... and 7 more"])])
 def test_notes_for_the_user(reports: Sequence[RankReport], notes: list[str]) -> None:
     found = check_reports(reports).notes
     assert len(found) == len(notes) and all(map(str.startswith, found, notes)), found
-
-
-def test_table_has_one_row_per_host_up_to_16() -> None:
-    table = check_reports([report("login", cores="ff"), report("node17", cores="3"), report("login", cores="ff")]).table
-    assert [line.split() for line in table.splitlines()] == [
-        ["host", "ranks", "device", "cores/rank", "NUMA", "threads"], ["login", "0,2", "cpu", "8", "?", "4"],
-        ["node17", "1", "cpu", "2", "?", "2"]]
-    table = check_reports([report(f"n{number}") for number in range(40)]).table
-    assert len(table.splitlines()) == 18 and table.endswith("... and 24 more hosts")
-
-
-# Cores. Two NUMA nodes of two cores with two threads; GPU 0 is on node 1, GPU 1 on node 0.
-
-TWO_NODES = "0:0+4,1+5;1:2+6,3+7"
-
-
-def two_gpus(*masks: str, **changes: Any) -> list[RankReport]:
-    """Ranks of a host with two GPUs; its topology comes from local rank 0 only."""
-    return [gpus("n1", "a", "b", **{"cores": mask, "local_rank": rank, "local_world_size": len(masks), "host_cores": 8,
-                                    "device_nodes": [1, 0], "topology": "" if rank else TWO_NODES, **changes})
-            for rank, mask in enumerate(masks)]
 
 
 @pytest.mark.parametrize(("reports", "cpus", "threads"), [
@@ -151,40 +153,19 @@ def test_ranks_of_a_host_get_the_same_cores_from_every_launcher(
     assert [one["threads"] for one in found] == threads
 
 
-@pytest.mark.parametrize(("reports", "note"), [
-    pytest.param(two_gpus("3", "c"), "rank 0 on n1 runs on CPUs 0-1 of NUMA node 0, but its GPU is on node 1 (2 ranks "
-                 "of this host are far from their GPU). The launcher bound it there. Start with", id="bound"),
-    pytest.param(two_gpus("33", "33"), "rank 0 on n1 runs on CPUs 0-1,4-5 of NUMA node 0, but its GPU is on node 1. "
-                 "The job has no core on that node. Request more cores", id="too few cores in the job"),
-    pytest.param(two_gpus("ff", "ff", binding="list:0:1"), "rank 0 on n1 runs on CPUs 0 of NUMA node 0, but its GPU is "
-                 "on node 1. Correct or unset DDPKIT_CPU_BIND", id="given and far"),
-    pytest.param(two_gpus("4", "1", binding="list:2,6:0"), "DDPKIT_CPU_BIND gives CPUs 2,6 to rank 0 on n1, which may "
-                 "run on 2 only; it runs on 2. Request whole nodes and start", id="given and outside the mask")])
-def test_cores_far_from_the_gpu_are_noted(reports: Sequence[RankReport], note: str) -> None:
-    found = check_reports(reports).notes
-    assert len(found) == 1 and found[0].startswith(note), found
+@pytest.mark.parametrize(("reports", "lines"), [
+    ([report("login", cores="ff"), report("node17", cores="3"), report("login", cores="ff")],
+     ["login 0,2 cpu 8 ? 4", "node17 1 cpu 2 ? 2"]),
+    (two_gpus("ff", "ff"), ["n1 0-1 cuda:0,cuda:1 2 1,0 2", "CPUs of ranks 0-1: 2-3,6-7:0-1,4-5"])])
+def test_table_has_one_row_per_host(reports: Sequence[RankReport], lines: list[str]) -> None:
+    table = check_reports(reports).table
+    assert [" ".join(line.split()) for line in table.splitlines()] == [
+        "host ranks device cores/rank NUMA threads", *lines]
 
 
-@pytest.mark.parametrize("reports", [two_gpus("ff", "ff"), two_gpus("c", "3"), two_gpus("3", "c", bind=False)])
-def test_cores_near_the_gpu_are_not_noted(reports: Sequence[RankReport]) -> None:
-    assert not check_reports(reports).notes
-
-
-@pytest.mark.parametrize(("binding", "message"), [
-    ("cores", "DDPKIT_CPU_BIND is 'cores'. Expected"),
-    ("list:0", "has CPUs for 1 local ranks, but there is a local rank 1")])
-def test_bad_binding_ends_the_start(binding: str, message: str) -> None:
-    with pytest.raises(LaunchError, match=message):
-        check_reports(two_gpus("ff", "ff", binding=binding))
-
-
-def test_table_shows_the_cores_and_their_nodes() -> None:
-    assert [line.split() for line in check_reports(two_gpus("ff", "ff")).table.splitlines()] == [
-        ["host", "ranks", "device", "cores/rank", "NUMA", "threads"], ["n1", "0-1", "cuda:0,cuda:1", "2", "1,0", "2"],
-        ["CPUs", "of", "ranks", "0-1:", "2-3,6-7:0-1,4-5"]]
-
-
-def test_ranks_are_written_as_ranges() -> None:
+def test_long_lists_are_cut() -> None:
+    table = check_reports([report(f"n{number}") for number in range(40)]).table
+    assert len(table.splitlines()) == 18 and table.endswith("... and 24 more hosts")
     assert ranges([1, 2, 3, 7]) == "1-3,7"
     assert ranges(range(0, 100, 2)) == ",".join(map(str, range(0, 40, 2))) + " ..."
 

@@ -9,10 +9,8 @@ import resource
 import socket
 import struct
 import sys
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -27,13 +25,15 @@ from utils.startup.endpoints import candidate_ports, find_endpoints
 from utils.startup.exchange import PROTOCOL
 from utils.startup.reports import make_report
 
-RECORDINGS = Path(__file__).resolve().parents[1] / "recordings"
 LIMIT = 60.0  # seconds until a rank has to end
 NEVER = 2 * LIMIT  # a rank that ends does not end by this time-out
 Launch = dict[int, Future[Rendezvous]]  # by rank
+THREADS = ThreadPoolExecutor(200)
 
 
-def free_port() -> int:
+@pytest.fixture
+def port() -> int:
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -60,23 +60,17 @@ def placed(rank: int, size: int, launcher: str = "env", local_size: int | None =
 def start_rank(placement: Placement, environ: Mapping[str, str], timeout: float = NEVER,
                name_service: NameService | None = None, **changes: Any) -> Future[Rendezvous]:
     """Start a rank in a thread, on its own host; what agree() returns or raises. changes: of its report."""
-    future: Future[Rendezvous] = Future()
     report = {**make_report(placement), "host": f"h{placement.rank}", "pid": placement.rank, **changes}
 
-    def run() -> None:
-        try:
-            found = agree(placement, report, launcher=launcher_named(placement.launcher), timeout=timeout,
-                          environ=environ, name_service=name_service)
-            found.monitor.started()
-            found.monitor.leave("")
-            if placement.rank == 0:
-                found.listener.close()
-            future.set_result(found)
-        except BaseException as error:  # noqa: B036 - the test looks at it
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+    def run() -> Rendezvous:
+        found = agree(placement, report, launcher=launcher_named(placement.launcher), timeout=timeout,
+                      environ=environ, name_service=name_service)
+        found.monitor.started()
+        found.monitor.leave("")
+        if placement.rank == 0:
+            found.listener.close()
+        return found
+    return THREADS.submit(run)
 
 
 def start(*ranks: int, size: int, port: int, **options: Any) -> Launch:
@@ -110,12 +104,6 @@ def assert_joined(launch: Launch) -> Rendezvous:
     return results[0]
 
 
-def test_all_ranks_agree_on_master_addr_and_port() -> None:
-    port = free_port()
-    launch = start(4, 3, 2, 1, 0, size=5, port=port, notes=["x" * 100_000])
-    assert assert_joined(launch).master_port == port
-
-
 def test_ranks_wait_for_a_late_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as early:
         port = int(early.getsockname()[1])
@@ -127,15 +115,13 @@ def test_ranks_wait_for_a_late_rank_0() -> None:
     assert_joined(start(0, size=3, port=port) | launch)
 
 
-def test_missing_ranks_are_named_on_all_others_at_the_shortest_time_out() -> None:
-    port = free_port()
+def test_missing_ranks_are_named_on_all_others_at_the_shortest_time_out(port: int) -> None:
     launch = start(0, size=6, port=port, timeout=3) | start(1, 2, size=6, port=port)
     for one in (launch | start(4, size=6, port=port, timeout=0.5)).values():
         assert "2 of 6 ranks did not join: ranks 3,5" in cause(one)
 
 
-def test_a_rank_that_ends_is_named_at_once() -> None:
-    port = free_port()
+def test_a_rank_that_ends_is_named_at_once(port: int) -> None:
     launch = start(0, size=5, port=port, timeout=3) | start(1, 3, size=5, port=port)
     token = find_endpoints(launcher_named("env"), placed(2, 5), by_hand(port), timeout=1).token
     with connected(port) as connection:
@@ -161,51 +147,35 @@ def test_a_rank_0_that_ends_is_named_at_once() -> None:
     (1, 3, "", "two processes report as rank 1"),
     (2, 4, "", "disagree on the world size: rank 0 of 3 .*, rank 2 of 4 on h2 .pid 2."),
     (2, 3, "1.0", "the ranks differ in torch version")])
-def test_a_rank_that_does_not_match_fails_all(last: int, size: int, version: str, expected: str) -> None:
-    port = free_port()
+def test_a_rank_that_does_not_match_fails_all(last: int, size: int, version: str, expected: str, port: int) -> None:
     launch = [*start(0, size=3, port=port, timeout=3).values(), *start(1, size=3, port=port).values()]
     launch += start(last, size=size, port=port, torch_version=version).values()
     for one in launch:
         assert re.search(expected, cause(one))
 
 
-def test_a_late_rank_receives_the_cause_of_the_failure() -> None:
-    port = free_port()
+def test_a_late_rank_receives_the_cause_of_the_failure(port: int) -> None:
     launch = start(0, size=3, port=port) | start(1, size=3, port=port, error="it sees no GPU")
     assert cause(launch[1]) == "rank 1 on h1 (pid 1) cannot start: it sees no GPU"
     assert cause(start(2, size=3, port=port)[2]) == cause(launch[0]) == cause(launch[1])
 
 
-FOREIGN = [
-    b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n", b"", b'{"kit":"ddpkit-1","tok',
-    b'{"kit":"other-9","token":"x","rank":1,"world_size":2}\n',
-    b'{"kit":"ddpkit-1","token":"x","rank":1,"world_size":2,"report":{}}\n']
-
-
-def test_other_clients_disturb_no_launch() -> None:
-    port = free_port()
-    launch = start(0, 1, size=3, port=port)
+def test_ranks_join_at_master_port_whatever_else_connects(port: int) -> None:
+    launch = start(1, 0, size=3, port=port, notes=["x" * 100_000])
     with contextlib.ExitStack() as connections:
-        for text in FOREIGN:
+        for text in (b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n", b"", b'{"kit":"ddpkit-1","tok',
+                     b'{"kit":"other-9","token":"x","rank":1,"world_size":2}\n',
+                     b'{"kit":"ddpkit-1","token":"x","rank":1,"world_size":2,"report":{}}\n'):
             with connected(port) as leaves:
                 leaves.sendall(text)
             connections.enter_context(connected(port)).sendall(text)
-        assert_joined(launch | start(2, size=3, port=port))
-
-
-def test_a_rank_of_another_launch_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: [port])
-    launch = start_slurm(slurm_job(1), 0)
-    connected(port).close()
-    other = start_slurm(slurm_job(2), 1, timeout=0.5)
-    assert "another launch of this kit listens there" in cause(other[1])
-    assert_joined(launch | start_slurm(slurm_job(1), 1))
+        assert assert_joined(launch | start(2, size=3, port=port)).master_port == port
 
 
 @pytest.mark.parametrize(("banner", "expected"), [
     (b"", "it accepts connections but sends nothing; another program runs there"),
-    (b"SSH-2.0-OpenSSH_9.2\r\n", "it sent no message; another program runs there")])
+    (b"SSH-2.0-OpenSSH_9.2\r\n", "it sent no message; another program runs there"),
+    (b'{"kit":"ddpkit-1","token":"x"}\n', "another launch of this kit listens there")])
 def test_another_program_at_master_port_is_named(banner: bytes, expected: str) -> None:
     with contextlib.ExitStack() as clients, socket.create_server(("", 0)) as other:
         other.settimeout(0.1)
@@ -214,8 +184,7 @@ def test_another_program_at_master_port_is_named(banner: bytes, expected: str) -
         while not launch[1].done():
             with contextlib.suppress(OSError):
                 clients.enter_context(other.accept()[0]).sendall(banner)
-    assert f"rank 0 cannot listen on MASTER_PORT={port}" in cause(launch[0])
-    assert "Address already in use" in cause(launch[0])
+    assert re.search(f"rank 0 cannot listen on MASTER_PORT={port}.*Address already in use", cause(launch[0]))
     assert expected in cause(launch[1])
 
 
@@ -226,8 +195,7 @@ def test_a_silent_program_on_the_likeliest_port_is_passed_over() -> None:
         assert assert_joined(start_slurm(environ)).master_port == ports[1]
 
 
-def test_launches_with_one_likeliest_port_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+def test_launches_with_one_likeliest_port_do_not_mix(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(endpoints, "candidate_ports", lambda identity: [port, *candidate_ports(identity)[1:]])
     launches = [start_slurm(slurm_job(1000 + number), kit_version=str(number)) for number in range(60)]
     for pair in launches:
@@ -238,13 +206,9 @@ def test_launches_with_one_likeliest_port_do_not_mix(monkeypatch: pytest.MonkeyP
     (1, "127.0.0.1", "rank 1 of 2.*did not find rank 0.*MASTER_ADDR.*127.0.0.1 port {port}: Connection refused"),
     (1, "no-such-host.invalid", "no-such-host.invalid: the name does not resolve"),
     (0, "192.0.2.1", "1 of 2 ranks did not join.*MASTER_ADDR=192.0.2.1 is no address of rank 0's host")])
-def test_a_wrong_master_addr_is_named(rank: int, address: str, expected: str) -> None:
-    port = free_port()
+def test_a_wrong_master_addr_is_named(rank: int, address: str, expected: str, port: int) -> None:
     text = cause(start_rank(placed(rank, 2), by_hand(port, address), timeout=0.5))
     assert re.search(expected.format(port=port), text)
-
-
-SLURM_ON_TWO_HOSTS = placed(3, 4, "slurm", 2)
 
 
 @pytest.mark.parametrize(("placement", "environ", "expected"), [
@@ -252,9 +216,9 @@ SLURM_ON_TWO_HOSTS = placed(3, 4, "slurm", 2)
         "29500x", "0", "65536", "\u0663\u0663\u0663\u0663", "9" * 5000)),
     (placed(0, 2), by_hand(29500) | {"MASTER_ADDR": " "}, "MASTER_ADDR=''.*expected both"),
     (placed(1, 2), by_hand(29500) | {"MASTER_PORT": " "}, "MASTER_PORT=''.*expected both"),
-    (SLURM_ON_TWO_HOSTS, slurm_job(5) | by_hand(29500),
+    (placed(3, 4, "slurm", 2), slurm_job(5) | by_hand(29500),
      "MASTER_ADDR=127.0.0.1 is this host alone.*4 ranks run on several hosts"),
-    (SLURM_ON_TWO_HOSTS, slurm_job(6) | {"SLURM_STEP_NODELIST": "n[1"}, r"NODELIST.*n\[1"),
+    (placed(3, 4, "slurm", 2), slurm_job(6) | {"SLURM_STEP_NODELIST": "n[1"}, r"NODELIST.*n\[1"),
     (placed(1, 4, "mvapich", 2), {}, "rank 0's address is unknown.*mpi4py.*Export MASTER_ADDR")])
 def test_what_cannot_lead_to_rank_0_is_an_error(
         placement: Placement, environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,23 +233,13 @@ def test_a_stale_rank_that_matches_one_rank_keeps_nobody_apart() -> None:
     assert_joined({rank: start_rank(placed(rank, 8, "slurm", 4), environ) for rank in range(8)})
 
 
-def test_on_one_host_rank_0_listens_at_master_addr_and_port() -> None:
+def test_on_one_host_rank_0_listens_at_master_addr_and_port(port: int) -> None:
     address, *_ = network.local_addresses()
-    environ = by_hand(free_port(), address)
+    environ = by_hand(port, address)
     launch = {rank: start_rank(placed(rank, 2, "env", 2), environ) for rank in range(2)}
     assert_joined(launch)
     assert launch[1].result().rank_0_addr == address
-    port = free_port()
     assert assert_joined(start_slurm({**slurm_job(4), "MASTER_PORT": str(port)})).master_port == port
-
-
-def test_every_recorded_task_of_srun_tries_the_host_of_rank_0() -> None:
-    files = (json.loads(path.read_text())["processes"] for path in RECORDINGS.glob("slurm*/*.json"))
-    tasks = [process for processes in files for process in processes if process["expect"]["launcher"] == "slurm"]
-    assert len(tasks) > 50
-    for process in tasks:
-        hosts, _ = launcher_named("slurm").candidate_hosts(process["environ"])
-        assert process["expect"]["rank0_host"] in hosts, process
 
 
 @pytest.mark.parametrize(("rank", "found", "expected"), [
@@ -298,16 +252,16 @@ def test_a_name_service_without_an_address_is_an_error(rank: int, found: Excepti
     assert re.search(expected, cause(start_rank(placed(rank, 2, "mpich"), {}, 0.3, service)))
 
 
-def test_a_limit_of_open_files_that_cannot_be_raised_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_open_files_that_cannot_be_raised_is_reported(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
-    text = cause(start(0, size=100, port=free_port(), timeout=0.2)[0])
+    text = cause(start(0, size=100, port=port, timeout=0.2)[0])
     assert "may open 64 files, but 100 ranks need 456" in text
 
 
-def test_a_launch_leaves_no_connection_open() -> None:
+def test_a_launch_leaves_no_connection_open(port: int) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        assert_joined(start(0, 1, 2, size=3, port=free_port()))
-        for one in start(0, 1, size=3, port=free_port(), timeout=0.2).values():
+        assert_joined(start(0, 1, 2, size=3, port=port))
+        for one in start(0, 1, size=3, port=port, timeout=0.2).values():
             assert cause(one)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of all connections", seconds=LIMIT)
