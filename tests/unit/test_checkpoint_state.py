@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -21,10 +22,12 @@ from torch.utils._pytree import tree_map
 
 from tests.unit.checkpoint_states import bits, read_safetensors
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank
-from utils.checkpoint.entries import DTYPES
+from utils.checkpoint.entries import DTYPES, StateError
 from utils.checkpoint.format import rank_file_name
 from utils.checkpoint.pack import pack
-from utils.checkpoint.rng import derive_random_states, random_states
+from utils.checkpoint.restore import Restorer
+from utils.checkpoint.rng import derive_random_states, random_states, read_random_states
+from utils.checkpoint.unpack import unpack
 
 Resume = Callable[[Any, Any], Any]
 
@@ -54,13 +57,11 @@ class Saved:
 
 # What can be saved ---------------------------------------------------------------------------------------------------
 
-MU = "\N{GREEK SMALL LETTER MU}"
-
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(100), 1)
 
 PLAIN = [
-    None, True, 0, -(10**30), 0.1, -0.0, math.inf, math.nan, "", f"a/b {MU}\n", "\ud800", b"\x00\xff", b"\x01" * 70_000,
-    1 + 2j, complex(math.inf, -0.0), 2**64, -(2**200), 10**5000,
+    None, True, 0, -(10**30), 0.1, -0.0, math.inf, math.nan, "", "a/b \N{GREEK SMALL LETTER MU}\n", "\ud800",
+    b"\x00\xff", b"\x01" * 70_000, 1 + 2j, complex(math.inf, -0.0), 2**64, -(2**200), 10**5000,
     (), [], {}, (1, (2, [3])), {1: "a", "1": "b", None: 1, (1, 2): 2.5, False: 0, b"x": 1, 10**30: 1},
     {"tensor": 1, "dict": {}}, {"object": {"per rank": []}}, OrderedDict([("b", 1), ("a", 2)]),
     Counter({3: 1, 5: 2}), Counter(), DEEP, numpy.float32(0.1), numpy.int64(5), numpy.float16(1.5), numpy.bool_(True),
@@ -79,14 +80,15 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("value", [*PLAIN, *ARRAYS, *TENSORS], ids=lambda value: type(value).__name__)
-def test_values_are_restored_in_type_and_every_bit(value: Any, resume: Resume) -> None:
-    (back,) = resume([Saved(value)], [Saved(None)])
-    assert bits(back.state) == bits(value)
-    if isinstance(value, torch.Tensor):
-        assert back.state.stride() == value.stride()
-    if type(value) is numpy.ndarray:
-        assert back.state.flags.writeable
+def test_values_are_restored_in_type_and_every_bit(resume: Resume) -> None:
+    values = [*PLAIN, *ARRAYS, *TENSORS]
+    back = resume([Saved(value) for value in values], [Saved(None) for _ in values])
+    for value, one in zip(values, (one.state for one in back), strict=True):
+        assert bits(one) == bits(value)
+        if isinstance(value, torch.Tensor):
+            assert one.stride() == value.stride()
+        if type(value) is numpy.ndarray:
+            assert one.flags.writeable
 
 
 Z = torch.tensor([1 + 2j, 3 - 4j])
@@ -207,15 +209,9 @@ class Extra(nn.Module):
         self.extra = state
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.output = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-        self.output.weight = self.embedding.weight
-
-
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "tied": Tied, "empty": nn.Identity, "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
+    "empty": nn.Identity, "tied": lambda: nn.ModuleList([nn.Linear(2, 2)] * 2),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
     "average": lambda: AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True),
     "extra tensor": lambda: Extra(torch.rand(2)), "extra list": lambda: Extra([torch.rand(3), {"seen": 1}]),
@@ -247,23 +243,20 @@ def test_float32_averages_of_bfloat16_parameters_are_not_rounded(resume: Resume)
     assert bits(other.state_dict()) == bits(one.state_dict())
 
 
-def names_in_file(folder: Path, state: Any) -> set[str]:
-    with Checkpointer(folder) as checkpoints:
-        checkpoints.save(1, state)
-    return set(read_safetensors(folder / "step-000000001" / rank_file_name(0))[1])
-
-
-def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+def test_files_have_plain_names_and_each_tensor_once(tmp_path: Path) -> None:
     weight = torch.rand(4, 4)
-    assert names_in_file(tmp_path, {"m": Tied(), "a": weight, "b": weight, "turned": weight.t()}) == {
-        "m/embedding.weight", "a", "turned"}
+    state = {"tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "a": weight, "b": weight, "turned": weight.t(),
+             "compiled": torch.compile(nn.Linear(2, 2)), "inside": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    _, arrays = read_safetensors(tmp_path / "step-000000001" / rank_file_name(0))
+    assert set(arrays) == {"tied/0.weight", "tied/0.bias", "a", "turned", "compiled/weight", "compiled/bias",
+                           "inside/0.weight", "inside/0.bias"}
 
 
-def test_compiled_parts_have_their_plain_names(tmp_path: Path, resume: Resume) -> None:
+def test_compiled_parts_are_restored_into_plain_ones_and_back(resume: Resume) -> None:
     one = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2))
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert names_in_file(tmp_path, {"m": torch.compile(nn.Linear(2, 2)), "one": one}) == {
-        "m/weight", "m/bias", "one/0.weight", "one/0.bias", "one/1.weight", "one/1.bias"}
     for source, target in ((one, other), (other, one), (AveragedModel(one), AveragedModel(other))):
         resume([source], [target])
         assert bits(list(target.state_dict().values())) == bits(list(source.state_dict().values()))
@@ -378,3 +371,34 @@ def test_another_state_is_refused(source: Any, state: Any, words: str, resume: R
     with pytest.raises(CheckpointError) as error:
         resume({"x": source}, {"x": state})
     assert words in str(error.value)
+
+
+# Files that somebody has changed --------------------------------------------------------------------------------------
+
+TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), [])
+
+
+@pytest.mark.parametrize("tree", [
+    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "x"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
+    {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]}, {"tensor": "t", "dtype": "float32", "shape": [5]},
+    {"tensor": "t", "dtype": "int64", "shape": [2]},
+    {"tensor": "t", "dtype": "float32", "shape": [2, 2], "stride": [1, 10**12]},
+    {"array": {"dtype": "O", "shape": [1]}}, {"numpy scalar": "O"}, {"tuple": {"a": 1}}, {"complex": "x"},
+    {"OrderedDict": [[[1], 2]]}, {"per rank": "x"},
+], ids=lambda tree: json.dumps(tree)[:60])
+def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
+    with pytest.raises(StateError, match="^x/0"):
+        unpack({"dict": {"x": [tree]}}, {"t": torch.zeros(4)})
+
+
+def test_a_part_that_this_rank_has_not_saved_is_a_mismatch() -> None:
+    assert "lacks this rank's part" in str(Restorer([PerRank(1)], [{"per rank": "x"}], {}, {}).mismatches)
+
+
+@pytest.mark.parametrize("state", [
+    {"numpy": ["MT19937", [1] * 624, 10**6, 0, 0.0]}, {"numpy": ["MT19937", [1] * 624, -1, 0, 0.0]},
+    {"numpy": 1}, {"torch": b"short"}, {"python": [3, [1], None]}, {"cuda": "x"}, [1],
+], ids=lambda state: repr(state)[:40])
+def test_a_generator_position_outside_its_state_is_refused(state: Any) -> None:
+    with pytest.raises(StateError):
+        read_random_states(pack(state).tree)
