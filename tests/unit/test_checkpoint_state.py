@@ -245,12 +245,13 @@ def test_float32_averages_of_bfloat16_parameters_are_not_rounded(resume: Resume)
 
 def test_files_have_plain_names_and_each_tensor_once(tmp_path: Path) -> None:
     weight = torch.rand(4, 4)
-    state = {"tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "a": weight, "b": weight, "turned": weight.t(),
-             "compiled": torch.compile(nn.Linear(2, 2)), "inside": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
+    state = {"long": b"x" * 70_000, "a": weight, "b": weight, "turned": weight.t(),
+             "tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "compiled": torch.compile(nn.Linear(2, 2)),
+             "inside": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     _, arrays = read_safetensors(tmp_path / "step-000000001" / rank_file_name(0))
-    assert set(arrays) == {"tied/0.weight", "tied/0.bias", "a", "turned", "compiled/weight", "compiled/bias",
+    assert set(arrays) == {"long", "a", "turned", "tied/0.weight", "tied/0.bias", "compiled/weight", "compiled/bias",
                            "inside/0.weight", "inside/0.bias"}
 
 
