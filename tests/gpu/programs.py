@@ -7,7 +7,6 @@ Rank 0 prints a line "result: {...}" with the figures of each program. With --ba
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -68,26 +67,19 @@ def collectives(job: Distributed, args: argparse.Namespace) -> Figures:
 def train(job: Distributed, args: argparse.Namespace, *, compiled: bool = False) -> Figures:
     """The losses of a DDP training in single precision, and in bfloat16, of the same seed."""
     figures: Figures = {}
+    tokens = tokens_to_learn(args.small).to(job.device)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        model, tokens = gpt(job.device, args.small)
-        ddp: nn.Module = DDP(model, device_ids=job.device_ids)
-        if compiled:
-            ddp = torch.compile(ddp)  # type: ignore[assignment]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if args.small else 1e-3)
-        losses, start = [], 0.0
-        for step in range(30):
-            if step == 10:
-                wait_for_device(job)
-                start = time.perf_counter()
+        def loss(model: nn.Module, dtype: torch.dtype = dtype) -> Tensor:
             with torch.autocast(job.device.type, dtype, enabled=dtype != torch.float32):
-                loss = next_token_loss(ddp, tokens)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        wait_for_device(job)
+                return next_token_loss(model, tokens)
+
+        torch.manual_seed(0)
+        training = Training(job, new_gpt(args.small), 1e-2 if args.small else 1e-3, compiled)
+        losses = [training.step(loss) for _ in range(10)]
+        start = now(job)
+        losses += [training.step(loss) for _ in range(20)]
         figures[name] = {"first": losses[0].item(), "last": losses[-1].item(),
-                         "tokens_per_second": 20 * tokens.numel() / (time.perf_counter() - start)}
+                         "tokens_per_second": 20 * tokens.numel() / (now(job) - start)}
         assert figures[name]["last"] < figures[name]["first"] - 1
     assert abs(figures["bf16"]["last"] - figures["fp32"]["last"]) < 0.05 * figures["fp32"]["first"]
     return figures
@@ -100,63 +92,62 @@ def compiled(job: Distributed, args: argparse.Namespace) -> Figures:
 
 def memory(job: Distributed, args: argparse.Namespace) -> Figures:
     """The peak of a DDP training, and the peak that plan.py predicts. Bytes; measured is 0 on a CPU."""
-    def step(model: nn.Module) -> Tensor:
+    def loss(model: nn.Module) -> Tensor:
         return next_token_loss(model, tokens)
 
-    tokens = torch.zeros(4, 64, dtype=torch.long) if args.small else torch.zeros(8, 512, dtype=torch.long)
-    trace = trace_training(lambda: new_gpt(args.small), step, adamw)
-    predicted = sum(traced.memory(trace).values())
+    tokens = tokens_to_learn(args.small)
+    predicted = sum(traced.memory(trace_training(lambda: new_gpt(args.small), loss, adamw)).values())
 
     tokens = tokens.to(job.device)
-    if job.device.type == "cuda":
+    on_gpu = job.device.type == "cuda"
+    if on_gpu:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    ddp = DDP(new_gpt(args.small).to(job.device), device_ids=job.device_ids)
-    optimizer = adamw(ddp.parameters())
+    training = Training(job, new_gpt(args.small))
     for _ in range(3):
-        step(ddp).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    measured = torch.cuda.max_memory_allocated() - before if job.device.type == "cuda" else 0
-    return {"predicted": predicted, "measured": measured}
+        training.step(loss)
+    return {"predicted": predicted, "measured": torch.cuda.max_memory_allocated() - before if on_gpu else 0}
 
 
 def checkpoint(job: Distributed, args: argparse.Namespace) -> Figures:
     """Seconds that torch.save() and save() stop the loop; and a resumed run against an uninterrupted one."""
-    folder = Path(args.folder)
-    steps = Steps(job, args.small)
-    checkpoints = Checkpointer(folder / "checkpoints")
-    for _ in range(3):
-        steps.step()
-    for _ in range(2):  # the first save() allocates its memory; the second would wait for it
+    width, layers = (64, 2) if args.small else (4096, 4)  # whose training has the same bits in each run
+
+    def take_steps(training: Training, numbers: range) -> None:
+        for number in numbers:
+            inputs = torch.randn(32, width, generator=torch.Generator().manual_seed(number)).to(job.device)
+            training.step(lambda model, inputs=inputs: model(inputs).square().mean())
+
+    def start_training(seed: int) -> Training:
+        torch.manual_seed(seed)
+        training = Training(job, nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+        take_steps(training, range(1))  # makes the optimizer's state, and fixes DDP's buckets
+        return training
+
+    one, checkpoints = start_training(0), Checkpointer(Path(args.folder) / "checkpoints")
+    for step in (1, 2):  # the first save() allocates its memory; the second would wait for it
         checkpoints.wait()
-        wait_for_device(job)
-        start = time.perf_counter()
-        checkpoints.save(steps.number, steps.state())
+        start = now(job)
+        checkpoints.save(step, {"model": one.ddp, "optimizer": one.optimizer})
         saving = time.perf_counter() - start
-        steps.step()
+        take_steps(one, range(step, step + 1))
     checkpoints.wait()
-    wait_for_device(job)
-    start = time.perf_counter()
+    start = now(job)
     if job.is_main:
-        torch.save({name: part.state_dict() for name, part in steps.state().items()}, folder / "state.pt")
+        torch.save([one.model.state_dict(), one.optimizer.state_dict()], Path(args.folder) / "state.pt")
     plain = time.perf_counter() - start
     job.barrier()
-    for _ in range(3):
-        steps.step()
-    uninterrupted = steps.digest()
+    take_steps(one, range(3, 6))
 
-    resumed = Steps(job, args.small, seed=1)
-    found = checkpoints.load_latest(resumed.state())
+    resumed = start_training(1)
+    found = checkpoints.load_latest({"model": resumed.ddp, "optimizer": resumed.optimizer})
     assert found is not None
-    resumed.number = found.step
-    while resumed.number < steps.number:
-        resumed.step()
-    assert resumed.digest() == uninterrupted, "the resumed run has other bits"
-    size = sum(tensor.nbytes for tensor in steps.model.state_dict().values()) * 3
+    take_steps(resumed, range(found.step, 6))
+    for ours, uninterrupted in zip(resumed.tensors(), one.tensors(), strict=True):
+        assert torch.equal(ours.view(torch.int32), uninterrupted.view(torch.int32)), "the resumed run has other bits"
     checkpoints.close()
-    return {"bytes": size, "save": saving, "torch_save": plain}
+    return {"bytes": sum(tensor.nbytes for tensor in one.tensors()), "save": saving, "torch_save": plain}
 
 
 def hold(job: Distributed, args: argparse.Namespace) -> Figures:
@@ -178,7 +169,7 @@ def hang(job: Distributed, args: argparse.Namespace) -> Figures:
         while step == 50 and job.rank == 1:
             time.sleep(0.1)
         dist.all_reduce(values)
-        torch.get_device_module(job.device).synchronize()
+        now(job)
     raise AssertionError("no rank was missed")
 
 
@@ -188,60 +179,49 @@ PROGRAMS: dict[str, Callable[[Distributed, argparse.Namespace], Figures]] = {
 
 # Parts of the programs -----------------------------------------------------------------------------------------------
 
-class Steps:
-    """A training whose result is the same bits in each run on the same device."""
+class Training:
+    """A training with DDP and AdamW."""
 
-    def __init__(self, job: Distributed, small: bool, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        width, layers = (64, 2) if small else (4096, 4)
-        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(job.device)
-        self.ddp = DDP(self.model, device_ids=job.device_ids)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.shape, self.device, self.number = (32, width), job.device, 0
-        self.step(record=False)  # makes the optimizer's state, and fixes DDP's buckets
+    def __init__(self, job: Distributed, model: nn.Module, learning_rate: float = 1e-3, compiled: bool = False) -> None:
+        self.model = model.to(job.device)
+        ddp = DDP(self.model, device_ids=job.device_ids)
+        self.ddp: Any = torch.compile(ddp) if compiled else ddp
+        self.optimizer = adamw(self.model.parameters(), learning_rate)
 
-    def step(self, record: bool = True) -> None:
-        generator = torch.Generator().manual_seed(self.number)
-        loss = self.ddp(torch.randn(self.shape, generator=generator).to(self.device)).square().mean()
-        self.optimizer.zero_grad()
+    def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
+        loss = loss_of(self.ddp)
         loss.backward()
         self.optimizer.step()
-        self.number += record
+        self.optimizer.zero_grad()
+        return loss.detach()
 
-    def state(self) -> dict[str, Any]:
-        return {"model": self.ddp, "optimizer": self.optimizer}
-
-    def digest(self) -> str:
-        digest = hashlib.sha256()
-        states = [self.optimizer.state[parameter] for parameter in self.model.parameters()]
-        for tensor in (*self.model.state_dict().values(), *(one[key] for one in states for key in sorted(one))):
-            digest.update(tensor.detach().cpu().numpy().tobytes())
-        return digest.hexdigest()
+    def tensors(self) -> list[Tensor]:
+        """All parameters, each followed by its state of the optimizer."""
+        parameters = list(self.model.parameters())
+        return [tensor for one in parameters for tensor in (one.detach(), *self.optimizer.state[one].values())]
 
 
-def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+def adamw(parameters: Iterator[nn.Parameter], learning_rate: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=learning_rate, foreach=True)
 
 
 def new_gpt(small: bool) -> GPT:
     return GPT() if small else GPT(layers=12, width=768, heads=12, words=50257, context=512)
 
 
-def gpt(device: torch.device, small: bool) -> tuple[nn.Module, Tensor]:
-    """A model and tokens to learn by heart, the same in each call."""
-    torch.manual_seed(0)
-    shape = (4, 64) if small else (8, 512)
-    tokens = torch.randint(300, shape, generator=torch.Generator().manual_seed(0))
-    return new_gpt(small).to(device), tokens.to(device)
+def tokens_to_learn(small: bool) -> Tensor:
+    return torch.randint(300, (4, 64) if small else (8, 512), generator=torch.Generator().manual_seed(0))
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def wait_for_device(job: Distributed) -> None:
+def now(job: Distributed) -> float:
+    """Seconds, when the device has done what it was given."""
     if job.device.type != "cpu":
         torch.get_device_module(job.device).synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:

@@ -4,22 +4,20 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from tests.gpu.conftest import Table, run, torchrun
+from tests.gpu.conftest import ROOT, Table, figures, run, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("placement", "collectives", "train", "memory", "checkpoint", "hold")
 
 
 def test_programs_run_with_gloo(tmp_path: Path) -> None:
     (tmp_path / "seen").touch()  # hold need not wait
-    done = run(torchrun(2, "--backend", "gloo", "--small", "--folder", str(tmp_path), *NAMES),
-               env={"OMP_NUM_THREADS": "1"})
-    figures = done.figures()
-    assert figures["world_size"] == 2 and set(NAMES) < set(figures)
-    cpus = [set(rank["cpus"]) for rank in figures["placement"]["ranks"]]
+    words = ["--backend", "gloo", "--small", "--folder", str(tmp_path), *NAMES]
+    found = figures(*run(torchrun(2, *words), env={"OMP_NUM_THREADS": "1"}))
+    assert found["world_size"] == 2 and set(NAMES) < set(found)
+    cpus = [set(rank["cpus"]) for rank in found["placement"]["ranks"]]
     assert len(cpus) == 2 and all(cpus)
-    assert figures["memory"]["predicted"] > 0 and figures["checkpoint"]["bytes"] > 0
-    assert set(figures["train"]) == {"fp32", "bf16"}
+    assert found["memory"]["predicted"] > 0 and found["checkpoint"]["bytes"] > 0
+    assert set(found["train"]) == {"fp32", "bf16"}
 
 
 def test_table_replaces_the_one_of_the_page(tmp_path: Path) -> None:
@@ -27,7 +25,7 @@ def test_table_replaces_the_one_of_the_page(tmp_path: Path) -> None:
     page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8")
     before = page.read_text(encoding="utf-8").count("\n## ")
     for figure in ("1.2 s", "3.4 s"):
-        rows = {"test_nccl_starts[torchrun]": {"setup_distributed()": figure}}
+        rows = [("test_nccl_starts[torchrun]", "setup_distributed()", figure)]
         Table("1 x H100", rows).write(page, datetime.date(2026, 11, 22))
     text = page.read_text(encoding="utf-8")
     assert "`scripts/test.sh --gpu`, 2026-11-22: 1 x H100." in text

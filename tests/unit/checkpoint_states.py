@@ -10,11 +10,6 @@ from typing import Any
 import numpy
 import torch
 
-from utils.checkpoint.entries import StateError
-from utils.checkpoint.pack import pack
-from utils.checkpoint.restore import Restorer
-from utils.checkpoint.unpack import unpack
-
 
 class ChangedDisk:
     """The real disk, with some of its calls replaced."""
@@ -24,38 +19,6 @@ class ChangedDisk:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
-
-
-def saved(state: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
-    """What a file holds: the tree, the tensors as plain contiguous copies, the PerRank trees."""
-    packed = pack(state)
-    tree, own = json.loads(json.dumps([packed.tree, packed.own]))
-    tensors = {**packed.common, **packed.main, **packed.local, **packed.mine}
-    return tree, {name: one.resolve_conj().contiguous().clone() for name, one in tensors.items()}, own
-
-
-def unpacked(state: Any) -> Any:
-    """A state that was saved and read again."""
-    return unpack(*saved(state)[:2])
-
-
-def restored(source: Any, state: Any) -> Any:
-    """Save `source`, restore it into `state`, and overwrite the memory that was read."""
-    tree, tensors, own = saved(source)
-    restorer = Restorer(state, tree, tensors, own)
-    assert restorer.mismatches == []
-    found = restorer.restore()
-    for tensor in tensors.values():
-        tensor.zero_()
-    return found
-
-
-def refusal(source: Any, state: Any) -> str:
-    """Why `source` cannot be restored into `state`; "" if it can."""
-    try:
-        return "; ".join(Restorer(state, *saved(source)).mismatches)
-    except StateError as error:
-        return str(error)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -77,7 +40,7 @@ def bits(value: Any) -> Any:
     """A state as plain data with all types and every bit."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
-        raw = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
+        raw = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
         return [str(value.dtype), list(value.shape), raw]
     if isinstance(value, numpy.ndarray):
         return [kind, str(value.dtype.descr), value.shape, value.tobytes()]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ from tests.cluster.hosts import killed_at_end
 from tests.unit.checkpoint_states import ChangedDisk
 from utils.checkpoint import Checkpointer, CheckpointError, disk, owner
 from utils.checkpoint.checksums import checksum
-from utils.checkpoint.format import MANIFEST, rank_file_name
+from utils.checkpoint.format import FORMAT, MANIFEST, rank_file_name, render_manifest
 from utils.host import process
 
 FILE = rank_file_name(0)
@@ -94,6 +95,31 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_is_loaded(
     for step in tmp_path.glob("step-*"):
         damage(step / name, rng)
     assert load(tmp_path) == 0, "all are damaged"
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{}", b"[" * 100_000, b"null", b"\xff\xfe", b'{"manifest": {"format": 3}, "crc32": "0"}\n'])
+def test_a_manifest_that_does_not_match_its_checksum_is_damaged(
+        content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "step-000000002" / MANIFEST).write_bytes(content)
+    assert load(tmp_path) == 1
+    assert "manifest.json: its text does not match its checksum" in caplog.text
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"format": FORMAT + 1}, f"format {FORMAT + 1}, of a later version of the kit; expected format {FORMAT}"),
+    ({"format": 1}, f"format 1, of an earlier version of the kit; expected format {FORMAT}"),
+    ({"step": 3}, "manifest.json: step is 3; expected 2, as in the name")])
+def test_another_format_or_step_is_refused_and_not_called_damaged(
+        changes: dict[str, int], words: str, tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    file = tmp_path / "step-000000002" / MANIFEST
+    manifest = json.loads(file.read_text())["manifest"]
+    file.write_bytes(render_manifest({**manifest, **changes}))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path)
+    assert file.exists()
 
 
 class UnsafeDisk:

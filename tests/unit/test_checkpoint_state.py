@@ -1,31 +1,67 @@
-"""utils/checkpoint: values, tensors, arrays and generators of a state are restored to the last bit."""
+"""utils/checkpoint: what a state may hold is restored to the last bit, and all else is refused by name."""
 from __future__ import annotations
 
 import functools
 import json
 import math
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_map
 
-from tests.unit.checkpoint_states import bits, restored, saved, unpacked
-from utils.checkpoint import PerRank
-from utils.checkpoint.entries import DTYPES
+from tests.unit.checkpoint_states import bits, read_safetensors
+from utils.checkpoint import Checkpointer, CheckpointError, PerRank
+from utils.checkpoint.entries import DTYPES, StateError
+from utils.checkpoint.format import rank_file_name
 from utils.checkpoint.pack import pack
-from utils.checkpoint.rng import derive_random_states, random_states, restore_random_states
+from utils.checkpoint.restore import Restorer
+from utils.checkpoint.rng import derive_random_states, random_states, read_random_states
 from utils.checkpoint.unpack import unpack
 
-MU = "\N{GREEK SMALL LETTER MU}"
+Resume = Callable[[Any, Any], Any]
+
+
+@pytest.fixture
+def resume(tmp_path_factory: pytest.TempPathFactory) -> Resume:
+    """Save a state, load it into another one, and return what this one then is."""
+    def save_and_load(source: Any, state: Any) -> Any:
+        with Checkpointer(tmp_path_factory.mktemp("resume")) as checkpoints:
+            checkpoints.save(1, source)
+            return checkpoints.load_step(1, state).state
+    return save_and_load
+
+
+class Saved:
+    """Has any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+# What can be saved ---------------------------------------------------------------------------------------------------
 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(100), 1)
 
 PLAIN = [
-    None, True, 0, -(10**30), 0.1, -0.0, math.inf, math.nan, "", f"a/b {MU}\n", "\ud800", b"\x00\xff", b"\x01" * 70_000,
-    1 + 2j, complex(math.inf, -0.0), 2**64, -(2**200), 10**5000,
+    None, True, 0, -(10**30), 0.1, -0.0, math.inf, math.nan, "", "a/b \N{GREEK SMALL LETTER MU}\n", "\ud800",
+    b"\x00\xff", b"\x01" * 70_000, 1 + 2j, complex(math.inf, -0.0), 2**64, -(2**200), 10**5000,
     (), [], {}, (1, (2, [3])), {1: "a", "1": "b", None: 1, (1, 2): 2.5, False: 0, b"x": 1, 10**30: 1},
     {"tensor": 1, "dict": {}}, {"object": {"per rank": []}}, OrderedDict([("b", 1), ("a", 2)]),
     Counter({3: 1, 5: 2}), Counter(), DEEP, numpy.float32(0.1), numpy.int64(5), numpy.float16(1.5), numpy.bool_(True),
@@ -44,47 +80,33 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("value", [*PLAIN, *ARRAYS, *TENSORS], ids=lambda value: type(value).__name__)
-def test_values_are_restored_in_type_and_every_bit(value: Any) -> None:
-    tree, tensors, _ = saved([value])
-    assert len(json.dumps(tree)) < 20_000, "long values are tensors of the file"
-    (back,) = unpack(tree, tensors)
-    assert bits(back) == bits(value)
-    if type(value) is numpy.ndarray:
-        assert len(tensors) == 1 and back.flags.writeable
-        (data,) = pack([value]).main.values()
-        kept = value.flags.c_contiguous and value.size
-        assert data.data_ptr() == value.ctypes.data or not kept, "it is not copied"
-    if isinstance(value, torch.Tensor):
-        (back,) = unpack(pack([value]).tree, pack([value]).main)
-        assert back.stride() == value.stride()
-
-
-def test_names_that_collide_stay_apart() -> None:
-    state = {"a": {"b": torch.tensor(1)}, "a/b": torch.tensor(2), "__metadata__": torch.ones(2),
-             "c": {1: torch.tensor(3), "1": torch.tensor(4)}}
-    assert bits(unpacked(state)) == bits(state)
-    assert "__metadata__" not in pack(state).main
+def test_values_are_restored_in_type_and_every_bit(resume: Resume) -> None:
+    values = [*PLAIN, *ARRAYS, *TENSORS]
+    back = resume([Saved(value) for value in values], [Saved(None) for _ in values])
+    for value, one in zip(values, (one.state for one in back), strict=True):
+        assert bits(one) == bits(value)
+        if isinstance(value, torch.Tensor):
+            assert one.stride() == value.stride()
+        if type(value) is numpy.ndarray:
+            assert one.flags.writeable
 
 
 Z = torch.tensor([1 + 2j, 3 - 4j])
 BASE = torch.arange(12.0).view(3, 4)
 
 
-@pytest.mark.parametrize("views", [
+@pytest.mark.parametrize("source", [
     [Z, Z.conj()], [Z.conj(), Z], [Z.imag, Z.conj().imag], [torch._neg_view(BASE), BASE],
     [BASE, BASE.mT, BASE.t()], [BASE[:2], BASE[1:], BASE], [BASE[:, ::2], BASE[0, 1]],
     [torch.zeros(0, 3), torch.zeros(3, 0), torch.tensor(7)], [BASE.unfold(1, 2, 1)],
+    {"a": {"b": Z + 1}, "a/b": Z + 2, "__metadata__": Z + 3, "c": {1: Z + 4, "1": Z + 5}},
 ])
-def test_views_of_one_tensor_keep_their_own_values(views: list[torch.Tensor]) -> None:
-    state = [torch.zeros_like(view) for view in views]
-    back = unpacked(views)
-    restored(views, state)
-    for view, one, other in zip(views, back, state, strict=True):
-        assert one.dtype == view.dtype and torch.equal(one, view) and torch.equal(other, view)
+def test_tensors_of_one_memory_or_one_name_keep_their_own_values(source: Any, resume: Resume) -> None:
+    assert bits(resume(source, tree_map(torch.zeros_like, source))) == bits(source)
+    assert bits(resume([Saved(source)], [Saved(None)])[0].state) == bits(source)
 
 
-def test_containers_tensors_and_arrays_are_restored_in_place() -> None:
+def test_containers_tensors_and_arrays_are_restored_in_place(resume: Resume) -> None:
     def fresh(fill: float) -> dict[str, Any]:
         return {"best": fill, "history": [fill], "mean": torch.ones(2) * fill, "array": numpy.full(3, fill),
                 "grows": numpy.full(int(fill) + 1, fill), "inner": {"count": int(fill), "list": [numpy.full(2, fill)]},
@@ -93,7 +115,7 @@ def test_containers_tensors_and_arrays_are_restored_in_place() -> None:
 
     state, source = fresh(0), fresh(7)
     before = {**state, "nested array": state["inner"]["list"][0]}
-    assert restored(source, state) is state and bits(state) == bits(source)
+    assert resume(source, state) is state and bits(state) == bits(source)
     assert all(state[name] is before[name] for name in ("history", "mean", "array", "inner"))
     assert state["inner"]["list"][0] is before["nested array"]
 
@@ -102,15 +124,18 @@ def draws() -> list[float]:
     return [random.random(), float(torch.rand(1)), float(numpy.random.rand())]
 
 
-def test_global_generators_continue_or_are_seeded_anew_where_they_differed() -> None:
+def test_global_generators_continue_or_are_seeded_anew_where_they_differed(tmp_path: Path) -> None:
     states = []
     for seed in (1, 2):
         random.seed(seed)
         torch.manual_seed(seed)
         numpy.random.seed(seed)
-        states.append(unpacked(random_states()))
-    expected = draws()
-    assert restore_random_states(states[1]) == [] and draws() == expected
+        states.append(random_states())
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save_and_wait(1, {})
+        expected = draws()
+        checkpoints.load_latest({})
+    assert draws() == expected
 
     different = []
     for rank in (0, 1, 2, 0):
@@ -118,3 +143,263 @@ def test_global_generators_continue_or_are_seeded_anew_where_they_differed() -> 
         assert set(derive_random_states(states, rank, 3)) == {"python", "torch", "numpy"}
         different.append(tuple(draws()))
     assert different[0] == different[3] and len(set(different)) == 3
+
+
+# optimizers, and a schedule of each
+TRAININGS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (lambda p: torch.optim.Adam(p, amsgrad=True), lambda o: lr_scheduler.LambdaLR(o, lambda number: 0.9**number)),
+    (lambda p: torch.optim.AdamW(p, fused=True), lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=30)),
+    (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+     lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2)),
+    (lambda p: torch.optim.LBFGS(p, history_size=3), lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
+    (torch.optim.Adafactor, lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5])),
+    (torch.optim.ASGD,
+     lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2])),
+    (torch.optim.RMSprop, lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.3, mode="exp_range", cycle_momentum=False)),
+    (torch.optim.Rprop, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1)),
+    (torch.optim.NAdam,
+     lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 3)])),
+]
+
+
+def train(training: list[Any], steps: int) -> Any:
+    """Train a model with its optimizer and its schedule, and return the bits of their states."""
+    model, optimizer, schedule = training
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.rand(8, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    torch.manual_seed(5)
+    for number in range(steps):
+        optimizer.step(closure)
+        schedule.step(*[1.0 + number] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else [])
+    return bits([one.state_dict() for one in training])
+
+
+@pytest.mark.parametrize("make_optimizer, make_schedule", TRAININGS)
+def test_optimizers_and_schedules_continue_with_the_same_bits(
+        make_optimizer: Any, make_schedule: Any, resume: Resume) -> None:
+    def new() -> list[Any]:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = make_optimizer(model.parameters())
+        return [model, optimizer, make_schedule(optimizer)]
+
+    one, other = new(), new()
+    train(other, 1)
+    before = train(one, 4)
+    resume(one, other)
+    assert train(one, 0) == before, "saving changes nothing"
+    assert train(other, 3) == train(one, 3)
+
+
+class Extra(nn.Module):
+    """Has more than tensors in its state, as the metrics of torchmetrics."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "empty": nn.Identity, "tied": lambda: nn.ModuleList([nn.Linear(2, 2)] * 2),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
+    "average": lambda: AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True),
+    "extra tensor": lambda: Extra(torch.rand(2)), "extra list": lambda: Extra([torch.rand(3), {"seen": 1}]),
+    "nested": lambda: nn.ModuleDict({"a": nn.ModuleList([nn.BatchNorm1d(2)]), "b": nn.LSTM(2, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_restored_to_the_last_bit(name: str, resume: Resume) -> None:
+    one, other = MODULES[name](), MODULES[name]()
+    parameters = list(other.parameters())
+    with torch.no_grad():
+        for tensor in [*one.parameters(), *one.buffers()]:
+            tensor.copy_(torch.randint(1, 9, tensor.shape))
+    resume([one], [other])
+    assert bits(other.state_dict()) == bits(one.state_dict())
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True)), "in place"
+
+
+def test_float32_averages_of_bfloat16_parameters_are_not_rounded(resume: Resume) -> None:
+    def make() -> torch.optim.Optimizer:
+        parameter = nn.Parameter(torch.rand(3).bfloat16())
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        optimizer.state[parameter]["average"] = torch.rand(3)
+        return optimizer
+
+    one, other = make(), make()
+    resume([one], [other])
+    assert bits(other.state_dict()) == bits(one.state_dict())
+
+
+def test_files_have_plain_names_and_each_tensor_once(tmp_path: Path) -> None:
+    weight = torch.rand(4, 4)
+    state = {"long": b"x" * 70_000, "a": weight, "b": weight, "turned": weight.t(),
+             "tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "compiled": torch.compile(nn.Linear(2, 2)),
+             "inside": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    _, arrays = read_safetensors(tmp_path / "step-000000001" / rank_file_name(0))
+    assert set(arrays) == {"long", "a", "turned", "tied/0.weight", "tied/0.bias", "compiled/weight", "compiled/bias",
+                           "inside/0.weight", "inside/0.bias"}
+
+
+def test_compiled_parts_are_restored_into_plain_ones_and_back(resume: Resume) -> None:
+    one = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2))
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for source, target in ((one, other), (other, one), (AveragedModel(one), AveragedModel(other))):
+        resume([source], [target])
+        assert bits(list(target.state_dict().values())) == bits(list(source.state_dict().values()))
+
+
+def test_what_ddp_does_not_keep_equal_is_no_common_part() -> None:
+    """A learning rate before the first step, and buffers by their size."""
+    model = with_buffer(torch.zeros(1 << 18))
+    model.register_buffer("larger", torch.zeros((1 << 18) + 1))
+    packed = pack([model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))])  # type: ignore[arg-type]
+    assert not packed.common and set(packed.local) == {"0/mask"}
+
+
+# What cannot be saved, or not be loaded ------------------------------------------------------------------------------
+
+def with_buffer(mask: torch.Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", mask)
+    return model
+
+
+class DTensor(torch.Tensor):
+    __module__ = "torch.distributed.tensor"
+
+
+class FullyShardedDataParallel(nn.Module):
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("this would gather on all ranks")
+
+
+class Broken:
+    def state_dict(self) -> Any:
+        raise KeyError("x")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise IndexError("y")
+
+
+ITSELF: dict[str, Any] = {}
+ITSELF["again"] = ITSELF
+SHARDED = "sharded over.*torch.distributed.checkpoint"
+REFUSED: list[tuple[Any, str]] = [
+    (lambda: 0, " is of type builtins.function"), (object, " is of type builtins.type"),
+    (ITSELF, ".* nested more than 100 levels deep"),
+    (torch.zeros(1).expand(3), " is an expanded tensor"), (torch.zeros(2).to_sparse(), ".* layout torch.sparse_coo"),
+    (torch.zeros(2, device="meta"), " is on the meta device"),
+    (nn.LazyLinear(2), "/weight belongs to a lazy module.*Run one batch through the model"),
+    (nn.LazyBatchNorm1d(affine=False), "/running_mean belongs to a lazy module"),
+    (torch.rand(2).as_subclass(DTensor), f".*{SHARDED}"), (nn.Sequential(FullyShardedDataParallel()), f".*{SHARDED}"),
+    (nn.ParameterDict({"weight": nn.Parameter(torch.rand(2, 2).as_subclass(DTensor))}), f"/weight.*{SHARDED}"),
+    (type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(nn.Linear(2, 2).parameters()), f".*{SHARDED}"),
+    *((one, " is of type .*; expected None, numbers.* leave it out") for one in (
+        {1}, deque([1]), defaultdict(list), Path("a"), torch.float32, torch.Size([1]), namedtuple("Point", "x")(1),
+        SimpleNamespace(x=1), bytearray(2), torch.Generator(), random.Random(), numpy.random.default_rng(),
+        numpy.rec.array([(1, 2)]), numpy.ma.masked)),
+    *((one, " is a numpy value of type .*; expected") for one in (
+        numpy.array([object()]), numpy.array("a"), numpy.str_("a"), numpy.datetime64("NaT"), numpy.longdouble(1),
+        numpy.arange(3, dtype=">i4"), numpy.zeros(1, dtype="i4,f8"))),
+]
+REFUSED_BY_SAVE: list[tuple[Any, str]] = [
+    (Broken(), r": state_dict\(\) of this Broken failed: KeyError: 'x'"),
+    (PerRank(PerRank(1)), ".* PerRank inside of PerRank"), ({torch.ones(1): 1}, " has a key of type Tensor"),
+    (nn.Linear(2, 2, device="meta"), r"/weight is on the meta device.*to_empty\(device=\.\.\.\)"),
+    (with_buffer(torch.zeros(1).expand(3)), "/mask is an expanded tensor"),
+]
+
+
+@pytest.mark.parametrize("value, words", REFUSED + REFUSED_BY_SAVE, ids=lambda value: type(value).__name__)
+def test_what_cannot_be_saved_is_refused_by_place(value: Any, words: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints, pytest.raises(ValueError, match=f"^x/0{words}"):
+        checkpoints.save(1, {"x": [value]})
+
+
+@pytest.mark.parametrize("value, words", REFUSED, ids=lambda value: type(value).__name__)
+def test_most_of_it_is_refused_when_the_training_starts(value: Any, words: str, tmp_path: Path) -> None:
+    """The first save is too late."""
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=f"into this state: x/0{words}"):
+            checkpoints.load_latest({"x": [value]})
+
+
+def optimized(*order: int) -> dict[str, Any]:
+    """A model, and an optimizer with its parameters in this order."""
+    model = nn.ParameterList([torch.rand(2), torch.rand(2), torch.rand(2)])
+    return {"model": model, "optimizer": torch.optim.Adam([{"params": [model[index]]} for index in order])}
+
+
+A, B = nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(3))
+SGD, LINEAR = torch.optim.SGD([A]), nn.Linear(2, 2)
+NAMED = [torch.optim.SGD(list(zip(names, [A, A.detach().clone()], strict=True))) for names in ("xy", "yx")]
+
+
+@pytest.mark.parametrize("source, state, words", [
+    (LINEAR, nn.Linear(2, 2, bias=False), "x: only the checkpoint has 'bias'"),
+    (1, LINEAR, "x is a Linear, but was saved as int"), (LINEAR, None, "x is a NoneType, but was saved as Linear"),
+    (Saved(1), LINEAR, "saved as Saved without entries"),
+    (1, PerRank(1), "x is PerRank, but was saved as common"), (PerRank(1), 1, "x was saved as PerRank"),
+    ([A.data], [A.data, A.data + 0], "x has 2 items, but was saved with 1"),
+    ({"a": A.data + 0, "b": A.data + 1}, {"a": A.data, "b": A.data}, "x/b shares its memory with x/a"),
+    (torch.optim.Adam([A]), torch.optim.AdamW([A]), "x is a AdamW, but was saved as Adam"),
+    (lr_scheduler.StepLR(SGD, 3), lr_scheduler.ExponentialLR(SGD, 1), "x is a ExponentialLR, but was saved as StepLR"),
+    (torch.optim.SGD(LINEAR.parameters()), SGD, "x has groups of [1] parameters, but was saved with [2]"),
+    (torch.optim.SGD([A, B]), torch.optim.SGD([B, A]), "has a parameter of shape [3] as parameter 0 of group 0"),
+    (*NAMED, "has y of shape [2] as parameter 0 of group 0, but was saved with x"),
+    (optimized(0, 1, 2), optimized(0, 2, 1),
+     "x/optimizer has x/model/2 of shape [2] as parameter 0 of group 1, but was saved with x/model/1 "
+     "of shape [2] there. Give the optimizer the same parameters in the same order"),
+    (LINEAR, nn.Linear(2, 2, device="meta"), "x/weight is on the meta device"),
+    (Saved(1), Broken(), "x: it could not be restored, and the entries before it are restored already: IndexError: y"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_another_state_is_refused(source: Any, state: Any, words: str, resume: Resume) -> None:
+    with pytest.raises(CheckpointError) as error:
+        resume({"x": source}, {"x": state})
+    assert words in str(error.value)
+
+
+# Files that somebody has changed --------------------------------------------------------------------------------------
+
+TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), [])
+
+
+@pytest.mark.parametrize("tree", [
+    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "x"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
+    {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]}, {"tensor": "t", "dtype": "float32", "shape": [5]},
+    {"tensor": "t", "dtype": "int64", "shape": [2]},
+    {"tensor": "t", "dtype": "float32", "shape": [2, 2], "stride": [1, 10**12]},
+    {"array": {"dtype": "O", "shape": [1]}}, {"numpy scalar": "O"}, {"tuple": {"a": 1}}, {"complex": "x"},
+    {"OrderedDict": [[[1], 2]]}, {"per rank": "x"},
+], ids=lambda tree: json.dumps(tree)[:60])
+def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
+    with pytest.raises(StateError, match="^x/0"):
+        unpack({"dict": {"x": [tree]}}, {"t": torch.zeros(4)})
+
+
+def test_a_part_that_this_rank_has_not_saved_is_a_mismatch() -> None:
+    assert "lacks this rank's part" in str(Restorer([PerRank(1)], [{"per rank": "x"}], {}, {}).mismatches)
+
+
+@pytest.mark.parametrize("state", [
+    {"numpy": ["MT19937", [1] * 624, 10**6, 0, 0.0]}, {"numpy": ["MT19937", [1] * 624, -1, 0, 0.0]},
+    {"numpy": 1}, {"torch": b"short"}, {"python": [3, [1], None]}, {"cuda": "x"}, [1],
+], ids=lambda state: repr(state)[:40])
+def test_a_generator_position_outside_its_state_is_refused(state: Any) -> None:
+    with pytest.raises(StateError):
+        read_random_states(pack(state).tree)

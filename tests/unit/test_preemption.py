@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -198,10 +199,8 @@ def test_only_its_rank_ends_a_worker(method: str, stop: StopSignal, monkeypatch:
 
 
 def test_a_store_lost_before_a_stop_lets_the_run_go_on() -> None:
-    def is_proposed(topic: str) -> bool:
-        raise RuntimeError("Connection reset by peer")
-
-    communicator: Any = SimpleNamespace(rank=1, world_size=3, is_proposed=is_proposed)
+    communicator = Mock(rank=1, world_size=3)
+    communicator.is_proposed.side_effect = RuntimeError("Connection reset by peer")
     one = StopAgreement(communicator, lambda: None, rank_timeout=0.05)
     with pytest.raises(RuntimeError) as lost:
         one.advance()
@@ -250,31 +249,23 @@ STOP = "time limit in {} s, of which 100 s are kept for the save"
 def test_time_limit(responses: list[float | Exception | None], seconds: Iterable[int], results: list[str | None],
                     queries: int, caplog: pytest.LogCaptureFixture) -> None:
     """responses: of the scheduler, the last one for ever. seconds: of the checks, which have these results."""
-    clock, queried = SimpleNamespace(now=0), 0
-
-    def time_left() -> float | None:
-        nonlocal queried
-        queried += 1
-        response = responses[min(queried, len(responses)) - 1]
-        if isinstance(response, Exception):
-            raise response
-        return response
+    scheduler = Mock(side_effect=[*responses, *[responses[-1]] * queries])
+    clock = Mock()
+    limit = TimeLimit(scheduler, lambda: 100.0, clock=clock)
 
     def check(second: int) -> str | None:
-        clock.now = second
+        clock.return_value = second
         try:
             return limit.check()
         except ValueError:
             return "error"
 
-    limit = TimeLimit(time_left, lambda: 100.0, clock=lambda: clock.now)
     assert [check(second) for second in seconds] == results
-    assert queried == queries
+    assert scheduler.call_count == queries
     assert caplog.text.count("does not report how much time is left") == (responses == [None])
 
 
-def test_a_file_that_exists_stops_the_run_when_it_is_touched(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_exists_stops_the_run_when_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "STOP"
     path.touch()
     source = StopFile(path, 1)
@@ -284,16 +275,11 @@ def test_a_file_that_exists_stops_the_run_when_it_is_touched(
     assert source.check() == f"file {path}"
 
 
-def source(check: Callable[[], object]) -> SimpleNamespace:
-    return SimpleNamespace(name="other", poll_seconds=0.001, check=check)
-
-
 @pytest.mark.parametrize("action", [lambda: 1 / 0, lambda: sys.exit("user's mistake"),
                                     StopCommand(["/no/such/command"], 1).check], ids=["error", "exit", "command"])
 def test_failing_and_hanging_sources_disturb_no_other(
         action: Callable[[], object], caplog: pytest.LogCaptureFixture) -> None:
-    failures, end = threading.Semaphore(0), threading.Event()
-    reasons: queue.Queue[str] = queue.Queue()
+    failures, end, reasons = threading.Semaphore(0), threading.Event(), queue.Queue[str]()
 
     def fails_again() -> object:
         failures.release()
@@ -304,7 +290,8 @@ def test_failing_and_hanging_sources_disturb_no_other(
             failures.acquire()
         return "stop"
 
-    threads = SourceThreads(reasons.put, [source(fails_again), source(end.wait), source(waits_for_three_failures)])
+    threads = SourceThreads(reasons.put, [SimpleNamespace(name="other", poll_seconds=0.001, check=check)
+                                          for check in (fails_again, end.wait, waits_for_three_failures)])
     assert reasons.get(timeout=20) == "stop"
     threads.close()
     end.set()
