@@ -131,12 +131,12 @@ def test_the_last_the_multiples_and_the_best_are_kept(
 
 def test_steps_are_ordered_as_numbers_and_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
-        for step, x in ((2, 0), (10, 1), (10**10, 2), (10**10, 3)):
+        for step, x in ((2, 0), (10, 1), (10**10, 2), (10**10, 3), (10**10, 4)):
             checkpoints.save(step, {"x": x})
         checkpoints.wait()
-        assert sorted(os.listdir(tmp_path)) == ["step-000000002", "step-000000010", "step-10000000000-2"]
+        assert sorted(os.listdir(tmp_path)) == ["step-000000002", "step-000000010", "step-10000000000-3"]
         found = checkpoints.load_latest({"x": 0})
-        assert found is not None and found.step == 10**10 and found.state == {"x": 3}
+        assert found is not None and found.step == 10**10 and found.state == {"x": 4}
         assert checkpoints.load_step(10, {"x": 0}).state == {"x": 1}
         with pytest.raises(CheckpointError, match="no checkpoint of step 15 .*; expected one of: 2, 10"):
             checkpoints.load_step(15, {"x": 0})

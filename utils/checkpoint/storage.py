@@ -88,7 +88,7 @@ def commit(
     disk.sync_folder(temporary)
 
     folder = temporary.parent
-    name = _free_name(folder, f"step-{step:09d}")
+    name = _next_name(folder, step)
     disk.system.rename(temporary, folder / name)
     _open_folders.discard(temporary)
     disk.sync_folder(folder)
@@ -208,6 +208,13 @@ def _last_change(folder: Path) -> float:
     except OSError:  # such as a stale handle of NFS: another job may write there
         return math.inf
     return max(times)
+
+
+def _next_name(folder: Path, step: int) -> str:
+    """Return the name of a checkpoint that comes after all others of its step."""
+    matches = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    count = max((int(match[2] or 1) for match in matches if int(match[1]) == step), default=0) + 1
+    return f"step-{step:09d}" + (f"-{count}" if count > 1 else "")
 
 
 def _free_name(folder: Path, name: str) -> str:
