@@ -182,10 +182,10 @@ def shell_options() -> Mapping[str, object]:
 # Diffs ---------------------------------------------------------------------------------------------------------------
 
 def diff(first: str, second: str) -> str:
-    """Return the lines of a diff of two scripts of the guide, without its head and the docstrings."""
+    """Return the lines of a diff of two scripts of the guide, without its head, the docstrings and empty lines."""
     old, new = ((GUIDE / name).read_text().splitlines()[2:] for name in (first, second))
-    lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
-    return "".join(f"{'@@' if line.startswith('@@') else line}\n" for line in lines)
+    lines = [line for line in difflib.unified_diff(old, new, n=1, lineterm="") if line.strip("+- ")]
+    return "".join(f"{'@@' if line.startswith('@@') else line}\n" for line in lines[1:])
 
 
 def write_diffs() -> None:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, pages
 from utils.tools.submission import profiles
 
 
@@ -14,6 +14,10 @@ from utils.tools.submission import profiles
                                               ("docs/centres.md", 110), ("docs/decisions.md", 40)])
 def test_a_page_stays_short(page: str, lines: int) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= lines
+
+
+def test_the_guide_stays_short() -> None:
+    assert sum(len(page.read_text().splitlines()) for page in pages()) <= 600
 
 
 def test_all_examples_are_listed() -> None:

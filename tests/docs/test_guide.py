@@ -17,7 +17,7 @@ from tests.docs import pages
 from tests.docs.pages import GUIDE, ROOT, Shell
 
 FENCES = {"console", "console slurm", "console pbs", "console site", "diff", "python"}
-NOT_RUN = {"README.md": 1, "pbs.md": 1}  # blocks that cannot run here, and say so
+NOT_RUN = {"pbs.md": 1}  # blocks that cannot run here, and say so
 LARGEST_PICTURE = 100_000
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
@@ -46,30 +46,25 @@ def test_commands_write_what_the_page_shows(shell: Shell, name: str) -> None:
     shell.follow(found)
 
 
-def ranks_of(shell: Shell, script: str) -> dict[str, list[str]]:
-    """What the ranks print, in the wrong and in the right part of a pitfall."""
+def ranks_of(shell: Shell, script: str) -> dict[str, dict[str, str]]:
+    """What the ranks print in the wrong and in the right part of a pitfall, by "rank 0", "rank 1" or "both ranks"."""
     done = shell.run(f"python docs/guide/pitfalls/{script}.py")
-    parts = re.split(r"^(\w+):$", done.output, flags=re.MULTILINE)[1:]
-    return {name: re.findall(r"^  (?:rank \d|one rank .*): (.*)$", text, re.MULTILINE)
-            for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    found: dict[str, dict[str, str]] = {"wrong": {}, "right": {}}
+    for part, ranks, text in re.findall(r"^(wrong|right), (.*?): (.*)$", done.output, re.MULTILINE):
+        found[part][ranks] = text
+    return found
 
 
 def test_pitfalls_fail_and_then_are_right(shell: Shell) -> None:
     """Where the shape of the output does not show it."""
-    for script in ("set_epoch", "seeds", "batch_norm", "global_batch"):
-        found = ranks_of(shell, script)
-        wrong, right = found["wrong"], found["right"]
-        assert len(wrong) == len(right) >= 2 and wrong != right, (script, found)
-        if script == "set_epoch":
-            epochs = [[json.loads(rank) for rank in ranks] for ranks in (wrong, right)]
-            assert [[first == second for first, second in ranks] for ranks in epochs] == [[True] * 2, [False] * 2]
-        if script == "seeds":
-            assert wrong[0] == wrong[1] and right[0] != right[1]
-        if script == "batch_norm":
-            assert all("0.000" in rank for rank in right) and not any("0.000" in rank for rank in wrong)
-        if script == "global_batch":
-            alone = right[2]
-            assert right == [alone] * 3 and wrong[0] != alone == wrong[2]
+    epochs = ranks_of(shell, "set_epoch")
+    assert all(first == second for first, second in map(json.loads, epochs["wrong"].values())), epochs
+    assert all(first != second for first, second in map(json.loads, epochs["right"].values())), epochs
+    norms = ranks_of(shell, "batch_norm")
+    assert "0.000" in norms["right"]["both ranks"] and "0.000" not in norms["wrong"]["rank 0"], norms
+    for part, same in (("wrong", False), ("right", True)):
+        two_ranks, one_rank = ranks_of(shell, "global_batch")[part]["both ranks"].split("; one rank with 32: ")
+        assert (two_ranks == one_rank) is same, part
 
 
 def test_diffs_are_those_of_the_scripts() -> None:

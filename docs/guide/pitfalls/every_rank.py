@@ -28,13 +28,13 @@ def save(model: nn.Module, rename_now: bool) -> str:
 
 
 def wrong(job: Distributed) -> None:
-    print("  epoch 0, loss 0.25", flush=True)
+    print("epoch 0, loss 0.25", flush=True)
     show(job, save(nn.Linear(2, 1), rename_now=job.is_main))
 
 
 def right(job: Distributed) -> None:
     if job.is_main:
-        print("  epoch 0, loss 0.25", flush=True)
+        print("epoch 0, loss 0.25", flush=True)
         torch.save(nn.Linear(2, 1).state_dict(), FOLDER / "model.pt")
     job.barrier()  # the file is complete for all ranks after this line
     show(job, f"sees {', '.join(path.name for path in FOLDER.iterdir())}")

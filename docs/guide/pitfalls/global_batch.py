@@ -29,11 +29,10 @@ def train(job: Distributed, world_size: int, rank: int, batch_size: int) -> tupl
 
 
 def compare(job: Distributed, batch_size: int) -> None:
-    alone = train(job, 1, 0, 32)
     steps, loss = train(job, job.world_size, job.rank, batch_size)
-    show(job, f"{steps} steps, loss {loss:.4f}")
-    if job.is_main:
-        print(f"  one rank with 32: {alone[0]} steps, loss {alone[1]:.4f}", flush=True)
+    alone_steps, alone_loss = train(job, 1, 0, 32)
+    alone = f"one rank with 32: {alone_steps} steps, loss {alone_loss:.4f}"
+    show(job, f"{steps} steps, loss {loss:.4f}; {alone}")
 
 
 def wrong(job: Distributed) -> None:

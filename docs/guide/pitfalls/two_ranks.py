@@ -21,28 +21,35 @@ torch.optim.SGD([torch.zeros(1)])
 
 
 def run(**programs: Program) -> None:
-    """Run programs one after the other, each on two new ranks; print the name of each first."""
+    """Run programs one after the other, each on two new ranks, whose lines begin with its name."""
     for name, program in programs.items():
-        print(f"{name}:", flush=True)
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]  # a free one
         fork = multiprocessing.get_context("fork")
-        ranks = [fork.Process(target=_run_rank, args=(program, rank, port)) for rank in range(2)]
+        ranks = [
+            fork.Process(target=_run_rank, args=(program, rank, port), name=name)
+            for rank in range(2)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
         if failed := [str(rank) for rank, process in enumerate(ranks) if process.exitcode]:
-            print(f"  rank {' and rank '.join(failed)} failed", flush=True)
+            print(f"{name}, rank {' and rank '.join(failed)} failed", flush=True)
 
 
 def show(job: Distributed, text: object) -> None:
-    """Print a line of each rank, in their order. All ranks have to call this."""
+    """Print the texts of the ranks, in their order. All ranks have to call this."""
     texts = [""] * job.world_size
     torch.distributed.all_gather_object(texts, str(text))
-    if job.is_main:
-        for rank, one in enumerate(texts):
-            print(f"  rank {rank}: {one}", flush=True)
+    if not job.is_main:
+        return
+    program = multiprocessing.current_process().name
+    if texts[0] == texts[1]:
+        print(f"{program}, both ranks: {text}", flush=True)
+    else:
+        for rank, rank_text in enumerate(texts):
+            print(f"{program}, rank {rank}: {rank_text}", flush=True)
 
 
 def _run_rank(program: Program, rank: int, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Step 1: every process learns which rank it is, and meets the others."""
+"""Step 1: every process learns which rank it is, and uses its own GPU."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from utils import Distributed, setup_distributed
 
 
 def train(job: Distributed) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = job.device
 
     torch.manual_seed(0)
     inputs = torch.randn(4096, 32)
@@ -31,11 +31,10 @@ def train(job: Distributed) -> None:
             loss.backward()
             optimizer.step()
             total += loss.item()
-        mean = total / len(loader)
-        print(f"rank {job.rank}, epoch {epoch}: {len(loader)} steps, loss {mean:.4f}", flush=True)
+        print(f"epoch {epoch}: {len(loader)} steps, loss {total / len(loader):.4f}", flush=True)
 
     torch.save(model.state_dict(), "model.pt")
-    print(f"rank {job.rank}: model.pt written", flush=True)
+    print("model.pt written", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Step 6: rank 0 alone prints and saves; the loss is the mean over the ranks."""
+"""Step 5: leaving the block ends this rank's part, also after an error."""
 
 import sys
 from pathlib import Path
@@ -45,4 +45,5 @@ def train(job: Distributed) -> None:
 
 
 if __name__ == "__main__":
-    train(setup_distributed())
+    with setup_distributed() as job:
+        train(job)

@@ -1,4 +1,4 @@
-"""Step 2: every rank uses a GPU that no other rank uses."""
+"""Step 3: every rank trains on its own part of the data."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of the kit
 from utils import Distributed, setup_distributed
@@ -18,24 +19,26 @@ def train(job: Distributed) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(4096, 32)
     data = TensorDataset(inputs, inputs[:, :4].sin().sum(dim=1, keepdim=True))
-    loader = DataLoader(data, batch_size=64, shuffle=True)
+    sampler = DistributedSampler(data, job.world_size, job.rank)  # it shuffles, too
+    loader = DataLoader(data, batch_size=64, sampler=sampler)
 
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ddp = DDP(model, device_ids=job.device_ids)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 
     for epoch in range(2):
+        sampler.set_epoch(epoch)
         total = 0.0
         for x, y in loader:
-            loss = mse_loss(model(x.to(device)), y.to(device))
+            loss = mse_loss(ddp(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             total += loss.item()
-        mean = total / len(loader)
-        print(f"rank {job.rank}, epoch {epoch}: {len(loader)} steps, loss {mean:.4f}", flush=True)
+        print(f"epoch {epoch}: {len(loader)} steps, loss {total / len(loader):.4f}", flush=True)
 
     torch.save(model.state_dict(), "model.pt")
-    print(f"rank {job.rank}: model.pt written", flush=True)
+    print("model.pt written", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Step 3: DistributedDataParallel averages the gradients of all ranks."""
+"""Step 2: DistributedDataParallel averages the gradients of all ranks."""
 
 import sys
 from pathlib import Path
@@ -33,11 +33,10 @@ def train(job: Distributed) -> None:
             loss.backward()
             optimizer.step()
             total += loss.item()
-        mean = total / len(loader)
-        print(f"rank {job.rank}, epoch {epoch}: {len(loader)} steps, loss {mean:.4f}", flush=True)
+        print(f"epoch {epoch}: {len(loader)} steps, loss {total / len(loader):.4f}", flush=True)
 
     torch.save(model.state_dict(), "model.pt")
-    print(f"rank {job.rank}: model.pt written", flush=True)
+    print("model.pt written", flush=True)
 
 
 if __name__ == "__main__":
