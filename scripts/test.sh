@@ -126,8 +126,8 @@ if [ ${#packages[@]} -gt 0 ] && [ "$install" = true ] && [ "$(id -u)" -eq 0 ] &&
     if ! apt_install "${packages[@]}"; then failed+=("apt-get install ${packages[*]}"); fi
 fi
 
-# As root, with --install: at the same time, in a fresh clone, the checks as an ordinary user with the distribution's
-# Python, and the quick tests of what depends on these: interpreters, permissions, processes, packages.
+# As root, with --install: at the same time, in a fresh clone, as an ordinary user with the distribution's Python, the
+# quick tests of what depends on these: interpreters, permissions, processes, packages.
 test_as_user() (
     home=$(mktemp -d)
     trap 'rm -rf "$home"' EXIT
@@ -136,8 +136,8 @@ test_as_user() (
     chown -R nobody "$home"
     cd "$home/kit"
     HOME=$home PYTHON=/usr/bin/python3 nice -n 5 setpriv --reuid=nobody --regid=nogroup --clear-groups \
-        bash scripts/test.sh --quick \
-        -k "interpreter or test_jobs or packaging or checkpoint or requeue or sites or metrics or launch_pro or submit"
+        bash -c 'bash scripts/setup_env.sh --tests && exec .venv/bin/python -m pytest -ra "$@"' pytest tests/unit --quick \
+        -k "interpreter or test_jobs or packaging or checkpoint or requeue or metrics or launch_pro or submit"
 )
 as_user=
 if [ "$install" = true ] && [ "$(id -u)" -eq 0 ] && is_debian; then
