@@ -38,17 +38,17 @@ def text_lm() -> ModuleType:
 
 
 @pytest.fixture
-def run_03(text_lm: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-           ) -> Iterator[Callable[..., str]]:
-    """Run 03 in this process, which has imported torch already."""
+def run_03(text_lm: ModuleType, one_rank: None, monkeypatch: pytest.MonkeyPatch,
+           capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
     def run_it(*options: str) -> str:
         monkeypatch.setattr(sys, "argv", ["03_text_lm.py", *options])
         assert text_lm.main() == 0
         return capfd.readouterr().out
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored afterwards
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for a busy core would spin
     yield run_it
+    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
 
 
