@@ -421,7 +421,7 @@ def _log_network(backend: str, interface: str, nccl_log: list[str]) -> None:
         _log.info("network: unknown; CCL_LOG_LEVEL=info shows the log of oneCCL")
     elif nccl_log:
         library = "RCCL" if torch.version.hip else "NCCL"
-        used = transport.classify(nccl_log, one_host=False)
+        used = transport.classify(nccl_log)
         text, is_warning = transport.describe(used, transport.expected_network(), library)
         _log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 
