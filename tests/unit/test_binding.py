@@ -14,9 +14,8 @@ from utils.host.cores import (
     choose_cores,
     cores_in,
     divide,
-    is_far,
     mask_of_cpus,
-    notes_on_cores,
+    note_on_cores,
     openmp_binding,
     parse_binding,
     parse_ranges,
@@ -62,7 +61,7 @@ def test_published_cores_can_be_given(name: str) -> None:
     host = HostMasks(True, site.topology.to_text(), site.cores, (mask_of_cpus(site.mask),) * ranks,
                      tuple(range(ranks)), tuple(site.gpus))
     assert [parse_ranges(one.cpus) for one in choose_cores(host)] == parse_binding(site.cores)
-    assert not list(notes_on_cores("n1", len(site.mask), range(ranks), host))
+    assert note_on_cores("n1", len(site.mask), range(ranks), host) is None
 
 
 @pytest.mark.parametrize("name", ["aurora", "derecho", "lumi", "polaris"])
@@ -123,9 +122,9 @@ def test_agents_with_disjoint_masks_divide_their_own() -> None:
 
 
 def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:
-    topology = host(2, 2)
-    assert is_far(topology, frozenset({0, 1}), 1) and not is_far(topology, frozenset({1, 2}), 1)
-    assert not is_far(topology, frozenset({0}), None) and not is_far(topology, frozenset({0}), 5)
+    masks, gpu_nodes = ("3", "6", "1", "1"), (1, 1, None, 5)
+    chosen = choose_cores(HostMasks(True, host(2, 2).to_text(), "", masks, (0, 1, 2, 3), gpu_nodes))
+    assert [one.gpu_node for one in chosen] == [1, None, None, None]
 
 
 def test_random_hosts_and_masks_keep_the_promises() -> None:
