@@ -33,6 +33,7 @@ from . import __version__, coordination
 from .host import device, gloo
 from .host import nccl_log as transport
 from .host.cores import bind_process, parse_ranges
+from .host.gpus import set_masks
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
@@ -367,7 +368,7 @@ def _report_rank(placement: Placement, backend: str | None, bind: bool) -> RankR
         devices=devices,
         device_nodes=device_nodes,
         bind=bind,
-        device_masks=device.masks(),
+        device_masks=set_masks(),
         torch_version=str(torch.__version__),
         kit_version=__version__,
         gloo_interfaces=os.environ.get("GLOO_SOCKET_IFNAME", "") if chosen == "gloo" else "",

@@ -15,7 +15,7 @@ import torch
 
 from ..launch_error import LaunchError
 from .cores import pci_node
-from .gpus import MASKS, MASKS_OF, count_gpus, gpu_vendor, intel_addresses, nvidia_address
+from .gpus import MASKS_OF, count_gpus, gpu_vendor, intel_addresses, nvidia_address, set_masks
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
 
@@ -31,8 +31,8 @@ def choose_backend(backend: str | None) -> str:
     if device_type != "cpu" and not _count(device_type):
         raise LaunchError(
             f"backend {backend} was requested, but torch {torch.__version__} sees no "
-            f"{device_type} device on {socket.gethostname()} ({masks()}). Request GPUs from the "
-            "scheduler, install a torch build for them, or leave the backend out to use gloo"
+            f"{device_type} device on {socket.gethostname()} ({set_masks()}). Request GPUs from "
+            "the scheduler, install a torch build for them, or leave the backend out to use gloo"
         )
     return backend
 
@@ -100,12 +100,6 @@ def unused_gpus() -> str:
     )
 
 
-def masks() -> str:
-    """Return the variables that hide devices, for messages."""
-    found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
-    return " ".join(found) or "no device mask is set"
-
-
 def _count(device_type: str) -> int:
     """Return the number of visible devices of a type; 0 where torch has no support for it."""
     accelerator = torch.accelerator.current_accelerator()
@@ -127,8 +121,8 @@ def _identity(device_type: str, index: int) -> str:
     properties = _properties(device_type, index)
     uuid = getattr(properties, "uuid", None)
     if not uuid:
-        return f"{masks()} index {index}"
-    return f"{uuid} {masks()}" if torch.version.hip else str(uuid)
+        return f"{set_masks()} index {index}"
+    return f"{uuid} {set_masks()}" if torch.version.hip else str(uuid)
 
 
 def _pci_address(device_type: str, index: int, count: int) -> str:

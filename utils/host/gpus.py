@@ -43,6 +43,12 @@ def gpu_vendor(root: Path = Path("/")) -> str | None:
     return next((vendor for vendor, find in _ADDRESSES.items() if find(root)), None)
 
 
+def set_masks() -> str:
+    """Return the variables that hide devices, for messages."""
+    found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
+    return " ".join(found) or "no device mask is set"
+
+
 def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
     """Return the PCI addresses of the GPUs that the masks leave visible, in the order of the masks.
 

@@ -89,7 +89,7 @@ class PlacementCheck(Check[PlacementFacts]):
             gpus=_identities(addresses),
             gpu_nodes=[pci_node(one) if one else None for one in addresses],
             allowed_gpus=_identities(gpus.visible_gpu_addresses({})),
-            device_masks=_device_masks(),
+            device_masks=gpus.set_masks(),
             threads=threads,
             threads_variable=threads_variable,
             **job,
@@ -180,12 +180,6 @@ def _uuid(address: str) -> str:
         return ""
     words = text.partition("GPU UUID:")[2].split()
     return words[0] if words and "?" not in words[0] else ""
-
-
-def _device_masks() -> str:
-    """Return the variables that hide devices, for messages."""
-    found = [f"{name}={os.environ[name]}" for name in gpus.MASKS if name in os.environ]
-    return " ".join(found) or "no device mask is set"
 
 
 # What rank 0 concludes ----------------------------------------------------------------------------
