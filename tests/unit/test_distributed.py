@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.programs import python
-from tests.unit.test_rendezvous import free_port
+from tests.unit.test_rendezvous import port as port
 from utils.distributed import Distributed, setup_distributed
 from utils.host import device
 from utils.startup.address import Rendezvous
@@ -93,8 +93,8 @@ print("hello from rank", setup_distributed("gloo").rank)
 """
 
 
-def test_rank_that_leaves_at_once_is_no_error_of_another_that_still_connects() -> None:
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+def test_rank_that_leaves_at_once_is_no_error_of_another_that_still_connects(port: int) -> None:
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(lambda rank: python("-c", HELLO, env={**ranks, "RANK": str(rank)}), range(2)))
     for rank, one in enumerate(done):
