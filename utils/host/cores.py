@@ -196,11 +196,11 @@ def _split(cores: list[Core], count: int) -> list[list[Core]]:
 # A binding given by the site or the user ---------------------------------------------------------
 
 
-def parse_binding(text: str) -> list[Cpus]:
+def parse_binding(text: str, local_ranks: int = 1) -> list[Cpus]:
     """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
 
     "list:0-3,8-11:4-7" is the syntax of PALS, "mask_cpu:0xf0f,0xf0" that of srun. Raises ValueError
-    for other text.
+    for other text, or if it has fewer entries than local_ranks.
     """
     form = re.fullmatch("(?:(?:verbose|v|quiet|q),)?(list|mask_cpu):(.*)", text.strip())
     found: list[Cpus] = []
@@ -214,22 +214,13 @@ def parse_binding(text: str) -> list[Cpus]:
             'list:0-3:4-7, or "mask_cpu:" and their masks, as in mask_cpu:0xf,0xf0. Correct the '
             "variable, or unset it"
         )
-    return found
-
-
-def binding_for(text: str, local_ranks: int) -> list[Cpus]:
-    """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
-
-    Raises ValueError if the value is malformed, or has fewer entries than local_ranks.
-    """
-    given = parse_binding(text)
-    if local_ranks > len(given):
+    if len(found) < local_ranks:
         raise ValueError(
-            f"{CPU_BIND}={text} has CPUs for {len(given)} local ranks, but there is a local rank "
+            f"{CPU_BIND}={text} has CPUs for {len(found)} local ranks, but there is a local rank "
             f"{local_ranks - 1}. Expected an entry for each rank of a host. Start fewer ranks on "
             "each host, or correct or unset the variable"
         )
-    return given
+    return found
 
 
 def cpus_of_mask(mask: str) -> list[int]:
@@ -328,17 +319,19 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
         chosen = divide(known, masks, host.gpu_nodes)
 
     cores: list[list[Hashable]] = [[*(cores_in(known, cpus) or cpus)] for cpus in chosen]
+    ranks_on = Counter(core for its_cores in cores for core in its_cores)
     result = []
-    for rank, (cpus, threads) in enumerate(zip(chosen, _share_out(cores), strict=True)):
+    for cpus, mask, its_cores, gpu_node in zip(chosen, masks, cores, host.gpu_nodes, strict=True):
+        # A core that several ranks have counts in equal parts; 1/3 + 1/3 + 1/3 may be 0.999...
+        share = sum(1 / ranks_on[core] for core in its_cores) + 1e-9
         nodes = {core.node for core in cores_in(known, cpus)}
-        gpu_node = host.gpu_nodes[rank]
         is_far = bool(nodes) and gpu_node in known_nodes - nodes
         result.append(
             RankCores(
                 cpus=format_ranges(cpus),
-                bind=cpus != masks[rank],
-                cores=len(cores[rank]),
-                threads=threads,
+                bind=cpus != mask,
+                cores=len(its_cores),
+                threads=max(1, int(share)),
                 nodes=format_ranges(nodes),
                 gpu_node=gpu_node if is_far else None,
             )
@@ -349,21 +342,11 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
 def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
     """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, without those outside its mask."""
     try:
-        given = binding_for(host.binding, max(host.local_ranks) + 1)
+        given = parse_binding(host.binding, max(host.local_ranks) + 1)
     except ValueError as error:
         raise LaunchError(str(error)) from None
     entries = (given[local_rank] for local_rank in host.local_ranks)
     return [entry & mask or mask for entry, mask in zip(entries, masks, strict=True)]
-
-
-def _share_out(cores: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Return the number of threads of each rank of a host: its share of the cores that it has.
-
-    A core that several ranks have counts in equal parts for each of them.
-    """
-    ranks_on = Counter(core for its_cores in cores for core in its_cores)
-    shares = [sum(1 / ranks_on[core] for core in its_cores) for its_cores in cores]
-    return [max(1, int(share + 1e-9)) for share in shares]  # 1/3 + 1/3 + 1/3 may be 0.999...
 
 
 def note_on_cores(
@@ -373,6 +356,7 @@ def note_on_cores(
 
     host: its name. host_cores: the number of all its cores. ranks: in the order of `reported`.
     """
+    chosen = choose_cores(reported)
     masks = [frozenset(cpus_of_mask(mask)) for mask in reported.masks]
     usable = frozenset.union(*masks)
     known = Topology.from_text(reported.topology)
@@ -392,7 +376,6 @@ def note_on_cores(
             f"and its DataLoader workers may run on CPUs {format_ranges(masks[0])} only",
             "Unset the variable: the kit then binds each rank to its share of the cores",
         )
-    chosen = choose_cores(reported)
     entries = parse_binding(reported.binding) if binds and reported.binding else []
     for rank, local_rank, one, mask in zip(ranks, reported.local_ranks, chosen, masks, strict=True):
         if entries and not entries[local_rank] <= mask:
