@@ -41,8 +41,8 @@ _GPUDIRECT = (  # the most certain first
 _PROVIDER = r"NET/OFI Selected [Pp]rovider is ([\w;+-]+)"
 _ADAPTER = r"([\w.+-]+):\d+/([A-Z])"  # "[0]mlx5_0:1/IB/SHARP [1]mlx5_1:1/RoCE"
 _HCA = r"GPU Direct RDMA \w+ for HCA \d+ '([^']+)'"
-_SOCKETS = r"NET/Socket ?: Using (\[\d+\].*)", r"Bootstrap ?: Using (.*)"
-_INTERFACE = r"(?:^|\[\d+\])([^\s:\[]+):"  # "[0]eth0:10.0.0.1<0>"
+_SOCKETS = r"NET/Socket ?: Using (\[\d+\].*)"
+_INTERFACE = r"\[\d+\]([^\s:]+):"  # "[0]eth0:10.0.0.1<0>"
 _REMEDY = (
     "Set NCCL_DEBUG=INFO and read the log: is a variable NCCL_NET or NCCL_IB_DISABLE set, is the "
     "plugin's module loaded and its folder in LD_LIBRARY_PATH, does a container have libibverbs "
@@ -77,7 +77,7 @@ def classify(lines: Iterable[str]) -> Transport:
         network = "RoCE" if {layer for _, layer in adapters} == {"R"} else "IB"
 
     if network == "Socket":
-        uses = _find([_INTERFACE], "\n".join(_find(_SOCKETS, text)))
+        uses = _find([_INTERFACE], "\n".join(_find([_SOCKETS], text)))
     else:
         devices = list(dict.fromkeys(name for name, _ in adapters)) or _find([_HCA], text)
         uses = [provider] if provider else devices
