@@ -33,6 +33,7 @@ from . import __version__, coordination
 from .host import device, gloo
 from .host import nccl_log as transport
 from .host.cores import bind_process, parse_ranges
+from .host.gpus import set_masks
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
@@ -367,7 +368,7 @@ def _report_rank(placement: Placement, backend: str | None, bind: bool) -> RankR
         devices=devices,
         device_nodes=device_nodes,
         bind=bind,
-        device_masks=device.masks(),
+        device_masks=set_masks(),
         torch_version=str(torch.__version__),
         kit_version=__version__,
         gloo_interfaces=os.environ.get("GLOO_SOCKET_IFNAME", "") if chosen == "gloo" else "",
@@ -421,7 +422,7 @@ def _log_network(backend: str, interface: str, nccl_log: list[str]) -> None:
         _log.info("network: unknown; CCL_LOG_LEVEL=info shows the log of oneCCL")
     elif nccl_log:
         library = "RCCL" if torch.version.hip else "NCCL"
-        used = transport.classify(nccl_log, one_host=False)
+        used = transport.classify(nccl_log)
         text, is_warning = transport.describe(used, transport.expected_network(), library)
         _log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 

@@ -89,7 +89,7 @@ def agents(job: Job) -> list[int]:
     networks = {os.readlink(f"/proc/{job.lab.hosts.pid(host)}/ns/net") for host in job.lab.hosts.hosts}
     parents = processes.parents_by_pid()
     found = [pid for pid in parents
-             if re.match(r"python.* -c .*\.agent import main", processes.command_line(pid) or "", re.DOTALL)
+             if re.match(r"python.* -c .*\.agent import main", processes.command_line(pid), re.DOTALL)
              # not other users' processes
              and os.access(space := f"/proc/{pid}/ns/net", os.R_OK, effective_ids=True)
              and os.readlink(space) in networks]

@@ -14,6 +14,7 @@ import pytest
 
 from utils.host import process
 from utils.launchers.rank_variables import LAUNCH_RANK
+from utils.tools.launch import proc_reader
 from utils.tools.launch.launch_cli import main
 from utils.tools.launch.nested import GroupWatch
 from utils.tools.launch.rank_environment import RANK_VARIABLES
@@ -175,11 +176,12 @@ def test_group_whose_new_connection_was_seen_at_one_end_is_within_the_host(monke
     one, other = ("0A4F020A:9C40", "0A4F020A:9C41"), ("0A4F020A:9C41", "0A4F020A:9C40")
     tables = [{"5": one}, {"5": one}, *[{"5": one, "6": other}] * 4]  # one for each process and look
     environ = {b"DDPKIT_LAUNCH": b"1.0", LAUNCH_RANK.encode(): b"1/2"}
-    for name, result in {"process_ids": [10, 11], "environment": environ, "thread_names": ["pt_gloo_runloop"],
-                         "parent": 1}.items():
+    for name, result in {"process_ids": [10, 11], "parent": 1}.items():
         monkeypatch.setattr(process, name, lambda *_, result=result: result)
-    monkeypatch.setattr(process, "sockets", lambda pid: {10: {"5"}, 11: {"6"}}.get(pid, set()))
-    monkeypatch.setattr(process, "tcp_connections", lambda pid: tables.pop(0))
+    for name, result in {"environment": environ, "thread_names": ["pt_gloo_runloop"]}.items():
+        monkeypatch.setattr(proc_reader, name, lambda *_, result=result: result)
+    monkeypatch.setattr(proc_reader, "sockets", lambda pid: {10: {"5"}, 11: {"6"}}.get(pid, set()))
+    monkeypatch.setattr(proc_reader, "tcp_connections", lambda pid: tables.pop(0))
     watch = GroupWatch("1.0", 1)
     for _ in range(3):
         watch.look(math.inf)

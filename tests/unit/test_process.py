@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tests.unit.programs import ROOT
 from utils.host import process
+from utils.monitor.guard import cpu_use
+from utils.tools.launch.proc_reader import environment
 
 
 def test_a_process_is_described(tmp_path: Path) -> None:
@@ -22,8 +24,8 @@ def test_a_process_is_described(tmp_path: Path) -> None:
         assert cat.stdout.readline() == "x\n"
         assert process.name(cat.pid) == "my (cat) x"
         assert process.parent(cat.pid) == process.parents_by_pid()[cat.pid] == os.getpid()
-        assert (process.command_line(cat.pid) or "").split() == ["my", "(cat)", "x", "-"]
-        assert process.environment(cat.pid) == {b"ONE": b"1", b"EQUALS": b"a=b"}
+        assert process.command_line(cat.pid).split() == ["my", "(cat)", "x", "-"]
+        assert environment(cat.pid) == {b"ONE": b"1", b"EQUALS": b"a=b"}
         assert any(path.endswith("my (cat) x") for path in process.mapped_files(cat.pid))
         assert process.start_time(os.getpid()) <= process.start_time(cat.pid)
 
@@ -32,7 +34,7 @@ def test_a_process_is_described(tmp_path: Path) -> None:
         assert process.start_time(cat.pid) is None
 
     assert process.name(cat.pid) == "" and process.parent(cat.pid) is None
-    assert process.command_line(cat.pid) is None and process.environment(cat.pid) == {}
+    assert process.command_line(cat.pid) == "" and environment(cat.pid) == {}
 
 
 def test_work_of_descendants_and_of_children_that_have_ended_counts() -> None:
@@ -80,8 +82,7 @@ def test_process_that_runs_uses_a_core_and_one_that_waits_none() -> None:
     with (subprocess.Popen([*words, "run"], stdout=subprocess.PIPE) as runs,
           subprocess.Popen([*words, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waits):
         assert runs.stdout and runs.stdout.readline() and waits.stdout and waits.stdout.readline()
-        use = process.cpu_use([runs.pid, waits.pid])
+        use = [cpu_use(runs.pid), cpu_use(waits.pid)]
         runs.kill()
         waits.kill()
-    assert use[runs.pid] > 0.5 and use[waits.pid] < 0.2, use
-    assert process.cpu_use([]) == {}
+    assert use[0] > 0.5 and use[1] < 0.2, use

@@ -118,10 +118,9 @@ def test_ranks_that_cannot_train_together_are_refused(reports: Sequence[RankRepo
     *((reports, []) for reports in (two_gpus("ff", "ff"), two_gpus("c", "3"), two_gpus("3", "c", bind=False))),
     (two_gpus("3", "c"), [
         "rank 0 on n1 runs on CPUs 0-1 of NUMA node 0, but its GPU is on node 1 (2 ranks of this host are far from "
-        "their GPU). The launcher bound it there. Start with"]),
+        "their GPU). Request the whole host and start with --cpu-bind=none"]),
     (two_gpus("33", "33"), [
-        "rank 0 on n1 runs on CPUs 0-1,4-5 of NUMA node 0, but its GPU is on node 1. The job has no core on that "
-        "node. Request more cores"]),
+        "rank 0 on n1 runs on CPUs 0-1,4-5 of NUMA node 0, but its GPU is on node 1. Request the whole host"]),
     (two_gpus("ff", "ff", binding="list:0:1"), [
         "rank 0 on n1 runs on CPUs 0 of NUMA node 0, but its GPU is on node 1. Correct or unset DDPKIT_CPU_BIND"]),
     (two_gpus("4", "1", binding="list:2,6:0"), [

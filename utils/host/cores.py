@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +39,11 @@ class Topology(NamedTuple):
         return ";".join(f"{node}:{','.join(cores)}" for node, cores in groups.items())
 
     @classmethod
+    @functools.lru_cache(maxsize=256)  # most hosts of a job are alike
     def from_text(cls, text: str) -> Topology:
-        """Parse the result of to_text()."""
+        """Parse the result of to_text(). Without text, no core is known."""
         cores = []
-        for group in text.split(";"):
+        for group in text.split(";") if text else ():
             node, _, members = group.partition(":")
             for core in members.split(","):
                 cores.append(Core(tuple(map(int, core.split("+"))), int(node)))
@@ -54,26 +55,21 @@ def read_topology(root: Path = Path("/")) -> Topology | None:
 
     root: the folder that contains sys.
     """
-    system = f"{root}/sys/devices/system"
+    system = root / "sys/devices/system"
     online = parse_ranges(_read(f"{system}/cpu/online"))
-    if not online:
-        return None
-    node_of = dict(_nodes(system))
-    one_thread_each = _read(f"{system}/cpu/smt/active").strip() == "0"
+    node_of: dict[int, int] = {}
+    for folder in system.glob("node/node[0-9]*"):  # one of HBM or of a GPU's memory has no CPUs
+        for cpu in parse_ranges(_read(f"{folder}/cpulist")):
+            node_of[cpu] = int(folder.name.removeprefix("node"))
 
-    cores: list[Core] = []
-    seen: set[int] = set()
-    for cpu in sorted(online):
-        if cpu in seen:
-            continue
-        folder = f"{system}/cpu/cpu{cpu}"
-        siblings = {cpu}
-        if not one_thread_each:
-            siblings |= parse_ranges(_read(f"{folder}/topology/thread_siblings_list")) & online
-        seen |= siblings
-        cores.append(Core(tuple(sorted(siblings)), node_of.get(cpu, 0)))
-    cores.sort(key=lambda core: (core.node, core.cpus))
-    return Topology(tuple(cores))
+    cores: set[Core] = set()
+    for cpu in online:
+        siblings = parse_ranges(_read(f"{system}/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        cpus = tuple(sorted(siblings & online)) or (cpu,)
+        cores.add(Core(cpus, node_of.get(cpu, 0)))
+    return (
+        Topology(tuple(sorted(cores, key=lambda core: (core.node, core.cpus)))) if cores else None
+    )
 
 
 def pci_node(address: str, root: Path = Path("/")) -> int | None:
@@ -105,31 +101,11 @@ def format_ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _nodes(system: str) -> Iterator[tuple[int, int]]:
-    """Yield each CPU with its NUMA node. A node may have no CPUs, such as HBM or a GPU's memory."""
-    try:
-        names = os.listdir(f"{system}/node")
-    except OSError:
-        return
-    for name in names:
-        if re.fullmatch(r"node\d+", name):
-            for cpu in parse_ranges(_read(f"{system}/node/{name}/cpulist")):
-                yield cpu, int(name[4:])
-
-
 def _read(path: str) -> str:
-    """Return a file's content; "" where it cannot be read."""
-    try:
-        file = os.open(path, os.O_RDONLY)  # hundreds of files: open() takes three times as long
-    except OSError:
-        return ""
-    try:
-        return os.read(file, 1 << 16).decode()
-    except OSError:
-        return ""
-    finally:
-        os.close(file)
+    return process.read(path).decode()
 
+
+# The cores of each rank --------------------------------------------------------------------------
 
 CPU_BIND = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11", "mask_cpu:0xf0,0xf00"
 NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
@@ -159,20 +135,16 @@ def divide(
 
     masks: the CPUs that each rank may run on now. gpu_nodes: None for no GPU or an unknown node.
     """
-    ranks_with: dict[Cpus, list[int]] = {}
-    for rank, mask in enumerate(masks):
-        ranks_with.setdefault(mask, []).append(rank)
-
     result = list(masks)
-    for mask, ranks in ranks_with.items():
-        overlaps = any(mask & other for other in ranks_with if other is not mask)
-        own_mask = len(ranks) == 1 and len(masks) > 1
+    for mask in set(masks):
+        ranks = [rank for rank, other in enumerate(masks) if other == mask]
         cores = cores_in(topology, mask)
-        all_known = mask <= _cpus(cores)
-        if overlaps or own_mask or not all_known or len(cores) < len(ranks):
+        overlaps = any(mask & other for other in masks if other != mask)
+        own_mask = len(ranks) == 1 and len(masks) > 1
+        if overlaps or own_mask or len(cores) < len(ranks) or not mask <= _cpus(cores):
             continue
-        parts = _divide_cores(cores, [gpu_nodes[rank] for rank in ranks])
-        for rank, part in zip(ranks, parts, strict=True):
+        parts = _divide_cores(cores, {rank: gpu_nodes[rank] for rank in ranks})
+        for rank, part in parts.items():
             result[rank] = _cpus(part) & mask
     return result
 
@@ -186,30 +158,31 @@ def _cpus(cores: Sequence[Core]) -> Cpus:
     return frozenset(cpu for core in cores for cpu in core.cpus)
 
 
-def _divide_cores(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[list[Core]]:
-    """Divide cores among ranks; there are at least as many cores as ranks.
+def _divide_cores(
+    cores: Sequence[Core], node_of: Mapping[int, int | None]
+) -> dict[int, list[Core]]:
+    """Divide cores among ranks, whose GPUs are on these nodes. There is a core for each rank.
 
     The ranks with a GPU on a node get equal shares of its cores. All ranks get equal shares of all
     cores if a rank would have less than half of that, or a node has a single core or is unknown.
     """
     ranks_near: dict[int | None, list[int]] = {}
-    for rank, node in enumerate(gpu_nodes):
+    for rank, node in node_of.items():
         ranks_near.setdefault(node, []).append(rank)
     near = {node: [core for core in cores if core.node == node] for node in ranks_near}
     if any(
         len(near[node]) < _LEAST_CORES
-        or 2 * (len(near[node]) // len(ranks)) * len(gpu_nodes) < len(cores)
+        or 2 * (len(near[node]) // len(ranks)) * len(node_of) < len(cores)
         for node, ranks in ranks_near.items()
     ):
-        nodes = [-1 if None in gpu_nodes else node or 0 for node in gpu_nodes]
-        by_node = sorted(range(len(nodes)), key=nodes.__getitem__)
-        ranks_near, near = {None: by_node}, {None: list(cores)}
+        ranks_near = {None: sorted(node_of, key=lambda rank: node_of[rank] or 0)}
+        near = {None: list(cores)}
 
-    parts: list[list[Core]] = [[] for _ in gpu_nodes]
-    for node, ranks in ranks_near.items():
-        for rank, part in zip(ranks, _split(near[node], len(ranks)), strict=True):
-            parts[rank] = part
-    return parts
+    return {
+        rank: part
+        for node, ranks in ranks_near.items()
+        for rank, part in zip(ranks, _split(near[node], len(ranks)), strict=True)
+    }
 
 
 def _split(cores: list[Core], count: int) -> list[list[Core]]:
@@ -220,21 +193,14 @@ def _split(cores: list[Core], count: int) -> list[list[Core]]:
     return [cores[first:last] for first, last in itertools.pairwise(ends)]
 
 
-def is_far(topology: Topology, cpus: Cpus, gpu_node: int | None) -> bool:
-    """Return whether the GPU's NUMA node has cores, but none of these CPUs."""
-    nodes = {core.node for core in cores_in(topology, cpus)}
-    known = {core.node for core in topology.cores}
-    return bool(nodes) and gpu_node in known - nodes
-
-
 # A binding given by the site or the user ---------------------------------------------------------
 
 
-def parse_binding(text: str) -> list[Cpus]:
+def parse_binding(text: str, local_ranks: int = 1) -> list[Cpus]:
     """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
 
     "list:0-3,8-11:4-7" is the syntax of PALS, "mask_cpu:0xf0f,0xf0" that of srun. Raises ValueError
-    for other text.
+    for other text, or if it has fewer entries than local_ranks.
     """
     form = re.fullmatch("(?:(?:verbose|v|quiet|q),)?(list|mask_cpu):(.*)", text.strip())
     found: list[Cpus] = []
@@ -248,22 +214,13 @@ def parse_binding(text: str) -> list[Cpus]:
             'list:0-3:4-7, or "mask_cpu:" and their masks, as in mask_cpu:0xf,0xf0. Correct the '
             "variable, or unset it"
         )
-    return found
-
-
-def binding_for(text: str, local_ranks: int) -> list[Cpus]:
-    """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
-
-    Raises ValueError if the value is malformed, or has fewer entries than local_ranks.
-    """
-    given = parse_binding(text)
-    if local_ranks > len(given):
+    if len(found) < local_ranks:
         raise ValueError(
-            f"{CPU_BIND}={text} has CPUs for {len(given)} local ranks, but there is a local rank "
+            f"{CPU_BIND}={text} has CPUs for {len(found)} local ranks, but there is a local rank "
             f"{local_ranks - 1}. Expected an entry for each rank of a host. Start fewer ranks on "
             "each host, or correct or unset the variable"
         )
-    return given
+    return found
 
 
 def cpus_of_mask(mask: str) -> list[int]:
@@ -349,128 +306,94 @@ class CoreNote(NamedTuple):
         return f"{self.problem}. {self.remedy}"
 
 
-@functools.lru_cache(maxsize=256)  # most hosts of a job are alike
+@functools.lru_cache(maxsize=256)
 def choose_cores(host: HostMasks) -> list[RankCores]:
     """Return the cores of each rank of a host. Raises LaunchError for a bad DDPKIT_CPU_BIND."""
     masks = [frozenset(cpus_of_mask(mask)) for mask in host.masks]
     bind = host.bind and host.binding != NO_BINDING
-    known = _topology(host.topology if bind else "")
-    chosen = masks
+    known = Topology.from_text(host.topology if bind else "")
+    known_nodes = {core.node for core in known.cores}
     if bind and host.binding:
         chosen = _bind_as_given(host, masks)
-    elif known.cores:
+    else:
         chosen = divide(known, masks, host.gpu_nodes)
 
     cores: list[list[Hashable]] = [[*(cores_in(known, cpus) or cpus)] for cpus in chosen]
-    return [
-        RankCores(
-            cpus=format_ranges(cpus),
-            bind=cpus != mask,
-            cores=len(its_cores),
-            threads=threads,
-            nodes=format_ranges({core.node for core in cores_in(known, cpus)}),
-            gpu_node=gpu_node if is_far(known, cpus, gpu_node) else None,
+    ranks_on = Counter(core for its_cores in cores for core in its_cores)
+    result = []
+    for cpus, mask, its_cores, gpu_node in zip(chosen, masks, cores, host.gpu_nodes, strict=True):
+        # A core that several ranks have counts in equal parts; 1/3 + 1/3 + 1/3 may be 0.999...
+        share = sum(1 / ranks_on[core] for core in its_cores) + 1e-9
+        nodes = {core.node for core in cores_in(known, cpus)}
+        is_far = bool(nodes) and gpu_node in known_nodes - nodes
+        result.append(
+            RankCores(
+                cpus=format_ranges(cpus),
+                bind=cpus != mask,
+                cores=len(its_cores),
+                threads=max(1, int(share)),
+                nodes=format_ranges(nodes),
+                gpu_node=gpu_node if is_far else None,
+            )
         )
-        for cpus, mask, its_cores, threads, gpu_node in zip(
-            chosen, masks, cores, _share_out(cores), host.gpu_nodes, strict=True
-        )
-    ]
+    return result
 
 
 def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
     """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, without those outside its mask."""
     try:
-        given = binding_for(host.binding, max(host.local_ranks) + 1)
+        given = parse_binding(host.binding, max(host.local_ranks) + 1)
     except ValueError as error:
         raise LaunchError(str(error)) from None
     entries = (given[local_rank] for local_rank in host.local_ranks)
     return [entry & mask or mask for entry, mask in zip(entries, masks, strict=True)]
 
 
-def _share_out(cores: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Return the number of threads of each rank of a host: its share of the cores that it has.
-
-    A core that several ranks have counts in equal parts for each of them.
-    """
-    ranks_on = Counter(core for its_cores in cores for core in its_cores)
-    shares = [sum(1 / ranks_on[core] for core in its_cores) for its_cores in cores]
-    return [max(1, int(share + 1e-9)) for share in shares]  # 1/3 + 1/3 + 1/3 may be 0.999...
-
-
-def notes_on_cores(
+def note_on_cores(
     host: str, host_cores: int, ranks: Sequence[int], reported: HostMasks
-) -> Iterator[CoreNote]:
-    """Yield a warning about the cores of a host's ranks: at most one, the most important.
+) -> CoreNote | None:
+    """Return the most important warning about the cores of a host's ranks; None without one.
 
     host: its name. host_cores: the number of all its cores. ranks: in the order of `reported`.
     """
     chosen = choose_cores(reported)
-    usable = _usable(reported)
-    known = _topology(reported.topology)
+    masks = [frozenset(cpus_of_mask(mask)) for mask in reported.masks]
+    usable = frozenset.union(*masks)
+    known = Topology.from_text(reported.topology)
     if len(cores_in(known, usable) or usable) < min(len(ranks), len(known.cores) or host_cores):
-        remedy = (
+        return CoreNote(
+            f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
+            f"{host_cores}",
             f"Unset {reported.openmp}, which binds them when torch is imported"
             if reported.openmp
             else "Request more cores, or start with --bind-to none (Open MPI), --cpu-bind none "
-            "(PALS) or --cpus-per-task (srun)"
+            "(PALS) or --cpus-per-task (srun)",
         )
-        yield CoreNote(
-            f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
-            f"{host_cores}",
-            remedy,
-        )
-        return
-    if reported.openmp and reported.bind and reported.binding != NO_BINDING:
-        yield CoreNote(
+    binds = reported.bind and reported.binding != NO_BINDING
+    if reported.openmp and binds:
+        return CoreNote(
             f"{reported.openmp} binds each rank when torch is imported: rank {ranks[0]} on {host} "
-            f"and its DataLoader workers may run on CPUs "
-            f"{format_ranges(cpus_of_mask(reported.masks[0]))} only",
+            f"and its DataLoader workers may run on CPUs {format_ranges(masks[0])} only",
             "Unset the variable: the kit then binds each rank to its share of the cores",
         )
-        return
-    given = reported.bind and reported.binding not in ("", NO_BINDING)
-    entries = parse_binding(reported.binding) if given else []
-    for rank, local_rank, one, mask in zip(
-        ranks, reported.local_ranks, chosen, reported.masks, strict=True
-    ):
-        if entries and not entries[local_rank] <= frozenset(cpus_of_mask(mask)):
-            yield CoreNote(
+    entries = parse_binding(reported.binding) if binds and reported.binding else []
+    for rank, local_rank, one, mask in zip(ranks, reported.local_ranks, chosen, masks, strict=True):
+        if entries and not entries[local_rank] <= mask:
+            return CoreNote(
                 f"{CPU_BIND} gives CPUs {format_ranges(entries[local_rank])} to rank {rank} on "
-                f"{host}, which may run on {format_ranges(cpus_of_mask(mask))} only; it runs on "
-                f"{one.cpus}",
+                f"{host}, which may run on {format_ranges(mask)} only; it runs on {one.cpus}",
                 f"Request whole nodes and start without --cpu-bind, or correct {CPU_BIND}",
             )
-            return
     far = [(rank, one) for rank, one in zip(ranks, chosen, strict=True) if one.gpu_node is not None]
-    if far:
-        rank, one = far[0]
-        more = f" ({len(far)} ranks of this host are far from their GPU)" if len(far) > 1 else ""
-        yield CoreNote(
-            f"rank {rank} on {host} runs on CPUs {one.cpus} of NUMA node {one.nodes}, but its GPU "
-            f"is on node {one.gpu_node}{more}",
-            _remedy(reported, one),
-        )
-
-
-def _usable(reported: HostMasks) -> Cpus:
-    """Return the CPUs that at least one rank of the host may run on."""
-    return frozenset(cpu for mask in set(reported.masks) for cpu in cpus_of_mask(mask))
-
-
-@functools.lru_cache(maxsize=256)
-def _topology(text: str) -> Topology:
-    """Return the topology of a host, without cores if it is unknown."""
-    return Topology.from_text(text) if text else Topology(())
-
-
-def _remedy(reported: HostMasks, far: RankCores) -> str:
-    if is_far(_topology(reported.topology), _usable(reported), far.gpu_node):
-        return "The job has no core on that node. Request more cores, or the whole host"
-    if reported.binding:
-        return f"Correct or unset {CPU_BIND}"
-    if far.bind:
-        return "That node has too few cores for its ranks. Request more cores, or the whole host"
-    return (
-        "The launcher bound it there. Start with --cpu-bind=none (srun, PALS) or --bind-to none "
-        "(Open MPI): the kit then binds each rank to cores near its GPU"
+    if not far:
+        return None
+    rank, one = far[0]
+    more = f" ({len(far)} ranks of this host are far from their GPU)" if len(far) > 1 else ""
+    return CoreNote(
+        f"rank {rank} on {host} runs on CPUs {one.cpus} of NUMA node {one.nodes}, but its GPU "
+        f"is on node {one.gpu_node}{more}",
+        f"Correct or unset {CPU_BIND}"
+        if entries
+        else "Request the whole host and start with --cpu-bind=none (srun, PALS) or --bind-to none "
+        "(Open MPI): the kit then binds each rank to cores near its GPU",
     )

@@ -9,12 +9,13 @@ import contextlib
 import os
 import socket
 import threading
+from typing import Any
 
 import torch
 
 from ..launch_error import LaunchError
 from .cores import pci_node
-from .gpus import INTEL_MASKS, MASKS, count_gpus, gpu_vendor, intel_addresses, nvidia_address
+from .gpus import MASKS_OF, count_gpus, gpu_vendor, intel_addresses, nvidia_address, set_masks
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
 
@@ -30,8 +31,8 @@ def choose_backend(backend: str | None) -> str:
     if device_type != "cpu" and not _count(device_type):
         raise LaunchError(
             f"backend {backend} was requested, but torch {torch.__version__} sees no "
-            f"{device_type} device on {socket.gethostname()} ({masks()}). Request GPUs from the "
-            "scheduler, install a torch build for them, or leave the backend out to use gloo"
+            f"{device_type} device on {socket.gethostname()} ({set_masks()}). Request GPUs from "
+            "the scheduler, install a torch build for them, or leave the backend out to use gloo"
         )
     return backend
 
@@ -42,8 +43,6 @@ def visible_devices(backend: str) -> list[str]:
     Empty for the CPU. Two ranks of a host with the same identity share a device.
     """
     device_type = BACKENDS[backend]
-    if device_type == "cpu":
-        return []
     found = [_identity(device_type, index) for index in range(_count(device_type))]
     if len(set(found)) == len(found):
         return found
@@ -54,7 +53,7 @@ def visible_devices(backend: str) -> list[str]:
 def device_nodes(backend: str) -> list[int | None]:
     """Return the NUMA node of each device in visible_devices(backend); None where unknown."""
     device_type = BACKENDS[backend]
-    count = 0 if device_type == "cpu" else _count(device_type)
+    count = _count(device_type)
     addresses = (_pci_address(device_type, index, count) for index in range(count))
     return [pci_node(address) if address else None for address in addresses]
 
@@ -101,12 +100,6 @@ def unused_gpus() -> str:
     )
 
 
-def masks() -> str:
-    """Return the variables that hide devices, for messages."""
-    found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
-    return " ".join(found) or "no device mask is set"
-
-
 def _count(device_type: str) -> int:
     """Return the number of visible devices of a type; 0 where torch has no support for it."""
     accelerator = torch.accelerator.current_accelerator()
@@ -115,17 +108,21 @@ def _count(device_type: str) -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
+def _properties(device_type: str, index: int) -> Any:
+    return torch.get_device_module(torch.device(device_type)).get_device_properties(index)
+
+
 def _identity(device_type: str, index: int) -> str:
     # MIG instances of one GPU have one UUID, but may belong to several ranks.
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if index < len(mask) and mask[index].startswith("MIG-"):
         return mask[index]
 
-    properties = torch.get_device_module(torch.device(device_type)).get_device_properties(index)
+    properties = _properties(device_type, index)
     uuid = getattr(properties, "uuid", None)
     if not uuid:
-        return f"{masks()} index {index}"
-    return f"{uuid} {masks()}" if torch.version.hip else str(uuid)
+        return f"{set_masks()} index {index}"
+    return f"{uuid} {set_masks()}" if torch.version.hip else str(uuid)
 
 
 def _pci_address(device_type: str, index: int, count: int) -> str:
@@ -136,13 +133,11 @@ def _pci_address(device_type: str, index: int, count: int) -> str:
     if device_type == "xpu":  # torch does not report it; each tile of a GPU may be a device
         addresses = intel_addresses()
         whole = bool(addresses) and count % len(addresses) == 0
-        masked = any(name in os.environ for name in INTEL_MASKS)
+        masked = any(name in os.environ for name in MASKS_OF["intel"])
         return addresses[index * len(addresses) // count] if whole and not masked else ""
 
-    properties = torch.get_device_module(torch.device(device_type)).get_device_properties(index)
+    properties = _properties(device_type, index)
     if hasattr(properties, "pci_domain_id"):
-        domain, bus, number = (
-            getattr(properties, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        )
-        return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+        bus, number = properties.pci_bus_id, properties.pci_device_id
+        return f"{properties.pci_domain_id:04x}:{bus:02x}:{number:02x}.0"
     return nvidia_address(str(properties.uuid)) if hasattr(properties, "uuid") else ""

@@ -55,9 +55,19 @@ def wait_for_threads() -> None:
     DistributedDataParallel holds the process group.
     """
     limit = time.monotonic() + _RELEASE_SECONDS
-    turns = process.thread_turns("pt_gloo_runloop")
+    turns = _turns_of_threads()
     while turns and time.monotonic() < limit:
         time.sleep(_ASLEEP_SECONDS)  # without Python's lock
-        earlier, turns = turns, process.thread_turns("pt_gloo_runloop")
+        earlier, turns = turns, _turns_of_threads()
         if turns == earlier and all(state != "R" for state, _ in turns.values()):
             break
+
+
+def _turns_of_threads() -> dict[int, tuple[str, process.Schedule]]:
+    """Return the state of each thread of gloo, "R" for running or ready, and its schedule."""
+    turns = {}
+    for thread in process.thread_ids():
+        name, fields = process.stat(f"/proc/self/task/{thread}")
+        if name == "pt_gloo_runloop" and fields:
+            turns[thread] = (fields[0], process.schedule(thread))
+    return turns

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Variables that hide devices.
-NVIDIA_MASKS = ("CUDA_VISIBLE_DEVICES",)
-AMD_MASKS = (
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "GPU_DEVICE_ORDINAL",
-    "CUDA_VISIBLE_DEVICES",
-)
-INTEL_MASKS = ("ZE_AFFINITY_MASK",)
-VENDORS = ("nvidia", "amd", "intel")
-MASKS = tuple(dict.fromkeys(NVIDIA_MASKS + AMD_MASKS + INTEL_MASKS))
+from . import process
+
+MASKS_OF = {  # variables that hide devices, by vendor
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": (
+        "ROCR_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "GPU_DEVICE_ORDINAL",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    "intel": ("ZE_AFFINITY_MASK",),
+}
+VENDORS = tuple(MASKS_OF)
+MASKS = tuple(dict.fromkeys(name for names in MASKS_OF.values() for name in names))
+
+_NVIDIA_GPUS = "proc/driver/nvidia/gpus"
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
@@ -29,14 +34,19 @@ def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) 
     vendor = gpu_vendor(root)
     if vendor is None:
         return 0
-    count, masks = _BY_VENDOR[vendor]
-    masked = [_count_entries(environ[name]) for name in masks if name in environ]
-    return min([count(root), *masked])
+    masked = [_count_entries(environ[name]) for name in MASKS_OF[vendor] if name in environ]
+    return min([len(_ADDRESSES[vendor](root)), *masked])
 
 
 def gpu_vendor(root: Path = Path("/")) -> str | None:
     """Return the vendor of this host's GPUs, one of VENDORS, whatever the masks hide."""
-    return next((vendor for vendor, (count, _) in _BY_VENDOR.items() if count(root)), None)
+    return next((vendor for vendor, find in _ADDRESSES.items() if find(root)), None)
+
+
+def set_masks() -> str:
+    """Return the variables that hide devices, for messages."""
+    found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
+    return " ".join(found) or "no device mask is set"
 
 
 def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
@@ -45,21 +55,17 @@ def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) ->
     An unknown address is "".
     """
     vendor = gpu_vendor(root)
-    if vendor == "nvidia":
-        addresses = list(_nvidia_addresses(root))
-        masks = [environ.get(name) for name in NVIDIA_MASKS]
-    elif vendor == "amd":
-        addresses = list(_amd_addresses(root))
-        by_index = [environ[name] for name in AMD_MASKS[1:] if name in environ]
-        masks = [environ.get(AMD_MASKS[0]), *by_index[:1]]  # by_index: other names of one mask
-    elif vendor == "intel" and not any(name in environ for name in INTEL_MASKS):
-        return intel_addresses(root)
-    else:
+    if vendor is None:
         return []
+    addresses = _ADDRESSES[vendor](root)
+    masks = [environ[name] for name in MASKS_OF[vendor] if name in environ]
+    if vendor == "intel":  # an entry may be a tile
+        return [] if masks else addresses
+    if vendor == "amd":  # the variables behind ROCR_VISIBLE_DEVICES are names of one mask
+        masks = masks[: 2 if "ROCR_VISIBLE_DEVICES" in environ else 1]
     for mask in masks:
-        if mask is not None:
-            entries = mask.split(",")[: _count_entries(mask)]
-            addresses = [_entry_address(entry.strip(), addresses, root) for entry in entries]
+        entries = mask.split(",")[: _count_entries(mask)]
+        addresses = [_entry_address(entry.strip(), addresses, root) for entry in entries]
     return addresses
 
 
@@ -74,40 +80,40 @@ def intel_addresses(root: Path = Path("/")) -> list[str]:
     """Return the PCI addresses of Intel's data-centre GPUs, such as "0000:18:00.0", in order."""
     found = []
     for device in (root / "sys/class/drm").glob("card[0-9]*"):
-        with contextlib.suppress(OSError):
-            vendor_id = (device / "device" / "vendor").read_text().strip()
-            device_id = (device / "device" / "device").read_text().strip()
-            is_connector = not device.name[4:].isdigit()  # "card0-HDMI-A-1"
-            # The same driver serves the graphics of laptops, which is no accelerator.
-            if not is_connector and vendor_id == "0x8086" and device_id.startswith("0x0b"):
-                found.append((device / "device").resolve().name)
+        vendor_id, device_id = (_read(device / "device" / name) for name in ("vendor", "device"))
+        is_connector = not device.name[4:].isdigit()  # "card0-HDMI-A-1"
+        # The same driver serves the graphics of laptops, which is no accelerator.
+        if not is_connector and vendor_id == "0x8086" and device_id.startswith("0x0b"):
+            found.append((device / "device").resolve().name)
     return sorted(found)
 
 
 def nvidia_address(uuid: str, root: Path = Path("/")) -> str:
     """Return the PCI address of the GPU with a UUID; "" where the driver does not list it."""
-    with contextlib.suppress(OSError):
-        for gpu in (root / "proc/driver/nvidia/gpus").iterdir():
-            # "GPU UUID:        GPU-3f2a..."; torch leaves "GPU-" out
-            if uuid and uuid.removeprefix("GPU-") in (gpu / "information").read_text():
-                return gpu.name
+    for address in _names(root / _NVIDIA_GPUS, ".*"):
+        # "GPU UUID:        GPU-3f2a..."; torch leaves "GPU-" out
+        if uuid and uuid.removeprefix("GPU-") in _read(
+            root / _NVIDIA_GPUS / address / "information"
+        ):
+            return address
     return ""
 
 
-def _nvidia_addresses(root: Path) -> Iterator[str]:
-    """Yield the PCI address of each GPU that this process may use, in CUDA's order.
+def _nvidia_addresses(root: Path) -> list[str]:
+    """Return the PCI address of each GPU that this process may use, in CUDA's order.
 
     The driver lists all GPUs of the host. The cgroup of a job may deny access to some of them;
-    CUDA_VISIBLE_DEVICES then counts the others only.
+    CUDA_VISIBLE_DEVICES then counts the others only. An address that is not listed is "".
     """
-    gpus = root / "proc/driver/nvidia/gpus"
-    has_devices = bool(_names(root / "dev", r"nvidia\d+"))
-    for address in sorted(_names(gpus, r"[0-9a-fA-F:.]+")):
-        with contextlib.suppress(OSError):
-            text = (gpus / address / "information").read_text()
-            minor = re.search(r"Device Minor:\s*(\d+)", text)
-            if not (minor and has_devices) or os.access(root / f"dev/nvidia{minor[1]}", os.W_OK):
-                yield address
+    devices = _names(root / "dev", r"nvidia\d+")
+    listed = sorted(_names(root / _NVIDIA_GPUS, r"[0-9a-fA-F:.]+"))
+    found = []
+    for address in listed:
+        text = _read(root / _NVIDIA_GPUS / address / "information")
+        minor = re.search(r"Device Minor:\s*(\d+)", text)
+        if not (minor and devices) or os.access(root / f"dev/nvidia{minor[1]}", os.W_OK):
+            found.append(address)
+    return found if listed else [""] * len(devices)
 
 
 def _count_entries(mask: str) -> int:
@@ -123,32 +129,25 @@ def _count_entries(mask: str) -> int:
     return found
 
 
-def _count_nvidia(root: Path) -> int:
-    by_driver = _names(root / "proc/driver/nvidia/gpus", r"[0-9a-fA-F:.]+")
-    return len(by_driver or _names(root / "dev", r"nvidia\d+"))
-
-
-def _count_amd(root: Path) -> int:
-    return sum(1 for _ in _amd_addresses(root))
-
-
-def _amd_addresses(root: Path) -> Iterator[str]:
-    """Yield the PCI address of each node of the KFD topology that has compute units.
+def _amd_addresses(root: Path) -> list[str]:
+    """Return the PCI address of each node of the KFD topology that has compute units.
 
     CPUs are nodes without them.
     """
+    found = []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for name in sorted(_names(nodes, r"\d+"), key=int):
-        with contextlib.suppress(OSError):
-            text = (nodes / name / "properties").read_text()
-            values = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", text, re.M)}
-            if values.get("simd_count"):
-                place, domain = values.get("location_id", 0), values.get("domain", 0)
-                yield f"{domain:04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}"
+        lines = re.findall(r"^(\w+) (\d+)$", _read(nodes / name / "properties"), re.MULTILINE)
+        values = {key: int(value) for key, value in lines}
+        if values.get("simd_count"):
+            place, domain = values.get("location_id", 0), values.get("domain", 0)
+            bus, device = place >> 8 & 255, place >> 3 & 31
+            found.append(f"{domain:04x}:{bus:02x}:{device:02x}.{place & 7}")
+    return found
 
 
-def _count_intel(root: Path) -> int:
-    return len(intel_addresses(root))
+def _read(path: Path) -> str:
+    return process.read(str(path)).decode().strip()
 
 
 def _names(folder: Path, pattern: str) -> list[str]:
@@ -158,8 +157,4 @@ def _names(folder: Path, pattern: str) -> list[str]:
     return []
 
 
-_BY_VENDOR: dict[str, tuple[Callable[[Path], int], tuple[str, ...]]] = {
-    "nvidia": (_count_nvidia, NVIDIA_MASKS),
-    "amd": (_count_amd, AMD_MASKS),
-    "intel": (_count_intel, INTEL_MASKS),
-}
+_ADDRESSES = {"nvidia": _nvidia_addresses, "amd": _amd_addresses, "intel": intel_addresses}

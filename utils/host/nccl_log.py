@@ -20,33 +20,29 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-ONE_HOST, NOT_FOUND = "none (one host)", "none (not found)"
-
-# "node1:4242:4250 [0] NCCL INFO ", "|CCL_WARN| " of oneCCL
-_PREFIX = r"^.*?(?:NCCL (?:INFO|WARN)|\|CCL_\w+\||libibverbs: Warning:) +"
-_CHOSEN = r"Using network (.+)"
-_ONECCL = r"(?:switch to ATL/|CCL_ATL_TRANSPORT: |\batl-(?=mpi|ofi))(\w+)"
-_CHANNEL = r"(?:Channel|Ring) [\d/]+ : (\d+)(?:\[\w+\])? -> (\d+)(?:\[\w+\])? .*\bvia "
-_LINK = r"\bvia NET/(.+?)/\d+(?:\(\d+\))?((?:/\S+)?)"  # "via NET/IB/0(8)/GDRDMA/Shared"
-_RING = r"^Channel [\d/]+ : +(\d+(?: +\d+)+)$"  # "Channel 00/02 :    0   1   2   3"
-_OPENED = r"NET/(\w+) ?: Using (\[\d+\].*)"
-_LOADED = r"NET/Plugin ?: Loaded net plugin (.+?) \(v\d+\)"
-_VERSION = r"NET/(\w+) ver\. \d"  # "NET/GPUDirectTCPX ver. 3.1.8."
-_PROVIDER = r"NET/OFI Selected [Pp]rovider is ([\w;+-]+)"
-_ADAPTER = r"([\w.+-]+):\d+/([A-Z])"  # "[0]mlx5_0:1/IB/SHARP [1]mlx5_1:1/RoCE"
-_HCA = r"GPU Direct RDMA \w+ for HCA \d+ '([^']+)'"
-_INTERFACE = r"\[\d+\]([^\s:]+)"  # "[0]eth0:10.0.0.1<0>"
-_BOOTSTRAP = r"(?:\bOOB|Bootstrap ?: Using) (.*)"
-_GPUDIRECT = (  # the most certain first; the channels come before them
+_PREFIX = r"^.*?(?:NCCL (?:INFO|WARN)|libibverbs: Warning:) +"  # "node1:4242:4250 [0] NCCL INFO "
+_NETWORK = (  # the most certain first
+    r"Using network (.+)",
+    r"\bvia NET/(.+?)/\d",
+    r"NET/(?!Socket)(\w+) ?: Using \[\d+\]",
+    r"NET/(Socket) ?: Using \[\d+\]",  # NCCL 2.4 opens sockets first, for its start
+    r"NET/Plugin ?: Loaded net plugin (.+?) \(v\d+\)",
+    r"NET/(\w+) ver\. \d",  # "NET/GPUDirectTCPX ver. 3.1.8."
+)
+_GPUDIRECT = (  # the most certain first
+    r"\bvia NET/.+?/\d+(?:\(\d+\))?((?:/\S+)?)",  # "via NET/IB/0(8)/GDRDMA/Shared"
     r"use ring PXN \d GDR (\d)",
     r"GPU Direct RDMA (Enabled|Disabled) for GPU",
     r"GPU Direct RDMA (Enabled|Disabled) for HCA",
 )
-_FAILURE = r"Failed to initialize any NET plugin|network .+ not found|no socket interface found"
+_PROVIDER = r"NET/OFI Selected [Pp]rovider is ([\w;+-]+)"
+_ADAPTER = r"([\w.+-]+):\d+/([A-Z])"  # "[0]mlx5_0:1/IB/SHARP [1]mlx5_1:1/RoCE"
+_HCA = r"GPU Direct RDMA \w+ for HCA \d+ '([^']+)'"
+_SOCKETS = r"NET/Socket ?: Using (\[\d+\].*)"
+_INTERFACE = r"\[\d+\]([^\s:]+):"  # "[0]eth0:10.0.0.1<0>"
 _REMEDY = (
     "Set NCCL_DEBUG=INFO and read the log: is a variable NCCL_NET or NCCL_IB_DISABLE set, is the "
     "plugin's module loaded and its folder in LD_LIBRARY_PATH, does a container have libibverbs "
@@ -61,81 +57,39 @@ class Expected(NamedTuple):
     reason: str  # "DDPKIT_NETWORK", "this host has cxi0"
 
 
-@dataclass(frozen=True)
-class Transport:
+class Transport(NamedTuple):
     """The network that carries the data between hosts."""
 
-    network: str  # "AWS Libfabric", "IB", "RoCE", "Socket", ONE_HOST, NOT_FOUND; "" is unknown
-    provider: str  # of libfabric: "cxi", "efa"; "verbs" for IB and RoCE
-    devices: str  # "mlx5_0,mlx5_1"
-    interface: str  # of the sockets: "hsn0,hsn1"; other networks use sockets for the start only
+    network: str  # "AWS Libfabric", "IB", "RoCE", "Socket"; "" is unknown
+    uses: str  # a provider of libfabric, adapters or interfaces: "cxi", "mlx5_0, mlx5_1", "hsn0"
     gpudirect: bool | None  # GPUDirect RDMA; None is unknown
 
 
-def classify(lines: Iterable[str], one_host: bool | None = None) -> Transport:
-    """Return the network that a log of NCCL or RCCL shows.
-
-    one_host: whether all ranks share one host; None reads it from the log.
-    """
+def classify(lines: Iterable[str]) -> Transport:
+    """Return the network between hosts that a log of NCCL or RCCL shows."""
     text = "\n".join(re.sub(_PREFIX, "", line).strip() for line in lines)
-    links, opened = re.findall(_LINK, text), re.findall(_OPENED, text)
-    provider = "".join(_find(_PROVIDER, text)[:1])
+    provider = "".join(_find([_PROVIDER], text)[:1])
+    adapters = re.findall(_ADAPTER, text)
 
-    names = [*_find(_CHOSEN, text), *(name for name, _ in links)]
-    names += ["oneCCL " + name.lower() for name in _find(_ONECCL, text)]
-    if not names and re.search(_FAILURE, text):
-        names = [NOT_FOUND]
-    # NCCL 2.4 opens sockets first, for its start.
-    names += sorted((name for name, _ in opened), key=lambda name: name == "Socket")
-    names += _find(_LOADED, text) + _find(_VERSION, text)
-    network = [*names, "AWS Libfabric" if provider else ""][0]
+    network = [*_find(_NETWORK, text), "AWS Libfabric" if provider else ""][0]
     network = re.sub(r"_v\d+$", "", network)  # "GPUDirectTCPX_v7"
-
-    adapters = re.findall(_ADAPTER, "\n".join(line for name, line in opened if name == "IB"))
-    devices = list(dict.fromkeys(name for name, _ in adapters))
     if re.search(r"^IB|RDMA Plugin", network):  # "IBext_v8", "NCCL RDMA Plugin v8" of HPC-X
         network = "RoCE" if {layer for _, layer in adapters} == {"R"} else "IB"
-        provider = "verbs"
-    if network != "Socket":
-        devices = devices or _find(_HCA, text)
-    sockets = "\n".join(line for name, line in opened if name.endswith("Socket"))
-    bootstrap = re.sub(r"^(?=\w)", "[0]", "".join(_find(_BOOTSTRAP, text)[:1]))
 
-    if one_host is None:
-        one_host = not links and _is_one_host(text)
-    return Transport(
-        network=ONE_HOST if one_host else network,
-        provider=provider,
-        devices=",".join(devices),
-        interface=",".join(_find(_INTERFACE, sockets or bootstrap)),
-        gpudirect=None if one_host else _gpudirect(links, text),
-    )
+    if network == "Socket":
+        uses = _find([_INTERFACE], "\n".join(_find([_SOCKETS], text)))
+    else:
+        devices = list(dict.fromkeys(name for name, _ in adapters)) or _find([_HCA], text)
+        uses = [provider] if provider else devices
+    direct = _find(_GPUDIRECT, text)  # NCCL may use it for receiving only
+    is_direct = any(value in ("1", "Enabled") or "GDRDMA" in value for value in direct)
+    return Transport(network, ", ".join(uses), is_direct if direct else None)
 
 
-def _find(pattern: str, text: str) -> list[str]:
-    """Return the group of each match, each value once."""
-    return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE)))
-
-
-def _is_one_host(text: str) -> bool:
-    """Return whether all ranks share one host, by a log without channels to the network.
-
-    Before NCCL 2.19 only channels between all ranks show it.
-    """
-    if hosts := _find(r"\bnNodes (\d+)", text):
-        return max(map(int, hosts)) == 1
-    sizes = [int(number) for number in _find(r"\bn[rR]anks (\d+)", text)]
-    sizes += [len(ring.split()) for ring in _find(_RING, text)]
-    connected = {rank for channel in re.findall(_CHANNEL, text) for rank in channel}
-    return len(connected | {"0"}) == max(sizes, default=0)
-
-
-def _gpudirect(links: list[tuple[str, str]], text: str) -> bool | None:
-    """Return whether any connection uses GPUDirect RDMA. NCCL may use it for receiving only."""
-    if links:
-        return any("GDRDMA" in options for _, options in links)
-    found = next((values for pattern in _GPUDIRECT if (values := _find(pattern, text))), [])
-    return any(value in ("1", "Enabled") for value in found) if found else None
+def _find(patterns: Iterable[str], text: str) -> list[str]:
+    """Return what the first pattern that is found matches, each value once."""
+    found = (re.findall(pattern, text, re.MULTILINE) for pattern in patterns)
+    return list(dict.fromkeys(next(filter(None, found), [])))
 
 
 def expected_network(
@@ -164,16 +118,15 @@ def describe(
     transport: Transport, expected: Expected | None, library: str = "NCCL"
 ) -> tuple[str, bool]:
     """Return the line for the output, and whether it warns of TCP instead of a faster network."""
-    network, provider = transport.network, transport.provider
+    network, uses, gpudirect = transport
     name = network or f"unknown; NCCL_DEBUG=INFO shows the log of {library}"
     if network == "Socket":
-        name = f"TCP sockets over {transport.interface or 'an unknown interface'}"
-    elif used := provider.replace("verbs", "") or transport.devices:
-        name += f" ({used})"
-    name = name.replace(",", ", ")
-    is_tcp = "Socket" in network or provider.split(";")[0] in ("tcp", "sockets", "udp")
-    if not is_tcp and transport.gpudirect is not None:
-        name += ", GPUDirect RDMA" if transport.gpudirect else ", no GPUDirect RDMA"
+        name = f"TCP sockets over {uses or 'an unknown interface'}"
+    elif uses:
+        name += f" ({uses})"
+    is_tcp = "Socket" in network or uses.split(";")[0] in ("tcp", "sockets", "udp")
+    if not is_tcp and gpudirect is not None:
+        name += ", GPUDirect RDMA" if gpudirect else ", no GPUDirect RDMA"
     if expected is None or not is_tcp or "Socket" in expected.network:
         return f"network: {name}", False
 
@@ -206,6 +159,21 @@ def log_of_nccl(
                 del environ[name]
             environ.update(before)
             lines += log.read().splitlines()
+            _discard_later_output(log.fileno())
+
+
+def _discard_later_output(log: int) -> None:
+    """Let NCCL write to /dev/null instead of this file.
+
+    NCCL reads the variables once in a process, and keeps the file open until the process ends. It
+    would fill the memory with the lines of each later communicator.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of /proc/self/fd is closed by now
+            if int(name) != log and os.path.sameopenfile(int(name), log):
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)
 
 
 def _is_configured(environ: Mapping[str, str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..host.process import parent_command_lines
+from ..host.process import command_line, parent_pids
 from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, shown
 from .mpi_launchers import MPICH, MVAPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
@@ -71,8 +71,8 @@ def find_launcher(
     inherited = inherited_variables(environ)
     is_below_rank = inherited is not None and not inherited.is_rank
     if ancestors is None:
-        pids = inherited.pids_below_rank() if inherited and is_below_rank else None
-        ancestors = parent_command_lines(pids) if environ is os.environ else ()
+        pids = inherited.pids_below_rank() if inherited and is_below_rank else parent_pids()
+        ancestors = map(command_line, pids) if environ is os.environ else ()
     if inherited is not None:
         environ = inherited.environ
 

@@ -81,7 +81,7 @@ def run() -> None:
     while process.start_time(rank) == born:
         if _is_dismissed(_INTERVAL):
             return
-        found = process.children(rank)
+        found = _children(rank)
         if process.start_time(rank) == born:  # else they have another parent now
             children = found
         now = time.monotonic()
@@ -132,12 +132,14 @@ def _state(rank: int, stacks: int | None) -> ProcessState:
     stacks: the file to which the rank writes its stacks; None to send no signal. The signal may
     interrupt a system call of the rank, so it is sent only if the job ends.
     """
-    if stopped := process.stopped_state(rank):
+    status = process.status(rank)
+    if stopped := _stopped_state(status):
         return ProcessState(stopped, False)
-    use = process.cpu_use([rank])[rank]
+    use = cpu_use(rank)
     is_busy = use > BUSY_CPU
     text = f"busy in native code ({100 * use:.0f} % of a core)" if is_busy else "in native code"
-    if stacks is None or not process.caught_signals(rank) >> (_SIGNAL - 1) & 1:
+    caught = int(status.get("SigCgt", "0"), 16)  # a bit mask: signal 1 is bit 0
+    if stacks is None or not caught >> (_SIGNAL - 1) & 1:
         return ProcessState(text, is_busy)
     os.ftruncate(stacks, 0)
     os.lseek(stacks, 0, os.SEEK_SET)
@@ -149,3 +151,26 @@ def _state(rank: int, stacks: int | None) -> ProcessState:
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
     location = user_frame((file, int(line), name) for file, line, name in frames)
     return ProcessState(text, is_busy, location)
+
+
+def _children(pid: int) -> dict[int, int | None]:
+    """Return the start times of the processes that a process has started, by their ids."""
+    folders = [f"/proc/{pid}/task/{thread}" for thread in process.thread_ids(pid)]
+    words = b" ".join(process.read(f"{folder}/children") for folder in folders).split()
+    return {int(child): process.start_time(int(child)) for child in words}
+
+
+def _stopped_state(status: dict[str, str]) -> str:
+    """Return why a process does not run: "stopped by a signal" or that of a debugger, else ""."""
+    tracer = int(status.get("TracerPid", "0"))
+    if tracer:
+        return f"held by a debugger ({process.name(tracer)}, pid {tracer})"
+    return "stopped by a signal (SIGSTOP or SIGTSTP)" if status.get("State", "")[:1] == "T" else ""
+
+
+def cpu_use(pid: int) -> float:
+    """Return how much of the next quarter of a second a main thread runs, or is ready to run."""
+    start, before = time.monotonic(), process.schedule(pid, pid)
+    time.sleep(0.25)
+    after, seconds = process.schedule(pid, pid), time.monotonic() - start
+    return (sum(after[:2]) - sum(before[:2])) / seconds

@@ -21,7 +21,7 @@ from ..host.cores import (
     available_cpus,
     choose_cores,
     mask_of_cpus,
-    notes_on_cores,
+    note_on_cores,
     openmp_binding,
     read_topology,
 )
@@ -166,9 +166,9 @@ def check_reports(reports: Sequence[RankReport]) -> CheckResult:
             assignments[rank]["cpus"] = chosen.cpus if chosen.bind else ""
         if not noted:  # those of the first such host
             first = reports[ranks[0]]
-            found = list(notes_on_cores(first["host"], first["host_cores"], ranks, masks))
-            notes += map(str, found)
-            noted = bool(found)
+            note = note_on_cores(first["host"], first["host_cores"], ranks, masks)
+            notes += [str(note)] if note else []
+            noted = note is not None
     return CheckResult(assignments, _table(reports, host_ranks, assignments, cores), notes)
 
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
+from . import proc_reader
 from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
 from .host_ranks import divides_cores
 from .launch_connection import CONNECT_SECONDS, LaunchConnection, Message
@@ -164,14 +165,14 @@ class GroupWatch:
         trace of one at a port of the script's own choice may be missed, so nothing is claimed of a
         program that was short; most of those are no training.
         """
-        self.formed = self.formed or process.uses_tcp_port(self._port)
+        self.formed = self.formed or proc_reader.uses_tcp_port(self._port)
         return not self.formed and now - self._start >= SHORT_SECONDS
 
     def _look(self) -> None:
         processes: dict[int, list[int]] = {}  # of each rank: it, and what it has started
         found: dict[int, int] = {}
         for pid in process.process_ids():
-            environ = process.environment(pid)
+            environ = proc_reader.environment(pid)
             if environ.get(LAUNCH_VARIABLE.encode(), b"").split(b"/")[-1] != self._id:
                 continue
             text, _, count = environ.get(LAUNCH_RANK.encode(), b"").partition(b"/")
@@ -191,7 +192,7 @@ class GroupWatch:
             for rank, pids in processes.items()
             if rank not in self._joined
         }
-        has_port = process.uses_tcp_port(self._port, self._rank_0)
+        has_port = proc_reader.uses_tcp_port(self._port, self._rank_0)
         self.formed = self.formed or has_port or any(members.values())
         if not any(members.values()):
             members.clear()
@@ -200,10 +201,10 @@ class GroupWatch:
         rank_of: dict[str, int] = {}
         for rank, pids in processes.items():
             for pid in pids:
-                rank_of |= dict.fromkeys(process.sockets(pid), rank)
+                rank_of |= dict.fromkeys(proc_reader.sockets(pid), rank)
         # A rank may inherit the connections of the launcher that has started it.
         for parent in {process.parent(pid) for pid in own} - own - {None}:
-            for inode in process.sockets(parent or 0):
+            for inode in proc_reader.sockets(parent or 0):
                 rank_of.pop(inode, None)
         for rank, pids in members.items():
             peers = {peer for pid in pids for peer in _peers(pid, rank_of)}
@@ -217,16 +218,16 @@ class GroupWatch:
 
 
 def _is_member(pid: int) -> bool:
-    return any(name.startswith(_GROUP_THREADS) for name in process.thread_names(pid))
+    return any(name.startswith(_GROUP_THREADS) for name in proc_reader.thread_names(pid))
 
 
 def _serves_rank_0(pid: int) -> bool:
     """Whether a process has the store of its group at the port that launch.py gave to rank 0."""
-    port = process.environment(pid).get(b"MASTER_PORT", b"")
+    port = proc_reader.environment(pid).get(b"MASTER_PORT", b"")
     if not port.isdigit():
         return False
-    ends = process.tcp_connections(pid)
-    listens = (ends[inode] for inode in process.sockets(pid) & ends.keys())
+    ends = proc_reader.tcp_connections(pid)
+    listens = (ends[inode] for inode in proc_reader.sockets(pid) & ends.keys())
     # The store listens on all addresses, gloo on that of one interface.
     return any(
         not local.partition(":")[0].strip("0")
@@ -242,9 +243,9 @@ def _peers(pid: int, rank_of: Mapping[str, int]) -> Iterator[int | None]:
     rank_of: the rank whose processes have a socket, by inode. Other programs of this host, such as
     a logger, do not count.
     """
-    ends = process.tcp_connections(pid)
+    ends = proc_reader.tcp_connections(pid)
     inodes = {pair: inode for inode, pair in ends.items()}
-    for inode in process.sockets(pid) & ends.keys() & rank_of.keys():
+    for inode in proc_reader.sockets(pid) & ends.keys() & rank_of.keys():
         local, remote = ends[inode]
         peer = inodes.get((remote, local), "")
         here, there = local.partition(":")[0], remote.partition(":")[0]
@@ -309,7 +310,7 @@ class GroupReports:
 
 
 def _all_await(pids: Iterable[int], number: int) -> bool:
-    return all(process.awaits_signal(pid, number) for pid in pids)
+    return all(proc_reader.awaits_signal(pid, number) for pid in pids)
 
 
 def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Message) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...host.cores import CPU_BIND, NO_BINDING, binding_for
+from ...host.cores import CPU_BIND, NO_BINDING, parse_binding
 from ...job.allocation import Allocation
 from .hosts import choose_hosts, job_name, notes_on_sharing
 from .launch_plan import HostInfo, Options, Plan, PlanError, Request
@@ -35,7 +35,7 @@ def make_plan(
     given = environ.get(CPU_BIND, "")
     if given not in ("", NO_BINDING):
         try:
-            binding_for(given, max(hosts.ranks))
+            parse_binding(given, max(hosts.ranks))
         except ValueError as error:
             raise PlanError(str(error)) from None
     if hosts.partial:

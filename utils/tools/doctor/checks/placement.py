@@ -20,7 +20,7 @@ from ....host.cores import (
     choose_cores,
     cpus_of_mask,
     mask_of_cpus,
-    notes_on_cores,
+    note_on_cores,
     openmp_binding,
     pci_node,
     read_topology,
@@ -89,7 +89,7 @@ class PlacementCheck(Check[PlacementFacts]):
             gpus=_identities(addresses),
             gpu_nodes=[pci_node(one) if one else None for one in addresses],
             allowed_gpus=_identities(gpus.visible_gpu_addresses({})),
-            device_masks=_device_masks(),
+            device_masks=gpus.set_masks(),
             threads=threads,
             threads_variable=threads_variable,
             **job,
@@ -180,12 +180,6 @@ def _uuid(address: str) -> str:
         return ""
     words = text.partition("GPU UUID:")[2].split()
     return words[0] if words and "?" not in words[0] else ""
-
-
-def _device_masks() -> str:
-    """Return the variables that hide devices, for messages."""
-    found = [f"{name}={os.environ[name]}" for name in gpus.MASKS if name in os.environ]
-    return " ".join(found) or "no device mask is set"
 
 
 # What rank 0 concludes ----------------------------------------------------------------------------
@@ -325,17 +319,17 @@ def _check_cores(
     )
     places = [one.place for one in on_host]
     try:
-        notes = list(notes_on_cores(place.host, facts.cpus, ranks, masks))
+        note = note_on_cores(place.host, facts.cpus, ranks, masks)
     except LaunchError as error:
         yield _finding(Level.BAD, str(error), "Correct or unset the variable", places)
         return
-    for note in notes:
+    if note:
         yield _finding(Level.WARNING, note.problem, note.remedy, places, subject=CPUS)
 
     usable = {cpu for one in on_host for cpu in cpus_of_mask(one.facts.mask)}
     # 0: outside of a job, where all CPUs count. None: unknown, since other jobs may run there.
     cpus = facts.cpus if allocated == 0 else min(allocated or 0, facts.cpus)
-    if not notes and 2 * len(usable) <= cpus:
+    if not note and 2 * len(usable) <= cpus:
         yield _finding(
             Level.WARNING,
             f"the {len(on_host)} ranks of {place.host} may run on {len(usable)} of its {cpus} "
@@ -345,7 +339,7 @@ def _check_cores(
             "(srun): the kit then divides the CPUs among the ranks",
             places,
         )
-    if not notes and len(on_host) > facts.cpus:
+    if not note and len(on_host) > facts.cpus:
         yield _finding(
             Level.WARNING,
             f"{len(on_host)} ranks on {place.host} share {facts.cpus} CPUs. Expected at least one "

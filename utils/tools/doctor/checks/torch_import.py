@@ -38,16 +38,21 @@ def import_torch() -> ImportFacts:
     if _outcome is None and "torch" in sys.modules:
         _outcome = ImportFacts(None)
     if _outcome is None:
-        began, busy = time.monotonic(), sum(process.thread_seconds())
+        began, busy = time.monotonic(), _busy_seconds()
         error = ""
         try:
             import torch  # noqa: F401
             import torch.distributed  # noqa: F401
         except Exception as reason:  # whatever its modules raise
             error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"[:300]
-        waited = time.monotonic() - began - (sum(process.thread_seconds()) - busy)
+        waited = time.monotonic() - began - (_busy_seconds() - busy)
         _outcome = ImportFacts(max(0.0, waited), error)
     return _outcome
+
+
+def _busy_seconds() -> float:
+    """Return how long this thread has run, and was ready to run while others had the cores."""
+    return time.thread_time() + process.schedule(threading.get_native_id()).ready_seconds
 
 
 class TorchImportCheck(Check[ImportFacts]):
