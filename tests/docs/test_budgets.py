@@ -20,6 +20,12 @@ def test_the_guide_stays_short() -> None:
     assert sum(len(page.read_text().splitlines()) for page in pages()) <= 600
 
 
+def test_all_pages_together_stay_short() -> None:
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"),
+             *(ROOT / "jobs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+    assert sum(len(page.read_text().splitlines()) for page in found) <= 1900
+
+
 def test_all_examples_are_listed() -> None:
     page = (ROOT / "examples" / "README.md").read_text()
     examples = sorted(path.name for path in (ROOT / "examples").glob("*.py"))

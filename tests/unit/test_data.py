@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 
+from utils.checkpoint import Checkpointer, PerRank
 from utils.data import Permutation, ResumableDataLoader, ResumableDistributedSampler, sample_seed
 
 
@@ -265,11 +266,22 @@ class Stream(IterableDataset[int]):
 def test_a_stream_with_a_stateful_loader_resumes_as_documented(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
     (block,) = (part for part in page.split("```python\n") if "StatefulDataLoader(" in part)
-    program: dict[str, Any] = {}
-    exec(block.split("```")[0], program)
-    got = samples(program["train"](Stream(), tmp_path, 3))
+
+    def train(batches: int) -> Iterator[torch.Tensor]:
+        model = torch.nn.Linear(1, 1)
+        program: dict[str, Any] = {"stream": Stream(), "PerRank": PerRank, "ddp": model,
+                                   "optimizer": torch.optim.SGD(model.parameters())}
+        exec(block.split("```")[0], program)
+        with Checkpointer(tmp_path) as checkpoints:
+            restored = checkpoints.load_latest(program["state"])
+            first = restored.step + 1 if restored else 1
+            for step, batch in zip(range(first, batches + 1), program["loader"], strict=False):
+                yield batch
+                checkpoints.save(step, program["state"])
+
+    got = samples(train(3))
     assert 0 < len(got) < 40
-    assert sorted(got + samples(program["train"](Stream(), tmp_path, 99))) == list(range(40))
+    assert sorted(got + samples(train(99))) == list(range(40))
 
 
 def test_the_seed_of_a_sample_depends_on_seed_epoch_and_index() -> None:
