@@ -121,7 +121,8 @@ def test_a_message_that_was_changed_repeated_or_moved_closes_the_connection(
 
 
 @pytest.mark.parametrize("fields", [
-    {"what": "hacked"}, {"text": "x" * 2001}, {"text": None}, {"rank": -1}, {"rank": True}, {"is_over": 1}, {"more": 1}])
+    {"what": "hacked"}, {"text": "x" * 2001}, {"text": None}, {"rank": -1}, {"rank": True}, {"is_over": 1},
+    {"more": 1}])
 def test_fields_are_checked(fields: dict[str, object]) -> None:
     peer, server = opened()
     with pytest.raises(ProtocolError, match="no valid message of the kind notice"):

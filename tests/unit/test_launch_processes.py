@@ -227,7 +227,7 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
 def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> None:
     result = LaunchResult()
     plan, listener = make(job("pbs", (1, 1, 1)), PBS), Mock(getsockname=lambda: ("", 1))
-    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), result)
+    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), Mock(launch_secret="secret"), result)
     for index in (1, 2):
         coordinator.clients[index] = Mock(host_lost=index == 1)
         coordinator.client_lost(index)

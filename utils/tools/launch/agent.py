@@ -15,6 +15,7 @@ from typing import cast
 
 from ... import connection
 from ...channel import Channel
+from ...monitor.launch_report import VARIABLE
 from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop
 from .host_ranks import start_on_host
@@ -22,6 +23,7 @@ from .host_readiness import ReservedPort, problem_with
 from .launch_connection import Message, StartOrder, connect, send
 from .nested import GroupWatch
 from .rank_environment import rank_environment
+from .rank_notices import secret_of_ranks
 from .rank_output import Outputs
 
 SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
@@ -33,8 +35,8 @@ _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
 class Agent:
     """The ranks of this host, led by the coordinator at the other end of the connection."""
 
-    def __init__(self, connection: Channel, signals: CaughtSignals) -> None:
-        self._connection = connection
+    def __init__(self, connection: Channel, secret: str, signals: CaughtSignals) -> None:
+        self._connection, self._secret = connection, secret
         self._loop = EventLoop(signals)
         self._outputs = Outputs(self._loop, self._send_output)
         self._port: ReservedPort | None = None
@@ -86,6 +88,7 @@ class Agent:
 
     def _start(self, processes: Processes, order: StartOrder) -> None:
         same_host = order["host"] == socket.gethostname()
+        order["environ"][VARIABLE] += secret_of_ranks(self._secret)
         start_on_host(
             order["processes"],
             rank_environment(order["environ"], os.environ, same_host=same_host),
@@ -159,4 +162,4 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         connection, address = reached
         send(connection, {"hello": (int(index), address, socket.gethostname())})
-        return Agent(connection, signals).run()
+        return Agent(connection, secret, signals).run()

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 
 from ...channel import Channel, Secret
 from ...host import network
+from ...monitor.launch_report import VARIABLE
 from . import agent
 from .bootstrap import module_command
 from .child_processes import Processes
@@ -47,7 +48,9 @@ def run_agents(
         closing(EventLoop(signals)) as loop,
         closing(NoticeServer(notices, loop)),
     ):
-        coordinator = Coordinator(plan, launch_id, processes, files, listener, loop, result)
+        coordinator = Coordinator(
+            plan, launch_id, processes, files, listener, loop, notices, result
+        )
         coordinator.run()
         coordinator.wait_for_starters()
 
@@ -66,12 +69,11 @@ class Coordinator(ConnectionServer):
         files: ExitStack,
         listener: socket.socket,
         loop: EventLoop,
+        notices: RankNotices,
         result: LaunchResult,
     ) -> None:
-        # Everybody on a host can read a command line. PBS gives each task of a job a secret;
-        # elsewhere agents get one in their environment or on their standard input.
-        self._agents_secret = plan.method.job_secret() or os.urandom(16).hex()
-        secret = Secret(self._agents_secret.encode())
+        self._notices = notices
+        secret = Secret(os.fsencode(notices.launch_secret))
         super().__init__(listener, loop, secret, len(plan.hosts))
         self._plan, self._id, self._processes = plan, launch_id, processes
         self._result, self._files, self._signals = result, files, loop.signals
@@ -129,7 +131,7 @@ class Coordinator(ConnectionServer):
             arguments = [addresses, str(self._port), index]
             return module_command(self._plan.python, "agent", arguments)
 
-        secret = {agent.SECRET_VARIABLE: self._agents_secret}
+        secret = {agent.SECRET_VARIABLE: self._notices.launch_secret}
         for start in self._plan.method.agent_starts(self._plan, agent_words, secret):
             self._starters.append(start.hosts)
             if start.by_native_launcher:
@@ -224,7 +226,11 @@ class Coordinator(ConnectionServer):
             order = StartOrder(
                 launch_id=f"{self._id}.{index}",
                 host=socket.gethostname(),
-                environ=dict(plan.method.agent_environment(plan.environ)),
+                # An agent adds the secret: what it is sent, others may read.
+                environ={
+                    **plan.method.agent_environment(plan.environ),
+                    VARIABLE: self._notices.address,
+                },
                 output_dir="" if torchrun else plan.options.output_dir,
                 watched_ranks=plan.ranks[index] if plan.is_watched else 0,
                 processes=host_processes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 from collections.abc import Sequence
@@ -15,29 +16,42 @@ from ...monitor.launch_report import VARIABLE
 from .launch_result import FirstCause
 
 
+def secret_of_ranks(launch_secret: str) -> str:
+    """Return the secret that ranks use, which an agent derives from its own."""
+    return hmac.digest(os.fsencode(launch_secret), b"ranks", "sha256")[:16].hex()
+
+
 class RankNotices:
     """What the ranks have reported, and the listening socket for that. A context manager.
 
     The ranks that a native launcher starts join their launch through the same socket and secret.
 
+    launch_secret: of the agents. secret: of the ranks. address: where this process listens.
     variables: the environment variables that the ranks need. saved: all ranks have saved.
     first_cause: the last one that was reported, as torchrun may have restarted the ranks after an
     earlier one.
     """
 
-    def __init__(self, ranks: int, ports: Sequence[int] = ()) -> None:
-        """ranks: that may connect at once. ports: those the ranks can reach; () for any."""
+    def __init__(
+        self, ranks: int, ports: Sequence[int] = (), launch_secret: str | None = None
+    ) -> None:
+        """ranks: that may connect at once. ports: those the ranks can reach; () for any.
+
+        launch_secret: what the agents know; by default a random one.
+        """
         self.ranks, self._ports = ranks, ports
+        self.launch_secret = launch_secret or os.urandom(16).hex()
         self.saved = False
         self.first_cause: FirstCause | None = None
 
     def __enter__(self) -> RankNotices:
         self.listener = self._listen()
-        secret = os.urandom(16).hex()
+        secret = secret_of_ranks(self.launch_secret)
         self.secret = Secret(secret.encode())
         addresses = ",".join(network.local_addresses() or ["127.0.0.1"])
         port = self.listener.getsockname()[1]
-        self.variables = {VARIABLE: f"{addresses}/{port}/{secret}"}
+        self.address = f"{addresses}/{port}/"
+        self.variables = {VARIABLE: self.address + secret}
         return self
 
     def __exit__(
