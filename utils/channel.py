@@ -336,7 +336,7 @@ class Channel(Connection):
             self._loop.set_events(self, self.events)
 
 
-class Server:
+class PeerServer:
     """The end of a channel to which peers connect, served by a Loop. Subclasses handle messages.
 
     Peers that have not proved themselves are closed after five seconds, and where there are more

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from utils import channel
-from utils.channel import Channel, Loop, Secret, Server, Session
+from utils.channel import Channel, Loop, PeerServer, Secret, Session
 from utils.connection import Message, ProtocolError
 
 KEY = Secret(b"the secret of the launch", "launch 1")
@@ -140,7 +140,7 @@ def test_a_relay_sees_but_cannot_speak_and_a_false_server_learns_nothing() -> No
     assert not victim.is_open and not victim.output
 
 
-class Counting(Server):
+class Counting(PeerServer):
     def __init__(self, listener: socket.socket, loop: Loop, size: int) -> None:
         super().__init__(listener, loop, KEY, size)
         self.received = 0

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TypedDict, cast
 
 from ... import channel, connection
-from ...channel import Channel, Loop, Secret, Server
+from ...channel import Channel, Loop, PeerServer, Secret
 from .host_ranks import HostProcess, RankMask
 
 LOST_SECONDS = 30  # without any TCP response from the other host
@@ -120,7 +120,7 @@ def connect(
     return None
 
 
-class ConnectionServer(Server):
+class ConnectionServer(PeerServer):
     """The clients of a launch: agents, or ranks that join it. Subclasses handle their messages.
 
     clients: the connection of each client that was identified, by its index.

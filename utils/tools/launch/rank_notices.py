@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from ...channel import Channel, Loop, Secret, Server
+from ...channel import Channel, Loop, PeerServer, Secret
 from ...connection import Message
 from ...host import network
 from ...monitor.launch_report import VARIABLE
@@ -84,7 +84,7 @@ class RankNotices:
         peer.send({"kind": "ack"})
 
 
-class NoticeServer(Server):
+class NoticeServer(PeerServer):
     """Serves the notices of a launch whose ranks do not join it."""
 
     def __init__(self, notices: RankNotices, loop: Loop) -> None:
