@@ -46,7 +46,7 @@ def test_failed_launch_is_an_error_with_its_output(tmp_path: Path) -> None:
 
 
 def test_costs_and_steps_of_the_binding_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_binding.main(["--pairs", "2", "--steps", "1"])
+    bench_binding.main(["--ranks", "1", "--pairs", "2", "--steps", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["host", "topology", "choose", "bind", "steps"]
 

@@ -238,7 +238,7 @@ class SlurmCluster(Hosts):
                 shown = [f"{job['JobId']} {job['JobState']} {job['Reason']}" for job in self.jobs(job_id)]
                 raise AssertionError(f"job {job_id} is not {' or '.join(sorted(states))} after {seconds:.0f} s: "
                                      f"{shown}\n{self.output(job_id)}")
-            time.sleep(0.1)
+            time.sleep(0.25)  # each look starts a process
 
     def output(self, job_id: str) -> str:
         """Return what a job has written so far; nothing before it has started."""

@@ -18,6 +18,7 @@ from tests.launch.launchers import ROOT, TORCHRUN, Lab
 pytest.importorskip("submitit")
 
 EPOCHS = ["--epochs", "12"]
+THREADS = {"OMP_NUM_THREADS": "1"}
 SUBMIT = [sys.executable, str(ROOT / "examples" / "04_submitit.py"), *EPOCHS]
 
 
@@ -26,7 +27,7 @@ def expected() -> str:
     """The last line of 01_ddp_minimal.py on two ranks."""
     minimal = [str(ROOT / "examples" / "01_ddp_minimal.py"), *EPOCHS]
     done = subprocess.run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *minimal], capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=120, env={**os.environ, **THREADS})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -54,7 +55,7 @@ def assert_resumes(process: subprocess.Popen[str], preempt: Callable[[str], obje
 @pytest.mark.usefixtures("slow_requeue")
 def test_requeued_job_resumes_where_it_stopped(slurm: SlurmCluster, tmp_path: Path, expected: str) -> None:
     process = slurm.start([*SUBMIT, "--cluster", "slurm", "--nodes", "2", "--tasks-per-node", "1", "--gpus-per-node",
-                           "1", "--folder", str(tmp_path / "a folder")])
+                           "1", "--folder", str(tmp_path / "a folder")], env=THREADS)
     with killed_at_end(process):
         job_id, log = assert_resumes(process, lambda job: slurm.run(["scancel", "--signal=USR2", job]), expected)
     assert "2 ranks on 2 hosts by slurm" in log
@@ -67,6 +68,7 @@ def test_local_executor_resumes_too(tmp_path: Path, expected: str) -> None:
             os.kill(int(task), signal.SIGUSR2)
 
     process = subprocess.Popen([*SUBMIT, "--cluster", "local", "--tasks-per-node", "2", "--folder", str(tmp_path)],
-                               text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                               env={**os.environ, **THREADS}, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with killed_at_end(process):
         assert_resumes(process, preempt, expected)

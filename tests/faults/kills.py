@@ -31,9 +31,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order in each start
+import torch._dynamo  # by the first DDP or optimizer
 import torch.distributed
 import torch.nn.parallel
-import torch.optim.lr_scheduler
 import torch.utils.data  # noqa: F401 - imported once for all runs
 
 from utils.metrics.run_log import FILE_NAME, parse_line
@@ -141,7 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--preload", help="module that is imported once for all runs, such as torch._dynamo")
+    parser.add_argument("--preload", help="module that is imported once for all runs, such as torch._inductor")
     parser.add_argument("--log", action="store_true", help="compare the log")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)

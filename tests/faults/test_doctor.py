@@ -79,7 +79,9 @@ def alarms(output: str) -> list[tuple[str, str, str]]:
 # Faults --------------------------------------------------------------------------------------------------------------
 
 def single_hosts(run: Cluster) -> None:
-    """Of each host something else: its GPUs and threads, its cores and names, its limits. All drivers list two GPUs."""
+    """Of each host something else: torch, GPUs and threads, cores and names, limits. All drivers list two GPUs."""
+    file = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/functional.py"))
+    run.replace("h1", file, "raise ImportError('libmpi.so.12: not found')")
     for host in run.hosts.hosts:
         driver = run.folder / f"driver.{host}"
         for number in range(2):
@@ -109,11 +111,6 @@ def different_hosts(run: Cluster) -> None:
     run.shell.append("if [ $(hostname) = h3 ]; then export NCCL_IB_DISABLE=1; fi")
     file = next(Path(sys.prefix).glob("lib/python*/site-packages/numpy/version.py"))
     run.replace("h3", file, f'version = "1.26.4"\n{file.read_text()}')
-
-
-def broken_torch(run: Cluster) -> None:
-    file = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/functional.py"))
-    run.replace("h3", file, "raise ImportError('libmpi.so.12: not found')")
 
 
 def other_mpi4py(run: Cluster) -> None:
@@ -160,7 +157,8 @@ def signalled(name: str) -> Callable[[Cluster], None]:
 
 # The checks that run, and what they find: check, hosts, regular expression.
 CASES: dict[str, tuple[Callable[[Cluster], None], str, list[tuple[str, str, str]]]] = {
-    "single hosts": (single_hosts, "placement,limits,names", [
+    "single hosts": (single_hosts, "placement,limits,names,import", [
+        ("import", "h1", r"torch cannot be imported on h1: ImportError: libmpi\.so\.12: not found"),
         ("placement", "h2", r"ranks 2, 3 on h2 see no GPU \(CUDA_VISIBLE_DEVICES=\), but the host has 2"),
         ("placement", "h2", r"2 ranks on h2 would start 128 threads \(OMP_NUM_THREADS=64\)"),
         ("placement", "h3", "all 2 ranks of h3 may run on core 0 only"),
@@ -175,8 +173,6 @@ CASES: dict[str, tuple[Callable[[Cluster], None], str, list[tuple[str, str, str]
         ("equality", "h3", r"code of the kit \(training/batch\.py\) differs\. h3: "),
         ("equality", "h3", r"packages \(numpy\) differs\. h3: 1\.26\.4"),
         ("equality", "h3", r"NCCL_IB_DISABLE differs\. h3: 1; the other ranks: \(unset\)")]),
-    "torch that cannot be imported": (broken_torch, "import", [
-        ("import", "h3", r"torch cannot be imported on h3: ImportError: libmpi\.so\.12: not found")]),
     "mpi4py of another MPI": (other_mpi4py, "installation", [
         ("installation", "h1 h2 h3 h4",
          r"mpi4py on h1, h2, h3 and h4 loads \S+ \(MPICH\), but mpiexec is openmpi \(Open MPI\)")]),

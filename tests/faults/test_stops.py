@@ -36,7 +36,8 @@ class Training:
         self.step = 0  # of the newest checkpoint that was there before the last run
 
     def start(self, *options: str, step_seconds: float = 0.1) -> str:
-        words = ["--step-seconds", str(step_seconds), "--fsync-seconds", "0.1"]  # a save calls fsync about eight times
+        fsync_seconds = min(step_seconds, 0.1)  # a save calls fsync about eight times
+        words = ["--step-seconds", str(step_seconds), "--fsync-seconds", str(fsync_seconds)]
         return self.jobs.start([*self.options, *options], *SURVIVE, *words, "--folder", self.path)
 
     def names(self) -> list[str]:
@@ -48,11 +49,7 @@ class Training:
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Wait with pauses, since the condition asks the scheduler."""
-        def look() -> bool:
-            time.sleep(0.1)
-            return bool(condition())
-
-        wait_until(look, what, seconds=150)
+        wait_until(lambda: bool(condition()), what, seconds=150, pause=0.2)
 
     def wait_for_progress(self) -> None:
         step = self.newest_step()
@@ -142,7 +139,7 @@ def test_pbs_stops_and_reruns_a_job(pbs: Pbs, whole: str) -> None:
     assert ended["Exit_status"] == 75, output(job)
     training.check_stop(job)
 
-    job = training.start("-r", "y")
+    job = training.start("-r", "y", step_seconds=0.05)
     training.wait_for_progress()
     assert pbs.run(HEAD, ["qrerun", job], user="root", cwd="/").status == 0
     ended = pbs.wait(job, 200)

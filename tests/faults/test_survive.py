@@ -19,7 +19,7 @@ import pytest
 from tests.cluster.hosts import Hosts, killed_at_end, wait_until
 from tests.faults.programs import ENVIRONMENT, LAUNCH, ROOT, SURVIVE, done_line, run_ranks
 
-SLOWLY = [*SURVIVE, "--step-seconds", "0.1"]
+SLOWLY = [*SURVIVE, "--step-seconds", "0.05"]
 
 
 @contextlib.contextmanager
@@ -45,7 +45,8 @@ def wait_for_progress(folder: Path) -> None:
 def test_ranks_killed_at_random_moments(words: list[str]) -> None:
     """kills.py does it as often as it is asked to."""
     kills = [sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words]
-    environment = {**ENVIRONMENT, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # compiles in the ranks, which are killed
+    environment = {**ENVIRONMENT, "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiles in the ranks, which are killed
+                   "TORCHINDUCTOR_VEC_ISA_OK": "0"}  # without programs that try the vector instructions
     done = subprocess.run(kills, env=environment, capture_output=True, text=True, timeout=400)
     expected = f"\nthe same after {words[1]} of {words[1]} kills\n"
     assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
@@ -59,7 +60,7 @@ def worker_of(agent: subprocess.Popen[str]) -> int | None:
 
 
 def train_under_two_agents(folder: Path, hosts: Hosts | None) -> str:
-    """Continue a training under agents on two hosts, or on this one, whose workers are killed; return its output."""
+    """Continue a training under agents on two hosts, or on this one, of which a worker is killed; return its output."""
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     outputs = [folder.with_name(f"agent {node}") for node in range(2)]
@@ -74,21 +75,21 @@ def train_under_two_agents(folder: Path, hosts: Hosts | None) -> str:
                 "--nproc-per-node=1", "--max-restarts=9", *rendezvous, *SLOWLY, "--folder", str(folder))))
 
         wait_for_progress(folder)
-        victim = worker_of(agents[1])
+        victim = worker_of(agents[1 if hosts else random.randrange(2)])
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: worker_of(agents[1]) not in (None, victim), "another worker", seconds=60)
-        time.sleep(random.uniform(0, 4))
-        # On two hosts the same agent again: then the agents count different numbers of restarts.
-        if victim := worker_of(agents[1 if hosts else 0]):
-            os.kill(victim, signal.SIGKILL)
+        if hosts:  # the same agent again: then the agents count different numbers of restarts
+            wait_until(lambda: worker_of(agents[1]) not in (None, victim), "another worker", seconds=60)
+            time.sleep(random.uniform(0, 4))
+            if victim := worker_of(agents[1]):
+                os.kill(victim, signal.SIGKILL)
         statuses = [agent.wait(200) for agent in agents]
     text = "".join(output.read_text() for output in outputs)
     assert statuses == [0, 0], text
     return text
 
 
-def test_two_agents_on_one_host_recover_from_kills(tmp_path: Path, whole: str) -> None:
+def test_two_agents_on_one_host_recover_from_a_kill(tmp_path: Path, whole: str) -> None:
     text = train_under_two_agents(tmp_path / "checkpoints", None)
     assert "2 ranks on 1 host by torchrun" in text and "resuming after step" in text, text
     assert done_line(text) == whole

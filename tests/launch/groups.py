@@ -34,26 +34,25 @@ def spawned(index: int, address: str, rank: int, world_size: int) -> None:
     hold()
 
 
-def spawn(kind: str) -> None:
+def start_two(kind: str) -> None:
     """Start two processes: a group by themselves, or one with those of the other ranks."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if kind == "spawn-own":
+    if kind == "fork-own":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             place = f"127.0.0.1:{probe.getsockname()[1]}", 0, 2
     else:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", 2 * rank, 2 * world_size
-    torch.multiprocessing.spawn(spawned, place, nprocs=2)
+    torch.multiprocessing.start_processes(spawned, place, nprocs=2, start_method=kind.split("-")[0])
 
 
 def work_without_group() -> None:
     """Run what looks like ranks and is none: worker processes, and programs with variables of their own."""
-    loader = torch.utils.data.DataLoader(list(range(64)), num_workers=2)
+    loader = torch.utils.data.DataLoader(list(range(64)), num_workers=2, persistent_workers=True)
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}
-    with torch.multiprocessing.get_context("spawn").Pool(2) as pool, \
-            subprocess.Popen(["sleep", "2"], env=environ) as program:
-        while program.poll() is None:
-            assert pool.map(abs, [-1]) == [1] and len(list(loader)) == 64
+    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1] and len(list(loader)) == 64
+        subprocess.run(["sleep", "2"], env=environ, check=True)
     sys.stdout.write("group of 0\n")
 
 
@@ -62,8 +61,8 @@ if __name__ == "__main__":
     if kind == "torchrun":  # as a program that hides it from launch.py
         words = ["--standalone", f"--nproc-per-node={sys.argv[2]}", SELF, "env", *sys.argv[3:]]
         sys.exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *words]).returncode)
-    if kind.startswith("spawn"):
-        spawn(kind)
+    if kind in ("fork-own", "spawn-all"):
+        start_two(kind)
     elif kind == "none":
         work_without_group()
     else:

@@ -18,7 +18,7 @@ GROUPS = str(ROOT / "tests" / "launch" / "groups.py")
 PUBLIC = str(ROOT / "tests" / "launch" / "public_code.py")
 MEET = [sys.executable, str(RANK_PROGRAM), "--join"]  # not under torchrun, whose store needs torch
 SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
-MINIMAL = [sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
+MINIMAL = ["env", "OMP_NUM_THREADS=1", sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 # Writes the process id of each rank to a folder, and trains until a hang is found, after 2 s.
@@ -147,6 +147,6 @@ class Lab:
     @functools.cached_property
     def minimal_loss(self) -> str:
         """The final loss of 01_ddp_minimal.py on three ranks of torchrun on one host."""
-        done = self.run("h1", [*TORCHRUN, "--standalone", "--nproc-per-node=3", *MINIMAL[1:]])
+        done = self.run("h1", [*TORCHRUN, "--standalone", "--nproc-per-node=3", *MINIMAL[3:]])
         assert done.status == 0, done.output
         return done.line("final loss:")

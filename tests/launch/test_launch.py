@@ -211,12 +211,13 @@ def test_process_groups_have_all_ranks_or_end_the_launch(job: Job, by: str, word
 
 
 @pytest.mark.parametrize(("by", "fault", "status", "first"), [
-    ("ssh", "raise:1", 1, "rank 1 on h1 failed: ValueError: the loss is not a number"),
-    ("ssh", "interface:1", 1, "rank 1 on h1.*GLOO_SOCKET_IFNAME=ib7"),
+    ("ssh", "raise:1", 1, "rank 1 on h2 failed: ValueError: the loss is not a number"),
+    ("ssh", "interface:1", 1, "rank 1 on h2.*GLOO_SOCKET_IFNAME=ib7"),
     ("torchrun", "kill-training:0", 1, r"rank 0 on h1 \(pid \d+\) ended without a report"),
-    ("openmpi4", "leave=7:2", 7, r"rank 2 on h2 \(pid \d+\) ended without a report")])
+    ("openmpi4", "leave=7:1", 7, r"rank 1 on h2 \(pid \d+\) ended without a report")])
 def test_the_last_line_names_what_failed_first(job: Job, by: str, fault: str, status: int, first: str) -> None:
     """It is not always the rank that ended first with a status other than 0."""
+    job.nodes = ["h1", "h2"]
     done = job.run(by, str(RANK_PROGRAM), "--torch", "--fault", fault)
     assert done.status == status and "probably" not in done.output, done.output
     last = done.output.splitlines()[-1]
@@ -237,7 +238,7 @@ def test_a_killed_agent_takes_its_ranks_and_the_launch_with_it(job: Job) -> None
 @pytest.mark.parametrize("by", ["ssh", "mpich5"])
 def test_a_host_that_is_cut_off_ends_the_launch(job: Job, by: str) -> None:
     """mpiexec would wait for it for ever. On that host, too, the ranks end, without anybody's help."""
-    script = job.folder / "trains.py"
+    job.nodes, script = ["h1", "h2"], job.folder / "trains.py"
     script.write_text(TRAINS_FOR_EVER)
     with killed_at_end(job.start(by, str(script), str(job.folder))) as process:
         pids = job.wait_for_ranks()
@@ -250,7 +251,7 @@ def test_a_host_that_is_cut_off_ends_the_launch(job: Job, by: str) -> None:
             job.lab.hosts.set_link("h2", "up")
     assert done.status == 1, done.output
     last = done.output.splitlines()[-1]
-    assert re.match(r"launch.py: the ranks report what failed first: .*rank 2 on h2 .*its network is cut", last), (
+    assert re.match(r"launch.py: the ranks report what failed first: .*rank 1 on h2 .*its network is cut", last), (
         done.output)
 
 

@@ -1,7 +1,8 @@
-"""A rank of example 07, for test_example_fsdp.py: python -m tests.unit.fsdp_ranks COMMAND FOLDER GROUPS."""
+"""A rank of example 07, for test_example_fsdp.py: python -m tests.unit.fsdp_ranks FOLDER COMMAND..."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
@@ -19,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit.test_example_fsdp import MODEL, load_example
+from tests.unit.test_example_fsdp import LARGE, MODEL, load_example, words_of
 from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer
 
@@ -49,18 +50,22 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def make_sharded(job: Distributed, groups: int) -> tuple[Any, torch.optim.Optimizer]:
-    model = example.GPT(**MODEL)
+def make_sharded(job: Distributed, size: dict[str, int] = MODEL, groups: int = 1) -> tuple[Any, torch.optim.Optimizer]:
+    model = example.GPT(**size)
     example.shard(model, example.make_mesh(job, groups))
     return model, example.make_optimizer(model, 1e-2, job.device)
 
 
-def save(job: Distributed, folder: Path, groups: int) -> dict[str, Any]:
+def groups_of(job: Distributed) -> int:
+    return 2 if job.world_size == 4 else 1
+
+
+def save(job: Distributed, folder: Path) -> dict[str, Any]:
     """Train, compare the gradients with those of a model that is whole, and save."""
     torch.manual_seed(0)
     whole = example.GPT(**MODEL)
     torch.manual_seed(0)
-    model, optimizer = make_sharded(job, groups)
+    model, optimizer = make_sharded(job)
     for step in (1, 2):
         loss_of(model, step, job).backward()
         if step == 1:
@@ -75,26 +80,27 @@ def save(job: Distributed, folder: Path, groups: int) -> dict[str, Any]:
     return {"gradient error": max(errors).item(), **digest(model, optimizer)}
 
 
-def load(job: Distributed, folder: Path, groups: int) -> dict[str, Any]:
-    model, optimizer = make_sharded(job, groups)
+def load(job: Distributed, folder: Path) -> dict[str, Any]:
+    """Four ranks have saved with one group and load with two."""
+    model, optimizer = make_sharded(job, groups=groups_of(job))
     state = example.TrainingState(model, optimizer)
     example.load_latest(folder, state)
     return {"step": state.step, **digest(model, optimizer)}
 
 
-def refuse(job: Distributed, folder: Path, groups: int) -> dict[str, Any]:
+def refuse(job: Distributed, folder: Path) -> dict[str, Any]:
     """Return what Checkpointer says to sharded states."""
-    model, optimizer = make_sharded(job, groups)
+    model, optimizer = make_sharded(job)
     one = next(model.parameters()).detach()
     found: dict[str, Any] = {}
-    with Checkpointer(folder) as checkpoints:
+    with Checkpointer(folder / "refused") as checkpoints:
         for name, part in {"model": model, "optimizer": optimizer, "tensor": one}.items():
             for method in (checkpoints.load_latest, lambda state: checkpoints.save_and_wait(1, state)):
                 try:
                     method({name: part})
                 except (RuntimeError, ValueError) as error:
                     found.setdefault(name, []).append(f"{type(error).__name__}: {error}")
-    return found | {"files": sorted(path.name for path in folder.iterdir())}
+    return found | {"files": sorted(path.name for path in (folder / "refused").iterdir())}
 
 
 class CountedRun(TorchDispatchMode):
@@ -118,9 +124,9 @@ class CountedRun(TorchDispatchMode):
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self.known))
 
 
-def memory(job: Distributed, folder: Path, groups: int) -> dict[str, Any]:
+def memory(job: Distributed, folder: Path) -> dict[str, Any]:
     """Return the peak bytes of the third step on the rank that has most."""
-    model, optimizer = make_sharded(job, groups)
+    model, optimizer = make_sharded(job, LARGE)
     for group in optimizer.param_groups:
         group["foreach"] = True  # as on a GPU
     run = CountedRun()
@@ -137,11 +143,18 @@ def memory(job: Distributed, folder: Path, groups: int) -> dict[str, Any]:
     return dict(zip(("peak", "in backward"), peak.tolist(), strict=True))
 
 
+def train(job: Distributed, folder: Path) -> None:
+    """Run the example itself: four steps with HSDP, or resume and end after six."""
+    example.setup_distributed = lambda backend: contextlib.nullcontext(job)
+    groups, steps = groups_of(job), 4 if job.world_size == 4 else 6
+    sys.argv[1:] = [*words_of(MODEL), "--batch-size", "8", "--replicate", str(groups), "--steps", str(steps),
+                    "--checkpoints", str(folder / "trained"), "--save-every", "2"]
+    example.main()
+
+
 if __name__ == "__main__":
-    command, folder, groups = sys.argv[1:]
-    if command == "memory":
-        MODEL.update(json.loads(folder))
+    folder, *commands = sys.argv[1:]
     with setup_distributed("gloo") as job:
-        result = globals()[command](job, Path(folder), int(groups))
+        results = {command: globals()[command](job, Path(folder)) for command in commands}
         if job.is_main:
-            print("\n" + json.dumps(result))
+            print("\n" + json.dumps(results))

@@ -1,4 +1,4 @@
-"""Python programs that tests run in the repository root, alone or as ranks of torchrun."""
+"""Python programs that tests run in the repository root, alone or as ranks of launch.py."""
 from __future__ import annotations
 
 import os
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py"), "-n"]  # which does not import torch, as torchrun does
 
 
 def python(*words: str, ranks: int = 1, cwd: Path = ROOT, env: dict[str, str] | None = None,
            ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words, under torchrun if there are several ranks."""
-    command = [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), *words]
+    """Run Python with these words, under launch.py if there are several ranks."""
+    command = [*([*LAUNCH, str(ranks), "--"] if ranks > 1 else []), sys.executable, *words]
     # One thread: threads that wait for a busy core would spin.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=400)

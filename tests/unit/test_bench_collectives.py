@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.programs import ROOT, TORCHRUN, python
+from tests.unit.programs import LAUNCH, ROOT, python
 from utils.tools import host_pairs
 from utils.tools.bench import bench_cli as cli
 from utils.tools.bench import links, operations
@@ -107,7 +107,7 @@ def test_table_json_and_links(tmp_path: Path) -> None:
 def test_interrupt_of_one_rank_leaves_what_was_measured(tmp_path: Path) -> None:
     saved = tmp_path / "results.json"
     words = ["scripts/bench.py", "collectives", "-b", "8", "-e", "1G", "-n", "20", "-J", str(saved)]
-    with subprocess.Popen([sys.executable, *TORCHRUN, "2", *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+    with subprocess.Popen([*LAUNCH, "2", *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
         assert run.stdout
         lines = []

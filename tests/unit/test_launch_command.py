@@ -123,13 +123,14 @@ def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str) -> None:
 @pytest.mark.parametrize(("words", "status", "text"), [
     (["{start}"], 1, "rank 1 of 2 has formed a process group of 1 process without the other ranks. Expected one group "
                      "of all 2 ranks.* --independent"),
-    ([str(GROUPS), "spawn-own", "--hold"], 1, "process group of 2 processes without the other ranks"),
+    ([str(GROUPS), "fork-own", "--hold"], 1, "process group of 2 processes without the other ranks"),
     ([str(GROUPS), "rank-0", "--hold"], 1, "EADDRINUSE"),  # it takes itself for rank 0
-    ([str(GROUPS), "none"], 0, "group of 0"), (["--independent", str(GROUPS), "torchrun", "1"], 0, "group of 1")])
+    ([str(GROUPS), "none"], 0, "group of 0"), (["--independent", str(GROUPS), "alone"], 0, "group of 1")])
 def test_ranks_form_groups_with_each_other(words: list[str], status: int, text: str, folder: Path) -> None:
     """With torch alone. Nothing in the command shows that `start` runs torchrun. Other groups: tests/launch."""
     start = folder / "start"
-    start.write_text(f"#!/bin/sh\n{sys.executable} {GROUPS} torchrun 1 --hold\n")
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 1"
+    start.write_text(f"#!/bin/sh\n{torchrun} {GROUPS} env --hold\n")
     start.chmod(0o755)
     done = launch("-n", "2", *(word.format(start=start) for word in words), folder=folder)
     assert done.returncode == status, done.stderr
