@@ -11,8 +11,6 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-from .. import channel
-
 VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
 ROLE = "notice"
 _SECONDS = 5.0  # for the connection, and until launch.py has the notice
@@ -54,6 +52,8 @@ def _send(
     is_over: bool = False,
 ) -> bool:
     """Send a notice; return whether launch.py has it. This process may end in a moment."""
+    from .. import channel  # most ranks send none
+
     addresses, port, secret = parse_address(environ.get(VARIABLE, ""))
     for address in addresses:
         with contextlib.suppress(OSError):

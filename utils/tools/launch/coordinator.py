@@ -22,7 +22,7 @@ from .hosts import index_of
 from .launch_connection import ConnectionServer, Message, StartOrder, peer_address, send
 from .launch_plan import Plan
 from .launch_result import LaunchResult, describe_status
-from .native_launch import start_command
+from .native_launch import more_open_files, start_command
 from .nested import GroupReports
 from .rank_notices import NoticeServer, RankNotices
 from .rank_output import labelled, write_output
@@ -93,6 +93,12 @@ class Coordinator(ConnectionServer):
     def run(self) -> None:
         """Run until every agent is done or lost."""
         self._start_agents()
+        with more_open_files(2 * len(self._plan.hosts) + 64):
+            self._serve()
+        self.close()
+
+    def _serve(self) -> None:
+        """Handle what happens until every agent is done or lost."""
         limit = time.monotonic() + START_SECONDS
         while len(self._done) < len(self._plan.hosts):
             # Before all ranks run, and once something has failed, deadlines are near.
@@ -110,7 +116,6 @@ class Coordinator(ConnectionServer):
                     now,
                 )
             self._end_if_failed(now)
-        self.close()
 
     def wait_for_starters(self) -> None:
         """Let the commands that started agents end by themselves: they may have output left."""

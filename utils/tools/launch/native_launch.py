@@ -89,7 +89,7 @@ class _NativeLaunch:
             self._loop.add(self._errors, self._read_errors)
 
         # The command has started: it and the ranks keep the user's limit of open files.
-        with _more_open_files(2 * self._plan.world_size + 64):
+        with more_open_files(2 * self._plan.world_size + 64):
             status = self._wait_for_end()
             if self._errors is not None:
                 self._errors.drain()
@@ -259,8 +259,8 @@ def rank_arguments(plan: Plan) -> list[str]:
 
 
 @contextmanager
-def _more_open_files(count: int) -> Iterator[None]:
-    """Raise the limit of open files: each rank holds a connection until all have joined."""
+def more_open_files(count: int) -> Iterator[None]:
+    """Raise the limit of open files for a while: each rank or agent holds a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
