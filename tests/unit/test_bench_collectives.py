@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
