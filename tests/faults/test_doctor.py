@@ -22,7 +22,8 @@ from tests.launch.launchers import LAUNCH, ROOT, Lab
 class Cluster:
     """Hosts with a folder for checkpoints that they share, and how doctor.py starts there.
 
-    shell: lines that each rank runs first. mpi: one of MPIS, whose mpiexec starts the ranks instead of launch.py.
+    shell: lines that each rank runs first. mpi: one of MPIS, whose mpiexec starts one rank on each
+    host instead of launch.py.
     """
 
     def __init__(self, lab: Lab, folder: Path) -> None:
@@ -45,7 +46,7 @@ class Cluster:
         """Run doctor.py; return its exit status and its output."""
         words = ["sh", "-c", "\n".join([*self.shell, 'exec "$@"']), "sh", sys.executable,
                  str(ROOT / "scripts" / "doctor.py"), "--json", "--checkpoints", str(self.checkpoints), *options]
-        ranks = [host for host in self.hosts.hosts for _ in range(2)]
+        ranks = [host for host in self.hosts.hosts for _ in range(1 if self.mpi else 2)]
         (self.folder / "nodes").write_text("\n".join(ranks))
         environ = {"PATH": f"{self.lab.ssh.parent}:{CLEAN_ENV['PATH']}", "NCPUS": "2",
                    "PYTHONDONTWRITEBYTECODE": "1", **self.environ}

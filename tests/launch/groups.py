@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 
-import torch
-import torch.distributed as dist
-
 SELF = os.path.abspath(__file__)
+if sys.argv[1] == "torchrun":  # as a program that hides it from launch.py; without importing torch itself
+    words = ["--standalone", f"--nproc-per-node={sys.argv[2]}", SELF, "env", *sys.argv[3:]]
+    sys.exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *words]).returncode)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 
 def hold() -> None:
@@ -58,9 +61,6 @@ def work_without_group() -> None:
 
 if __name__ == "__main__":
     kind = sys.argv[1]
-    if kind == "torchrun":  # as a program that hides it from launch.py
-        words = ["--standalone", f"--nproc-per-node={sys.argv[2]}", SELF, "env", *sys.argv[3:]]
-        sys.exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *words]).returncode)
     if kind in ("fork-own", "spawn-all"):
         start_two(kind)
     elif kind == "none":

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     """pytest's own, with the log of the kit also where setup_logging() was called in this process."""
     monkeypatch.setattr(logging.getLogger("ddpkit"), "propagate", True)
     return caplog
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test may call setup_distributed() in this process, which has imported torch already."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored afterwards
 
 
 @pytest.fixture

@@ -20,12 +20,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit.test_example_fsdp import LARGE, MODEL, load_example, words_of
+from tests.unit.programs import load_example
+from tests.unit.test_example_fsdp import LARGE, MODEL, words_of
 from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer
 
 BATCH = 8
-example = load_example()
+example: Any = load_example("07_fsdp")
 
 
 def loss_of(model: nn.Module, step: int, job: Distributed | None) -> torch.Tensor:
@@ -56,10 +57,6 @@ def make_sharded(job: Distributed, size: dict[str, int] = MODEL, groups: int = 1
     return model, example.make_optimizer(model, 1e-2, job.device)
 
 
-def groups_of(job: Distributed) -> int:
-    return 2 if job.world_size == 4 else 1
-
-
 def save(job: Distributed, folder: Path) -> dict[str, Any]:
     """Train, compare the gradients with those of a model that is whole, and save."""
     torch.manual_seed(0)
@@ -82,7 +79,7 @@ def save(job: Distributed, folder: Path) -> dict[str, Any]:
 
 def load(job: Distributed, folder: Path) -> dict[str, Any]:
     """Four ranks have saved with one group and load with two."""
-    model, optimizer = make_sharded(job, groups=groups_of(job))
+    model, optimizer = make_sharded(job, groups=2 if job.world_size == 4 else 1)
     state = example.TrainingState(model, optimizer)
     example.load_latest(folder, state)
     return {"step": state.step, **digest(model, optimizer)}
@@ -146,7 +143,7 @@ def memory(job: Distributed, folder: Path) -> dict[str, Any]:
 def train(job: Distributed, folder: Path) -> None:
     """Run the example itself: four steps with HSDP, or resume and end after six."""
     example.setup_distributed = lambda backend: contextlib.nullcontext(job)
-    groups, steps = groups_of(job), 4 if job.world_size == 4 else 6
+    groups, steps = (2, 4) if job.world_size == 4 else (1, 6)
     sys.argv[1:] = [*words_of(MODEL), "--batch-size", "8", "--replicate", str(groups), "--steps", str(steps),
                     "--checkpoints", str(folder / "trained"), "--save-every", "2"]
     example.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", which needs no other rank
 
-from tests.unit.programs import ROOT, python
+from tests.unit.programs import python
 from utils.monitor.collectives import has_recorder, read_collectives
 
 CONFIG = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
@@ -52,9 +51,8 @@ def test_torch_with_one_recorder_for_all(group: None, trace: dict[str, object],
 
 
 @pytest.mark.parametrize(("limit", "times"), [("60", 1), ("None", 0)])
-def test_missing_recorder_is_reported_once(limit: str, times: int, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(f"from utils import setup_distributed\nsetup_distributed('gloo', hang_timeout={limit}).close()")
-    done = python(str(program), ranks=2, env={"TORCH_FR_BUFFER_SIZE": "0", "PYTHONPATH": str(ROOT)})
+def test_missing_recorder_is_reported_once(limit: str, times: int) -> None:
+    program = f"from utils import setup_distributed\nsetup_distributed('gloo', hang_timeout={limit}).close()"
+    done = python("-c", program, ranks=2, env={"TORCH_FR_BUFFER_SIZE": "0"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not record the collectives of gloo") == times, done.stderr

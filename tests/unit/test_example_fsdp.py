@@ -1,7 +1,6 @@
 """Example 07: gradients as without FSDP, checkpoints for any number of ranks, memory as predicted."""
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from typing import Any
@@ -18,14 +17,6 @@ COMMANDS = {4: ["save", "load", "refuse", "memory", "train"], 2: ["load", "memor
 
 def words_of(model: dict[str, int]) -> list[str]:
     return [word for name, value in model.items() for word in (f"--{name}", str(value))]
-
-
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("example07", ROOT / "examples" / "07_fsdp.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Example 06: its solver is exact where a solution is known, and its training learns."""
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -10,16 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.unit.programs import ROOT, python
+from tests.unit.programs import load_example, python
 
 
 @pytest.fixture(scope="module")
 def unet() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example06", ROOT / "examples" / "06_unet_fields.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("06_unet_fields")
 
 
 def test_uniform_flow_moves_a_wave_and_diffusion_damps_it(unet: ModuleType) -> None:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import struct
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.unit.programs import ROOT, python
+from tests.unit.programs import ROOT, load_example, python
 from utils.tools.read_run import read_run
 
 ONE_RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
@@ -30,25 +29,21 @@ def run(name: str, *options: str, cwd: Path, ranks: int = 1) -> str:
 
 @pytest.fixture
 def text_lm() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "03_text_lm.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("03_text_lm")
 
 
 @pytest.fixture
-def run_03(text_lm: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-           ) -> Iterator[Callable[..., str]]:
-    """Run 03 in this process, which has imported torch already."""
+def run_03(text_lm: ModuleType, one_rank: None, monkeypatch: pytest.MonkeyPatch,
+           capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
     def run_it(*options: str) -> str:
         monkeypatch.setattr(sys, "argv", ["03_text_lm.py", *options])
         assert text_lm.main() == 0
         return capfd.readouterr().out
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored afterwards
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for a busy core would spin
     yield run_it
+    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
 
 

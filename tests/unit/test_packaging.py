@@ -85,7 +85,7 @@ import pkg.mykit
 from pkg.mykit import LaunchError, setup_distributed
 
 for module in pkgutil.walk_packages(pkg.mykit.__path__, "pkg.mykit."):
-    if not module.name.endswith("__main__"):
+    if os.environ["RANK"] == "0" and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 assert "utils" not in sys.modules
 
