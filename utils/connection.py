@@ -10,9 +10,54 @@ import selectors
 import socket
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 Message = dict[str, Any]  # what json can write
+
+
+class ProtocolError(Exception):
+    """The peer sent what is no message; the text says what was wrong."""
+
+
+class Framing(Protocol):
+    """How messages become bytes. output: what it has to send itself."""
+
+    output: bytearray
+
+    def encode(self, message: Message) -> bytes: ...
+    def feed(self, data: bytes) -> list[Message]: ...
+
+
+class Lines:
+    """A framing: one JSON object per line."""
+
+    def __init__(self, longest_bytes: int) -> None:
+        self.output = bytearray()
+        self._longest_bytes = longest_bytes
+        self._unread = bytearray()
+
+    def encode(self, message: Message) -> bytes:
+        return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Return the messages that have arrived. Raises ProtocolError for any other bytes."""
+        self._unread += data
+        *lines, rest = bytes(self._unread).split(b"\n") if b"\n" in data else [self._unread]
+        if len(rest) >= self._longest_bytes:
+            raise ProtocolError("it sent no message; another program runs there")
+        self._unread = bytearray(rest)
+        messages = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                raise ProtocolError("it sent no message; another program runs there")
+            messages.append(message)
+        return messages
+
+
 _CHUNK_BYTES = 1 << 18
 _RETRANSMITS = 3  # in a row, which takes a second or more
 _HOST_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
@@ -25,15 +70,23 @@ class Connection:
     host_lost: it was closed because the other host does not respond; see keep_alive().
     """
 
-    def __init__(self, connected: socket.socket, *, longest_bytes: int = 1 << 26) -> None:
-        """Take over a connected socket. longest_bytes: maximum size of one message."""
+    def __init__(
+        self,
+        connected: socket.socket,
+        *,
+        longest_bytes: int = 1 << 26,
+        framing: Framing | None = None,
+    ) -> None:
+        """Take over a connected socket.
+
+        longest_bytes: maximum size of one message. framing: by default one JSON object per line.
+        """
         self.socket = connected
         self.closed = self.host_lost = False
         self.problem = ""
-        self._longest_bytes = longest_bytes
+        self.framing = framing or Lines(longest_bytes)
         self._can_send = True
         self._unsent = bytearray()
-        self._unread = bytearray()
         self._messages: deque[Message] = deque()
         connected.setblocking(False)
 
@@ -73,7 +126,7 @@ class Connection:
         """Send a message, or keep what the kernel does not take within `timeout` seconds."""
         if self.closed or not self._can_send:
             return
-        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self._unsent += self.framing.encode(message)
         self.flush()
         deadline = time.monotonic() + timeout
         while self._unsent and self._wait(select.POLLOUT, deadline):
@@ -81,6 +134,8 @@ class Connection:
 
     def flush(self) -> None:
         """Send what the kernel takes at once."""
+        self._unsent += self.framing.output
+        self.framing.output.clear()
         try:
             while self._unsent:
                 sent = self.socket.send(self._unsent[: 1 << 20])
@@ -111,6 +166,13 @@ class Connection:
             self._read()
         return self._messages.popleft() if self._messages else None
 
+    def wait_for_input(self, deadline: float) -> bool:
+        """Take what arrives next; False at the deadline, or when the connection has ended."""
+        if not self._wait(select.POLLIN, deadline):
+            return False
+        self._read()
+        return not self.closed
+
     def is_unacknowledged(self) -> bool:
         """Whether the other host acknowledges nothing: it is down or cut off. Linux only.
 
@@ -134,8 +196,8 @@ class Connection:
             return
         try:
             chunk = self.socket.recv(_CHUNK_BYTES)
-            while chunk and len(self._unread) < self._longest_bytes:
-                self._unread += chunk
+            while chunk:
+                self._messages.extend(self.framing.feed(chunk))
                 if len(chunk) < _CHUNK_BYTES:  # a selector reports the rest, and the end
                     break
                 chunk = self.socket.recv(_CHUNK_BYTES)
@@ -143,27 +205,13 @@ class Connection:
                 self._lose("it closed the connection")
         except BlockingIOError:
             pass
+        except ProtocolError as error:
+            self._lose(str(error))
         except OSError as error:
             self._note_lost_host(error)
             self._lose(error.strerror or str(error))
-        self._parse()
-
-    def _parse(self) -> None:
-        if b"\n" not in self._unread:
-            if len(self._unread) >= self._longest_bytes:
-                self._lose("it sent no message; another program runs there")
-            return
-        *lines, rest = bytes(self._unread).split(b"\n")
-        self._unread = bytearray(rest)
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
-                self._lose("it sent no message; another program runs there")
-                break
-            self._messages.append(message)
+        if self.framing.output:
+            self.flush()
 
     def _wait(self, event: int, deadline: float) -> bool:
         """Wait for an event of poll(2); False at the deadline or when the connection is closed."""

@@ -2,13 +2,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,14 +15,17 @@ from unittest.mock import Mock
 import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
+from tests.unit.notices import served
+from utils.channel import Channel, Loop, Secret
 from utils.host.cores import cpus_of_mask
-from utils.monitor.launch_report import VARIABLE, ReportListener, parse_address, report_saved
+from utils.monitor.launch_report import VARIABLE, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
 from utils.tools.launch.event_loop import CaughtSignals, EventLoop
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
-from utils.tools.launch.launch_connection import JoinReport
+from utils.tools.launch.launch_connection import ConnectionServer, Message, send
 from utils.tools.launch.launch_plan import Plan
 from utils.tools.launch.launch_result import LaunchResult
+from utils.tools.launch.rank_notices import RankNotices
 
 
 def joined(rank: int, host: str, local_rank: int | None = None) -> JoinedRank:
@@ -61,35 +63,42 @@ def test_ranks_on_other_hosts_than_planned(hosts: list[str], hint: str) -> None:
 class Joining:
     """A server, the ranks that have connected to it, and what both do."""
 
-    def __init__(self, report: ReportListener, loop: EventLoop) -> None:
-        self.report, self.loop, self.connections = report, loop, ExitStack()
-        self.server = JoinServer(planned(), report, loop, LaunchResult())
+    def __init__(self, notices: RankNotices, loop: EventLoop) -> None:
+        self.notices, self.loop = notices, loop
+        self.received: dict[Channel, list[Message]] = {}  # by each rank's end of its connection
+        self.server = JoinServer(planned(), notices, loop, LaunchResult())
 
-    def connect(self, **values: Any) -> socket.socket:
-        addresses, port, token = parse_address(self.report.variables[VARIABLE])
-        connection = self.connections.enter_context(socket.create_connection((addresses[0], port), timeout=10))
+    def connect(self, *, secret: str = "", **values: Any) -> Channel:
+        addresses, port, right = parse_address(self.notices.variables[VARIABLE])
+        peer = Channel(socket.create_connection((addresses[0], port), timeout=10),
+                       Secret((secret or right).encode()), {"role": "rank", "instance": "0" * 16})
+        self.received[peer] = []
         rank = values["rank"]
-        message = {"token": token, "world_size": 3, "host": ["n2" if rank == 2 else "n1"], "reached": "10.0.0.9",
+        message = {"world_size": 3, "host": ["n2" if rank == 2 else "n1"], "reached": "10.0.0.9",
                    "cores": {"mask": f"{1 << rank:x}", "gpu_nodes": []}, "process": [rank, 1, "pid:[1]"], **values}
-        connection.sendall(json.dumps({"join": message}).encode() + b"\n")
-        return connection
+        send(peer, {"join": message})  # type: ignore[typeddict-item]
+        return peer
 
-    def join(self, *ranks: dict[str, Any]) -> list[socket.socket]:
-        connections = [self.connect(**values) for values in ranks]
+    def join(self, *ranks: dict[str, Any]) -> list[Channel]:
+        peers = [self.connect(**values) for values in ranks]
         self.serve()
-        return connections
+        return peers
 
     def serve(self) -> None:
         for _ in range(20):
             self.loop.run_once(0.02)
+            for peer, messages in self.received.items():
+                messages += [message["content"] for message in peer.receive()]
 
 
 @pytest.fixture
 def joining() -> Iterator[Joining]:
-    with ReportListener() as report, CaughtSignals() as signals, closing(EventLoop(signals)) as loop:
-        made = Joining(report, loop)
-        with made.connections, closing(made.server):
+    with RankNotices(4) as notices, CaughtSignals() as signals, closing(EventLoop(signals)) as loop:
+        made = Joining(notices, loop)
+        with closing(made.server):
             yield made
+        for peer in made.received:
+            peer.close()
 
 
 ALL = [{"rank": rank} for rank in (0, 1, 2)]
@@ -101,29 +110,26 @@ ALL = [{"rank": rank} for rank in (0, 1, 2)]
     ([{"rank": 0}, {"rank": 0}], "srun has started rank 0 twice"),
     ([{"rank": 0}, {"rank": 1}, {"rank": 2, "host": ["n1"]}],
      "srun has started 3 ranks (3 on n1). Expected 3 ranks (2 on n1, 1 on n2)"),
-    ([{"rank": 0, "token": "no"}], "")])
+    ([{"rank": 0, "secret": "no"}], "")])
 def test_launch_that_is_not_the_plan_fails(joining: Joining, ranks: list[dict[str, object]], message: str) -> None:
-    clients, server = joining.join(*ranks), joining.server
-    server.close()
+    joining.join(*ranks)
+    server = joining.server
     assert message in server.problem and bool(message) == bool(server.problem) and not server.complete
-    for client in clients:
-        with client.makefile() as stream:
-            assert "variables" not in stream.read()
+    assert not any("variables" in one for messages in joining.received.values() for one in messages)
 
 
 def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining) -> None:
     """Slurm may end the watch of a host together with the ranks there."""
     ranks = joining.join(*ALL)
     for rank, masks, processes in zip(ranks, (["1", "2"], ["1", "2"], ["4"]), ([0, 1], [], [2]), strict=True):
-        with rank.makefile() as stream:
-            found = json.loads(stream.readline())
+        [found] = joining.received[rank]
         assert [one["mask"] for one in found["cores"]] == masks
         assert [pid for pid, *_ in found["processes"]] == processes
     for closed in (1, 2):
         ranks[closed].close()
         joining.serve()
         assert joining.server.ended_at is None
-    ranks[0].sendall(b'{"ended": true}\n')
+    send(ranks[0], {"ended": True})
     ranks[0].close()
     joining.serve()
     assert joining.server.ended_at is not None
@@ -132,7 +138,7 @@ def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining
 @pytest.mark.parametrize("rank", [0, 2])
 def test_host_of_rank_0_reports_a_missing_group(joining: Joining, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = joining.join(*ALL)
-    ranks[rank].sendall(b'{"copies": true}\n')
+    send(ranks[rank], {"copies": True})
     joining.serve()
     assert ("3 independent copies of train.py are running" in capfd.readouterr().err) == (rank == 0)
 
@@ -161,38 +167,51 @@ def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("wrong", ["0123456789abcdef", "\u00e9", "\udcff"])
 def test_a_notice_with_another_secret_is_ignored(wrong: str) -> None:
+    with served() as notices:
+        addresses, port, _ = parse_address(notices.variables[VARIABLE])
+        assert not report_saved({VARIABLE: f"{addresses[0]}/{port}/{wrong}"}) and not notices.saved
+        assert report_saved(notices.variables) and notices.saved
+
+
+def test_the_listener_uses_the_ports_that_ranks_reach() -> None:
     ports = range(31500, 31600)
-    with ReportListener(ports=ports) as one, ReportListener(ports=ports) as other:
-        addresses, port, _ = parse_address(one.variables[VARIABLE])
-        assert report_saved({VARIABLE: f"{addresses[0]}/{port}/{wrong}"})
-        one.receive()
-        assert not one.saved
-        assert port in ports and parse_address(other.variables[VARIABLE])[1] in {*ports} - {port}
+    with RankNotices(1, ports) as one, RankNotices(1, ports) as other:
+        used = {parse_address(each.variables[VARIABLE])[1] for each in (one, other)}
+        assert len(used) == 2 and used <= {*ports}
 
 
-def started(report: ReportListener, *program: str,
-            output_dir: str = "", binding: str = "") -> tuple[subprocess.Popen[str], socket.socket, JoinReport]:
-    """rank_start.py as an mpiexec starts it, its connection, and its report."""
-    environ = {"PATH": os.environ["PATH"], **report.variables, "PMI_RANK": "0", "PMI_SIZE": "1",
-               "DDPKIT_CPU_BIND": binding}
-    words = module_command(sys.executable, "rank_start", [os.getcwd(), "", "", output_dir, *program])
-    process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    connection = report.listener.accept()[0]
-    with connection.makefile("rb") as stream:
-        return process, connection, json.loads(stream.readline())["join"]
+class OneRank(ConnectionServer):
+    """A launch of one rank, which it sends these variables."""
+
+    report: dict[str, Any] = {}
+
+    def identify(self, peer: Channel, message: Message) -> int:
+        self.report = message["join"]  # type: ignore[assignment]
+        return 0
+
+
+@contextmanager
+def started(*program: str, output_dir: str = "", binding: str = "") -> Iterator[
+        tuple[subprocess.Popen[str], OneRank]]:
+    """rank_start.py as an mpiexec starts it, once it has joined this launch."""
+    with RankNotices(1) as notices, closing(Loop()) as loop:
+        environ = {"PATH": os.environ["PATH"], **notices.variables, "PMI_RANK": "0", "PMI_SIZE": "1",
+                   "DDPKIT_CPU_BIND": binding}
+        words = module_command(sys.executable, "rank_start", [os.getcwd(), "", "", output_dir, *program])
+        process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with closing(OneRank(notices.listener, loop, notices.secret, 1)) as server:
+            while not server.clients:
+                loop.run_once(10)
+            yield process, server
 
 
 def test_program_without_the_kit_is_bound_to_its_share_of_the_cores() -> None:
     last = max(os.sched_getaffinity(0))
-    with ReportListener() as report:
-        process, connection, received = started(
-            report, "sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS",
-            binding=f"list:0:{last}")
-        with connection:
-            cores = received["cores"]
-            variables = {"RANK": "0", "LOCAL_RANK": "1"}
-            connection.sendall(json.dumps({"variables": variables, "cores": [cores, cores]}).encode() + b"\n")
-            output, errors = process.communicate(timeout=30)
+    program = ["sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS"]
+    with started(*program, binding=f"list:0:{last}") as (process, server):
+        cores = server.report["cores"]
+        send(server.clients[0], {"variables": {"RANK": "0", "LOCAL_RANK": "1"}, "cores": [cores, cores]})
+        output, errors = process.communicate(timeout=30)
     assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
     assert output.split()[1:] == [str(last), "1"]
 
@@ -200,8 +219,7 @@ def test_program_without_the_kit_is_bound_to_its_share_of_the_cores() -> None:
 def test_output_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "logs")
-    with ReportListener() as report:
-        process, connection, received = started(report, "true", output_dir=folder)
-        connection.close()
+    with started("true", output_dir=folder) as (process, server):
+        server.close()
         process.communicate(timeout=30)
-    assert f"the output folder {folder} cannot be written (Not a directory)" in received["problem"]
+    assert f"the output folder {folder} cannot be written (Not a directory)" in server.report["problem"]

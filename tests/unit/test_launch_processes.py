@@ -19,7 +19,6 @@ from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
 from utils.host import process
 from utils.host.cores import parse_ranges
 from utils.job import exclude_file
-from utils.monitor.launch_report import FirstCause
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator
@@ -27,7 +26,7 @@ from utils.tools.launch.host_ranks import shares_of_ranks, start_on_host
 from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.launch.launch_connection import connect
 from utils.tools.launch.launch_plan import Mpiexec, Plan
-from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
+from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, FirstCause, LaunchResult
 from utils.tools.launch.methods import Mpich
 from utils.tools.launch.run_plan import run
 
@@ -228,7 +227,7 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
 def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> None:
     result = LaunchResult()
     plan, listener = make(job("pbs", (1, 1, 1)), PBS), Mock(getsockname=lambda: ("", 1))
-    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), result)
+    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), Mock(launch_secret="secret"), result)
     for index in (1, 2):
         coordinator.clients[index] = Mock(host_lost=index == 1)
         coordinator.client_lost(index)
@@ -284,5 +283,5 @@ def test_refusal_at_one_address_does_not_shorten_the_wait_for_others(
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=errors))
     monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now[-1] + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: now[-1])
-    assert connect(["10.0.0.1", "172.17.0.1"], 1) is None
+    assert connect(["10.0.0.1", "172.17.0.1"], 1, "secret", "rank") is None
     assert expected <= now[-1] < expected + 1

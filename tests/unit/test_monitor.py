@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 
 from tests.cluster.hosts import wait_until
+from tests.unit.notices import served
 from utils.connection import Connection
 from utils.monitor.hang import Group
-from utils.monitor.launch_report import VARIABLE, ReportListener, report_first_cause
+from utils.monitor.launch_report import VARIABLE, report_first_cause
 from utils.monitor.monitor import Monitor, Peer
 
 Sockets = list[list[socket.socket]]  # of each rank
@@ -102,16 +103,14 @@ def test_first_cause_reaches_launch_py(
     for end in sockets[dead]:
         end.shutdown(socket.SHUT_RDWR)
     cause = ranks[reporter].find_cause("lost")
-    with ReportListener() as launch_py:
+    with served() as launch_py:
         monkeypatch.setenv(VARIABLE, launch_py.variables[VARIABLE])
         ranks[reporter].report_to_launcher(cause)
-        wait_until(lambda: launch_py.receive() or launch_py.first_cause is not None, "the notice")
+        wait_until(lambda: launch_py.first_cause is not None, "the notice")
         assert launch_py.first_cause == (cause, dead, False)
         report_first_cause(cause)  # by a rank that does not know whose it is
-        launch_py.receive()
         assert launch_py.first_cause == (cause, dead, False)
         report_first_cause("another")
-        launch_py.receive()
         assert launch_py.first_cause == ("another", None, False)
 
 

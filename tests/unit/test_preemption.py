@@ -25,7 +25,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.cluster.hosts import wait_until
-from utils.monitor.launch_report import VARIABLE, ReportListener
+from tests.unit.notices import served
+from utils.monitor.launch_report import VARIABLE
 from utils.preemption import EXIT_REQUEUE, StopSignal, shield_worker, stop_signal
 from utils.preemption.agreement import StopAgreement
 from utils.preemption.sources import SourceThreads, StopCommand, StopFile, TimeLimit
@@ -217,10 +218,8 @@ def test_a_store_lost_before_a_stop_lets_the_run_go_on() -> None:
 def test_leaving_a_stop_reports_that_all_have_saved(
         requests: bool, error: BaseException | None, listens: bool, status: int, saved: bool,
         monkeypatch: pytest.MonkeyPatch) -> None:
-    with ReportListener() as listener:
-        monkeypatch.setenv(VARIABLE, listener.variables[VARIABLE])
-        if not listens:
-            listener.listener.close()
+    with served() as notices:
+        monkeypatch.setenv(VARIABLE, notices.variables[VARIABLE] if listens else "127.0.0.1/1/secret")
         with contextlib.suppress(SystemExit, OSError), StopSignal() as stop:
             if requests:
                 stop.request("a test")
@@ -230,8 +229,7 @@ def test_leaving_a_stop_reports_that_all_have_saved(
                 raise error
         assert stop.exit_status == status
         if listens:
-            listener.receive()
-            assert listener.saved == saved
+            assert notices.saved == saved
 
 
 FAILED = ValueError("the scheduler does not respond")

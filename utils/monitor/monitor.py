@@ -284,6 +284,8 @@ class Monitor:
             return 0.05
         if self._watch is None:
             return 1.0 if self._lost else None
+        if self._leaving or self._hang_announced:  # there are no more heartbeats
+            return 0.2
         return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
 
     def _read(self, connection: Connection) -> None:

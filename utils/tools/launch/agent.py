@@ -11,14 +11,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import cast
 
+from ... import connection
+from ...channel import Channel
+from ...monitor.launch_report import VARIABLE
 from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop
 from .host_ranks import start_on_host
 from .host_readiness import ReservedPort, problem_with
-from .launch_connection import LaunchConnection, Message, StartOrder, connect
+from .launch_connection import Message, StartOrder, connect, send
 from .nested import GroupWatch
 from .rank_environment import rank_environment
+from .rank_notices import secret_of_ranks
 from .rank_output import Outputs
 
 SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
@@ -30,8 +35,8 @@ _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
 class Agent:
     """The ranks of this host, led by the coordinator at the other end of the connection."""
 
-    def __init__(self, connection: LaunchConnection, signals: CaughtSignals) -> None:
-        self._connection = connection
+    def __init__(self, connection: Channel, secret: str, signals: CaughtSignals) -> None:
+        self._connection, self._secret = connection, secret
         self._loop = EventLoop(signals)
         self._outputs = Outputs(self._loop, self._send_output)
         self._port: ReservedPort | None = None
@@ -57,19 +62,23 @@ class Agent:
                 while processes.running:
                     self._step(processes, watch)
                 if watch.ended_without_group(time.monotonic()):
-                    self._connection.send({"copies": False})
+                    self._send({"copies": False})
                 lost = self._connection.closed
                 self._outputs.drain(_DRAIN_SECONDS, self._wait)
             self._outputs.drain(0.0, self._wait)
-            self._connection.send({"done": True})
+            self._send({"done": True})
             self._wait_for_coordinator()
             return int(lost)
 
-    def _receive(self, connection: LaunchConnection, message: Message) -> None:
+    def _send(self, message: Message) -> None:
+        send(self._connection, message)
+
+    def _receive(self, _: Channel, received: connection.Message) -> None:
+        message = cast(Message, received["content"])
         if "check" in message:
             problem = problem_with(*message["check"])
             self._port = ReservedPort()  # for as long as this process lives
-            self._connection.send({"ready": (problem, self._port.port)})
+            self._send({"ready": (problem, self._port.port)})
         if "start" in message:
             self._order = message["start"]
         if "signal" in message:
@@ -79,6 +88,7 @@ class Agent:
 
     def _start(self, processes: Processes, order: StartOrder) -> None:
         same_host = order["host"] == socket.gethostname()
+        order["environ"][VARIABLE] += secret_of_ranks(self._secret)
         start_on_host(
             order["processes"],
             rank_environment(order["environ"], os.environ, same_host=same_host),
@@ -91,7 +101,7 @@ class Agent:
         """Wait for something to happen and handle it."""
         now = time.monotonic()
         for message in watch.messages(now):
-            self._connection.send(message)
+            self._send(message)
         self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held())
         self._loop.signals.take()  # launch.py passes each stop on
         if self._end_requested or self._connection.closed:
@@ -100,7 +110,7 @@ class Agent:
             processes.stop(number, to_workers=to_workers)
         self._stops.clear()
         for index, status in processes.ended():
-            self._connection.send({"exit": (index, status)})
+            self._send({"exit": (index, status)})
 
     def _wait(self, *timeouts: float | None) -> None:
         """Run the loop once, at most for the shortest timeout (seconds), and pass output on."""
@@ -109,7 +119,7 @@ class Agent:
 
     def _send_output(self, stream: int, text: bytes, index: int) -> None:
         decoded = text.decode(errors="surrogateescape")
-        self._connection.send({"output": (stream, decoded, index)})
+        self._send({"output": (stream, decoded, index)})
 
     def _wait_for_coordinator(self) -> None:
         """Wait until the coordinator has everything: it closes the connection then."""
@@ -141,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
         index = str(detect().rank)
     secret = _secret()
     with CaughtSignals() as signals:
-        reached = connect(addresses.split(","), int(port))
+        reached = connect(addresses.split(","), int(port), secret, "agent")
         if reached is None:
             print(
                 f"launch.py: error: on {socket.gethostname()} launch.py cannot be reached at "
@@ -151,5 +161,5 @@ def main(arguments: Sequence[str]) -> int:
             )
             return 1
         connection, address = reached
-        connection.send({"hello": (int(index), secret, address, socket.gethostname())})
-        return Agent(connection, signals).run()
+        send(connection, {"hello": (int(index), address, socket.gethostname())})
+        return Agent(connection, secret, signals).run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import signal
 import socket
@@ -10,7 +9,9 @@ import time
 from collections import Counter
 from contextlib import ExitStack, closing
 
+from ...channel import Channel, Secret
 from ...host import network
+from ...monitor.launch_report import VARIABLE
 from . import agent
 from .bootstrap import module_command
 from .child_processes import Processes
@@ -18,16 +19,12 @@ from .event_loop import CaughtSignals, EventLoop
 from .host_ranks import host_processes, signals_workers
 from .host_readiness import checksum_of
 from .hosts import index_of
-from .launch_connection import (
-    ConnectionServer,
-    LaunchConnection,
-    Message,
-    StartOrder,
-)
+from .launch_connection import ConnectionServer, Message, StartOrder, peer_address, send
 from .launch_plan import Plan
 from .launch_result import LaunchResult, describe_status
-from .native_launch import start_command
+from .native_launch import more_open_files, start_command
 from .nested import GroupReports
+from .rank_notices import NoticeServer, RankNotices
 from .rank_output import labelled, write_output
 
 START_SECONDS = 120.0  # until every agent has connected
@@ -36,15 +33,24 @@ _STARTER_SECONDS = 3.0
 _SHOWN = 8  # hosts in a message
 
 
-def run_agents(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
+def run_agents(
+    plan: Plan,
+    launch_id: str,
+    signals: CaughtSignals,
+    notices: RankNotices,
+    result: LaunchResult,
+) -> None:
     """Run the plan with an agent on each host, and note the result."""
     with (
         Processes(launch_id) as processes,
         ExitStack() as files,
         socket.create_server(("", 0), backlog=len(plan.hosts) + 16) as listener,
         closing(EventLoop(signals)) as loop,
+        closing(NoticeServer(notices, loop)),
     ):
-        coordinator = Coordinator(plan, launch_id, processes, files, listener, loop, result)
+        coordinator = Coordinator(
+            plan, launch_id, processes, files, listener, loop, notices, result
+        )
         coordinator.run()
         coordinator.wait_for_starters()
 
@@ -63,14 +69,14 @@ class Coordinator(ConnectionServer):
         files: ExitStack,
         listener: socket.socket,
         loop: EventLoop,
+        notices: RankNotices,
         result: LaunchResult,
     ) -> None:
-        super().__init__(listener, loop)
+        self._notices = notices
+        secret = Secret(os.fsencode(notices.launch_secret))
+        super().__init__(listener, loop, secret, len(plan.hosts))
         self._plan, self._id, self._processes = plan, launch_id, processes
-        self._result, self._files, self._loop = result, files, loop
-        # Everybody on a host can read a command line. PBS gives each task of a job a secret;
-        # elsewhere agents get one in their environment or on their standard input.
-        self._token = plan.method.job_secret() or os.urandom(16).hex()
+        self._result, self._files, self._signals = result, files, loop.signals
         self._port = listener.getsockname()[1]
 
         self._starters: list[tuple[int, ...]] = []  # hosts of each command that starts agents
@@ -87,13 +93,19 @@ class Coordinator(ConnectionServer):
     def run(self) -> None:
         """Run until every agent is done or lost."""
         self._start_agents()
+        with more_open_files(2 * len(self._plan.hosts) + 64):
+            self._serve()
+        self.close()
+
+    def _serve(self) -> None:
+        """Handle what happens until every agent is done or lost."""
         limit = time.monotonic() + START_SECONDS
         while len(self._done) < len(self._plan.hosts):
             # Before all ranks run, and once something has failed, deadlines are near.
             calm = self._ranks_started and self._result.failed_at is None
             self._loop.run_once(10.0 if calm else 0.2)
             now = time.monotonic()
-            for number in self._loop.signals.take():
+            for number in self._signals.take():
                 self._stop(number, now)
             self._check_starters(now)
             if not self._ranks_started and now > limit:
@@ -104,14 +116,13 @@ class Coordinator(ConnectionServer):
                     now,
                 )
             self._end_if_failed(now)
-        self.close()
 
     def wait_for_starters(self) -> None:
         """Let the commands that started agents end by themselves: they may have output left."""
         limit = time.monotonic() + (_STARTER_SECONDS if self._ranks_started else 0)
         while self._processes.running and time.monotonic() < limit:
             self._loop.run_once(0.1)
-            self._loop.signals.take()
+            self._signals.take()
             self._processes.ended()
         if self._plan.method.kill_when_done:
             self._processes.signal(signal.SIGKILL)
@@ -125,7 +136,7 @@ class Coordinator(ConnectionServer):
             arguments = [addresses, str(self._port), index]
             return module_command(self._plan.python, "agent", arguments)
 
-        secret = {agent.SECRET_VARIABLE: self._token}
+        secret = {agent.SECRET_VARIABLE: self._notices.launch_secret}
         for start in self._plan.method.agent_starts(self._plan, agent_words, secret):
             self._starters.append(start.hosts)
             if start.by_native_launcher:
@@ -153,15 +164,9 @@ class Coordinator(ConnectionServer):
                 )
                 self._done.update(host for host in hosts if host not in self.clients)
 
-    def identify(self, connection: LaunchConnection, message: Message) -> int | None:
-        hello = message.get("hello")
-        if not isinstance(hello, list) or len(hello) != 4:
-            return None
-        index, token, reached, host = hello
-        # As bytes: compare_digest() takes no strings with other characters than ASCII.
-        known = hmac.compare_digest(str(token).encode(errors="replace"), self._token.encode())
-        in_plan = isinstance(index, int) and 0 <= index < len(self._plan.hosts)
-        if not known or not in_plan or index in self.clients:
+    def identify(self, peer: Channel, message: Message) -> int | None:
+        index, reached, host = message["hello"]
+        if not 0 <= index < len(self._plan.hosts) or index in self.clients:
             return None
         self._host_names[index] = str(host)
         self._reached[str(reached)] += 1
@@ -215,25 +220,29 @@ class Coordinator(ConnectionServer):
     def _start_ranks(self) -> None:
         self._ranks_started = True
         plan = self._plan
-        addresses = [self.clients[index].peer_address for index in range(len(plan.hosts))]
+        addresses = [peer_address(self.clients[index]) for index in range(len(plan.hosts))]
         address = addresses[0]
         if address in network.local_addresses() and len(addresses) > 1:
             # Rank 0 is on this host: the others reach it as the agents have reached us.
             address = self._reached.most_common(1)[0][0]
 
         torchrun = plan.options.torchrun
-        for index, connection in self.clients.items():
+        for index, peer in self.clients.items():
             order = StartOrder(
                 launch_id=f"{self._id}.{index}",
                 host=socket.gethostname(),
-                environ=dict(plan.method.agent_environment(plan.environ)),
+                # An agent adds the secret: what it is sent, others may read.
+                environ={
+                    **plan.method.agent_environment(plan.environ),
+                    VARIABLE: self._notices.address,
+                },
                 output_dir="" if torchrun else plan.options.output_dir,
                 watched_ranks=plan.ranks[index] if plan.is_watched else 0,
                 processes=host_processes(
                     plan, index, address, str(self._rank_0_port), addresses[index]
                 ),
             )
-            connection.send({"start": order})
+            send(peer, {"start": order})
 
     # Running
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Protocol
+
+from ...channel import Loop
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
 
 
 class CaughtSignals:
@@ -66,36 +61,10 @@ class CaughtSignals:
         return taken
 
 
-class EventLoop:
-    """Calls a handler for each source that is ready.
-
-    Signals only end the wait: whoever runs the loop takes them from `signals`.
-    """
+class EventLoop(Loop):
+    """A loop whose wait signals end, too: whoever runs it takes them from `signals`."""
 
     def __init__(self, signals: CaughtSignals) -> None:
+        super().__init__()
         self.signals = signals
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(signals, selectors.EVENT_READ)
-
-    def close(self) -> None:
-        self._selector.close()
-
-    def add(self, source: HasFileno | int, handler: Callable[[int], None]) -> None:
-        """Call handler(events) whenever the source can be read, until remove()."""
-        self._selector.register(source, selectors.EVENT_READ, handler)
-
-    def set_events(self, source: HasFileno | int, events: int) -> None:
-        """Wait for these events of a source, such as selectors.EVENT_WRITE."""
-        key = self._selector.get_key(source)
-        if key.events != events:
-            self._selector.modify(source, events, key.data)
-
-    def remove(self, source: HasFileno | int) -> None:
-        self._selector.unregister(source)
-
-    def run_once(self, *timeouts: float | None) -> None:
-        """Wait for an event, at most for the shortest timeout (seconds), and call its handler."""
-        timeout = min((seconds for seconds in timeouts if seconds is not None), default=None)
-        for key, events in self._selector.select(timeout):
-            if key.data is not None:
-                key.data(events)
+        self.add(signals, lambda _: None)

@@ -5,23 +5,23 @@ rank_start.py is the other end of each connection.
 
 from __future__ import annotations
 
-import errno
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ... import connection
+from ...channel import Channel, Loop
 from ...host import network
 from ...job.allocation import short_name
-from ...monitor.launch_report import ReportListener
 from . import rank_environment as environment
-from .event_loop import EventLoop
 from .host_ranks import RankMask
-from .launch_connection import ConnectionServer, JoinReport, LaunchConnection, Message
+from .launch_connection import ConnectionServer, JoinReport, Message, peer_address, send
 from .launch_plan import Plan
 from .launch_result import LaunchResult
 from .nested import GroupReports
+from .rank_notices import RankNotices
 
 START_SECONDS = 120.0  # from one rank to the next, until all have joined
 _SHOWN = 8  # ranks or hosts in a message
@@ -49,11 +49,9 @@ class JoinServer(ConnectionServer):
     started the watch there, until that ends. handled: see Message, by such a rank.
     """
 
-    def __init__(
-        self, plan: Plan, report: ReportListener, loop: EventLoop, result: LaunchResult
-    ) -> None:
-        super().__init__(report.listener, loop)
-        self._plan, self._report = plan, report
+    def __init__(self, plan: Plan, notices: RankNotices, loop: Loop, result: LaunchResult) -> None:
+        super().__init__(notices.listener, loop, notices.secret, plan.world_size)
+        self._plan, self._notices = plan, notices
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
         self._groups = GroupReports(plan, result)
@@ -103,11 +101,14 @@ class JoinServer(ConnectionServer):
             return []
         return [host for host in self._plan.hosts if short_name(host) not in found][:_SHOWN]
 
-    def identify(self, connection: LaunchConnection, message: Message) -> int | None:
-        report = message.get("join", message)
-        if not self._report.note(report) or "join" not in message:
-            return None  # an unknown client, or rank 0's notice that all have saved
-        joined = self._checked(message["join"], connection)
+    def receive(self, peer: Channel, message: connection.Message) -> None:
+        if message["kind"] == "notice":
+            self._notices.note(peer, message)
+        else:
+            super().receive(peer, message)
+
+    def identify(self, peer: Channel, message: Message) -> int | None:
+        joined = self._checked(message["join"], peer)
         if joined is None:
             return None
         self._joined[joined.rank] = joined
@@ -135,14 +136,15 @@ class JoinServer(ConnectionServer):
         for rank, variables in variables_of.items():
             on_host = by_host[variables["NODE_RANK"]]
             processes = [one.process for one in on_host] if rank in self.watched else []
-            self.clients[rank].send(
+            send(
+                self.clients[rank],
                 {
                     "variables": variables,
                     "num_hosts": num_hosts,
                     "cores": [one.cores for one in on_host],
                     "watched_ranks": len(on_host) if self._plan.is_watched else 0,
                     "processes": processes,
-                }
+                },
             )
 
     def handle(self, index: int, message: Message) -> None:
@@ -163,22 +165,14 @@ class JoinServer(ConnectionServer):
             host = self._joined[index].host[0]
             self._fail(f"rank {index} on {host} ended before all ranks had joined")
 
-    def accept_failed(self, error: OSError) -> None:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            self._fail(
-                f"{self.missing()}, because launch.py may open no more files ({error.strerror}). "
-                "Expected one connection for each rank. Raise `ulimit -n` on "
-                f"{socket.gethostname()}"
-            )
+    def out_of_files(self, error: OSError) -> None:
+        self._fail(
+            f"{self.missing()}, because launch.py may open no more files ({error.strerror}). "
+            "Expected one connection for each rank. Raise `ulimit -n` on "
+            f"{socket.gethostname()}"
+        )
 
-    def close(self) -> None:
-        # Rank 0's notice that all have saved may have arrived this moment.
-        for connection in self.unknown:
-            for message in connection.receive():
-                self._report.note(message)
-        super().close()
-
-    def _checked(self, report: JoinReport, connection: LaunchConnection) -> JoinedRank | None:
+    def _checked(self, report: JoinReport, peer: Channel) -> JoinedRank | None:
         """Return a rank's report if it matches the plan; else fail the launch."""
         host = tuple(map(str, report["host"]))
         who = f"rank {report['rank']}" if "rank" in report else "a rank"
@@ -206,7 +200,7 @@ class JoinServer(ConnectionServer):
             rank,
             report.get("local_rank"),
             host,
-            connection.peer_address,
+            peer_address(peer),
             str(report["reached"]),
             int(report.get("port", 0)),
             report["cores"],

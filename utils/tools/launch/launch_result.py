@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-
-from ...monitor.launch_report import FirstCause
+from typing import NamedTuple
 
 # Seconds from the first failure until the other ranks are ended: they may report what they know.
 END_DELAY = 0.5
@@ -44,6 +43,14 @@ def describe_status(status: int) -> str:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+class FirstCause(NamedTuple):
+    """What failed first, as the ranks report it."""
+
+    text: str
+    rank: int | None  # None where it is not one rank
+    is_over: bool = False  # all ranks end: a host is lost, or they hang
 
 
 class LaunchResult:

@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
-from ...monitor.launch_report import ReportListener
 from . import remote_shell
 from .bootstrap import module_command
 from .child_processes import HELD, Processes
@@ -26,6 +25,7 @@ from .host_readiness import checksum_of
 from .join import JoinServer
 from .launch_plan import HOST_FILE, REMOTE_SHELL, Plan
 from .launch_result import LaunchResult, describe_status, print_error, print_status
+from .rank_notices import RankNotices
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
 RETURN_SECONDS = 60.0  # after the end of all ranks
@@ -37,7 +37,7 @@ def run_native_launcher(
     plan: Plan,
     launch_id: str,
     signals: CaughtSignals,
-    report: ReportListener,
+    notices: RankNotices,
     result: LaunchResult,
 ) -> None:
     """Run the plan with the plan's native launcher, and note the result."""
@@ -46,7 +46,7 @@ def run_native_launcher(
         ExitStack() as files,
         closing(EventLoop(signals)) as loop,
     ):
-        _NativeLaunch(plan, processes, files, report, loop, result).run()
+        _NativeLaunch(plan, processes, files, notices, loop, result).run()
 
 
 class _NativeLaunch:
@@ -57,14 +57,14 @@ class _NativeLaunch:
         plan: Plan,
         processes: Processes,
         files: ExitStack,
-        report: ReportListener,
+        notices: RankNotices,
         loop: EventLoop,
         result: LaunchResult,
     ) -> None:
         self._plan, self._processes, self._files = plan, processes, files
-        self._report, self._loop = report, loop
+        self._notices, self._loop = notices, loop
         self._program = os.path.basename(plan.method.path)
-        self._ranks = JoinServer(plan, report, loop, result)
+        self._ranks = JoinServer(plan, notices, loop, result)
         self._result = result
         self._errors: SrunErrors | None = None
         self._rank_failed_at: float | None = None
@@ -89,7 +89,7 @@ class _NativeLaunch:
             self._loop.add(self._errors, self._read_errors)
 
         # The command has started: it and the ranks keep the user's limit of open files.
-        with _more_open_files(2 * self._plan.world_size + 64):
+        with more_open_files(2 * self._plan.world_size + 64):
             status = self._wait_for_end()
             if self._errors is not None:
                 self._errors.drain()
@@ -139,7 +139,7 @@ class _NativeLaunch:
     def _end_if_failed(self, now: float) -> None:
         """End the command if it still runs long after a rank failed: it waits for a dead host."""
         first = self._errors.first if self._errors is not None else None
-        reported = self._report.first_cause  # after an exception, a program may go on or try again
+        reported = self._notices.first_cause  # after an exception, a program may go on or try again
         if self._rank_failed_at is None and (first or reported and reported.is_over):
             self._rank_failed_at = now
         if self._rank_failed_at is None or self._ending:
@@ -212,8 +212,7 @@ class _NativeLaunch:
 
         by_signal: whether a signal has ended the command itself.
         """
-        self._report.receive()
-        if self._report.saved or not status and self._ranks.complete:
+        if self._notices.saved or not status and self._ranks.complete:
             return status
 
         first = self._errors.first if self._errors is not None else None
@@ -260,8 +259,8 @@ def rank_arguments(plan: Plan) -> list[str]:
 
 
 @contextmanager
-def _more_open_files(count: int) -> Iterator[None]:
-    """Raise the limit of open files: each rank holds a connection until all have joined."""
+def more_open_files(count: int) -> Iterator[None]:
+    """Raise the limit of open files for a while: each rank or agent holds a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         limit = count if hard == resource.RLIM_INFINITY else min(count, hard)

@@ -18,12 +18,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from ...channel import Channel
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
 from . import proc_reader
 from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
 from .host_ranks import divides_cores
-from .launch_connection import CONNECT_SECONDS, LaunchConnection, Message
+from .launch_connection import CONNECT_SECONDS, Message, send
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
 
@@ -313,7 +314,7 @@ def _all_await(pids: Iterable[int], number: int) -> bool:
     return all(proc_reader.awaits_signal(pid, number) for pid in pids)
 
 
-def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Message) -> None:
+def report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
     """Start a process that reports to launch.py on the ranks of this host.
 
     It reports their groups, which signals of HELD all of them handle, and their end.
@@ -330,11 +331,11 @@ def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Mess
             signal.signal(number, signal.SIG_IGN)
         if os.fork():
             return
-        os.closerange(0, connection.fileno())
-        os.closerange(connection.fileno() + 1, 65536)
+        os.closerange(0, peer.fileno())
+        os.closerange(peer.fileno() + 1, 65536)
         ranks, namespace = response["processes"], process.namespace("pid")
         poll = select.poll()  # select() takes no descriptor above 1023
-        poll.register(connection, select.POLLIN)
+        poll.register(peer, select.POLLIN)
         for pid, _, _ in ranks:
             with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
                 poll.register(os.pidfd_open(pid), select.POLLIN)
@@ -344,19 +345,19 @@ def report_on_ranks(connection: LaunchConnection, launch_id: str, response: Mess
         hidden = any(there != namespace for _, _, there in ranks)
         while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
             for message in watch.messages(time.monotonic()):
-                connection.send(message, timeout=CONNECT_SECONDS)
+                send(peer, message, CONNECT_SECONDS)
             seconds = watch.next_look or _LONGEST_SECONDS
             before, handled = handled, [int(one) for one in HELD if _all_await(seen, one)]
             if handled != before:
-                connection.send({"handled": handled}, timeout=CONNECT_SECONDS)
+                send(peer, {"handled": handled}, CONNECT_SECONDS)
             if len(handled) < len(HELD):  # a program without handlers is looked at less and less
                 seconds = min(seconds, max(HANDLER_SECONDS, (time.monotonic() - started) / 20))
             for ready, _ in poll.poll(1000 * seconds):
-                if ready == connection.fileno():
+                if ready == peer.fileno():
                     return
                 poll.unregister(ready)
         if watch.ended_without_group(time.monotonic()):
-            connection.send({"copies": False}, timeout=CONNECT_SECONDS)
-        connection.send({"ended": True}, timeout=CONNECT_SECONDS)
+            send(peer, {"copies": False}, CONNECT_SECONDS)
+        send(peer, {"ended": True}, CONNECT_SECONDS)
     finally:
         os._exit(0)

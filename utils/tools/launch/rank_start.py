@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ...channel import Channel
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
@@ -20,7 +21,14 @@ from ...monitor.launch_report import VARIABLE, parse_address
 from .child_processes import LAUNCH_VARIABLE
 from .host_ranks import divides_cores, report_mask, shares_of_ranks
 from .host_readiness import ReservedPort, problem_with
-from .launch_connection import CONNECT_SECONDS, JoinReport, LaunchConnection, Message, connect
+from .launch_connection import (
+    CONNECT_SECONDS,
+    JoinReport,
+    Message,
+    connect,
+    send,
+    wait_for_message,
+)
 from .nested import report_on_ranks
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
@@ -33,18 +41,18 @@ def main(arguments: Sequence[str]) -> int:
     output (or ""), and the words of the program.
     """
     folder, script, checksum, output_dir, *program = arguments
-    addresses, launch_port, token = parse_address(os.environ.get(VARIABLE, ""))
-    reached = connect(addresses, launch_port)
+    addresses, launch_port, secret = parse_address(os.environ.get(VARIABLE, ""))
+    reached = connect(addresses, launch_port, secret, "rank")
     if reached is None:
         where = os.environ.get(VARIABLE, "").rpartition("/")[0] or "no address"
         return _fail(
             f"launch.py cannot be reached at {where}. Expected a network between the hosts of a "
             "job, and its environment on each. Check both"
         )
-    connection, address = reached
+    peer, address = reached
     port: ReservedPort | None = None
     output: int | None = None
-    report: JoinReport = {"token": token, "reached": address, "host": host_id()}
+    report: JoinReport = {"reached": address, "host": host_id()}
     launcher = ""
     try:
         placement = detect()
@@ -63,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     except (LaunchError, OSError) as error:
         report["problem"] = str(error)
 
-    response = _join(connection, report)
+    response = _join(peer, report)
     if response is None:  # launch.py prints the reason
         return 1
     os.environ.update(response["variables"])
@@ -116,14 +124,14 @@ def host_id() -> list[str]:
     return [socket.gethostname(), process.boot_id(), process.namespace("net")]
 
 
-def _join(connection: LaunchConnection, report: JoinReport) -> Message | None:
+def _join(peer: Channel, report: JoinReport) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
-    connection.send({"join": report}, timeout=CONNECT_SECONDS)
-    response = connection.wait_for_message()
+    send(peer, {"join": report}, CONNECT_SECONDS)
+    response = wait_for_message(peer)
     if response and response.get("processes"):
         launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
-        report_on_ranks(connection, launch_id, response)
-    connection.close()
+        report_on_ranks(peer, launch_id, response)
+    peer.close()
     return response if response and "variables" in response else None
 
 

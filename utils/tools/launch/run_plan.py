@@ -8,7 +8,6 @@ from contextlib import closing, suppress
 
 from ...job import exclude_file
 from ...job.allocation import EXIT_REQUEUE
-from ...monitor.launch_report import ReportListener
 from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop
 from .host_ranks import host_processes, signals_workers, start_on_host
@@ -16,6 +15,7 @@ from .host_readiness import ReservedPort
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
 from .nested import GroupReports, GroupWatch
+from .rank_notices import NoticeServer, RankNotices
 from .rank_output import Outputs, labelled, write_output
 
 _DRAIN_SECONDS = 1.0
@@ -31,28 +31,33 @@ def run(plan: Plan) -> int:
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     result = LaunchResult()
     ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
-    with ReportListener(_BACKLOG + plan.world_size, ports) as report, CaughtSignals() as signals:
-        plan = plan._replace(environ={**plan.environ, **report.variables})
+    # Everybody on a host can read a command line. PBS gives each task of a job a secret; elsewhere
+    # agents and ranks get one in their environment or on their standard input.
+    secret = plan.method.job_secret() if plan.uses_agents else None
+    with (
+        RankNotices(_BACKLOG + plan.world_size, ports, secret) as notices,
+        CaughtSignals() as signals,
+    ):
+        plan = plan._replace(environ={**plan.environ, **notices.variables})
         # Modules are loaded only where they are needed: a short launch would notice.
         if plan.native_launcher_starts_ranks:
             from .native_launch import run_native_launcher
 
-            run_native_launcher(plan, launch_id, signals, report, result)
+            run_native_launcher(plan, launch_id, signals, notices, result)
         elif plan.uses_agents:
             from .coordinator import run_agents
 
-            run_agents(plan, launch_id, signals, result)
+            run_agents(plan, launch_id, signals, notices, result)
         else:
-            _run_local(plan, launch_id, signals, result)
+            _run_local(plan, launch_id, signals, notices, result)
         _list_lost_hosts(plan, result)
-        report.receive()
-        if report.saved:
+        if notices.saved:
             print_status(
                 "all ranks have saved, and the run can be continued from there (exit status "
                 f"{EXIT_REQUEUE})"
             )
             return EXIT_REQUEUE
-        result.conclude(report.first_cause)
+        result.conclude(notices.first_cause)
         return result.status
 
 
@@ -68,7 +73,13 @@ def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:
             exclude_file.add(file, dict.fromkeys(lost, "launch: the host failed, or was cut off"))
 
 
-def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: LaunchResult) -> None:
+def _run_local(
+    plan: Plan,
+    launch_id: str,
+    signals: CaughtSignals,
+    notices: RankNotices,
+    result: LaunchResult,
+) -> None:
     """Run the ranks of this host as children of this process."""
     torchrun = plan.options.torchrun
     port = ReservedPort()  # for as long as this process lives
@@ -76,7 +87,11 @@ def _run_local(plan: Plan, launch_id: str, signals: CaughtSignals, result: Launc
     def write(stream: int, text: bytes, rank: int) -> None:
         write_output(stream, labelled(text, rank))
 
-    with Processes(launch_id) as processes, closing(EventLoop(signals)) as loop:
+    with (
+        Processes(launch_id) as processes,
+        closing(EventLoop(signals)) as loop,
+        closing(NoticeServer(notices, loop)),
+    ):
         # Without labels the ranks share our streams.
         outputs = Outputs(loop, write) if plan.options.label and not torchrun else None
         start_on_host(

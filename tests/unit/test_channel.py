@@ -1,0 +1,202 @@
+"""The channel between the processes of a launch: who is let in, and what a stranger can do: nothing."""
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from utils import channel
+from utils.channel import Channel, Loop, PeerServer, Secret, Session
+from utils.connection import Message, ProtocolError
+
+KEY = Secret(b"the secret of the launch", "launch 1")
+HELLO = {"role": "rank", "instance": "0" * 16}
+NOTICE = {"kind": "notice", "what": "failed", "text": "out of memory", "rank": 1, "is_over": False}
+
+
+def exchange(peer: Session, server: Session) -> list[Message]:
+    """Pass on what both ends have to send; return the messages that the server gets."""
+    received: list[Message] = []
+    while peer.output or server.output:
+        sent, answered = bytes(peer.output), bytes(server.output)
+        peer.output.clear()
+        server.output.clear()
+        received += server.feed(sent)
+        peer.feed(answered)
+    return received
+
+
+def opened() -> tuple[Session, Session]:
+    peer, server = Session(KEY, HELLO), Session(KEY)
+    exchange(peer, server)
+    assert peer.is_open and server.is_open
+    return peer, server
+
+
+def test_nothing_but_hello_is_sent_before_the_server_has_proved_itself() -> None:
+    peer, server = Session(KEY, HELLO), Session(KEY)
+    assert peer.encode(NOTICE) == b"" and peer.output.startswith(b"hello ")
+    on_the_wire = bytes(peer.output)
+    assert exchange(peer, server) == [NOTICE]
+    on_the_wire += server.encode({"kind": "ack"})
+    assert KEY.key not in on_the_wire and KEY.label.encode() not in on_the_wire
+    assert peer.feed(server.encode({"kind": "ack"})[:30]) == []  # the rest follows
+
+
+# Each is a stranger's conversation with a server that waits for a peer.
+def wrong_secret(secret: Secret) -> Callable[[Session], object]:
+    return lambda server: exchange(Session(secret, HELLO), server)
+
+
+def first_bytes(data: bytes) -> Callable[[Session], object]:
+    return lambda server: server.feed(data)
+
+
+def with_proof(proof: str) -> Callable[[Session], object]:
+    def talk(server: Session) -> None:
+        server.feed(bytes(Session(KEY, HELLO).output))
+        body = json.dumps({"proof": proof}).encode()
+        server.feed(b"proof %d -\n" % len(body) + body)
+    return talk
+
+
+def own_proof_sent_back(server: Session) -> None:
+    server.feed(bytes(Session(KEY, HELLO).output))
+    challenge = json.loads(bytes(server.output).partition(b"\n")[2])
+    with_proof(challenge["proof"])(server)
+
+
+def replayed_session(server: Session) -> None:
+    """What another peer has sent, recorded from hello on."""
+    recorder, peer = Session(KEY), Session(KEY, HELLO)
+    hello = bytes(peer.output)
+    recorder.feed(hello)
+    peer.output.clear()
+    peer.feed(bytes(recorder.output))
+    server.feed(hello + bytes(peer.output) + peer.encode(NOTICE))
+
+
+def hello(**changed: object) -> bytes:
+    fields: dict[str, Any] = {"version": 2, **HELLO, "nonce": "0" * 32, **changed}
+    body = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+    return b"hello %d -\n" % len(body) + body
+
+
+@pytest.mark.parametrize("talk", [
+    wrong_secret(Secret(b"another", KEY.label)), wrong_secret(Secret(KEY.key, "launch 2")), wrong_secret(Secret(b"")),
+    with_proof("0" * 64), with_proof(hmac.new(b"", b"peer", hashlib.sha256).hexdigest()), own_proof_sent_back,
+    replayed_session, first_bytes(hello(version=1)), first_bytes(hello(role=None)), first_bytes(hello(extra=1)),
+    first_bytes(hello(role=7)), first_bytes(hello(nonce="g" * 32)), first_bytes(hello() * 2),
+    first_bytes(b"hello 513 -\n"), first_bytes(b"hello 99999999999 -\n"), first_bytes(b"hello -1 -\n"),
+    first_bytes(b"notice 10 -\n"), first_bytes(b"launch 1000 -\n"), first_bytes(b"proof 5 -\n[[[[["),
+    first_bytes(b"SSH-2.0-OpenSSH_9.2\r\n"), first_bytes(b"GET / HTTP/1.1\r\n\r\n"), first_bytes(b"\0" * 4097),
+    first_bytes(b'{"kit": "ddpkit-1", "token": "secret"}\n')])
+def test_a_stranger_is_refused(talk: Callable[[Session], object]) -> None:
+    server = Session(KEY)
+    with pytest.raises(ProtocolError):
+        talk(server)
+    assert not server.is_open
+
+
+@pytest.mark.parametrize("change", [
+    lambda first, second: first[:-2] + b" " + first[-1:], lambda first, second: first.replace(b"memory", b"Memory"),
+    lambda first, second: first + first, lambda first, second: second, lambda first, second: second + first,
+    lambda first, second: first.replace(b"notice", b"launch"), lambda first, second: b"ack 2 -\n{}",
+    lambda first, second: first.replace(b" ", b" 0", 1).replace(b"}", b" }")])
+def test_a_message_that_was_changed_repeated_or_moved_closes_the_connection(
+        change: Callable[[bytes, bytes], bytes]) -> None:
+    peer, server = opened()
+    with pytest.raises(ProtocolError):
+        server.feed(change(peer.encode(NOTICE), peer.encode({"kind": "ack"})))
+
+
+@pytest.mark.parametrize("fields", [
+    {"what": "hacked"}, {"text": "x" * 2001}, {"text": None}, {"rank": -1}, {"rank": True}, {"is_over": 1},
+    {"more": 1}])
+def test_fields_are_checked(fields: dict[str, object]) -> None:
+    peer, server = opened()
+    with pytest.raises(ProtocolError, match="no valid message of the kind notice"):
+        server.feed(peer.encode({**NOTICE, **fields}))
+
+
+def test_a_relay_sees_but_cannot_speak_and_a_false_server_learns_nothing() -> None:
+    peer, server = opened()
+    with pytest.raises(ProtocolError):  # what the server has sent, reflected
+        server.feed(server.encode({"kind": "ack"}))
+    victim, false_server = Session(KEY, HELLO), Session(Secret(b"guessed", KEY.label))
+    victim.encode(NOTICE)
+    with pytest.raises(ProtocolError, match="does not know the secret"):
+        exchange(victim, false_server)
+    assert not victim.is_open and not victim.output
+
+
+class Counting(PeerServer):
+    def __init__(self, listener: socket.socket, loop: Loop, size: int) -> None:
+        super().__init__(listener, loop, KEY, size)
+        self.received = 0
+        self.full: list[OSError] = []
+
+    def receive(self, peer: Channel, message: Message) -> None:
+        self.received += 1
+        peer.send({"kind": "ack"})
+
+    def out_of_files(self, error: OSError) -> None:
+        self.full.append(error)
+
+
+@contextmanager
+def serving(size: int = 4) -> Iterator[tuple[Counting, int]]:
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, closing(Loop()) as loop:
+        with closing(Counting(listener, loop, size)) as server:
+            def serve() -> None:
+                while not ended.is_set():
+                    loop.run_once(0.01)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            try:
+                yield server, listener.getsockname()[1]
+            finally:
+                ended.set()
+                thread.join()
+
+
+def notify(port: int) -> float:
+    """Send a notice; return the seconds until it was acknowledged."""
+    begin = time.monotonic()
+    with closing(channel.connect("127.0.0.1", port, KEY, "rank")) as peer:
+        peer.send(NOTICE)
+        assert peer.receive_one(5) == {"kind": "ack"}
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("data", [b"", b"hello 10", b"hello 100 -\n{", b"garbage\n"])
+def test_a_flood_delays_nobody_by_a_second(data: bytes) -> None:
+    with serving() as (server, port), ExitStack() as strangers:
+        for _ in range(300):
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(data)
+        assert max(notify(port) for _ in range(4)) < 1 and server.received == 4
+        assert not server.full
+
+
+def test_a_process_without_a_free_descriptor_waits_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as (server, port):
+        refused = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", refused)
+            with socket.create_connection(("127.0.0.1", port)):
+                time.sleep(0.5)
+        assert server.full and refused.call_count < 50
+        assert notify(port) < 1

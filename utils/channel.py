@@ -1,0 +1,445 @@
+"""One channel between the processes of a launch: typed messages, proved by the launch's secret.
+
+A server and its peers first prove to each other that they know the secret, without sending it;
+every later message carries a MAC (HMAC, RFC 2104, over a counter, so that none can be replayed).
+Before the proof a peer may send a few hundred bytes and has five seconds, and so many such peers
+are kept. Text stays readable on the wire. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import json
+import os
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from .connection import Connection, Message, ProtocolError
+
+_VERSION = 2
+_HEADER_BYTES = 80  # "kind length mac\n", at most
+_ACCEPTS = 64  # at once, between other events
+_PROOF_SECONDS = 5.0
+_CONNECT_SECONDS = 3.0
+_STRANGER_SECONDS = 1.0  # a peer proves itself sooner
+_PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
+_OF_PROOF = ("hello", "challenge", "proof")
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+
+Check = Callable[[object], bool]
+
+
+def _text(longest: int) -> Check:
+    return lambda value: isinstance(value, str) and len(value) <= longest
+
+
+def _hex(digits: int) -> Check:
+    return lambda value: (
+        isinstance(value, str)
+        and len(value) == digits
+        and all(digit in "0123456789abcdef" for digit in value)
+    )
+
+
+def _number(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+class Kind(NamedTuple):
+    """What a kind of message holds. limit: bytes of its JSON. fields: the check of each value."""
+
+    limit: int
+    fields: Mapping[str, Check]
+
+
+KINDS = {
+    "hello": Kind(
+        512,
+        {
+            "version": _number,
+            "role": _text(32),
+            "instance": _hex(16),
+            "nonce": _hex(32),
+        },
+    ),
+    "challenge": Kind(512, {"nonce": _hex(32), "proof": _hex(64)}),
+    "proof": Kind(256, {"proof": _hex(64)}),
+    "notice": Kind(
+        1 << 14,
+        {
+            "what": lambda value: value in ("failed", "saved"),
+            "text": _text(2000),
+            "rank": _or_none(_number),
+            "is_over": lambda value: isinstance(value, bool),
+        },
+    ),
+    "ack": Kind(256, {}),
+    "launch": Kind(1 << 26, {"content": lambda value: isinstance(value, dict)}),
+}
+
+
+class Secret(NamedTuple):
+    """What both ends know. label: of this launch, so that another one with the same key differs."""
+
+    key: bytes
+    label: str = ""
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+class Session:
+    """The messages of one connection as bytes, from its proof on. Does no input or output.
+
+    Use: Connection(socket, framing=Session(...)).
+    """
+
+    def __init__(self, secret: Secret, hello: Message | None = None) -> None:
+        """hello: of a peer that connects; None for the end of a server."""
+        self.is_open = False
+        self.output = bytearray()  # to be sent at once
+        self.hello = hello or {}
+        self._secret = secret
+        self._is_peer = hello is not None
+        self._nonce = os.urandom(16).hex()
+        self._key = b""
+        self._waiting: list[Message] = []  # for the proof of the server
+        self._input = bytearray()
+        self._counters = {"sent": 0, "received": 0}
+        if hello is not None:
+            self.hello = {**hello, "version": _VERSION, "nonce": self._nonce}
+            self._put("hello", self.hello)
+
+    def encode(self, message: Message) -> bytes:
+        """Return the bytes of a message, its name as "kind"; b"" while the server is unproved."""
+        if not self.is_open:
+            self._waiting.append(message)
+            return b""
+        fields = {name: value for name, value in message.items() if name != "kind"}
+        return self._frame(message["kind"], fields)
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Return the messages that have arrived. Raises ProtocolError for any other bytes."""
+        self._input += data
+        messages = []
+        while (found := self._next()) is not None:
+            kind, fields = found
+            if kind not in _OF_PROOF:
+                messages.append({"kind": kind, **fields})
+            else:
+                self._prove(kind, fields)
+        return messages
+
+    def _next(self) -> tuple[str, Message] | None:
+        """Take a whole message from the input."""
+        end = self._input.find(b"\n", 0, _HEADER_BYTES)
+        if end < 0:
+            if len(self._input) >= _HEADER_BYTES:
+                raise ProtocolError("it sent no message; another program runs there")
+            return None
+        kind, length, mac = self._header(bytes(self._input[:end]))
+        if len(self._input) < end + 1 + length:
+            return None
+        body = bytes(self._input[end + 1 : end + 1 + length])
+        del self._input[: end + 1 + length]
+        if self.is_open and not hmac.compare_digest(mac, self._mac("received", kind, body)):
+            raise ProtocolError("its message was changed on the way")
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError):
+            fields = None
+        expected = KINDS[kind].fields
+        if (
+            not isinstance(fields, dict)
+            or fields.keys() != expected.keys()
+            or not all(check(fields[name]) for name, check in expected.items())
+        ):
+            raise ProtocolError(f"it sent no valid message of the kind {kind}")
+        return kind, fields
+
+    def _header(self, line: bytes) -> tuple[str, int, str]:
+        """Return kind, length and MAC, checked before the body is read."""
+        words = line.decode("ascii", "replace").split(" ")
+        known = KINDS if self.is_open else _OF_PROOF
+        if len(words) != 3 or words[0] not in known or not words[1].isdecimal():
+            raise ProtocolError("it sent no message; another program runs there")
+        if int(words[1]) > KINDS[words[0]].limit:
+            raise ProtocolError(f"it sent a message of {words[1]} bytes; expected a shorter one")
+        return words[0], int(words[1]), words[2]
+
+    def _prove(self, kind: str, fields: Message) -> None:
+        """Answer hello, challenge or proof. Only the one that is due is right."""
+        if kind == "challenge" and self._is_peer and not self._key:
+            self._key = self._session_key(fields["nonce"])
+            self._check_proof(fields["proof"], "server")
+            self._put("proof", {"proof": self._proof("peer")})
+            self.is_open = True
+            for message in self._waiting:
+                self.output += self.encode(message)
+            self._waiting.clear()
+        elif kind == "hello" and not self._is_peer and not self.hello:
+            if fields["version"] != _VERSION:
+                raise ProtocolError("it runs another version of this kit")
+            self.hello = fields
+            self._key = self._session_key(self._nonce)
+            self._put("challenge", {"nonce": self._nonce, "proof": self._proof("server")})
+        elif kind == "proof" and not self._is_peer and self._key and not self.is_open:
+            self._check_proof(fields["proof"], "peer")
+            self.is_open = True
+        else:
+            raise ProtocolError(f"it sent a message of the kind {kind}, which is not due")
+
+    def _session_key(self, nonce_of_server: str) -> bytes:
+        hello = self.hello
+        parts = [
+            *(str(hello[name]) for name in ("version", "role", "instance")),
+            self._secret.label,
+            hello["nonce"],
+            nonce_of_server,
+        ]
+        text = "".join(f"{len(part)}:{part}" for part in ("session", *parts))
+        return hmac.digest(self._secret.key, text.encode(), hashlib.sha256)
+
+    def _proof(self, whose: str) -> str:
+        return hmac.digest(self._key, whose.encode(), hashlib.sha256).hex()
+
+    def _check_proof(self, proof: str, whose: str) -> None:
+        if not hmac.compare_digest(proof, self._proof(whose)):
+            raise ProtocolError("it does not know the secret of this launch")
+
+    def _put(self, kind: str, fields: Message) -> None:
+        self.output += self._frame(kind, fields)
+
+    def _frame(self, kind: str, fields: Message) -> bytes:
+        body = json.dumps(fields, separators=(",", ":")).encode()
+        mac = self._mac("sent", kind, body) if self.is_open else "-"
+        return f"{kind} {len(body)} {mac}\n".encode() + body
+
+    def _mac(self, direction: str, kind: str, body: bytes) -> str:
+        """Return the MAC of the next message of a direction."""
+        from_peer = self._is_peer == (direction == "sent")
+        counter = self._counters[direction]
+        self._counters[direction] += 1
+        head = f"{'peer' if from_peer else 'server'} {counter} {kind} "
+        return hmac.digest(self._key, head.encode() + body, hashlib.sha256)[:16].hex()
+
+
+class Loop:
+    """Calls a handler for each source that is ready, and what is due at a time. One thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def close(self) -> None:
+        self._selector.close()
+
+    def add(self, source: HasFileno | int, handler: Callable[[int], None]) -> None:
+        """Call handler(events) whenever the source can be read, until remove()."""
+        self._selector.register(source, selectors.EVENT_READ, handler)
+
+    def set_events(self, source: HasFileno | int, events: int) -> None:
+        """Wait for these events of a source, such as selectors.EVENT_WRITE."""
+        key = self._selector.get_key(source)
+        if key.events != events:
+            self._selector.modify(source, events, key.data)
+
+    def remove(self, source: HasFileno | int) -> None:
+        self._selector.unregister(source)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call once, so many seconds from now."""
+        self._timers.append((time.monotonic() + seconds, call))
+
+    def run_once(self, *timeouts: float | None) -> None:
+        """Wait for an event, at most for the shortest timeout (seconds), and call its handler."""
+        limits = [seconds for seconds in timeouts if seconds is not None]
+        limits += [max(0.0, when - time.monotonic()) for when, _ in self._timers]
+        for key, events in self._selector.select(min(limits, default=None)):
+            if self._selector.get_map().get(key.fd) is key:  # an earlier handler may remove it
+                key.data(events)
+        now = time.monotonic()
+        due = [timer for timer in self._timers if timer[0] <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
+        for _, call in due:
+            call()
+
+
+class Channel(Connection):
+    """A connection whose ends prove themselves; served by a Loop if attached."""
+
+    def __init__(self, connected: socket.socket, secret: Secret, hello: Message | None = None):
+        """hello: see Session."""
+        self.session = Session(secret, hello)
+        super().__init__(connected, framing=self.session)
+        self._loop: Loop | None = None
+        with contextlib.suppress(OSError):  # another kind of socket
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.flush()
+
+    def attach(
+        self,
+        loop: Loop,
+        on_message: Callable[[Channel, Message], None],
+        on_lost: Callable[[Channel], None],
+    ) -> None:
+        """Let the loop receive messages and send what is unsent, until the connection closes.
+
+        on_lost: called once if the other end is gone, after its last message.
+        """
+        self._loop, self._on_message, self._on_lost = loop, on_message, on_lost
+        loop.add(self, self._handle)
+        self._update()
+
+    def send(self, message: Message, timeout: float = 0.0) -> None:
+        """Send a message, or keep what the kernel does not take within `timeout` seconds."""
+        super().send(message, timeout)
+        self._update()
+
+    def close(self) -> None:
+        """Close this end; nothing more is delivered from it."""
+        if self._loop is not None:
+            self._loop.remove(self)
+            self._loop = None
+        super().close()
+
+    def _handle(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self.flush()
+        for message in self.receive():
+            if self._loop is None:  # closed because of the message before
+                return
+            self._on_message(self, message)
+        self._update()
+
+    def _update(self) -> None:
+        """Set the events to wait for, or report that the connection was lost."""
+        if self._loop is None:
+            return
+        if self.closed:
+            self.close()
+            self._on_lost(self)
+        else:
+            self._loop.set_events(self, self.events)
+
+
+class PeerServer:
+    """The end of a channel to which peers connect, served by a Loop. Subclasses handle messages.
+
+    Peers that have not proved themselves are closed after five seconds, and where there are more
+    than `size` + 64 of them: then the oldest of the address that has most.
+    """
+
+    def __init__(self, listener: socket.socket, loop: Loop, secret: Secret, size: int) -> None:
+        """size: the number of peers that are expected. The listener stays open in the end."""
+        self._listener, self._loop, self._secret, self._size = listener, loop, secret, size
+        self._unproved: dict[Channel, tuple[str, float]] = {}  # address, time; oldest first
+        self._peers: set[Channel] = set()
+        self._closed = False
+        listener.setblocking(False)
+        self._listen()
+
+    def receive(self, peer: Channel, message: Message) -> None:
+        """Handle a message of a peer that has proved itself."""
+        raise NotImplementedError
+
+    def lost(self, peer: Channel) -> None:
+        """Handle the end of such a peer's connection."""
+
+    def out_of_files(self, error: OSError) -> None:
+        """Handle that a peer cannot be accepted, because this process may open no more files."""
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(KeyError):  # it is paused
+            self._loop.remove(self._listener)
+        for peer in [*self._peers, *self._unproved]:
+            peer.close()
+
+    def _listen(self) -> None:
+        if not self._closed:
+            self._loop.add(self._listener, self._accept)
+
+    def _accept(self, _: int) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                client, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_FILES:
+                    continue  # the client gave up between its connect() and this accept()
+                if not self._unproved:
+                    self.out_of_files(error)
+                if not self._evict(older_than=_STRANGER_SECONDS):
+                    self._loop.remove(self._listener)
+                    self._loop.after(_PAUSE_SECONDS, self._listen)
+                    return
+                continue
+            if len(self._unproved) >= self._size + 64:
+                self._evict()
+            peer = Channel(client, self._secret)
+            self._unproved[peer] = str(address[0]), time.monotonic()
+            peer.attach(self._loop, self._receive, self._lost)
+            self._loop.after(_PROOF_SECONDS, partial(self._close_unproved, peer))
+
+    def _close_unproved(self, peer: Channel) -> None:
+        if peer in self._unproved and not peer.session.is_open:
+            del self._unproved[peer]
+            peer.close()
+
+    def _evict(self, older_than: float = 0.0) -> bool:
+        """Close the oldest unproved peer of the address that has most; False if there is none."""
+        before = time.monotonic() - older_than
+        strangers = {
+            one: address
+            for one, (address, accepted_at) in self._unproved.items()
+            if accepted_at <= before and not one.session.is_open
+        }
+        if not strangers:
+            return False
+        [(most, _)] = Counter(strangers.values()).most_common(1)
+        self._close_unproved(next(one for one in strangers if strangers[one] == most))
+        return True
+
+    def _receive(self, peer: Channel, message: Message) -> None:
+        if self._unproved.pop(peer, None):
+            self._peers.add(peer)
+        self.receive(peer, message)
+
+    def _lost(self, peer: Channel) -> None:
+        if self._unproved.pop(peer, None) is None:
+            self._peers.discard(peer)
+            self.lost(peer)
+
+
+def connect(
+    address: str, port: int, secret: Secret, role: str, *, seconds: float = _CONNECT_SECONDS
+) -> Channel:
+    """Connect to a server, and wait until both have proved themselves.
+
+    role: what this peer is. Raises OSError where no server of this launch responds within so many
+    seconds.
+    """
+    deadline = time.monotonic() + seconds
+    hello = {"role": role, "instance": os.urandom(8).hex()}
+    peer = Channel(socket.create_connection((address, port), seconds), secret, hello)
+    while not peer.session.is_open and peer.wait_for_input(deadline):
+        pass
+    if not peer.session.is_open:
+        peer.close()
+        raise ConnectionError(peer.problem or "it sends nothing")
+    return peer
