@@ -3,8 +3,8 @@
 python -m tests.docs.pages --write     write the diffs of the pages again, from the scripts that they compare
 
 A block that begins with ```console has commands, after "$ ", and their output. ```console slurm and ```console pbs
-run on the login host of the test cluster, ```console alone on this machine. ```console site is an example for a site,
-and is not run. A number of the page stands for any number, "..." for any text, or, alone on a line, for any lines.
+run on the login host of the test cluster, ```console alone on this machine. A number of the page stands for any
+number, "..." for any text, or, alone on a line, for any lines.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.launch.launchers import Result
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
-KINDS = ("here", "slurm", "pbs", "site")
+KINDS = ("here", "slurm", "pbs")
 HERE = "laptop"  # what the pages call this machine
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 JOB_ID = re.compile(r"(?:Submitted batch job )?(\d+(?:\.[\w-]+)?)")

@@ -19,6 +19,7 @@ from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
 from utils.host import process
 from utils.host.cores import parse_ranges
 from utils.job import exclude_file
+from utils.monitor.launch_report import VARIABLE
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator
@@ -28,6 +29,7 @@ from utils.tools.launch.launch_connection import connect
 from utils.tools.launch.launch_plan import Mpiexec, Plan
 from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, FirstCause, LaunchResult
 from utils.tools.launch.methods import Mpich
+from utils.tools.launch.rank_notices import secret_of_ranks
 from utils.tools.launch.run_plan import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,6 +234,19 @@ def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> 
         coordinator.clients[index] = Mock(host_lost=index == 1)
         coordinator.client_lost(index)
     assert result.lost_hosts == {"n2"} and result.status == 1
+
+
+def test_agents_are_sent_no_secret() -> None:
+    notices = Mock(launch_secret="cookie-1", address="10.0.0.1/1/")
+    environ = {**PBS, "PBS_JOBCOOKIE": "cookie-1", VARIABLE: f"10.0.0.1/1/{secret_of_ranks('cookie-1')}"}
+    plan, listener = make(job("pbs", (1, 1)), environ), Mock(getsockname=lambda: ("", 1))
+    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), notices, LaunchResult())
+    peers = [Mock(**{"socket.getpeername.return_value": ("10.0.0.2", 1)}) for _ in range(2)]
+    coordinator.clients.update(enumerate(peers))
+    for index in range(2):
+        coordinator.handle(index, {"ready": ("", 29500)})
+    sent = str([peer.send.call_args for peer in peers])
+    assert "10.0.0.1/1/'" in sent and "cookie-1" not in sent and secret_of_ranks("cookie-1") not in sent
 
 
 NODE_FAILURE = """srun: error: Node failure on n2

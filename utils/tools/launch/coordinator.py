@@ -226,16 +226,17 @@ class Coordinator(ConnectionServer):
             # Rank 0 is on this host: the others reach it as the agents have reached us.
             address = self._reached.most_common(1)[0][0]
 
+        # What agents are sent, others may read: they know the cookie, and derive the ranks' secret.
+        environ = dict(plan.method.agent_environment(plan.environ))
+        environ.pop("PBS_JOBCOOKIE", None)
+        environ[VARIABLE] = self._notices.address
+
         torchrun = plan.options.torchrun
         for index, peer in self.clients.items():
             order = StartOrder(
                 launch_id=f"{self._id}.{index}",
                 host=socket.gethostname(),
-                # An agent adds the secret: what it is sent, others may read.
-                environ={
-                    **plan.method.agent_environment(plan.environ),
-                    VARIABLE: self._notices.address,
-                },
+                environ=environ,
                 output_dir="" if torchrun else plan.options.output_dir,
                 watched_ranks=plan.ranks[index] if plan.is_watched else 0,
                 processes=host_processes(

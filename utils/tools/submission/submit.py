@@ -241,7 +241,7 @@ def _submit_each(
             encoding="utf-8",
             errors="surrogateescape",
         )
-        script.chmod(0o755)
+        script.chmod(script.stat().st_mode | 0o100)
         job_ids.append(scheduler.submit(script, options=_options(scheduler, one)))
         dependencies.append(dependency)
         records.write(
