@@ -263,3 +263,11 @@ FOR = r"rank {} on h{} \(pid \d+\) waits for rank {} in {}"
 def test_cause_is_found_in_each_group(positions: list[Position | None], cause: str) -> None:
     found = describe({rank: place for rank, place in enumerate(positions) if place}, HOSTS, list(HOSTS))
     assert re.fullmatch(cause, found), found
+
+
+def test_only_members_of_the_group_that_is_waited_for_are_blamed() -> None:
+    watch, left = HangWatch(100.0, 4, recorded=True), {2: "rank 2 left normally", 3: ""}
+    other = at(call(3, group=PAIR), in_group=3)
+    found = watch.describe({0: IN_PAIR, 1: other}, HOSTS, left, {})
+    assert found.startswith("unknown which rank is wrong: rank 0 on h0")
+    assert watch.describe({0: IN_ALL, 1: IN_ALL}, HOSTS, left, {}) == left[2]

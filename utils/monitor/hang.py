@@ -143,6 +143,16 @@ def waits(positions: Mapping[int, Position], running: Iterable[int]) -> dict[int
     return found
 
 
+def may_be_awaited(rank: int, positions: Mapping[int, Position], running: Iterable[int]) -> bool:
+    """Return whether others wait in a collective of a group that has this rank, which has left."""
+    groups = [
+        positions[other].groups.get(wait.call["group"])
+        for other, its_waits in waits(positions, running).items()
+        for wait in its_waits
+    ]
+    return any(group is None or rank in parse_ranges(group.ranks) for group in groups)
+
+
 def _assumed_calls(position: Position) -> list[Collective]:
     """Return the newest collective of each group of a rank whose torch does not record them."""
     return [

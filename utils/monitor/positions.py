@@ -13,7 +13,16 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .guard import BUSY_CPU
-from .hang import Position, ProcessState, describe, describe_mismatch, late, unreported, waits
+from .hang import (
+    Position,
+    ProcessState,
+    describe,
+    describe_mismatch,
+    late,
+    may_be_awaited,
+    unreported,
+    waits,
+)
 
 BUSY_FACTOR = 3
 _BUSY_MEGABYTES, _BUSY_GPU = 1.0, 0.2  # per second
@@ -157,7 +166,12 @@ class HangWatch:
         missing = unreported(positions, running)
         if self._none_waits(positions, running):
             return self._describe_idle(positions, hosts, departed)
-        left = next((cause for cause in departed.values() if cause), "")
+        causes = (
+            cause
+            for rank, cause in departed.items()
+            if cause and may_be_awaited(rank, positions, running)
+        )
+        left = next(causes, "")
         if left and not late(positions, running):
             return left
         cause = describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
