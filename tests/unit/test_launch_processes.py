@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
-from utils.host import process
+from utils.host import network, process
 from utils.host.cores import parse_ranges
 from utils.job import exclude_file
 from utils.monitor.launch_report import VARIABLE
@@ -236,17 +236,22 @@ def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> 
     assert result.lost_hosts == {"n2"} and result.status == 1
 
 
-def test_agents_are_sent_no_secret() -> None:
+def test_agents_are_sent_the_address_that_reaches_rank_0_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is on the host of launch.py, whose own agent may have reached it by another address."""
+    monkeypatch.setattr(network, "local_addresses", lambda: ["10.0.0.1"])
     notices = Mock(launch_secret="cookie-1", address="10.0.0.1/1/")
     environ = {**PBS, "PBS_JOBCOOKIE": "cookie-1", VARIABLE: f"10.0.0.1/1/{secret_of_ranks('cookie-1')}"}
     plan, listener = make(job("pbs", (1, 1)), environ), Mock(getsockname=lambda: ("", 1))
     coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), notices, LaunchResult())
-    peers = [Mock(**{"socket.getpeername.return_value": ("10.0.0.2", 1)}) for _ in range(2)]
-    coordinator.clients.update(enumerate(peers))
+    peers = [Mock(**{"socket.getpeername.return_value": (f"10.0.0.{number}", 1)}) for number in (1, 2)]
+    for index, peer in enumerate(peers):
+        hello = [index, f"192.0.2.{index}", f"n{index}"]
+        coordinator.receive(peer, {"kind": "launch", "content": {"hello": hello}})
     for index in range(2):
         coordinator.handle(index, {"ready": ("", 29500)})
     sent = str([peer.send.call_args for peer in peers])
-    assert "10.0.0.1/1/'" in sent and "cookie-1" not in sent and secret_of_ranks("cookie-1") not in sent
+    assert "10.0.0.1/1/'" in sent and "'MASTER_ADDR': '192.0.2.1'" in sent
+    assert "cookie-1" not in sent and secret_of_ranks("cookie-1") not in sent
 
 
 NODE_FAILURE = """srun: error: Node failure on n2

@@ -81,7 +81,9 @@ class Coordinator(ConnectionServer):
 
         self._starters: list[tuple[int, ...]] = []  # hosts of each command that starts agents
         self._host_names: dict[int, str] = {}  # as the agents report them
-        self._reached: Counter[str] = Counter()  # addresses by which agents have reached this host
+        self._reached: dict[
+            Channel, str
+        ] = {}  # the address by which an agent has reached this host
         self._ready: set[int] = set()  # hosts where the ranks can start
         self._rank_0_port = 0  # reserved on the first host
         self._ranks_started = False
@@ -169,7 +171,7 @@ class Coordinator(ConnectionServer):
         if not 0 <= index < len(self._plan.hosts) or index in self.clients:
             return None
         self._host_names[index] = str(host)
-        self._reached[str(reached)] += 1
+        self._reached[peer] = str(reached)
         return int(index)
 
     def identified(self, index: int) -> None:
@@ -220,11 +222,18 @@ class Coordinator(ConnectionServer):
     def _start_ranks(self) -> None:
         self._ranks_started = True
         plan = self._plan
-        addresses = [peer_address(self.clients[index]) for index in range(len(plan.hosts))]
+        peers = [self.clients[index] for index in range(len(plan.hosts))]
+        addresses = [peer_address(peer) for peer in peers]
         address = addresses[0]
-        if address in network.local_addresses() and len(addresses) > 1:
-            # Rank 0 is on this host: the others reach it as the agents have reached us.
-            address = self._reached.most_common(1)[0][0]
+        local_addresses = network.local_addresses()
+        if address in local_addresses and len(addresses) > 1:
+            # Rank 0 is on this host: the others reach it as their agents have reached us.
+            reached = Counter(
+                self._reached[peer]
+                for peer, of_agent in zip(peers, addresses, strict=True)
+                if of_agent not in local_addresses
+            )
+            address = reached.most_common(1)[0][0] if reached else address
 
         # What agents are sent, others may read: they know the cookie, and derive the ranks' secret.
         environ = dict(plan.method.agent_environment(plan.environ))
@@ -232,7 +241,7 @@ class Coordinator(ConnectionServer):
         environ[VARIABLE] = self._notices.address
 
         torchrun = plan.options.torchrun
-        for index, peer in self.clients.items():
+        for index, peer in enumerate(peers):
             order = StartOrder(
                 launch_id=f"{self._id}.{index}",
                 host=socket.gethostname(),
