@@ -45,6 +45,7 @@ class Model(nn.Module):
         super().__init__()
         self.linear, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("mask", torch.zeros((1 << 18) + 1))  # too large for one of each rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.norm(self.linear(x))
@@ -89,9 +90,8 @@ def fill(value: int, tensors: Iterable[torch.Tensor]) -> None:
 
 def common_error(checkpoints: Checkpointer) -> str:
     """The error of a save, which is the same on both ranks."""
-    first, second = gather(error_of(checkpoints.wait))
-    assert first == second
-    return str(first)
+    error, = set(gather(error_of(checkpoints.wait)))
+    return str(error)
 
 
 def tensors_by_rank(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
@@ -107,8 +107,6 @@ def each_rank_gets_back_what_differs(dist: Distributed, checkpoints: Checkpointe
         apart.load_latest(other)
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(other["mine"].value["hidden"], state["mine"].value["hidden"])
-    for name in ("model", "average"):
-        assert torch.equal(other[name].module.norm.running_mean, state[name].module.norm.running_mean)
 
 
 def only_rank_0_keeps_it_current(dist: Distributed, checkpoints: Checkpointer) -> None:
@@ -141,7 +139,7 @@ def only_rank_0_keeps_it_current(dist: Distributed, checkpoints: Checkpointer) -
 
 
 def rank_1_writes_what_ddp_keeps_equal(dist: Distributed, checkpoints: Checkpointer) -> None:
-    """All other parameters are restored as rank 0 had them, and buffers as each rank had them."""
+    """All other parameters are restored as rank 0 had them, and small buffers as each rank had them."""
     groups = [torch.distributed.new_group([rank]) for rank in range(2)]
 
     def ignoring(model: nn.Module) -> DDP:
@@ -170,7 +168,7 @@ def rank_1_writes_what_ddp_keeps_equal(dist: Distributed, checkpoints: Checkpoin
             state = {"part": part, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
             tensors = part if isinstance(part, dict) else part.state_dict()
             differing = [one for name, one in tensors.items() if form in of_rank_0 or "running" in name
-                         or "frozen" in name or form is ignoring and "linear.weight" in name]
+                         or "mask" in name or "frozen" in name or form is ignoring and "linear.weight" in name]
             fill(1, tensors.values())
             fill(2 + dist.rank, differing)
             apart.save_and_wait(step, state)
@@ -290,10 +288,8 @@ def resume_on_one_rank(folder: Path) -> None:
 
     zero, one = tensors_by_rank(folder / "step-000000006")
     for name, tensor in model.state_dict().items():
-        if "running" not in name:
-            assert torch.equal(tensor, {**zero, **one}[f"model/{name}"]), name
-    mean = "model/norm.running_mean"
-    assert torch.equal(model.norm.running_mean, zero[mean]) and not torch.equal(zero[mean], one[mean])
+        assert torch.equal(tensor, {**one, **zero}[f"model/{name}"]), name
+    assert not torch.equal(zero["model/norm.running_mean"], one["model/norm.running_mean"])
 
 
 def main(folder: Path) -> None:
