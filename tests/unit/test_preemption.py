@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import operator
 import os
-import queue
 import re
 import signal
 import socket
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from tests.cluster.hosts import wait_until
 from utils.monitor.launch_report import VARIABLE, ReportListener
 from utils.preemption import EXIT_REQUEUE, StopSignal, shield_worker, stop_signal
 from utils.preemption.agreement import StopAgreement
-from utils.preemption.sources import SourceThreads, StopCommand, StopFile, TimeLimit
+from utils.preemption.sources import TimeLimit
 
 
 @pytest.fixture(autouse=True)
@@ -265,35 +264,20 @@ def test_time_limit(responses: list[float | Exception | None], seconds: Iterable
     assert caplog.text.count("does not report how much time is left") == (responses == [None])
 
 
-def test_a_file_that_exists_stops_the_run_when_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("options", "failures"), [
+    ({"time_left": lambda: 1 / 0}, 1), ({"time_left": lambda: sys.exit("user's mistake")}, 1),
+    ({"command": ["/no/such/command"]}, 1), ({"time_left": lambda: time.sleep(20)}, 0)],
+    ids=["error", "exit", "command", "hangs"])
+def test_failing_and_hanging_sources_disturb_no_other(
+        options: dict[str, Any], failures: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other one is a file that exists, and stops the run when it is touched."""
     path = tmp_path / "STOP"
     path.touch()
-    source = StopFile(path, 1)
-    assert "exists already" in caplog.text
-    assert source.check() is None
-    os.utime(path, (1, 1))
-    assert source.check() == f"file {path}"
-
-
-@pytest.mark.parametrize("action", [lambda: 1 / 0, lambda: sys.exit("user's mistake"),
-                                    StopCommand(["/no/such/command"], 1).check], ids=["error", "exit", "command"])
-def test_failing_and_hanging_sources_disturb_no_other(
-        action: Callable[[], object], caplog: pytest.LogCaptureFixture) -> None:
-    failures, end, reasons = threading.Semaphore(0), threading.Event(), queue.Queue[str]()
-
-    def fails_again() -> object:
-        failures.release()
-        return action()
-
-    def waits_for_three_failures() -> str:
-        for _ in range(3):
-            failures.acquire()
-        return "stop"
-
-    threads = SourceThreads(reasons.put, [SimpleNamespace(name="other", poll_seconds=0.001, check=check)
-                                          for check in (fails_again, end.wait, waits_for_three_failures)])
-    assert reasons.get(timeout=20) == "stop"
-    threads.close()
-    end.set()
-    assert reasons.empty()
-    assert caplog.text.count("'other' failed with") == 1
+    began = time.monotonic()
+    with StopSignal(poll_seconds=0.01, file=path, **options) as stop:
+        time.sleep(0.2)
+        assert "exists already" in caplog.text and not stop.should_stop()
+        os.utime(path, (1, 1))
+        wait_until(stop.should_stop, "the file")
+    assert stop.reason.startswith(f"file {path}") and time.monotonic() - began < 10
+    assert caplog.text.count("failed with") == failures
