@@ -260,24 +260,32 @@ def test_links_are_deleted_and_their_targets_stay(tmp_path: Path) -> None:
     assert load(archive) == 1
 
 
-def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_interrupted_saves_are_removed_and_nothing_else(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     fields = dict(zip(("host", "boot", "namespace", "pid", "start"), owner.owner().split("."), strict=True))
+    listdir = os.listdir
 
     def saving(**changes: Any) -> str:
         return f".saving-{'.'.join(map(str, {**fields, **changes}.values()))}.0123"
 
+    def with_stale_handle(path: Path) -> list[str]:
+        if path.name == stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", with_stale_handle)
     ended = subprocess.Popen(["true"])
     ended.wait()
     with killed_at_end(subprocess.Popen(["sleep", "60"], text=True, start_new_session=True)) as running:
         of_running = saving(pid=running.pid, start=process.start_time(running.pid))
-        old = saving(host="elsewhere")
-        kept = [of_running, old, saving(host="there"), saving(namespace="1"), ".mine", "step-1", "notes"]
+        old, stale = saving(host="elsewhere"), saving(host="stale")  # the newest file of the latter may be new
+        kept = [of_running, old, stale, saving(host="there"), saving(namespace="1"), ".mine", "step-1", "notes"]
         removed = [saving(), saving(pid=ended.pid), saving(pid=running.pid), saving(boot="00000000"), ".deleting-0123"]
         for name in (*kept, *removed):
             (tmp_path / name).mkdir()
             (tmp_path / name / "file").write_text("x")
-        for path in (tmp_path / old / "file", tmp_path / old):
-            os.utime(path, (1, 1))
+            for path in (tmp_path / name / "file", tmp_path / name):
+                os.utime(path, (1, 1) if name in (old, stale) else None)
         assert load(tmp_path) == 0
         assert sorted(os.listdir(tmp_path)) == sorted(kept)
 
@@ -287,21 +295,3 @@ def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path, caplog: 
         assert "another process is saving" in caplog.text
     save(tmp_path, 2)
     assert of_running not in os.listdir(tmp_path)
-
-
-def test_save_of_another_host_that_cannot_be_read_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a stale handle of NFS: its newest file may be new."""
-    other = tmp_path / f".saving-elsewhere.{owner.owner().partition('.')[2]}.0123"
-    other.mkdir()
-    os.utime(other, (1, 1))
-    read, unreadable = os.listdir, [other]
-
-    def listdir(path: Any) -> list[str]:
-        if path in unreadable:
-            unreadable.clear()
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return read(path)
-
-    monkeypatch.setattr(os, "listdir", listdir)
-    save(tmp_path, 1)
-    assert other.exists() and not unreadable
