@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,15 +62,12 @@ def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_the_end_of_a_training_waits_for_its_save(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, {"x": torch.rand(1_000_000)})
         print(1 / 0)
     assert list_steps(tmp_path) == [3]
 
-    monkeypatch.setattr(disk, "system", ChangedDisk(rename=refuse))
+    monkeypatch.setattr(disk, "system", ChangedDisk(rename=Mock(side_effect=PermissionError(13, "Permission denied"))))
     with pytest.raises(CheckpointError, match="cannot save step 4"), Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(4, {})
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpoints:
@@ -171,8 +169,8 @@ def test_all_mismatches_are_named_before_anything_is_changed(tmp_path: Path) -> 
     before = bits(model.state_dict())
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"m": nn.Linear(4, 5), "t": torch.zeros(3), "n": 1})
-        words = (r"the checkpoint lacks 'extra'.*only the checkpoint has 'n'.*m/weight is float32\[6, 4\], but was saved "
-                 r"as float32\[5, 4\].*t is int32\[3\], but was saved as float32\[3\]")
+        words = (r"the checkpoint lacks 'extra'.*only the checkpoint has 'n'.*m/weight is float32\[6, 4\], but was "
+                 r"saved as float32\[5, 4\].*t is int32\[3\], but was saved as float32\[3\]")
         with pytest.raises(CheckpointError, match=words):
             checkpoints.load_latest({"m": model, "t": torch.zeros(3).int(), "extra": 2})
     assert bits(model.state_dict()) == before
@@ -181,13 +179,11 @@ def test_all_mismatches_are_named_before_anything_is_changed(tmp_path: Path) -> 
 
 def test_a_save_without_all_ranks_is_removed_by_the_next(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decide(*_: Any) -> Any:
-        raise coordination.RankTimeout("rank 1 did not report", [1])
-
+    timeout = Mock(side_effect=coordination.RankTimeout("rank 1 did not report", [1]))
     with Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2, 3):
             with monkeypatch.context() as missing, pytest.raises(CheckpointError, match="rank 1 did not report"):
-                missing.setattr(coordination.StoreCommunicator, "decide", decide)
+                missing.setattr(coordination.StoreCommunicator, "decide", timeout)
                 checkpoints.save(step, {})
                 checkpoints.wait()
         assert len(list(tmp_path.glob(".saving-*"))) == 1

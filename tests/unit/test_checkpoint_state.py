@@ -223,13 +223,9 @@ def test_modules_are_restored_to_the_last_bit(name: str, resume: Resume) -> None
 
 
 def test_float32_averages_of_bfloat16_parameters_are_not_rounded(resume: Resume) -> None:
-    def make() -> torch.optim.Optimizer:
-        parameter = nn.Parameter(torch.rand(3).bfloat16())
-        optimizer = torch.optim.SGD([parameter], 0.1)
-        optimizer.state[parameter]["average"] = torch.rand(3)
-        return optimizer
-
-    one, other = make(), make()
+    parameter = nn.Parameter(torch.rand(3).bfloat16())
+    one, other = (torch.optim.SGD([parameter]) for _ in range(2))
+    one.state[parameter]["average"] = torch.rand(3)
     resume([one], [other])
     assert bits(other.state_dict()) == bits(one.state_dict())
 
