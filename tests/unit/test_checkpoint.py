@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.
         x += 7
         z += 7
         numbers.append(2)
-        drawn = [random.random(), torch.rand(1).item(), torch.rand(1, device=device).item()]
+        drawn = [random.random(), numpy.random.rand(), torch.rand(1).item(), torch.rand(1, device=device).item()]
         second = threading.Thread(target=checkpoints.save, args=(2, {}))
         second.start()
         second.join(0.2)
@@ -56,7 +57,7 @@ def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.
         second.join(30)
         found = checkpoints.load_step(1, {"x": x, "z": z.conj(), "list": []})
     assert found.state["list"] == [1] and not x.any() and (z == 1 + 2j).all()
-    assert drawn == [random.random(), torch.rand(1).item(), torch.rand(1, device=device).item()]
+    assert drawn == [random.random(), numpy.random.rand(), torch.rand(1).item(), torch.rand(1, device=device).item()]
     assert list_steps(tmp_path) == [1, 2]
 
 

@@ -121,18 +121,15 @@ def draws() -> list[float]:
     return [random.random(), float(torch.rand(1)), float(numpy.random.rand())]
 
 
-def test_global_generators_continue_or_are_seeded_anew_where_they_differed(tmp_path: Path) -> None:
+def test_generators_of_another_number_of_ranks_continue_or_are_seeded_anew() -> None:
+    """In the latter way if they differed between the ranks."""
     states = []
     for seed in (1, 2):
         random.seed(seed)
         torch.manual_seed(seed)
         numpy.random.seed(seed)
         states.append(random_states())
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save_and_wait(1, {})
-        expected = draws()
-        checkpoints.load_latest({})
-    assert draws() == expected
+    expected = draws()
 
     different = []
     for rank in (0, 1, 2, 0):
