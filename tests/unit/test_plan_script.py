@@ -210,12 +210,9 @@ def test_script_whose_values_decide_is_planned(
     assert trace.peak().total > 4 * trace.num_parameters
 
 
-BATCH = """
-import sys, torch
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+BATCH = HEAD + """
 while True:
-    y = model(torch.zeros(int(sys.argv[1]), 64))
+    y = model(torch.zeros(int(sys.argv[1]), 10))
     (y @ y.T).exp().mean().backward()
     optimizer.step()
 """
