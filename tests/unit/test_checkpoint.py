@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.checkpoint_states import ChangedDisk, bits, read_safetensors
+from tests.unit.checkpoint_states import ChangedDisk, bits, read_safetensors, slow_disk
 from tests.unit.programs import python
 from utils import coordination
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank, disk, export_safetensors, list_steps, load_part
@@ -33,12 +33,7 @@ def test_a_save_runs_while_the_training_continues(tmp_path: Path, monkeypatch: p
 def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for tests/gpu/test_gpu.py."""
     go = threading.Event()
-
-    def fsync(file: int) -> None:
-        assert go.wait(30)
-        os.fsync(file)
-
-    monkeypatch.setattr(disk, "system", ChangedDisk(fsync=fsync))
+    monkeypatch.setattr(disk, "system", slow_disk(lambda: go.wait(30)))
     x, numbers = torch.zeros(50_000_000 if device == "cuda" else 1000, device=device), [1]
     z = torch.full((1000,), 1 + 2j, device=device)
     random.seed(1)
@@ -89,11 +84,7 @@ def test_a_signal_handler_that_raises_while_a_save_runs(
         start(threading.Timer(0.3, start, [thread]))
         raise SystemExit(144)
 
-    def fsync(file: int) -> None:
-        time.sleep(0.3)
-        os.fsync(file)
-
-    monkeypatch.setattr(disk, "system", ChangedDisk(fsync=fsync))
+    monkeypatch.setattr(disk, "system", slow_disk(lambda: time.sleep(0.3)))
     earlier = signal.signal(signal.SIGALRM, lambda *_: sys.exit(144))
     with pytest.raises(SystemExit), Checkpointer(tmp_path) as checkpoints:
         if moment == "start":
@@ -203,9 +194,8 @@ def test_a_second_job_in_the_folder_is_noticed(tmp_path: Path, caplog: pytest.Lo
 
 def model_of(value: float) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
     return model
 
 

@@ -104,11 +104,10 @@ def test_tensors_of_one_memory_or_one_name_keep_their_own_values(source: Any, re
 
 
 def test_containers_tensors_and_arrays_are_restored_in_place(resume: Resume) -> None:
-    def fresh(fill: float) -> dict[str, Any]:
+    def fresh(fill: int) -> dict[str, Any]:
         return {"best": fill, "history": [fill], "mean": torch.ones(2) * fill, "array": numpy.full(3, fill),
-                "grows": numpy.full(int(fill) + 1, fill), "inner": {"count": int(fill), "list": [numpy.full(2, fill)]},
-                "own": PerRank({"steps": int(fill)}), "longer": [fill] * int(fill),
-                "kind": torch.ones(1) if fill else None}
+                "grows": numpy.full(fill + 1, fill), "inner": {"count": fill, "list": [numpy.full(2, fill)]},
+                "own": PerRank({"steps": fill}), "longer": [fill] * fill, "kind": torch.ones(1) if fill else None}
 
     state, source = fresh(0), fresh(7)
     before = {**state, "nested array": state["inner"]["list"][0]}
@@ -230,13 +229,12 @@ def test_float32_averages_of_bfloat16_parameters_are_not_rounded(resume: Resume)
 def test_files_have_plain_names_and_each_tensor_once(tmp_path: Path) -> None:
     weight = torch.rand(4, 4)
     state = {"long": b"x" * 70_000, "a": weight, "b": weight, "turned": weight.t(),
-             "tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "compiled": torch.compile(nn.Linear(2, 2)),
-             "inside": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
+             "tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "compiled": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     _, arrays = read_safetensors(tmp_path / "step-000000001" / rank_file_name(0))
-    assert set(arrays) == {"long", "a", "turned", "tied/0.weight", "tied/0.bias", "compiled/weight", "compiled/bias",
-                           "inside/0.weight", "inside/0.bias"}
+    assert set(arrays) == {"long", "a", "turned", "tied/0.weight", "tied/0.bias", "compiled/0.weight",
+                           "compiled/0.bias"}
 
 
 def test_compiled_parts_are_restored_into_plain_ones_and_back(resume: Resume) -> None:
@@ -360,8 +358,6 @@ def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
         unpack({"dict": {"x": [tree]}}, {"t": torch.zeros(4)})
 
 
-@pytest.mark.parametrize("state", [
-    {"numpy": ["MT19937", [1] * 624, 10**6, 0, 0.0]}, {"torch": "short"}, {"python": [3, [1], None]}, {"cuda": 1}])
-def test_a_generator_position_outside_its_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateError):
-        read_random_states({"dict": state})
+def test_a_generator_position_outside_its_state_is_refused() -> None:
+    with pytest.raises(StateError, match="outside the generator's state"):
+        read_random_states({"dict": {"numpy": ["MT19937", [1] * 624, 10**6, 0, 0.0]}})
