@@ -104,7 +104,7 @@ def go_wrong(kind: str, folder: Path) -> None:
         while True: pass  # noqa: E701 # hang: endless-loop
     if kind == "blocked-loader":
         from torch.utils.data import DataLoader
-        for _ in DataLoader([0], num_workers=1, collate_fn=never_return):  # type: ignore[arg-type] # hang: blocked-loader
+        for _ in DataLoader([0], num_workers=1, collate_fn=never_return):  # hang: blocked-loader
             pass
     if kind == "exited":
         sys.exit(0)  # hang: exited

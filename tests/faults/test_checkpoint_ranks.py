@@ -278,8 +278,7 @@ def main(folder: Path) -> None:
                     checkpoints.save_and_wait(step, state_of(dist.rank))
                 for scenario in scenarios:
                     scenario(dist, checkpoints)
-                    sys.stdout.write(f"rank {rank}: {name}, {scenario.__name__}\n")  # at once, unlike print()
-                    sys.stdout.flush()
+                    print(f"rank {rank}: {name}, {scenario.__name__}\n", end="", flush=True)  # in one piece
         os._exit(0)  # the other rank is dead
 
 

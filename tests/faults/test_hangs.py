@@ -139,12 +139,6 @@ def cause_found(inspections: Sequence[list[Position] | dict[int, Position]], rec
     return "".join(found)
 
 
-def sent(*entered: int, work: float = 0.0, in_group: int | None = None) -> list[Position]:
-    """Ranks whose counts include transfers, as gloo counts them; in_group: collectives of the group alone."""
-    found = [position(number, work)._replace(last=()) for number in entered]
-    return found if in_group is None else [one._replace(groups={"": Group("0-3", in_group)}) for one in found]
-
-
 def other_call(**changes: Any) -> Position:
     one = position(7, 50.0, pending=True)
     return one._replace(last=({**one.last[0], **changes},))
@@ -160,9 +154,6 @@ BEHIND_3, BUSY_3 = (rf"rank 3 on h3 \(pid 103\) {words}.*" for words in ("did no
     (([position(7)] * 4, [position(7, work=30.0)] * 4), False, ""),  # they compute
     (([position(7, pending=True)] * 4, [position(7, 90.0, pending=True)] * 4), False,
      ".*all ranks have entered collective 7.*"),
-    # The middle of a pipeline has sent and received.
-    ((sent(3, 6, 6, 3), sent(3, 6, 6, 3, work=30.0)), False, ".*rank 0 on h0.*"),
-    ((sent(3, 6, 6, 3, in_group=0), sent(3, 6, 6, 3, work=30.0, in_group=0)), True, ""),
     (([position(7, pending=True)] * 4, [other_call(number=8)] * 4), False, ""),  # transfers between two ranks
     (TOO_LATE, False, ""), ((*TOO_LATE, [*WAITING, position(6, 40.0)]), False, BUSY_3),
     ((*TOO_LATE, [*WAITING, position(6, 10.0)]), False, ".*" + BEHIND_3),
