@@ -268,7 +268,8 @@ def test_failing_and_hanging_sources_disturb_no_other(
     path.touch()
     began = time.monotonic()
     with StopSignal(poll_seconds=0.01, file=path, **options) as stop:
-        time.sleep(0.2)
+        wait_until(lambda: "failed with" in caplog.text or not failures, "the failure")
+        time.sleep(0.1)  # for later failures, which are not reported
         assert "exists already" in caplog.text and not stop.should_stop()
         os.utime(path, (1, 1))
         wait_until(stop.should_stop, "the file")
