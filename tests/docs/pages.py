@@ -25,7 +25,6 @@ from tests.launch.launchers import Result
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
-KINDS = ("here", "slurm", "pbs")
 HERE = "laptop"  # what the pages call this machine
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 JOB_ID = re.compile(r"(?:Submitted batch job )?(\d+(?:\.[\w-]+)?)")
@@ -54,15 +53,11 @@ def fences(page: Path) -> Iterator[tuple[int, str, list[str]]]:
         yield page.read_text().count("\n", 0, block.start()) + 2, block[1], block[2].splitlines()
 
 
-def kind_of(info: str) -> str:
-    return {"console": "here"}.get(info, info.removeprefix("console "))
-
-
 def steps(page: Path, kind: str) -> list[Step]:
-    """Return the commands of a page that run on `kind`."""
+    """Return the commands of a page that run on `kind`: "here", "slurm" or "pbs"."""
     found: list[Step] = []
     for start, info, lines in fences(page):
-        if not info.startswith("console") or kind_of(info) != kind:
+        if info != ("console" if kind == "here" else f"console {kind}"):
             continue
         for number, line in enumerate(lines, start):
             if line.startswith("$ "):
@@ -81,22 +76,20 @@ def with_commands(kind: str) -> list[str]:
 
 # Shapes --------------------------------------------------------------------------------------------------------------
 
-def pattern(line: str) -> re.Pattern[str]:
-    """Return what a line of a page stands for."""
+def pattern(line: str) -> str:
+    """Return what a line of a page stands for, as a regular expression."""
     def shape(part: str) -> str:
         if NUMBER.fullmatch(part):
             return NUMBER.pattern
-        return ".*" if part.strip() == "..." else r"\s+" if part.isspace() else re.escape(part)
+        return ".*" if part.strip() == "..." else "[ \t]+" if part.isspace() else re.escape(part)
 
-    return re.compile("".join(map(shape, re.split(rf"(\s*\.\.\.\s*|{NUMBER.pattern}|\s+)", line.rstrip()))))
+    if line.strip() == "...":
+        return "(?:.*\n)*"
+    return "".join(map(shape, re.split(rf"(\s*\.\.\.\s*|{NUMBER.pattern}|\s+)", line.rstrip()))) + "\n"
 
 
 def has_shape(expected: Sequence[str], lines: Sequence[str]) -> bool:
-    if not expected:
-        return not lines
-    if expected[0].strip() == "...":
-        return any(has_shape(expected[1:], lines[start:]) for start in range(len(lines) + 1))
-    return bool(lines) and bool(pattern(expected[0]).fullmatch(lines[0])) and has_shape(expected[1:], lines[1:])
+    return re.fullmatch("".join(map(pattern, expected)), "".join(f"{line}\n" for line in lines)) is not None
 
 
 def compare(step: Step, done: Result) -> None:
@@ -188,14 +181,9 @@ def diff(first: str, second: str) -> str:
     return "".join(f"{'@@' if line.startswith('@@') else line}\n" for line in lines[1:])
 
 
-def write_diffs() -> None:
-    for page in pages():
-        text = page.read_text()
-        page.write_text(DIFF.sub(lambda found: (
-            f"<!-- {found[1]} {found[2]} -->\n```diff\n{diff(found[1], found[2])}```\n"), text))
-
-
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit(__doc__)
-    write_diffs()
+    for written in pages():
+        written.write_text(DIFF.sub(lambda found: (
+            f"<!-- {found[1]} {found[2]} -->\n```diff\n{diff(found[1], found[2])}```\n"), written.read_text()))

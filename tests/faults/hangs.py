@@ -104,7 +104,7 @@ def go_wrong(kind: str, folder: Path) -> None:
         while True: pass  # noqa: E701 # hang: endless-loop
     if kind == "blocked-loader":
         from torch.utils.data import DataLoader
-        for _ in DataLoader(Blocked(), num_workers=1):  # hang: blocked-loader
+        for _ in DataLoader([0], num_workers=1, collate_fn=never_return):  # hang: blocked-loader
             pass
     if kind == "exited":
         sys.exit(0)  # hang: exited
@@ -114,15 +114,9 @@ def go_wrong(kind: str, folder: Path) -> None:
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # hang: gil
 
 
-class Blocked:
-    """A data set on a file system that does not respond."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        threading.Event().wait()
-        return index
+def never_return(_: Any) -> None:
+    """As from a file system that does not respond."""
+    threading.Event().wait()
 
 
 def compute(seconds: float) -> None:
@@ -238,7 +232,8 @@ class HangLab:
                 self.hosts.set_link(BAD_HOST, "down")
         with contextlib.suppress(RuntimeError):
             wait_until(lambda: all((folder / f"status{rank}").exists() for rank in left), "the end", seconds=seconds)
-        statuses = [status(folder / f"status{rank}") for rank in range(RANKS)]
+        files = [folder / f"status{rank}" for rank in range(RANKS)]
+        statuses = [int(file.read_text()) if file.exists() else None for file in files]
         with contextlib.suppress(RuntimeError):
             wait_until(lambda: not processes_in(folder), "the end of what the ranks have started", seconds=3)
         remaining = processes_in(folder)
@@ -273,10 +268,6 @@ def processes_in(folder: Path) -> list[int]:
             if os.readlink(f"/proc/{pid}/cwd") == str(folder):
                 found.append(pid)
     return found
-
-
-def status(path: Path) -> int | None:
-    return int(path.read_text()) if path.exists() else None
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ class ChangedDisk:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
+
+
+def slow_disk(wait: Callable[[], object]) -> ChangedDisk:
+    """The real disk, which waits before each fsync()."""
+    def fsync(file: int) -> None:
+        wait()
+        os.fsync(file)
+    return ChangedDisk(fsync=fsync)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

@@ -5,10 +5,9 @@ import functools
 import json
 import math
 import random
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -24,8 +23,6 @@ from tests.unit.checkpoint_states import bits, read_safetensors
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank
 from utils.checkpoint.entries import DTYPES, StateError
 from utils.checkpoint.format import rank_file_name
-from utils.checkpoint.pack import pack
-from utils.checkpoint.restore import Restorer
 from utils.checkpoint.rng import derive_random_states, random_states, read_random_states
 from utils.checkpoint.unpack import unpack
 
@@ -107,11 +104,10 @@ def test_tensors_of_one_memory_or_one_name_keep_their_own_values(source: Any, re
 
 
 def test_containers_tensors_and_arrays_are_restored_in_place(resume: Resume) -> None:
-    def fresh(fill: float) -> dict[str, Any]:
+    def fresh(fill: int) -> dict[str, Any]:
         return {"best": fill, "history": [fill], "mean": torch.ones(2) * fill, "array": numpy.full(3, fill),
-                "grows": numpy.full(int(fill) + 1, fill), "inner": {"count": int(fill), "list": [numpy.full(2, fill)]},
-                "own": PerRank({"steps": int(fill)}), "longer": [fill] * int(fill),
-                "kind": torch.ones(1) if fill else None}
+                "grows": numpy.full(fill + 1, fill), "inner": {"count": fill, "list": [numpy.full(2, fill)]},
+                "own": PerRank({"steps": fill}), "longer": [fill] * fill, "kind": torch.ones(1) if fill else None}
 
     state, source = fresh(0), fresh(7)
     before = {**state, "nested array": state["inner"]["list"][0]}
@@ -124,18 +120,15 @@ def draws() -> list[float]:
     return [random.random(), float(torch.rand(1)), float(numpy.random.rand())]
 
 
-def test_global_generators_continue_or_are_seeded_anew_where_they_differed(tmp_path: Path) -> None:
+def test_generators_of_another_number_of_ranks_continue_or_are_seeded_anew() -> None:
+    """In the latter way if they differed between the ranks."""
     states = []
     for seed in (1, 2):
         random.seed(seed)
         torch.manual_seed(seed)
         numpy.random.seed(seed)
         states.append(random_states())
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save_and_wait(1, {})
-        expected = draws()
-        checkpoints.load_latest({})
-    assert draws() == expected
+    expected = draws()
 
     different = []
     for rank in (0, 1, 2, 0):
@@ -149,16 +142,11 @@ def test_global_generators_continue_or_are_seeded_anew_where_they_differed(tmp_p
 TRAININGS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
     (lambda p: torch.optim.Adam(p, amsgrad=True), lambda o: lr_scheduler.LambdaLR(o, lambda number: 0.9**number)),
     (lambda p: torch.optim.AdamW(p, fused=True), lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=30)),
-    (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
-     lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2)),
-    (lambda p: torch.optim.LBFGS(p, history_size=3), lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
+    (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.3, mode="exp_range")),
+    (lambda p: torch.optim.LBFGS(p, history_size=3), lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1)),
     (torch.optim.Adafactor, lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5])),
     (torch.optim.ASGD,
      lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2])),
-    (torch.optim.RMSprop, lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.3, mode="exp_range", cycle_momentum=False)),
-    (torch.optim.Rprop, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1)),
-    (torch.optim.NAdam,
-     lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 3)])),
 ]
 
 
@@ -211,10 +199,9 @@ class Extra(nn.Module):
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "empty": nn.Identity, "tied": lambda: nn.ModuleList([nn.Linear(2, 2)] * 2),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
     "average": lambda: AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True),
-    "extra tensor": lambda: Extra(torch.rand(2)), "extra list": lambda: Extra([torch.rand(3), {"seen": 1}]),
+    "extra state": lambda: Extra([torch.rand(3), {"seen": 1}]),
     "nested": lambda: nn.ModuleDict({"a": nn.ModuleList([nn.BatchNorm1d(2)]), "b": nn.LSTM(2, 2)}),
 }
 
@@ -232,13 +219,9 @@ def test_modules_are_restored_to_the_last_bit(name: str, resume: Resume) -> None
 
 
 def test_float32_averages_of_bfloat16_parameters_are_not_rounded(resume: Resume) -> None:
-    def make() -> torch.optim.Optimizer:
-        parameter = nn.Parameter(torch.rand(3).bfloat16())
-        optimizer = torch.optim.SGD([parameter], 0.1)
-        optimizer.state[parameter]["average"] = torch.rand(3)
-        return optimizer
-
-    one, other = make(), make()
+    parameter = nn.Parameter(torch.rand(3).bfloat16())
+    one, other = (torch.optim.SGD([parameter]) for _ in range(2))
+    one.state[parameter]["average"] = torch.rand(3)
     resume([one], [other])
     assert bits(other.state_dict()) == bits(one.state_dict())
 
@@ -246,13 +229,12 @@ def test_float32_averages_of_bfloat16_parameters_are_not_rounded(resume: Resume)
 def test_files_have_plain_names_and_each_tensor_once(tmp_path: Path) -> None:
     weight = torch.rand(4, 4)
     state = {"long": b"x" * 70_000, "a": weight, "b": weight, "turned": weight.t(),
-             "tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "compiled": torch.compile(nn.Linear(2, 2)),
-             "inside": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
+             "tied": nn.ModuleList([nn.Linear(2, 2)] * 2), "compiled": nn.Sequential(torch.compile(nn.Linear(2, 2)))}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     _, arrays = read_safetensors(tmp_path / "step-000000001" / rank_file_name(0))
-    assert set(arrays) == {"long", "a", "turned", "tied/0.weight", "tied/0.bias", "compiled/weight", "compiled/bias",
-                           "inside/0.weight", "inside/0.bias"}
+    assert set(arrays) == {"long", "a", "turned", "tied/0.weight", "tied/0.bias", "compiled/0.weight",
+                           "compiled/0.bias"}
 
 
 def test_compiled_parts_are_restored_into_plain_ones_and_back(resume: Resume) -> None:
@@ -261,14 +243,6 @@ def test_compiled_parts_are_restored_into_plain_ones_and_back(resume: Resume) ->
     for source, target in ((one, other), (other, one), (AveragedModel(one), AveragedModel(other))):
         resume([source], [target])
         assert bits(list(target.state_dict().values())) == bits(list(source.state_dict().values()))
-
-
-def test_what_ddp_does_not_keep_equal_is_no_common_part() -> None:
-    """A learning rate before the first step, and buffers by their size."""
-    model = with_buffer(torch.zeros(1 << 18))
-    model.register_buffer("larger", torch.zeros((1 << 18) + 1))
-    packed = pack([model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))])  # type: ignore[arg-type]
-    assert not packed.common and set(packed.local) == {"0/mask"}
 
 
 # What cannot be saved, or not be loaded ------------------------------------------------------------------------------
@@ -310,12 +284,10 @@ REFUSED: list[tuple[Any, str]] = [
     (nn.ParameterDict({"weight": nn.Parameter(torch.rand(2, 2).as_subclass(DTensor))}), f"/weight.*{SHARDED}"),
     (type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(nn.Linear(2, 2).parameters()), f".*{SHARDED}"),
     *((one, " is of type .*; expected None, numbers.* leave it out") for one in (
-        {1}, deque([1]), defaultdict(list), Path("a"), torch.float32, torch.Size([1]), namedtuple("Point", "x")(1),
-        SimpleNamespace(x=1), bytearray(2), torch.Generator(), random.Random(), numpy.random.default_rng(),
-        numpy.rec.array([(1, 2)]), numpy.ma.masked)),
+        {1}, defaultdict(list), Path("a"), torch.Size([1]), namedtuple("Point", "x")(1), torch.Generator(),
+        numpy.random.default_rng(), numpy.rec.array([(1, 2)]), numpy.ma.masked)),
     *((one, " is a numpy value of type .*; expected") for one in (
-        numpy.array([object()]), numpy.array("a"), numpy.str_("a"), numpy.datetime64("NaT"), numpy.longdouble(1),
-        numpy.arange(3, dtype=">i4"), numpy.zeros(1, dtype="i4,f8"))),
+        numpy.array([object()]), numpy.str_("a"), numpy.longdouble(1), numpy.arange(3, dtype=">i4"))),
 ]
 REFUSED_BY_SAVE: list[tuple[Any, str]] = [
     (Broken(), r": state_dict\(\) of this Broken failed: KeyError: 'x'"),
@@ -325,18 +297,16 @@ REFUSED_BY_SAVE: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("value, words", REFUSED + REFUSED_BY_SAVE, ids=lambda value: type(value).__name__)
-def test_what_cannot_be_saved_is_refused_by_place(value: Any, words: str, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpoints, pytest.raises(ValueError, match=f"^x/0{words}"):
-        checkpoints.save(1, {"x": [value]})
-
-
-@pytest.mark.parametrize("value, words", REFUSED, ids=lambda value: type(value).__name__)
-def test_most_of_it_is_refused_when_the_training_starts(value: Any, words: str, tmp_path: Path) -> None:
-    """The first save is too late."""
+@pytest.mark.parametrize("value, words, by_load", [
+    *((*row, True) for row in REFUSED), *((*row, False) for row in REFUSED_BY_SAVE)])
+def test_what_cannot_be_saved_is_refused_by_place(value: Any, words: str, by_load: bool, tmp_path: Path) -> None:
+    """Most of it by load_latest(), when the training starts: the first save is too late."""
     with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match=f"into this state: x/0{words}"):
-            checkpoints.load_latest({"x": [value]})
+        with pytest.raises(ValueError, match=f"^x/0{words}"):
+            checkpoints.save(1, {"x": [value]})
+        if by_load:
+            with pytest.raises(CheckpointError, match=f"into this state: x/0{words}"):
+                checkpoints.load_latest({"x": [value]})
 
 
 def optimized(*order: int) -> dict[str, Any]:
@@ -347,11 +317,9 @@ def optimized(*order: int) -> dict[str, Any]:
 
 A, B = nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(3))
 SGD, LINEAR = torch.optim.SGD([A]), nn.Linear(2, 2)
-NAMED = [torch.optim.SGD(list(zip(names, [A, A.detach().clone()], strict=True))) for names in ("xy", "yx")]
 
 
 @pytest.mark.parametrize("source, state, words", [
-    (LINEAR, nn.Linear(2, 2, bias=False), "x: only the checkpoint has 'bias'"),
     (1, LINEAR, "x is a Linear, but was saved as int"), (LINEAR, None, "x is a NoneType, but was saved as Linear"),
     (Saved(1), LINEAR, "saved as Saved without entries"),
     (1, PerRank(1), "x is PerRank, but was saved as common"), (PerRank(1), 1, "x was saved as PerRank"),
@@ -361,7 +329,7 @@ NAMED = [torch.optim.SGD(list(zip(names, [A, A.detach().clone()], strict=True)))
     (lr_scheduler.StepLR(SGD, 3), lr_scheduler.ExponentialLR(SGD, 1), "x is a ExponentialLR, but was saved as StepLR"),
     (torch.optim.SGD(LINEAR.parameters()), SGD, "x has groups of [1] parameters, but was saved with [2]"),
     (torch.optim.SGD([A, B]), torch.optim.SGD([B, A]), "has a parameter of shape [3] as parameter 0 of group 0"),
-    (*NAMED, "has y of shape [2] as parameter 0 of group 0, but was saved with x"),
+    (torch.optim.SGD([("x", A)]), torch.optim.SGD([("y", A)]), "has y of shape [2] as parameter 0 of group 0"),
     (optimized(0, 1, 2), optimized(0, 2, 1),
      "x/optimizer has x/model/2 of shape [2] as parameter 0 of group 1, but was saved with x/model/1 "
      "of shape [2] there. Give the optimizer the same parameters in the same order"),
@@ -380,26 +348,16 @@ TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), 
 
 
 @pytest.mark.parametrize("tree", [
-    {"torch.dtype": "load"}, {"eval": "1"}, {}, {"int": "x"}, {"bytes": "?"}, {"object": "x"}, TOO_DEEP,
-    {"tensor": "t"}, {"tensor": "t", "dtype": "load", "shape": [4]}, {"tensor": "t", "dtype": "float32", "shape": [5]},
+    {"eval": "1"}, {}, {"object": "x"}, {"bytes": "?"}, {"array": {"dtype": "O", "shape": [1]}}, TOO_DEEP,
+    {"tensor": "t", "dtype": "load", "shape": [4]}, {"tensor": "t", "dtype": "float32", "shape": [5]},
     {"tensor": "t", "dtype": "int64", "shape": [2]},
     {"tensor": "t", "dtype": "float32", "shape": [2, 2], "stride": [1, 10**12]},
-    {"array": {"dtype": "O", "shape": [1]}}, {"numpy scalar": "O"}, {"tuple": {"a": 1}}, {"complex": "x"},
-    {"OrderedDict": [[[1], 2]]}, {"per rank": "x"},
 ], ids=lambda tree: json.dumps(tree)[:60])
 def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
     with pytest.raises(StateError, match="^x/0"):
         unpack({"dict": {"x": [tree]}}, {"t": torch.zeros(4)})
 
 
-def test_a_part_that_this_rank_has_not_saved_is_a_mismatch() -> None:
-    assert "lacks this rank's part" in str(Restorer([PerRank(1)], [{"per rank": "x"}], {}, {}).mismatches)
-
-
-@pytest.mark.parametrize("state", [
-    {"numpy": ["MT19937", [1] * 624, 10**6, 0, 0.0]}, {"numpy": ["MT19937", [1] * 624, -1, 0, 0.0]},
-    {"numpy": 1}, {"torch": b"short"}, {"python": [3, [1], None]}, {"cuda": "x"}, [1],
-], ids=lambda state: repr(state)[:40])
-def test_a_generator_position_outside_its_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateError):
-        read_random_states(pack(state).tree)
+def test_a_generator_position_outside_its_state_is_refused() -> None:
+    with pytest.raises(StateError, match="outside the generator's state"):
+        read_random_states({"dict": {"numpy": ["MT19937", [1] * 624, 10**6, 0, 0.0]}})

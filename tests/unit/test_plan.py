@@ -53,12 +53,10 @@ def test_seven_billion_parameters_send_24_gb_in_500_ms_on_8_gpus(plan: Plan) -> 
     assert step["efficiency"] < 0.4  # although communication overlaps with the backward pass
 
 
-def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter_which_may_need_fsdp2(plan: Plan) -> None:
-    found = plan(f"{SEVEN_BILLION} --gpus 8 --gpu a100-40 --compute-seconds 20")
-    memory, advised = found["memory"], found["advice"]
+def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter(plan: Plan) -> None:
+    memory = plan(SEVEN_BILLION)["memory"]
     assert memory["parameters"] + memory["gradients"] + memory["optimizer"] == (2 + 2 + 4 + 4 + 4) * 7e9 == 112e9
     assert memory["buckets"] == 14e9
-    assert "FSDP2" in advised[1] and not any("Stay with DDP" in text or "training fits" in text for text in advised)
 
 
 def test_sharded_states_are_divided_and_need_no_buckets(plan: Plan) -> None:
@@ -136,7 +134,6 @@ def fails(needed: str, usable: str, *changes: str, even: str = "", **fit: Any) -
      fails("28.0", "27.0", FUSED.format("26.0"))),
     ({"temporary": 8e9}, 19e9, {"passes": {**STATES, "activations": 6e9}, "batch": 1},
      fails("28.0", "19.0", FUSED.format("26.0"), VIEW, LESS.replace("60.0", "6.0") + CHECKPOINT, this_batch=False)),
-    ({"activations": 59e9, "inputs": 1e9}, 18e9, {"batch": 9}, fails("80.0", "18.0", VIEW, SMALLER, this_batch=False)),
     ({"activations": 1e9}, 10e9, {}, fails(
         "21.0", "10.0", "Parameters, gradients and optimizer need 16.0 GB on each GPU with any batch size. Use FSDP2 "
         "(fully_shard): 2.0 GB on each of 8 GPUs, or HSDP, which shards within a node only.", ddp=False)),
@@ -152,7 +149,7 @@ def test_memory_advice_recommends_the_first_change_that_fits(
     assert advice.memory_advice({**STATES, **more}, capacity, 8, "x", **options) == expected
 
 
-def scaling_advice(compute: float, fit: advice.Fit, gradient_bytes: int = 4) -> list[str]:
+def scaling_advice(fit: advice.Fit, compute: float = 0.07, gradient_bytes: int = 4) -> list[str]:
     """Of 1 GB of gradients on 16 GPUs, 8 a node, with 10 GB/s between nodes: 0.2 s for an all-reduce."""
     work = workload(even_computation(1e9, compute), spread=0.0)
     network = Network(Link(100e9, 0.0), Link(10e9, 0.0), 8, tree=False)
@@ -166,29 +163,29 @@ SHARD = ("If these are not enough, FSDP2 or HSDP free memory for a larger micro-
 
 
 def test_scaling_advice_follows_from_what_fits() -> None:
-    assert scaling_advice(0.07, advice.Fit(ddp=False)) == [
+    assert scaling_advice(advice.Fit(ddp=False)) == [
         "The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
-    smaller, = scaling_advice(0.07, advice.Fit(this_batch=False))
+    smaller, = scaling_advice(advice.Fit(this_batch=False))
     assert re.fullmatch(WAITS.format("3...%") + ", with the micro-batch that does not fit.", smaller)
-    good, = scaling_advice(2.0, advice.Fit())
+    good, = scaling_advice(advice.Fit(), compute=2.0)
     assert re.fullmatch(WAITS.format("(9.|100)..%") + ". Stay with DDP.", good)
 
 
 def test_poor_scaling_names_a_larger_micro_batch_before_sharding() -> None:
-    alone = scaling_advice(0.07, advice.Fit(free=1.5))
+    alone = scaling_advice(advice.Fit(free=1.5))
     assert re.fullmatch(WAITS.format("3...%") + ". The target is 80%.", alone[0])
     assert re.fullmatch(r"Accumulate (\d+) micro-steps under no_sync\(\): 8...%, if training converges with \1 times "
                         "the global batch.", alone[1])
     assert re.fullmatch("A bf16 or fp16 communication hook halves the bytes: [567]...%.", alone[2])
     assert alone[3] == SHARD and len(alone) == 4
 
-    free = scaling_advice(0.07, advice.Fit(free=4.9))
+    free = scaling_advice(advice.Fit(free=4.9))
     assert re.fullmatch("Memory is free for 4 times the micro-batch: [89]...%, if training converges with 4 times the "
                         "global batch.", free[1])
     assert SHARD not in free and len(free) == 4
-    unknown = scaling_advice(0.07, advice.Fit())
+    unknown = scaling_advice(advice.Fit(), gradient_bytes=2)
     assert unknown[2] == "Where memory is free, a larger micro-batch has the same effect." and SHARD not in unknown
-    assert not any("hook" in text for text in scaling_advice(0.07, advice.Fit(), gradient_bytes=2))
+    assert not any("hook" in text for text in unknown)
 
 
 def test_advice_has_no_number_that_the_table_contradicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,27 +216,20 @@ def test_communication_takes_a_part_of_the_gpu_while_it_overlaps() -> None:
 
 # --- the model
 
-def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
+def test_buckets_are_closed_by_the_gradient_that_fills_them_and_wait_for_each_other() -> None:
     gradients = [Gradient(float(i), size * MIB) for i, size in enumerate((0.5, 0.5, 24, 2, 30, 3))]
     sizes = [(bucket.ready, bucket.size / MIB) for bucket in fill_buckets(gradients, BUCKET, FIRST_BUCKET)]
     assert sizes == [(1, 1), (3, 26), (4, 30), (5, 3)]
-
-
-def test_buckets_wait_for_their_gradients_and_for_each_other() -> None:
     buckets = [Gradient(4.0, 2.0), Gradient(5.0, 1.0), Gradient(7.5, 1.0)]
     step = simulate(Computation(tuple(buckets), 8.0), buckets, lambda size: size)
-    assert step.exposed == 0.5 and step.communication == 4.0
-    assert [begin for begin, _, _ in step.transfers] == [4.0, 6.0, 7.5]
+    assert [begin for begin, _, _ in step.transfers] == [4.0, 6.0, 7.5] and step.exposed == 0.5
 
 
 def test_slowest_link_and_latency_of_each_hop_count() -> None:
     network = Network(Link(100.0, 1.0), Link(10.0, 5.0), 4, tree=False)
-    assert network.all_reduce_seconds(100.0, 1) == 0
     # gloo's ring, in two passes: half of each block, then its other half, which hides the latency of the next one.
-    assert network.all_reduce_seconds(100.0, 4) == pytest.approx(2 * 3 * (1.0 + 100 / 8 / 100) + 2 * 100 / 8 / 100)
     assert network.all_reduce_seconds(100.0, 8) == pytest.approx(
         2 * (6 * 1.0 + 1 * 5.0) + 2 * (7 + 1) * 100 / 16 / 10)
-    assert network.all_reduce_seconds(1000.0, 2) == pytest.approx(2 * 1.0 + 1000 / 100)
     assert network.all_reduce_seconds(1000.0, 8) == pytest.approx(2 * (6 * 1.0 + 1 * 5.0) / 7 + 1.75 * 1000 / 10)
     tree = Network(Link(100.0, 1.0), Link(10.0, 5.0), 4)
     assert tree.all_reduce_seconds(0.0, 64) == 2 * (3 * 1.0 + 4 * 5.0)

@@ -193,13 +193,9 @@ REAL = r"The steps ran with real tensors on the CPU: .*train.py:\d+"
 
 
 @pytest.mark.parametrize(("model", "optimizer", "body", "expected"), [
-    (LINEAR, "SGD", "if not loss.isfinite(): raise ValueError(loss)\n    " + BACK, REAL),
     (LINEAR, "Adam", BACK + "; print((y.argmax(1) == 3).sum().item())", REAL),
     (LINEAR, "Adam", BACK + "; print(y.detach().cpu().numpy().std())", REAL),
-    (LINEAR, "Adam", BACK + "; nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)", REAL),
     (LINEAR, "SGD", BACK + "\n    if loss < best: best = loss.detach(); torch.save(model.state_dict(), os.devnull)",
-     REAL),
-    (LINEAR, "AdamW", "sum(part.sum() for part in y.split(y.argmax(1).bincount(minlength=9).tolist())).backward()",
      REAL),
     (LINEAR, "SGD", "groups, where = y.argmax(1).unique(return_inverse=True)\n    "
      "torch.zeros(len(groups), 9).index_add(0, where, y).sum().backward()", REAL),
@@ -214,12 +210,9 @@ def test_script_whose_values_decide_is_planned(
     assert trace.peak().total > 4 * trace.num_parameters
 
 
-BATCH = """
-import sys, torch
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+BATCH = HEAD + """
 while True:
-    y = model(torch.zeros(int(sys.argv[1]), 64))
+    y = model(torch.zeros(int(sys.argv[1]), 10))
     (y @ y.T).exp().mean().backward()
     optimizer.step()
 """

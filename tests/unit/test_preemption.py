@@ -3,11 +3,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import multiprocessing
 import operator
 import os
-import queue
 import re
 import signal
 import socket
@@ -15,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ from tests.unit.notices import served
 from utils.monitor.launch_report import VARIABLE
 from utils.preemption import EXIT_REQUEUE, StopSignal, shield_worker, stop_signal
 from utils.preemption.agreement import StopAgreement
-from utils.preemption.sources import SourceThreads, StopCommand, StopFile, TimeLimit
+from utils.preemption.sources import TimeLimit
 
 
 @pytest.fixture(autouse=True)
@@ -59,28 +57,22 @@ def test_a_signal_is_seen_during_a_long_call_into_c(stop: StopSignal, tmp_path: 
     assert (stop.requested, stop.stopped, stop.exit_status) == (True, True, EXIT_REQUEUE)
 
 
-@pytest.mark.parametrize(("options", "reason", "exists"), [
-    ({"time_left": lambda: 100.0, "save_seconds": 200}, "time limit in", True),
-    ({"file": "STOP"}, "file STOP", False), ({"command": ["test", "-e", "STOP"]}, "command test", False)])
-def test_time_limit_file_and_command_stop_the_run(options: dict[str, Any], reason: str, exists: bool, tmp_path: Path,
+@pytest.mark.parametrize(("options", "reason", "warnings"), [
+    ({"time_left": lambda: 100.0, "save_seconds": 200}, "time limit in", 1),
+    ({"time_left": lambda: 1.5, "save_seconds": 0.05, "margin": 0}, "time limit in", 0),  # after many steps
+    ({"file": "STOP"}, "file STOP", 0), ({"command": ["test", "-e", "STOP"]}, "command test", 0)])
+def test_time_limit_file_and_command_stop_the_run(options: dict[str, Any], reason: str, warnings: int, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch,
                                                   caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     with StopSignal(poll_seconds=0.01, **options) as stop:
-        assert exists or not stop.should_stop()
+        assert warnings or not stop.should_stop()
         Path("STOP").touch()
         wait_until(stop.should_stop, reason)
         assert stop.should_stop()
     assert stop.reason.startswith(reason)
     warning = r"this job makes \d+ steps?: the start and the 230 s .* Request more time, or lower save_seconds=200 and"
-    assert len(re.findall(warning, caplog.text)) == ("time" in reason)
-
-
-def test_a_time_limit_after_many_steps_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with StopSignal(time_left=lambda: 1.5, save_seconds=0.05, margin=0, poll_seconds=0.01) as stop:
-        wait_until(stop.should_stop, "the time limit")
-    assert stop.reason.startswith("time limit in")
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(re.findall(warning, caplog.text)) == caplog.text.count("WARNING") == warnings
 
 
 def test_the_reserve_is_margin_longest_save_and_longest_step(stop: StopSignal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,35 +255,21 @@ def test_time_limit(responses: list[float | Exception | None], seconds: Iterable
     assert caplog.text.count("does not report how much time is left") == (responses == [None])
 
 
-def test_a_file_that_exists_stops_the_run_when_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("options", "failures"), [
+    ({"time_left": lambda: 1 / 0}, 1), ({"time_left": lambda: sys.exit("user's mistake")}, 1),
+    ({"command": ["/no/such/command"]}, 1), ({"time_left": lambda: time.sleep(20)}, 0)],
+    ids=["error", "exit", "command", "hangs"])
+def test_failing_and_hanging_sources_disturb_no_other(
+        options: dict[str, Any], failures: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other one is a file that exists, and stops the run when it is touched."""
     path = tmp_path / "STOP"
     path.touch()
-    source = StopFile(path, 1)
-    assert "exists already" in caplog.text
-    assert source.check() is None
-    os.utime(path, (1, 1))
-    assert source.check() == f"file {path}"
-
-
-@pytest.mark.parametrize("action", [lambda: 1 / 0, lambda: sys.exit("user's mistake"),
-                                    StopCommand(["/no/such/command"], 1).check], ids=["error", "exit", "command"])
-def test_failing_and_hanging_sources_disturb_no_other(
-        action: Callable[[], object], caplog: pytest.LogCaptureFixture) -> None:
-    failures, end, reasons = threading.Semaphore(0), threading.Event(), queue.Queue[str]()
-
-    def fails_again() -> object:
-        failures.release()
-        return action()
-
-    def waits_for_three_failures() -> str:
-        for _ in range(3):
-            failures.acquire()
-        return "stop"
-
-    threads = SourceThreads(reasons.put, [SimpleNamespace(name="other", poll_seconds=0.001, check=check)
-                                          for check in (fails_again, end.wait, waits_for_three_failures)])
-    assert reasons.get(timeout=20) == "stop"
-    threads.close()
-    end.set()
-    assert reasons.empty()
-    assert caplog.text.count("'other' failed with") == 1
+    began = time.monotonic()
+    with StopSignal(poll_seconds=0.01, file=path, **options) as stop:
+        wait_until(lambda: "failed with" in caplog.text or not failures, "the failure")
+        time.sleep(0.1)  # for later failures, which are not reported
+        assert "exists already" in caplog.text and not stop.should_stop()
+        os.utime(path, (1, 1))
+        wait_until(stop.should_stop, "the file")
+    assert stop.reason.startswith(f"file {path}") and time.monotonic() - began < 10
+    assert caplog.text.count("failed with") == failures

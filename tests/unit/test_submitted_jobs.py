@@ -156,28 +156,25 @@ def test_list_shows_the_latest_submissions_first(login: Login, chain: Submission
     lines = [line.split()[:3] for line in query("list", jobs).out.splitlines()]
     assert [line[0] for line in lines] == ["JOB", "101", "1", "2", "3"]
     assert lines[1][1] == "unknown" and lines[3][1:] == ["stopped", "(75)"]
-    rows = [json.loads(line) for line in query("list --json", jobs).out.splitlines()]
-    assert [row["job"] for row in rows] == ["101", "1", "2", "3"]
+    assert [json.loads(line)["job"] for line in query("list --json", jobs).out.splitlines()] == ["101", "1", "2", "3"]
 
 
 def test_json_has_a_line_for_each_job(chain: Submission, query: Query) -> None:
     done = query("status --json 1 2", scripted("failed running queued"))
     one, two = map(json.loads, done.out.splitlines())
-    assert (one["state"], one["exit_code"], two["state"]) == ("failed", 3, "running")
+    assert (one["state"], one["exit_code"], two["state"], done.status) == ("failed", 3, "running", 1)
     assert Path(two["folder"]).name == "train-1"
-    assert done.status == 1
 
 
 def test_stop_touches_the_file_that_the_running_job_watches(login: Login, chain: Submission) -> None:
     done = login.submit("stop", "2")
     assert done.status == 0 and (chain.folder / "stop").exists() and "cancel 2" in done.out
-    done = login.submit("stop", "77")
-    assert done.status == 1 and "no record of job 77" in done.err
+    assert "no record of job 77" in login.submit("stop", "77").err
 
 
 @pytest.mark.parametrize(("states", "cancelled"), [
     ("stopped running queued", ["3", "2"]), ("unknown running queued", ["3", "2"]),
-    ("running queued queued", ["3", "2", "1"]), ("completed cancelled cancelled", [])])
+    ("completed cancelled cancelled", [])])
 @pytest.mark.parametrize("job_id", ["1", "2", "3"])
 def test_cancel_ends_a_chain(job_id: str, states: str, cancelled: list[str], chain: Submission, query: Query) -> None:
     scheduler = scripted(states)
@@ -187,15 +184,12 @@ def test_cancel_ends_a_chain(job_id: str, states: str, cancelled: list[str], cha
     assert ("already ended" in done.out) == (states.split()[int(job_id) - 1] in ("stopped", "completed", "cancelled"))
 
 
-@pytest.mark.parametrize(("requested", "known", "same"), [
-    ("12", "12.head", True), ("12.head", "12.head", True), ("12.other", "12.head", False),
-    ("1", "12.head", False)])
-def test_job_is_found_by_its_short_id_too(requested: str, known: str, same: bool, tmp_path: Path) -> None:
-    for folder in (tmp_path / "x", tmp_path / "other"):
-        folder.mkdir()
-    records.write(tmp_path / "x", Job(("a",)), scheduler="pbs", site="x", job_ids=[known], dependencies=[None])
-    (tmp_path / "other" / "submission.json").write_text("[]")
-    assert (records.find(tmp_path, requested) is not None) is same
+@pytest.mark.parametrize(("requested", "found"), [("12", True), ("12.head", True), ("12.other", False), ("1", False)])
+def test_job_is_found_by_its_short_id_too(requested: str, found: bool, chain: Submission) -> None:
+    records.write(chain.folder, Job(("a",)), scheduler="pbs", site="x", job_ids=["12.head"], dependencies=[None])
+    (chain.folder.with_name("other")).mkdir()
+    (chain.folder.with_name("other") / "submission.json").write_text("[]")
+    assert (records.find(chain.folder.parent, requested) is not None) is found
 
 
 @pytest.mark.parametrize(("name", "job_id"), [
@@ -251,8 +245,7 @@ STARTS, REFUSES, COMPLETE = (0, 1, 0, ""), (1, 0, NOT_STARTED, "not started"), (
 @pytest.mark.parametrize(("recorded", "status", "expected"), [
     (75, DOWN, STARTS), (TIME_LIMIT, DOWN, STARTS), (HOST_LOST, Status("1", "failed", 1), STARTS),
     (3, DOWN, REFUSES), (NOT_STARTED, DONE, REFUSES), (0, DOWN, COMPLETE), (None, DONE, COMPLETE),
-    (None, DOWN, REFUSES), (None, Status("1", "unknown"), REFUSES), (3, Status("1", "unknown"), REFUSES),
-    (None, Status("1", "timeout"), STARTS), (143, Status("1", "timeout"), STARTS),
+    (None, DOWN, REFUSES), (None, Status("1", "unknown"), REFUSES), (143, Status("1", "timeout"), STARTS),
     (143, PREEMPTED, STARTS), (143, Status("1", "cancelled"), REFUSES), (None, Status("1", "failed", 1), REFUSES),
     (None, Status("1", "node_fail"), STARTS), (None, Status("1", "stopped", 75), STARTS)])
 def test_job_of_a_chain_starts_if_it_can_continue_the_one_before(
