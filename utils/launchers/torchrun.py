@@ -60,15 +60,9 @@ class Single(Launcher):
 
 def is_stale(environ: Mapping[str, str], placement: Placement) -> bool:
     """Return whether RANK or a variable like it belongs to another launch than `placement`."""
-    numbers = (
-        placement.rank,
-        placement.world_size,
-        placement.local_rank,
-        placement.local_world_size,
-    )
     return any(
         is_set(environ, name) and value is not None and environ[name].strip() != str(value)
-        for name, value in zip(RANK_VARIABLES, numbers, strict=True)
+        for name, value in zip(RANK_VARIABLES, placement[1:5], strict=True)
     )
 
 
@@ -113,8 +107,7 @@ class Torchrun(Launcher):
     parent_programs = ("torchrun", "accelerate")
     requires_master_address = True
     sets_rank_variables = True
-    # Each agent counts its own ranks, and two agents may share a host.
-    counts_all_local_ranks = False
+    num_agents_variable = "GROUP_WORLD_SIZE"
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         return bool(is_set(environ, _RUN_ID)) and super().is_present(environ)
@@ -128,9 +121,6 @@ class Torchrun(Launcher):
     def may_start_below(self, inherited: InheritedVariables) -> bool:
         # A program that a worker has started inherits the variables, and may be run by Python too.
         return inherited.new_worker
-
-    def agents(self, environ: Mapping[str, str]) -> int | None:
-        return number(environ, "GROUP_WORLD_SIZE")
 
     def has_store(self, environ: Mapping[str, str]) -> bool:
         return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -172,7 +172,7 @@ def _master_address(
         )
 
     on_several_hosts = (
-        launcher.counts_all_local_ranks
+        not launcher.num_agents_variable
         and placement.local_world_size is not None
         and not placement.on_one_host
     )
