@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..launch_error import LaunchError
 from .rank_variables import InheritedVariables
 
+_T = TypeVar("_T")
 SERVICE = "ddpkit"  # the name, or key, under which rank 0 publishes
 
 
@@ -35,15 +36,15 @@ class NameService:
         raise NotImplementedError
 
 
-def poll(query: Callable[[], str | None], timeout: float) -> str | None:
-    """Call `query` with growing pauses until it returns a text or `timeout` seconds are over."""
+def poll(query: Callable[[], _T | None], timeout: float, longest_pause: float = 0.25) -> _T | None:
+    """Call `query` with growing pauses until it returns a value or `timeout` seconds are over."""
     deadline, pause = time.monotonic() + timeout, 0.005
     while True:
         found = query()
         if found or time.monotonic() + pause > deadline:
             return found or None
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.25)
+        pause = min(pause * 1.5, longest_pause)
 
 
 class Placement(NamedTuple):
