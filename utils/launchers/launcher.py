@@ -171,11 +171,11 @@ class Launcher:
 
         Raises LaunchError when they are incomplete, malformed or contradictory.
         """
-        rank, world_size, local_rank, local_world_size = (
-            number(environ, name) for name in self._variables_of_numbers
-        )
+        required = (self.rank_variable, self.world_size_variable)
+        rank, world_size = (number(environ, name) for name in required)
+        local_rank = number(environ, self.local_rank_variable)
+        local_world_size = number(environ, self.local_world_size_variable)
         if rank is None or world_size is None:
-            required = (self.rank_variable, self.world_size_variable)
             missing = " and ".join(name for name in required if not is_set(environ, name))
             present = (name for name in self.variables if name in environ)
             found = ", ".join(f"{name}={environ[name]!r}" for name in present)
@@ -221,18 +221,11 @@ class Launcher:
     # Names of variables
 
     @property
-    def _variables_of_numbers(self) -> tuple[str, str, str, str]:
-        return (
-            self.rank_variable,
-            self.world_size_variable,
-            self.local_rank_variable,
-            self.local_world_size_variable,
-        )
-
-    @property
     def number_variables(self) -> tuple[str, ...]:
         """The variables that hold the numbers of Placement."""
-        return tuple(dict.fromkeys(filter(None, self._variables_of_numbers)))
+        of_launch = (self.rank_variable, self.world_size_variable)
+        of_host = (self.local_rank_variable, self.local_world_size_variable)
+        return tuple(dict.fromkeys(filter(None, (*of_launch, *of_host))))
 
     @property
     def rank_variables(self) -> tuple[str, ...]:

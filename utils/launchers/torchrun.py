@@ -71,20 +71,19 @@ def unused_allocation(environ: Mapping[str, str], reason: str) -> Iterator[str]:
 
     reason: why there is only one process.
     """
-    job = size = launcher = ""
+    job = size = ""
+    launcher, slots = "mpiexec", 0
     if is_set(environ, "SLURM_JOB_ID"):
         job, launcher = f"Slurm job {environ['SLURM_JOB_ID']}", "srun"
         tasks, nodes = environ.get("SLURM_NTASKS", ""), environ.get("SLURM_JOB_NUM_NODES", "")
         counts = [(tasks, "tasks"), (nodes, "nodes")]
         size = " on ".join(f"{count} {unit}" for count, unit in counts if count not in ("", "1"))
     elif is_set(environ, "PBS_JOBID"):
-        job, launcher = f"PBS job {environ['PBS_JOBID']}", "mpiexec"
-        slots = node_file(environ).count("\n")
-        size = f"{slots} slots" if slots > 1 else ""
+        job, slots = f"PBS job {environ['PBS_JOBID']}", node_file(environ).count("\n")
     elif is_set(environ, "LSB_JOBID"):
-        job, launcher = f"LSF job {environ['LSB_JOBID']}", "mpiexec"
-        slots = number(environ, "LSB_DJOB_NUMPROC") or 1
-        size = f"{slots} slots" if slots > 1 else ""
+        job, slots = f"LSF job {environ['LSB_JOBID']}", number(environ, "LSB_DJOB_NUMPROC") or 0
+    if slots > 1:
+        size = f"{slots} slots"
     if size:
         yield (
             f"{job} holds {size}, but {reason}: it runs alone, as rank 0 of 1. "

@@ -6,6 +6,7 @@ torch's store. The other ranks try the places where endpoints.py expects rank 0.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
@@ -96,10 +97,7 @@ def _serve(
     port = int(listener.getsockname()[1])
     try:
         token = _publish(endpoints, port, deadline) or endpoints.token
-
-        def hints() -> list[str]:
-            return [*placement.notes, *_hints(endpoints)]
-
+        hints = functools.partial(_hints, placement, endpoints)
         with RendezvousServer(listener, placement.world_size, token, hints) as server:
             try:
                 result = check_reports(server.collect(report, deadline))
@@ -147,8 +145,9 @@ def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
     return token
 
 
-def _hints(endpoints: Endpoints) -> Iterator[str]:
+def _hints(placement: Placement, endpoints: Endpoints) -> Iterator[str]:
     """Yield what may keep other ranks from joining, for the message that names them."""
+    yield from placement.notes
     by_master_addr = endpoints.source.startswith("MASTER_ADDR")
     if not by_master_addr or not endpoints.hosts or endpoints.name_service is not None:
         return
