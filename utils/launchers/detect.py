@@ -69,16 +69,15 @@ def find_launcher(
 ) -> Detection:
     """Return what detect() finds, with the launcher itself and the reason. Arguments as there."""
     inherited = inherited_variables(environ)
-    is_below_rank = inherited is not None and not inherited.is_rank
     if ancestors is None:
-        pids = inherited.pids_below_rank() if inherited and is_below_rank else parent_pids()
+        pids = inherited.pids_below_rank() if inherited else parent_pids()
         ancestors = map(command_line, pids) if environ is os.environ else ()
     if inherited is not None:
         environ = inherited.environ
 
     if launcher is not None:
         return _by_name(environ, launcher)
-    if inherited is not None and is_below_rank:
+    if inherited is not None and not inherited.is_rank:
         return _below_rank(environ, inherited, ancestors)
 
     candidates = [one for one in LAUNCHERS if one.is_present(environ)]
@@ -173,8 +172,9 @@ def _below_rank(
     It is a rank itself if a launcher runs between that rank and this process, or if RANK and the
     variables like it were set anew.
     """
-    present = [one for one in LAUNCHERS if one.is_present(environ)]
-    candidates = [one for one in present if one.may_start_below(inherited)]
+    candidates = [one for one in LAUNCHERS if one.is_present(environ)]
+    if not inherited.new_worker:  # Python below a worker inherits its variables, as from an agent
+        candidates = [one for one in candidates if not one.num_agents_variable]
     for command in ancestors:
         if chosen := _launcher_of(command, candidates):
             return _detection(environ, chosen, [chosen], _nearest_is(command))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ..launch_error import LaunchError
-from .rank_variables import InheritedVariables
 
 _T = TypeVar("_T")
 SERVICE = "ddpkit"  # the name, or key, under which rank 0 publishes
@@ -158,13 +157,6 @@ class Launcher:
         Below it the variables of outer launchers are inherited: they do not make a rank.
         """
         return False
-
-    def may_start_below(self, inherited: InheritedVariables) -> bool:
-        """Return whether this launcher may have started a process below a rank.
-
-        False rejects the launcher; otherwise the parent processes decide.
-        """
-        return True
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         """Return the placement that the variables describe.

@@ -95,11 +95,9 @@ class SlurmStep(Launcher):
             yield from unused_allocation(environ, "srun --pty started one task")
 
     def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
-        first_of_component: list[str] = []
         try:
             nodes = expand_hostlist(environ.get(_NODE_LIST, ""))
-            while component := _component_nodes(environ, len(first_of_component)):
-                first_of_component.append(expand_hostlist(component)[0])
+            first_of_component = [expand_hostlist(part)[0] for part in _component_nodes(environ)]
         except ValueError as error:
             raise LaunchError(f"{_NODE_LIST}: {error}") from None
 
@@ -178,10 +176,11 @@ def _is_interactive_shell(command: str) -> bool:
     return True
 
 
-def _component_nodes(environ: Mapping[str, str], index: int) -> str:
-    """Return the node list of a heterogeneous job's component. Some versions write PACK for HET."""
-    name = f"SLURM_JOB_NODELIST_{{}}_GROUP_{index}"
-    return environ.get(name.format("HET")) or environ.get(name.format("PACK")) or ""
+def _component_nodes(environ: Mapping[str, str]) -> list[str]:
+    """Return the node lists of a heterogeneous job's components, at most 128 in Slurm."""
+    kinds = ("HET", "PACK")  # some versions write PACK
+    names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}" for i in range(128) for kind in kinds)
+    return [environ[name] for name in names if environ.get(name)]
 
 
 def _first_of_host_file(environ: Mapping[str, str]) -> list[str]:

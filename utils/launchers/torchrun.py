@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .launcher import Launcher, Placement, is_set, node_file, number, shown
-from .rank_variables import InheritedVariables
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -116,10 +115,6 @@ class Torchrun(Launcher):
         # "/env/bin/python3.11 /env/bin/accelerate launch x.py".
         program = command.partition(" ")[0].rpartition("/")[2]
         return program.startswith(("python", "pypy")) or super().is_parent(command)
-
-    def may_start_below(self, inherited: InheritedVariables) -> bool:
-        # A program that a worker has started inherits the variables, and may be run by Python too.
-        return inherited.new_worker
 
     def has_store(self, environ: Mapping[str, str]) -> bool:
         return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

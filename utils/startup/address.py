@@ -68,7 +68,11 @@ def agree(
     Raises LaunchError on every rank, with rank 0's message where it can be reached.
     """
     if placement.world_size == 1:
-        return _alone(report)
+        if report["error"]:
+            raise LaunchError(report["error"])
+        result = check_reports([report])
+        return Rendezvous(result.assignments[0], notes=tuple(result.notes), table=result.table)
+
     deadline = time.monotonic() + timeout
     endpoints = find_endpoints(
         launcher, placement, environ, name_service=name_service, timeout=timeout
@@ -76,13 +80,6 @@ def agree(
     if placement.rank == 0:
         return _serve(placement, endpoints, report, deadline)
     return _join(placement, endpoints, report, deadline, timeout)
-
-
-def _alone(report: RankReport) -> Rendezvous:
-    if report["error"]:
-        raise LaunchError(report["error"])
-    result = check_reports([report])
-    return Rendezvous(result.assignments[0], notes=tuple(result.notes), table=result.table)
 
 
 # Rank 0
