@@ -81,8 +81,14 @@ def find_launcher(
         return _below_rank(environ, inherited, ancestors)
 
     candidates = [one for one in LAUNCHERS if one.is_present(environ)]
+    possible = [one for one in LAUNCHERS if one in candidates or one.is_undecided(environ)]
     parents = iter(ancestors)
-    chosen, reason = _innermost(environ, candidates, parents)
+    chosen, reason = _nearest(environ, possible, parents)
+    if chosen is None and candidates == [_SINGLE]:
+        chosen, reason = _SINGLE, "no launcher's variables are set"
+    elif chosen is None:
+        chosen = candidates[0]
+        reason = "its variables are set, and no parent process is another launcher's"
     if number(environ, chosen.num_agents_variable) == 1 and not environ.get(INDEPENDENT):
         _check_outer(environ, chosen, candidates, parents)
     return _detection(environ, chosen, candidates, reason)
@@ -104,64 +110,44 @@ def _by_name(environ: Mapping[str, str], name: str) -> Detection:
     )
 
 
-def _innermost(
-    environ: Mapping[str, str], candidates: list[Launcher], ancestors: Iterable[str]
-) -> tuple[Launcher, str]:
+def _nearest(
+    environ: Mapping[str, str], launchers: list[Launcher], ancestors: Iterable[str]
+) -> tuple[Launcher | None, str]:
     """Return the launcher that started the nearest parent process, and the reason.
 
-    Where no parent process is a launcher's, it is the first candidate.
+    None and "" where no parent process belongs to one of these launchers.
     """
-    possible = [one for one in LAUNCHERS if one in candidates or one.is_undecided(environ)]
     for command in ancestors:
-        if parent := _launcher_of(command, possible):
-            return parent, _nearest_is(command)
-        if _starts_shell(command, environ):
-            by_hand = _BY_HAND if _BY_HAND in candidates else _SINGLE
+        for one in launchers:
+            if one.is_parent(command):
+                nearest = command.strip()[:100]
+                return one, f"the nearest launcher among the parent processes is: {nearest}"
+        if any(one.starts_shell(command, environ) for one in LAUNCHERS):
+            by_hand = _BY_HAND if _BY_HAND in launchers else _SINGLE
             return by_hand, f"the parent process starts a shell, not a rank: {command.strip()}"
-    if candidates == [_SINGLE]:
-        return _SINGLE, "no launcher's variables are set"
-    return candidates[0], "its variables are set, and no parent process is another launcher's"
-
-
-def _launcher_of(command: str, launchers: Iterable[Launcher]) -> Launcher | None:
-    """Return the first launcher that a parent process with this command line belongs to."""
-    return next((one for one in launchers if one.is_parent(command)), None)
-
-
-def _nearest_is(command: str) -> str:
-    return f"the nearest launcher among the parent processes is: {command.strip()[:100]}"
-
-
-def _starts_shell(command: str, environ: Mapping[str, str]) -> bool:
-    return any(one.starts_shell(command, environ) for one in LAUNCHERS)
+    return None, ""
 
 
 def _check_outer(
     environ: Mapping[str, str],
     chosen: Launcher,
-    candidates: Iterable[Launcher],
+    candidates: list[Launcher],
     ancestors: Iterable[str],
 ) -> None:
     """Raise LaunchError where an outer launcher has started several agents that are each alone.
 
     ancestors: of the agent.
     """
-    for command in ancestors:
-        if _starts_shell(command, environ):
-            return
-        outer = _launcher_of(command, candidates)
-        if outer is None or outer is chosen:
-            continue
-        tasks = outer.read(environ).world_size
-        if tasks > 1:
-            raise LaunchError(
-                f"{outer.name} has started {tasks} tasks, and the {chosen.name} in each of them a "
-                f"launch of its own: {chosen.read(environ).world_size} ranks by one agent. "
-                f"Expected one launch. Give each {chosen.name} --nnodes={tasks} and the same "
-                f"--rdzv-endpoint, or start the script without {chosen.name}; set {INDEPENDENT}=1 "
-                "if each task is a program of its own"
-            )
-        return
+    outer, _ = _nearest(environ, [one for one in candidates if one is not chosen], ancestors)
+    tasks = outer.read(environ).world_size if outer else 1
+    if outer and tasks > 1:
+        raise LaunchError(
+            f"{outer.name} has started {tasks} tasks, and the {chosen.name} in each of them a "
+            f"launch of its own: {chosen.read(environ).world_size} ranks by one agent. "
+            f"Expected one launch. Give each {chosen.name} --nnodes={tasks} and the same "
+            f"--rdzv-endpoint, or start the script without {chosen.name}; set {INDEPENDENT}=1 "
+            "if each task is a program of its own"
+        )
 
 
 def _below_rank(
@@ -175,9 +161,9 @@ def _below_rank(
     candidates = [one for one in LAUNCHERS if one.is_present(environ)]
     if not inherited.new_worker:  # Python below a worker inherits its variables, as from an agent
         candidates = [one for one in candidates if not one.num_agents_variable]
-    for command in ancestors:
-        if chosen := _launcher_of(command, candidates):
-            return _detection(environ, chosen, [chosen], _nearest_is(command))
+    chosen, reason = _nearest(environ, candidates, ancestors)
+    if chosen and chosen.starts_processes:
+        return _detection(environ, chosen, [chosen], reason)
 
     started_by = f"{inherited.rank_process} started this process"
     if inherited.changed and is_set(environ, "RANK"):
