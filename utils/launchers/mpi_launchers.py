@@ -33,11 +33,9 @@ class Hydra(Launcher):
         if found or not placement.on_one_host:
             return found
         # On one host all ranks descend from one proxy. No variable identifies the launch.
-        for pid in process.parent_pids():
-            if process.name(pid) in _PROXIES:
-                started = process.start_time(pid)
-                return f"{self.name}:{os.uname().nodename}:{pid}:{started}"
-        return ""
+        proxies = (pid for pid in process.parent_pids() if process.name(pid) in _PROXIES)
+        pid = next(proxies, None)
+        return f"{self.name}:{os.uname().nodename}:{pid}:{process.start_time(pid)}" if pid else ""
 
     def name_service(self, environ: Mapping[str, str]) -> NameService | None:
         from .pmi import PublishedNames

@@ -59,9 +59,10 @@ class Single(Launcher):
 
 def is_stale(environ: Mapping[str, str], placement: Placement) -> bool:
     """Return whether RANK or a variable like it belongs to another launch than `placement`."""
+    numbers = placement[1:5]  # in the order of RANK_VARIABLES
     return any(
         is_set(environ, name) and value is not None and environ[name].strip() != str(value)
-        for name, value in zip(RANK_VARIABLES, placement[1:5], strict=True)
+        for name, value in zip(RANK_VARIABLES, numbers, strict=True)
     )
 
 
