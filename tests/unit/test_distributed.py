@@ -65,8 +65,8 @@ def test_network_of_nccl_is_printed(one_rank: None, monkeypatch: pytest.MonkeyPa
     for name, result in (("choose_backend", "nccl"), ("visible_devices", []), ("device_nodes", []),
                          ("device_at", torch.device("cpu"))):
         monkeypatch.setattr(device, name, lambda *args, result=result: result)
-    met = Rendezvous("127.0.0.1", 0, {"node_rank": 0, "num_nodes": 2, "local_rank": 0, "local_world_size": 1,
-                                      "device_index": 0, "cpus": "", "threads": 1}, "127.0.0.1", "127.0.0.1")
+    met = Rendezvous({"node_rank": 0, "num_nodes": 2, "local_rank": 0, "local_world_size": 1,
+                      "device_index": 0, "cpus": "", "threads": 1})
     monkeypatch.setattr("utils.distributed.rendezvous", lambda *args: (met, dist.HashStore()))
     monkeypatch.setattr(dist, "init_process_group", connect)
     monkeypatch.setenv("DDPKIT_NETWORK", "AWS Libfabric")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ..host.process import command_line, parent_pids
 from ..launch_error import LaunchError
-from .launcher import Launcher, Placement, is_set, shown
+from .launcher import Launcher, Placement, is_set, number, shown
 from .mpi_launchers import MPICH, MVAPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
 from .rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
 from .slurm import SlurmStep
@@ -33,13 +34,12 @@ LAUNCHERS: list[Launcher] = [
 ]
 
 
-class Detection:
+class Detection(NamedTuple):
     """The launcher that started this process, its placement, and the reason for the decision."""
 
-    def __init__(self, launcher: Launcher, placement: Placement, reason: str) -> None:
-        self.launcher = launcher
-        self.placement = placement
-        self.reason = reason
+    launcher: Launcher
+    placement: Placement
+    reason: str
 
 
 def detect(
@@ -69,22 +69,27 @@ def find_launcher(
 ) -> Detection:
     """Return what detect() finds, with the launcher itself and the reason. Arguments as there."""
     inherited = inherited_variables(environ)
-    is_below_rank = inherited is not None and not inherited.is_rank
     if ancestors is None:
-        pids = inherited.pids_below_rank() if inherited and is_below_rank else parent_pids()
+        pids = inherited.pids_below_rank() if inherited else parent_pids()
         ancestors = map(command_line, pids) if environ is os.environ else ()
     if inherited is not None:
         environ = inherited.environ
 
     if launcher is not None:
         return _by_name(environ, launcher)
-    if inherited is not None and is_below_rank:
+    if inherited is not None and not inherited.is_rank:
         return _below_rank(environ, inherited, ancestors)
 
     candidates = [one for one in LAUNCHERS if one.is_present(environ)]
+    possible = [one for one in LAUNCHERS if one in candidates or one.is_undecided(environ)]
     parents = iter(ancestors)
-    chosen, reason = _innermost(environ, candidates, parents)
-    if chosen.agents(environ) == 1 and not environ.get(INDEPENDENT):
+    chosen, reason = _nearest(environ, possible, parents)
+    if chosen is None and candidates == [_SINGLE]:
+        chosen, reason = _SINGLE, "no launcher's variables are set"
+    elif chosen is None:
+        chosen = candidates[0]
+        reason = "its variables are set, and no parent process is another launcher's"
+    if number(environ, chosen.num_agents_variable) == 1 and not environ.get(INDEPENDENT):
         _check_outer(environ, chosen, candidates, parents)
     return _detection(environ, chosen, candidates, reason)
 
@@ -97,66 +102,52 @@ def _by_name(environ: Mapping[str, str], name: str) -> Detection:
         raise ValueError(f"launcher is {name!r}; expected one of {known}")
     for one in named:
         if one.is_present(environ):
-            return Detection(one, one.read(environ), "it was requested by name")
-    required = (named[0].rank_variable, named[0].world_size_variable)
+            return Detection(one, _read(one, environ), "it was requested by name")
+    required = filter(None, (named[0].rank_variable, named[0].world_size_variable))
     raise LaunchError(
-        f"launcher={name!r} was requested, but it has not set "
-        f"{' and '.join(filter(None, required))} in this process. Start the script "
-        "with that launcher, or omit `launcher`"
+        f"launcher={name!r} was requested, but it has not set {' and '.join(required)} in this "
+        "process. Start the script with that launcher, or omit `launcher`"
     )
 
 
-def _innermost(
-    environ: Mapping[str, str], candidates: list[Launcher], ancestors: Iterable[str]
-) -> tuple[Launcher, str]:
+def _nearest(
+    environ: Mapping[str, str], launchers: list[Launcher], ancestors: Iterable[str]
+) -> tuple[Launcher | None, str]:
     """Return the launcher that started the nearest parent process, and the reason.
 
-    Where no parent process is a launcher's, it is the first candidate.
+    None and "" where no parent process belongs to one of these launchers.
     """
-    undecided = [one for one in LAUNCHERS if one not in candidates and one.is_undecided(environ)]
-    if candidates == [_SINGLE] and not undecided:
-        return _SINGLE, "no launcher's variables are set"
-
     for command in ancestors:
-        for one in (*candidates, *undecided):
+        for one in launchers:
             if one.is_parent(command):
                 nearest = command.strip()[:100]
                 return one, f"the nearest launcher among the parent processes is: {nearest}"
         if any(one.starts_shell(command, environ) for one in LAUNCHERS):
-            by_hand = _BY_HAND if _BY_HAND in candidates else _SINGLE
+            by_hand = _BY_HAND if _BY_HAND in launchers else _SINGLE
             return by_hand, f"the parent process starts a shell, not a rank: {command.strip()}"
-
-    if candidates == [_SINGLE]:
-        return _SINGLE, "no launcher's variables are set"
-    return candidates[0], "its variables are set, and no parent process is another launcher's"
+    return None, ""
 
 
 def _check_outer(
     environ: Mapping[str, str],
     chosen: Launcher,
-    candidates: Iterable[Launcher],
+    candidates: list[Launcher],
     ancestors: Iterable[str],
 ) -> None:
     """Raise LaunchError where an outer launcher has started several agents that are each alone.
 
     ancestors: of the agent.
     """
-    for command in ancestors:
-        if any(one.starts_shell(command, environ) for one in LAUNCHERS):
-            return
-        outer = next((one for one in candidates if one.is_parent(command)), chosen)
-        if outer is chosen:
-            continue
-        tasks = outer.read(environ).world_size
-        if tasks > 1:
-            raise LaunchError(
-                f"{outer.name} has started {tasks} tasks, and the {chosen.name} in each of them a "
-                f"launch of its own: {chosen.read(environ).world_size} ranks by one agent. "
-                f"Expected one launch. Give each {chosen.name} --nnodes={tasks} and the same "
-                f"--rdzv-endpoint, or start the script without {chosen.name}; set {INDEPENDENT}=1 "
-                "if each task is a program of its own"
-            )
-        return
+    outer, _ = _nearest(environ, [one for one in candidates if one is not chosen], ancestors)
+    tasks = outer.read(environ).world_size if outer else 1
+    if outer and tasks > 1:
+        raise LaunchError(
+            f"{outer.name} has started {tasks} tasks, and the {chosen.name} in each of them a "
+            f"launch of its own: {chosen.read(environ).world_size} ranks by one agent. "
+            f"Expected one launch. Give each {chosen.name} --nnodes={tasks} and the same "
+            f"--rdzv-endpoint, or start the script without {chosen.name}; set {INDEPENDENT}=1 "
+            "if each task is a program of its own"
+        )
 
 
 def _below_rank(
@@ -167,42 +158,37 @@ def _below_rank(
     It is a rank itself if a launcher runs between that rank and this process, or if RANK and the
     variables like it were set anew.
     """
-    present = [one for one in LAUNCHERS if one.is_present(environ)]
-    candidates = [one for one in present if one.may_start_below(inherited)]
-    for command in ancestors:
-        if any(one.is_parent(command) for one in candidates):
-            chosen, reason = _innermost(environ, candidates, [command])
-            return _detection(environ, chosen, [chosen], reason)
+    candidates = [one for one in LAUNCHERS if one.is_present(environ)]
+    if not inherited.new_worker:  # Python below a worker inherits its variables, as from an agent
+        candidates = [one for one in candidates if not one.num_agents_variable]
+    chosen, reason = _nearest(environ, candidates, ancestors)
+    if chosen and chosen.starts_processes:
+        return _detection(environ, chosen, [chosen], reason)
 
+    started_by = f"{inherited.rank_process} started this process"
     if inherited.changed and is_set(environ, "RANK"):
-        reason = f"{inherited.rank_process} started this process, and set other variables for it"
-        return Detection(_BY_HAND, _BY_HAND.read(environ), reason)
-
-    reason = f"{inherited.rank_process} started this process, and no launcher runs between them"
+        reason = f"{started_by}, and set other variables for it"
+        return Detection(_BY_HAND, _read(_BY_HAND, environ), reason)
     note = (
         f"this process was started by {inherited.rank_process} and by no launcher: it runs alone, "
         "as rank 0 of 1. To start ranks from a rank, use a launcher"
     )
-    return Detection(_SINGLE, _SINGLE.read(environ).replace(notes=(note,)), reason)
+    placement = _SINGLE.read(environ).replace(notes=(note,))
+    return Detection(_SINGLE, placement, f"{started_by}, and no launcher runs between them")
+
+
+def _read(launcher: Launcher, environ: Mapping[str, str]) -> Placement:
+    placement = launcher.read(environ)
+    placement.check()
+    return placement
 
 
 def _detection(
     environ: Mapping[str, str], chosen: Launcher, candidates: list[Launcher], reason: str
 ) -> Detection:
-    """Read the placement and add the notes."""
-    placement = chosen.read(environ)
-    notes = (
-        *placement.notes,
-        *chosen.notes(environ, placement),
-        *_ignored(environ, chosen, candidates, placement),
-    )
-    return Detection(chosen, placement.replace(notes=notes), reason)
-
-
-def _ignored(
-    environ: Mapping[str, str], chosen: Launcher, candidates: list[Launcher], placement: Placement
-) -> Iterator[str]:
-    """Yield notes on variables of other launchers, and on stale ones that were set by hand."""
+    """Read the placement, and add notes on variables that belong to another launch."""
+    placement = _read(chosen, environ)
+    notes = [*placement.notes, *chosen.notes(environ, placement)]
     was_ignored = (
         f"was ignored: {chosen.name} started this process as "
         f"rank {placement.rank} of {placement.world_size}"
@@ -214,9 +200,10 @@ def _ignored(
         if one.is_noted_when_ignored and one.name not in expected
     }
     for one in ignored.values():
-        yield f"{shown(environ, one.number_variables)} of {one.name} {was_ignored}"
+        notes.append(f"{shown(environ, one.number_variables)} of {one.name} {was_ignored}")
 
     users = (chosen, *ignored.values())
     is_unused = chosen is not _SINGLE and all(one.rank_variable != "RANK" for one in users)
     if is_unused and is_set(environ, "RANK") and is_stale(environ, placement):
-        yield f"{shown(environ, RANK_VARIABLES)} {was_ignored}"
+        notes.append(f"{shown(environ, RANK_VARIABLES)} {was_ignored}")
+    return Detection(chosen, placement.replace(notes=tuple(notes)), reason)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from ..launch_error import LaunchError
-from .rank_variables import InheritedVariables
 
+_T = TypeVar("_T")
 SERVICE = "ddpkit"  # the name, or key, under which rank 0 publishes
 
 
 class NameServiceUnavailable(RuntimeError):
-    """This process cannot use the launcher's name service. The message gives the reason."""
+    """This process cannot use the launcher's name service. The message gives the reason.
 
-    # Whether the MPI library would fail for the same reason, so that it must not be started.
-    affects_mpi = False
+    affects_mpi: whether the MPI library would fail for the same reason and must not be started.
+    """
+
+    def __init__(self, message: str, *, affects_mpi: bool = False) -> None:
+        super().__init__(message)
+        self.affects_mpi = affects_mpi
 
 
 class NameService:
@@ -30,79 +35,52 @@ class NameService:
         raise NotImplementedError
 
 
-def poll(query: Callable[[], str | None], timeout: float) -> str | None:
-    """Call `query` with growing pauses until it returns a text or `timeout` seconds are over."""
+def poll(query: Callable[[], _T | None], timeout: float, longest_pause: float = 0.25) -> _T | None:
+    """Call `query` with growing pauses until it returns a value or `timeout` seconds are over."""
     deadline, pause = time.monotonic() + timeout, 0.005
     while True:
         found = query()
         if found or time.monotonic() + pause > deadline:
             return found or None
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.25)
+        pause = min(pause * 1.5, longest_pause)
 
 
-class Placement:
-    """The place of this process among the processes of its launch.
-
-    All values come from one launcher. Treat them as constants; replace() makes a changed copy.
+class Placement(NamedTuple):
+    """The place of this process among the processes of its launch. All values are of one launcher.
 
     launcher: its name. rank, world_size: among all processes of the launch.
     local_rank, local_world_size: among those of this host; None where the launcher does not
     report them, and the start-up exchange determines them. notes: messages for the user.
-
-    Raises LaunchError when the numbers contradict each other.
     """
 
-    def __init__(
-        self,
-        launcher: str,
-        rank: int,
-        world_size: int,
-        local_rank: int | None,
-        local_world_size: int | None,
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        self.launcher = launcher
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
-        self.local_world_size = local_world_size
-        self.notes = notes
-        self._check()
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    notes: tuple[str, ...] = ()
 
-    # A dataclass would save these three methods, and cost more to import than all the launchers.
-    def replace(self, **changes: object) -> Placement:
+    def replace(self, **changes: Any) -> Placement:
         """Return a copy in which the named fields have other values."""
-        return Placement(**{**vars(self), **changes})
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if isinstance(other, Placement) else NotImplemented
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"Placement({fields})"
+        return self._replace(**changes)
 
     @property
     def on_one_host(self) -> bool:
         """Whether all ranks are known to be on this host."""
         return self.local_world_size == self.world_size
 
-    def _check(self) -> None:
-        local_size = self.world_size if self.local_world_size is None else self.local_world_size
-        for name, value in (("world size", self.world_size), ("local world size", local_size)):
-            if value < 1:
-                raise LaunchError(
-                    f"{self.launcher}: the {name} is {value}; expected at least 1. "
-                    "Unset the variables that were set by hand"
-                )
-
-        world, local = self.world_size, local_size
-        for name, value, limit, expected in (
-            ("rank", self.rank, world - 1, f"less than {world}"),
-            ("local rank", self.local_rank or 0, local - 1, f"less than {local}"),
-            ("local world size", local, world, f"at most {world}, the world size"),
+    def check(self) -> None:
+        """Raise LaunchError when the numbers contradict each other."""
+        world, local_rank = self.world_size, self.local_rank or 0
+        local = world if self.local_world_size is None else self.local_world_size
+        for name, value, is_right, expected in (
+            ("world size", world, world > 0, "at least 1"),
+            ("rank", self.rank, self.rank < world, f"less than {world}"),
+            ("local world size", local, 0 < local <= world, f"at most {world}, the world size"),
+            ("local rank", local_rank, local_rank < local, f"less than {local}"),
         ):
-            if not 0 <= value <= limit:
+            if not is_right:
                 raise LaunchError(
                     f"{self.launcher}: the {name} is {value}; expected {expected}. The variables "
                     "contradict each other: unset those that were set by hand"
@@ -145,8 +123,9 @@ class Launcher:
     requires_master_address = False
     # Whether this launcher itself sets RANK and the variables like it.
     sets_rank_variables = False
-    # Whether the local world size counts all ranks of this host.
-    counts_all_local_ranks = True
+    # The variable that holds the number of agents, each of which counts its own ranks as local,
+    # also where two agents share a host; "" for a launcher without agents.
+    num_agents_variable = ""
     # Whether variables of this launcher are worth a note when another one has started the process.
     is_noted_when_ignored = True
 
@@ -179,40 +158,24 @@ class Launcher:
         """
         return False
 
-    def may_start_below(self, inherited: InheritedVariables) -> bool:
-        """Return whether this launcher may have started a process below a rank.
-
-        False rejects the launcher; otherwise the parent processes decide.
-        """
-        return True
-
-    def agents(self, environ: Mapping[str, str]) -> int | None:
-        """Return how many agents of this launcher belong to the launch; None where it has none."""
-        return None
-
     def read(self, environ: Mapping[str, str]) -> Placement:
         """Return the placement that the variables describe.
 
         Raises LaunchError when they are incomplete, malformed or contradictory.
         """
         required = (self.rank_variable, self.world_size_variable)
-        missing = [name for name in required if not is_set(environ, name)]
-        if missing:
-            present = [name for name in self.variables if name in environ]
+        rank, world_size = (number(environ, name) for name in required)
+        local_rank = number(environ, self.local_rank_variable)
+        local_world_size = number(environ, self.local_world_size_variable)
+        if rank is None or world_size is None:
+            missing = " and ".join(name for name in required if not is_set(environ, name))
+            present = (name for name in self.variables if name in environ)
             found = ", ".join(f"{name}={environ[name]!r}" for name in present)
             raise LaunchError(
-                f"{self.name}: {' and '.join(missing)} not set, but {found}. Expected both or "
-                "none: start the script by a launcher, or unset what was set by hand"
+                f"{self.name}: {missing} not set, but {found}. Expected both or none: start the "
+                "script by a launcher, or unset what was set by hand"
             )
-        rank, world_size = (number(environ, name) for name in required)
-        assert rank is not None and world_size is not None
-        return Placement(
-            self.name,
-            rank,
-            world_size,
-            number(environ, self.local_rank_variable),
-            number(environ, self.local_world_size_variable),
-        )
+        return Placement(self.name, rank, world_size, local_rank, local_world_size)
 
     def notes(self, environ: Mapping[str, str], placement: Placement) -> Iterator[str]:
         """Yield messages for the user about a placement that was detected, not requested."""
@@ -228,15 +191,9 @@ class Launcher:
     def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
         """Return hosts where rank 0 may be, the likeliest first, and the variable that lists them.
 
-        By default they are the job's hosts, as PBS or LSF lists them. Raises LaunchError when the
-        list is malformed.
+        By default they are the hosts of a PBS job. Raises LaunchError when the list is malformed.
         """
-        hosts = node_file(environ).split()
-        if hosts:
-            return list(dict.fromkeys(hosts)), "PBS_NODEFILE"
-        # "batch1 1 h41n01 42 h41n02 42": host names and slots in turn
-        hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
-        return hosts, "LSB_MCPU_HOSTS"
+        return list(dict.fromkeys(node_file(environ).split())), "PBS_NODEFILE"
 
     def resolve(self, host: str) -> list[str]:
         """Return the IP addresses of a host whose name the system does not resolve."""
@@ -258,13 +215,9 @@ class Launcher:
     @property
     def number_variables(self) -> tuple[str, ...]:
         """The variables that hold the numbers of Placement."""
-        names = (
-            self.rank_variable,
-            self.world_size_variable,
-            self.local_rank_variable,
-            self.local_world_size_variable,
-        )
-        return tuple(name for name in names if name)
+        of_launch = (self.rank_variable, self.world_size_variable)
+        of_host = (self.local_rank_variable, self.local_world_size_variable)
+        return tuple(dict.fromkeys(filter(None, (*of_launch, *of_host))))
 
     @property
     def rank_variables(self) -> tuple[str, ...]:

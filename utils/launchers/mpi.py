@@ -53,9 +53,10 @@ def import_mpi(launcher: Launcher, placement: Placement, timeout: float | None) 
     mpi = _import(was_running)
     version = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
     if not version.startswith(launcher.mpi_libraries):
-        raise _unavailable(
+        raise NameServiceUnavailable(
             f"mpi4py uses the library {version!r}, which does not belong to {launcher.name}, the "
-            "launcher of this process. Install mpi4py with that MPI, or use the other mpiexec"
+            "launcher of this process. Install mpi4py with that MPI, or use the other mpiexec",
+            affects_mpi=True,
         )
 
     if not was_running:
@@ -64,7 +65,9 @@ def import_mpi(launcher: Launcher, placement: Placement, timeout: float | None) 
     if (rank, size) == (placement.rank, placement.world_size):
         return mpi
     if was_running:  # the launcher's own name service may still work
-        raise _unavailable(f"mpi4py reports rank {rank} of {size}, which is not this launch's")
+        raise NameServiceUnavailable(
+            f"mpi4py reports rank {rank} of {size}, which is not this launch's", affects_mpi=True
+        )
     raise LaunchError(
         f"MPI reports rank {rank} of {size}, but {launcher.name} started this process as rank "
         f"{placement.rank} of {placement.world_size}: mpi4py's library ({version}) does not belong "
@@ -80,7 +83,9 @@ def _import(is_initialised: bool) -> ModuleType:
             mpi4py.rc.initialize = False  # MPI_Init must wait until the library is checked
         from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
     except (ImportError, RuntimeError) as error:
-        raise _unavailable(f"mpi4py cannot be imported: {error}") from None
+        raise NameServiceUnavailable(
+            f"mpi4py cannot be imported: {error}", affects_mpi=True
+        ) from None
     return MPI  # type: ignore[no-any-return]
 
 
@@ -93,9 +98,3 @@ def _initialise(mpi: ModuleType, timeout: float | None) -> None:
     finally:
         if timeout is not None:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _unavailable(message: str) -> NameServiceUnavailable:
-    unavailable = NameServiceUnavailable(message)
-    unavailable.affects_mpi = True
-    return unavailable

@@ -19,6 +19,12 @@ from .launcher import Launcher, NameService, Placement, is_set, node_file, numbe
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn")
 
 
+def _key_value_space(environ: Mapping[str, str]) -> NameService | None:
+    from .pmi import KeyValueSpace
+
+    return KeyValueSpace(environ) if environ.get("PMI_FD") else None
+
+
 class Hydra(Launcher):
     """What the launchers of this family share."""
 
@@ -27,11 +33,9 @@ class Hydra(Launcher):
         if found or not placement.on_one_host:
             return found
         # On one host all ranks descend from one proxy. No variable identifies the launch.
-        for pid in process.parent_pids():
-            if process.name(pid) in _PROXIES:
-                started = process.start_time(pid)
-                return f"{self.name}:{os.uname().nodename}:{pid}:{started}"
-        return ""
+        proxies = (pid for pid in process.parent_pids() if process.name(pid) in _PROXIES)
+        pid = next(proxies, None)
+        return f"{self.name}:{os.uname().nodename}:{pid}:{process.start_time(pid)}" if pid else ""
 
     def name_service(self, environ: Mapping[str, str]) -> NameService | None:
         from .pmi import PublishedNames
@@ -110,11 +114,7 @@ class MVAPICH(Hydra):
     mpi_libraries = ("MVAPICH", "MPICH")
 
     def name_service(self, environ: Mapping[str, str]) -> NameService | None:
-        if not environ.get("PMI_FD"):
-            return None
-        from .pmi import KeyValueSpace  # mpirun_rsh does not publish names
-
-        return KeyValueSpace(environ)
+        return _key_value_space(environ)  # mpirun_rsh does not publish names
 
 
 class OpenMPI(Launcher):
@@ -175,7 +175,15 @@ class PALS(Launcher):
                 f"Start the script by mpiexec, or unset {_APPLICATION} too"
             )
 
-        world_size = self._reported_world_size(environ, rank)
+        world_size = None
+        if number(environ, "PMI_RANK") == rank:
+            world_size = number(environ, "PMI_SIZE")
+        # WORLD_SIZE belongs to this launch if RANK is not set, or if all variables set with RANK
+        # match. Otherwise it was inherited from another launch.
+        by_hand = [number(environ, name) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        matches = not is_set(environ, "RANK") or by_hand == [rank, local_rank, local_size]
+        if world_size is None and matches:
+            world_size = number(environ, "WORLD_SIZE")
         if world_size is not None:
             return Placement(self.name, rank, world_size, local_rank, local_size)
 
@@ -193,22 +201,6 @@ class PALS(Launcher):
         )
         return Placement(self.name, rank, world_size, local_rank, local_size, (note,))
 
-    def _reported_world_size(self, environ: Mapping[str, str], rank: int) -> int | None:
-        if number(environ, "PMI_RANK") == rank and is_set(environ, "PMI_SIZE"):
-            return number(environ, "PMI_SIZE")
-
-        # WORLD_SIZE belongs to this launch if RANK is not set, or if all variables set with RANK
-        # match. Otherwise it was inherited from another launch.
-        pairs = {
-            "RANK": self.rank_variable,
-            "LOCAL_RANK": self.local_rank_variable,
-            "LOCAL_WORLD_SIZE": self.local_world_size_variable,
-        }
-        matches = all(number(environ, one) == number(environ, two) for one, two in pairs.items())
-        if is_set(environ, "RANK") and not matches:
-            return None
-        return number(environ, "WORLD_SIZE")
-
 
 class Flux(Launcher):
     """flux-shell on each host is the parent of the tasks."""
@@ -225,20 +217,14 @@ class Flux(Launcher):
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         placement = super().read(environ)
-        nodes = number(environ, "FLUX_JOB_NNODES")
+        tasks, nodes = placement.world_size, number(environ, "FLUX_JOB_NNODES")
         # No variable holds the tasks of this node. One node and one task on each are certain.
-        if nodes == 1:
-            return placement.replace(local_world_size=placement.world_size)
-        if nodes == placement.world_size:
-            return placement.replace(local_world_size=1)
+        if nodes and nodes in (1, tasks):
+            return placement.replace(local_world_size=tasks // nodes)
         return placement
 
     def name_service(self, environ: Mapping[str, str]) -> NameService | None:
-        if not environ.get("PMI_FD"):
-            return None
-        from .pmi import KeyValueSpace  # Flux does not publish names
-
-        return KeyValueSpace(environ)
+        return _key_value_space(environ)  # Flux does not publish names
 
 
 class Submitit(Launcher):
@@ -248,12 +234,9 @@ class Submitit(Launcher):
     rank_variable = "SUBMITIT_LOCAL_GLOBALID"
     world_size_variable = "SUBMITIT_LOCAL_NTASKS"
     local_rank_variable = "SUBMITIT_LOCAL_LOCALID"
+    local_world_size_variable = "SUBMITIT_LOCAL_NTASKS"  # it starts all tasks on one host
     marker_variables = ("SUBMITIT_LOCAL_JOB_ID",)
     identity_variables = ("SUBMITIT_LOCAL_JOB_ID",)  # "4711", the controller's process id
 
     def is_parent(self, command: str) -> bool:
         return "submitit.local" in command
-
-    def read(self, environ: Mapping[str, str]) -> Placement:
-        placement = super().read(environ)
-        return placement.replace(local_world_size=placement.world_size)

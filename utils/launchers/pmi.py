@@ -32,12 +32,11 @@ class _Connection:
                 raise OSError("not a socket")
             self._socket = socket.socket(fileno=os.dup(descriptor))
         except (ValueError, OSError) as error:
-            unavailable = NameServiceUnavailable(
+            raise NameServiceUnavailable(
                 f"PMI_FD={environ.get('PMI_FD', '')!r} is not usable ({error}): a program between "
-                "mpiexec and this process closed it"
-            )
-            unavailable.affects_mpi = True  # the MPI library would abort the process
-            raise unavailable from None
+                "mpiexec and this process closed it",
+                affects_mpi=True,  # the MPI library would abort the process
+            ) from None
         self._unread = b""
         self.query("init pmi_version=1 pmi_subversion=1")
         atexit.register(self._finalize, os.getpid())

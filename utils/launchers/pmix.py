@@ -11,13 +11,11 @@ import contextlib
 import ctypes
 import os
 import re
-import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Callable
 
 from ..host import process
 from .launcher import SERVICE, NameService, NameServiceUnavailable, poll
@@ -50,29 +48,19 @@ def connect(*, in_child: bool) -> NameService:
     in_child: use a child process, as Open MPI 5 needs it; see ChildClient and Client.
     Raises NameServiceUnavailable when libpmix is not found or cannot be used.
     """
-    library = _libpmix_of_parents()
-    if library is None:
-        raise NameServiceUnavailable(
-            "no parent process has libpmix loaded, which Open MPI's name service needs"
-        )
-    return ChildClient(library) if in_child else Client(library)
-
-
-def _libpmix_of_parents() -> str | None:
     for pid in process.parent_pids():
         for path in process.mapped_files(pid):
             if os.path.basename(path).startswith("libpmix.so"):  # "libpmix.so.2.2.35"
-                return path
-    return None
+                return ChildClient(path) if in_child else Client(path)
+    raise NameServiceUnavailable(
+        "no parent process has libpmix loaded, which Open MPI's name service needs"
+    )
 
 
 class Client(NameService):
-    """A PMIx client in this process. Open MPI 4 requires one until the process ends.
+    """A PMIx client in this process. Open MPI 4 requires one until the process ends."""
 
-    finalize_at_exit: whether PMIx_Finalize is called when the interpreter ends.
-    """
-
-    def __init__(self, library: str, *, finalize_at_exit: bool = True) -> None:
+    def __init__(self, library: str) -> None:
         try:
             self._library = ctypes.CDLL(library)
             this_process = _Proc()
@@ -82,9 +70,7 @@ class Client(NameService):
         if status != _PMIX_SUCCESS:
             raise NameServiceUnavailable(f"PMIx_Init of {library} returned {status}")
         self._key = f"{SERVICE}.".encode() + this_process.nspace
-        self._pid = os.getpid()
-        if finalize_at_exit:
-            atexit.register(self.finalize)
+        atexit.register(self._finalize, os.getpid())
 
     def publish(self, text: str, timeout: float) -> None:
         buffer = ctypes.create_string_buffer(text.encode())
@@ -107,9 +93,8 @@ class Client(NameService):
             return None
         return ctypes.string_at(found.value.data[0]).decode()
 
-    def finalize(self) -> None:
-        """Call PMIx_Finalize, except in a process forked from the client's."""
-        if os.getpid() == self._pid:
+    def _finalize(self, pid: int) -> None:
+        if pid == os.getpid():  # not in a forked process
             self._library.PMIx_Finalize(None, ctypes.c_size_t(0))
 
 
@@ -119,44 +104,43 @@ class ChildClient(NameService):
     Open MPI 5 crashes in a later MPI_Init if this process was a PMIx client itself. The child's
     connection to the daemon must outlive the child: when a client disconnects, the daemon (PMIx
     5.0) counts one rank less in the fences of MPI_Init, and one rank waits there for ever. So the
-    child passes the connection to this process; see Relay.
+    child passes the connection to this process; see _relay().
     """
 
     def __init__(self, library: str) -> None:
         self._library_path = library
 
     def publish(self, text: str, timeout: float) -> None:
-        self._run("publish", text, timeout=0)
+        self._run(text, 0)
 
     def look_up(self, timeout: float) -> str | None:
-        return self._run("look_up", str(timeout), timeout=timeout) or None
+        return self._run("", timeout) or None
 
-    def _run(self, action: str, argument: str, timeout: float) -> str:
+    def _run(self, text: str, timeout: float) -> str:
         limit = timeout + 20
         parent_end, child_end = socket.socketpair()
-        with parent_end, child_end:
-            arguments = [str(child_end.fileno()), self._library_path, action, argument]
+        with parent_end:
             try:
-                done = subprocess.run(
-                    [*_child_command(), *arguments],
-                    capture_output=True,
-                    text=True,
-                    timeout=limit,
-                    pass_fds=[child_end.fileno()],
-                )
+                with child_end:
+                    done = subprocess.run(
+                        [*_child_command(), self._library_path, text, str(timeout)],
+                        stdin=child_end.fileno(),
+                        capture_output=True,
+                        text=True,
+                        timeout=limit,
+                    )
             except subprocess.TimeoutExpired:
                 raise NameServiceUnavailable(f"no response from PMIx for {limit:.0f} s") from None
-            parent_end.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                _kept_connections.extend(socket.recv_fds(parent_end, 1, 16)[1])
+            found, connections, *_ = socket.recv_fds(parent_end, 4096, _MAX_CONNECTIONS)
+        _kept_connections.extend(connections)
         if done.returncode:
             raise NameServiceUnavailable(
-                f"the PMIx client ended with {_status(done.returncode)}: "
-                f"{done.stderr.strip()[-300:]}"
+                f"the PMIx client ended with status {done.returncode}: {done.stderr.strip()[-300:]}"
             )
-        return done.stdout.strip()
+        return found.decode().strip()
 
 
+_MAX_CONNECTIONS = 16
 # Descriptors of the children's connections to the daemon. The kernel closes them when this
 # process ends.
 _kept_connections: list[int] = []
@@ -175,62 +159,55 @@ def _child_command() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", code]
 
 
-def _child_main(descriptor: str, library: str, action: str, argument: str) -> None:
-    """Publish or look up, print what was found, and pass on the connections to the daemon."""
-    relay = Relay(os.environ)
-    client = Client(library, finalize_at_exit=False)
-    if action == "publish":
-        client.publish(argument, 0)
+def _child_main(library: str, text: str, timeout: str) -> None:
+    """Publish a text, or look it up if it is "". Send the result and the daemon's connections."""
+    daemons = _relay()
+    client = Client(library)
+    found: str | None = text
+    if text:
+        client.publish(text, 0)
     else:
-        print(client.look_up(float(argument)) or "")
-    client.finalize()
-    with socket.socket(fileno=int(descriptor)) as parent:
-        socket.send_fds(parent, [b"x"], [daemon.fileno() for daemon in relay.daemons][:16])
+        found = client.look_up(float(timeout))
+    with socket.socket(fileno=sys.stdin.fileno()) as parent:
+        descriptors = [daemon.fileno() for daemon in daemons[:_MAX_CONNECTIONS]]
+        socket.send_fds(parent, [(found or " ").encode()], descriptors)
 
 
-def _status(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"status {code}"
+def _relay() -> list[socket.socket]:
+    """Relay bytes between the PMIx client of this process and the daemon.
 
-
-class Relay:
-    """Relays bytes between the PMIx client of this process and the daemon.
-
-    When the client disconnects, the connection to the daemon stays open. The relay takes the
-    daemon's place in the variables PMIX_SERVER_URI*, of the form NAMESPACE.RANK;tcp4://HOST:PORT.
+    Returns the connections to the daemon, a list that grows. They stay open when the client
+    disconnects. The relay takes the daemon's place in the variables PMIX_SERVER_URI*, of the form
+    NAMESPACE.RANK;tcp4://HOST:PORT.
     """
+    daemons: list[socket.socket] = []
+    daemon_address = ("", 0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    for name, value in os.environ.items():
+        found = re.fullmatch(r"(.*;)tcp4://([0-9.]+):(\d+)(.*)", value)
+        if name.startswith("PMIX_SERVER_URI") and found:
+            daemon_address = (found[2], int(found[3]))
+            os.environ[name] = f"{found[1]}tcp4://127.0.0.1:{port}{found[4]}"
 
-    def __init__(self, environ: MutableMapping[str, str]) -> None:
-        self.daemons: list[socket.socket] = []
-        self._daemon_address = ("", 0)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        port = self._listener.getsockname()[1]
-        for name, value in list(environ.items()):
-            found = re.fullmatch(r"(.*;)tcp4://([0-9.]+):(\d+)(.*)", value)
-            if name.startswith("PMIX_SERVER_URI") and found:
-                self._daemon_address = (found[2], int(found[3]))
-                environ[name] = f"{found[1]}tcp4://127.0.0.1:{port}{found[4]}"
-        threading.Thread(target=self._run, daemon=True, name="PMIx relay").start()
-
-    def _run(self) -> None:
-        peer: dict[socket.socket, socket.socket] = {}
+    def accept() -> None:
         while True:
-            for ready in select.select([self._listener, *peer], [], [])[0]:
-                if ready is self._listener:
-                    client = self._listener.accept()[0]
-                    daemon = socket.create_connection(self._daemon_address)
-                    peer.update({client: daemon, daemon: client})
-                    self.daemons.append(daemon)
-                elif ready in peer and not _forward(ready, peer[ready]):
-                    client = peer[ready] if ready in self.daemons else ready
-                    del peer[peer.pop(client)]  # the daemon does not learn of it
-                    client.close()
+            client = listener.accept()[0]
+            daemon = socket.create_connection(daemon_address)
+            daemons.append(daemon)
+            _in_thread(_copy, client, daemon)
+            _in_thread(_copy, daemon, client)
+
+    _in_thread(accept)
+    return daemons
 
 
-def _forward(source: socket.socket, target: socket.socket) -> bool:
-    """Copy what has arrived; return False when one of the two has disconnected."""
-    try:
-        data = source.recv(1 << 16)
-        target.sendall(data)
-    except OSError:
-        return False
-    return bool(data)
+def _in_thread(function: Callable[..., None], *arguments: socket.socket) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True, name="PMIx relay").start()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copy what arrives until one of the two disconnects."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)

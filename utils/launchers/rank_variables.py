@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from ..host.process import parent_pids, start_time
 
-# "PID START_TIME NAME=VALUE +NAME=VALUE ...": the + marks variables that the launcher had not set,
-# for example "4242 771234 RANK=1 WORLD_SIZE=4 +NODE_RANK=0".
+# The process, its start time, its variables, and those of them that its launcher had not set:
+# [4242, 771234, {"RANK": "1", "WORLD_SIZE": "4", "NODE_RANK": "0"}, ["NODE_RANK"]]
 MARKER = "DDPKIT_RANK_PROCESS"
 # torchrun gives each worker its own error file, which distinguishes a new worker from a program
 # that a worker has started.
@@ -34,26 +34,22 @@ RANK_VARIABLES = (  # of each rank, as torchrun names them
 LAUNCH_RANK = "DDPKIT_LAUNCH_RANK"
 # Set by launch.py --independent, or by the user: processes need not form one group.
 INDEPENDENT = "DDPKIT_INDEPENDENT"
-_RECORDED = (*RANK_VARIABLES, _ERROR_FILE)
 
 
 def set_variables(
     values: Mapping[str, str], environ: MutableMapping[str, str] = os.environ
 ) -> None:
     """Set the variables, and record this process and their values in MARKER."""
-    added = {name for name, value in values.items() if environ.get(name) != value}
+    added = [name for name, value in values.items() if environ.get(name) != value]
     environ.update(values)
-
-    words = [str(os.getpid()), str(start_time(os.getpid()))]
-    for name in _RECORDED:
-        if name in environ:
-            words.append(f"{'+' if name in added else ''}{name}={environ[name]}")
-    environ[MARKER] = json.dumps(words)  # values may have blanks
+    recorded = {name: environ[name] for name in (*RANK_VARIABLES, _ERROR_FILE) if name in environ}
+    environ[MARKER] = json.dumps([os.getpid(), start_time(os.getpid()), recorded, added])
 
 
 class InheritedVariables:
     """The rank variables that a rank has set in this environment, read from MARKER.
 
+    rank_process: the rank, for messages: "rank 1 of 4 (process 4242)".
     is_rank: whether this very process is that rank.
     changed: whether a recorded variable has another value now, set for a new launch.
     new_worker: whether a torchrun has started this process, below that rank or in its place.
@@ -61,30 +57,18 @@ class InheritedVariables:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        pid, self._start_time, *words = json.loads(environ[MARKER])
-        self._pid = int(pid) if pid.isdecimal() else 0
-        recorded = dict(word.lstrip("+").partition("=")[::2] for word in words)
-        added = [word[1:].partition("=")[0] for word in words if word.startswith("+")]
-
-        self.rank = recorded.get("RANK", "?")
-        self.world_size = recorded.get("WORLD_SIZE", "?")
+        self._pid, self._start_time, recorded, added = json.loads(environ[MARKER])
+        self.rank_process = (
+            f"rank {recorded['RANK']} of {recorded['WORLD_SIZE']} (process {self._pid})"
+        )
         self.is_rank = environ is os.environ and self._is_rank_process(os.getpid())
         self.changed = any(environ.get(name) != value for name, value in recorded.items())
-        self.new_worker = (
-            self.changed
-            and _ERROR_FILE in environ
-            and environ[_ERROR_FILE] != recorded.get(_ERROR_FILE)
-        )
+        error_file = environ.get(_ERROR_FILE, recorded.get(_ERROR_FILE))
+        self.new_worker = self.changed and error_file != recorded.get(_ERROR_FILE)
 
-        hidden: list[str] = []
-        if not self.changed:
-            hidden = added if self.is_rank else list(recorded)
+        set_by_rank = added if self.is_rank else list(recorded)
+        hidden = [] if self.changed else set_by_rank
         self.environ = {name: value for name, value in environ.items() if name not in hidden}
-
-    @property
-    def rank_process(self) -> str:
-        """The rank that set the variables, for messages: "rank 1 of 4 (process 4242)"."""
-        return f"rank {self.rank} of {self.world_size} (process {self._pid})"
 
     def pids_below_rank(self) -> Iterator[int]:
         """Yield the process ids of the ancestors up to that rank, nearest first."""
@@ -94,7 +78,7 @@ class InheritedVariables:
             yield pid
 
     def _is_rank_process(self, pid: int) -> bool:
-        return pid == self._pid and str(start_time(pid)) == self._start_time
+        return [pid, start_time(pid)] == [self._pid, self._start_time]
 
 
 def inherited_variables(environ: Mapping[str, str]) -> InheritedVariables | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 
-from ..job.slurm_job import SPECIAL_STEPS, step_name
+from ..host import network
+from ..job.commands import SchedulerError, run_command
+from ..job.slurm_job import SPECIAL_STEPS, expand_counts, expand_hostlist, records, step_name
 from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, number, shown
 from .torchrun import unused_allocation
@@ -93,14 +95,9 @@ class SlurmStep(Launcher):
             yield from unused_allocation(environ, "srun --pty started one task")
 
     def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
-        # Imported within the function: processes that only detect their launcher do not need it.
-        from ..job.slurm_job import expand_hostlist
-
-        first_of_component: list[str] = []
         try:
             nodes = expand_hostlist(environ.get(_NODE_LIST, ""))
-            while component := _component_nodes(environ, len(first_of_component)):
-                first_of_component.append(expand_hostlist(component)[0])
+            first_of_component = [expand_hostlist(part)[0] for part in _component_nodes(environ)]
         except ValueError as error:
             raise LaunchError(f"{_NODE_LIST}: {error}") from None
 
@@ -123,19 +120,17 @@ class SlurmStep(Launcher):
         tasks, step_tasks = number(environ, _NUM_TASKS), number(environ, self.world_size_variable)
         if tasks is not None and step_tasks is not None and tasks != step_tasks:
             return True
-        on_node = _tasks_on_node(environ)
         is_alone = environ.get(_LOCAL_TASKS, "").strip() == "0"
-        return on_node is not None and on_node > 1 and is_alone
+        return is_alone and (_tasks_on_node(environ) or 1) > 1
 
     def _local_world_size(
         self, environ: Mapping[str, str], rank: int, local_rank: int | None
     ) -> int | None:
-        ranks = environ.get(_LOCAL_TASKS, "").split(",")
+        ranks, on_node = environ.get(_LOCAL_TASKS, "").split(","), _tasks_on_node(environ)
         if local_rank is None or local_rank >= len(ranks) or ranks[local_rank] != str(rank):
-            return _tasks_on_node(environ)  # SLURM_GTIDS was inherited from another step
+            return on_node  # SLURM_GTIDS was inherited from another step
         # What a batch script leaves behind looks like rank 0.
-        on_node = _tasks_on_node(environ) if rank == 0 else None
-        if on_node is not None and on_node != len(ranks):
+        if rank == 0 and on_node not in (None, len(ranks)):
             raise LaunchError(
                 f"slurm: {shown(environ, (_LOCAL_TASKS,))} is {len(ranks)} tasks on this node, but "
                 f"SLURM_STEP_TASKS_PER_NODE has {on_node}. Unset what was set by hand and start "
@@ -151,17 +146,12 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
     if node is None or not text or is_set(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
         return None
     try:
-        for part in text.split(","):
-            count, _, repeated = part.rstrip(")").partition("(x")
-            times = int(repeated) if repeated else 1
-            if node < times:
-                return int(count)
-            node -= times
+        counts = expand_counts(text)
     except ValueError:
         raise LaunchError(
             f"{_TASKS_PER_NODE} is {text[:80]!r}; expected the form 2(x3),1"
         ) from None
-    return None
+    return counts[node] if node < len(counts) else None
 
 
 def _step_of_daemon(command: str) -> str:
@@ -186,10 +176,11 @@ def _is_interactive_shell(command: str) -> bool:
     return True
 
 
-def _component_nodes(environ: Mapping[str, str], index: int) -> str:
-    """Return the node list of a heterogeneous job's component. Some versions write PACK for HET."""
-    name = f"SLURM_JOB_NODELIST_{{}}_GROUP_{index}"
-    return environ.get(name.format("HET")) or environ.get(name.format("PACK")) or ""
+def _component_nodes(environ: Mapping[str, str]) -> list[str]:
+    """Return the node lists of a heterogeneous job's components, at most 128 in Slurm."""
+    kinds = ("HET", "PACK")  # some versions write PACK
+    names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}" for i in range(128) for kind in kinds)
+    return [environ[name] for name in names if environ.get(name)]
 
 
 def _first_of_host_file(environ: Mapping[str, str]) -> list[str]:
@@ -205,18 +196,8 @@ def _first_of_host_file(environ: Mapping[str, str]) -> list[str]:
 @functools.cache
 def _node_addresses(node: str) -> list[str]:
     """Return the IP addresses by which Slurm itself reaches a node, as scontrol reports them."""
-    # Imported within the function: needed only where node names do not resolve.
-    import re
-    import subprocess
-
-    from ..host import network
-
-    command = ["scontrol", "--oneliner", "show", "node", node]
     try:
-        output = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=10
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+        output = run_command(["scontrol", "show", "node", node], timeout_seconds=10)
+        return network.resolve(records(output)[0]["NodeAddr"])
+    except (SchedulerError, LookupError):
         return []
-    found = re.search(r"\sNodeAddr=(\S+)", output)
-    return network.resolve(found[1]) if found else []

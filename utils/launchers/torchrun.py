@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .launcher import Launcher, Placement, is_set, node_file, number, shown
-from .rank_variables import InheritedVariables
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -60,12 +59,7 @@ class Single(Launcher):
 
 def is_stale(environ: Mapping[str, str], placement: Placement) -> bool:
     """Return whether RANK or a variable like it belongs to another launch than `placement`."""
-    numbers = (
-        placement.rank,
-        placement.world_size,
-        placement.local_rank,
-        placement.local_world_size,
-    )
+    numbers = placement[1:5]  # in the order of RANK_VARIABLES
     return any(
         is_set(environ, name) and value is not None and environ[name].strip() != str(value)
         for name, value in zip(RANK_VARIABLES, numbers, strict=True)
@@ -77,20 +71,19 @@ def unused_allocation(environ: Mapping[str, str], reason: str) -> Iterator[str]:
 
     reason: why there is only one process.
     """
-    job = size = launcher = ""
+    job = size = ""
+    launcher, slots = "mpiexec", 0
     if is_set(environ, "SLURM_JOB_ID"):
         job, launcher = f"Slurm job {environ['SLURM_JOB_ID']}", "srun"
         tasks, nodes = environ.get("SLURM_NTASKS", ""), environ.get("SLURM_JOB_NUM_NODES", "")
         counts = [(tasks, "tasks"), (nodes, "nodes")]
         size = " on ".join(f"{count} {unit}" for count, unit in counts if count not in ("", "1"))
     elif is_set(environ, "PBS_JOBID"):
-        job, launcher = f"PBS job {environ['PBS_JOBID']}", "mpiexec"
-        slots = node_file(environ).count("\n")
-        size = f"{slots} slots" if slots > 1 else ""
+        job, slots = f"PBS job {environ['PBS_JOBID']}", node_file(environ).count("\n")
     elif is_set(environ, "LSB_JOBID"):
-        job, launcher = f"LSF job {environ['LSB_JOBID']}", "mpiexec"
-        slots = number(environ, "LSB_DJOB_NUMPROC") or 1
-        size = f"{slots} slots" if slots > 1 else ""
+        job, slots = f"LSF job {environ['LSB_JOBID']}", number(environ, "LSB_DJOB_NUMPROC") or 0
+    if slots > 1:
+        size = f"{slots} slots"
     if size:
         yield (
             f"{job} holds {size}, but {reason}: it runs alone, as rank 0 of 1. "
@@ -113,8 +106,7 @@ class Torchrun(Launcher):
     parent_programs = ("torchrun", "accelerate")
     requires_master_address = True
     sets_rank_variables = True
-    # Each agent counts its own ranks, and two agents may share a host.
-    counts_all_local_ranks = False
+    num_agents_variable = "GROUP_WORLD_SIZE"
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         return bool(is_set(environ, _RUN_ID)) and super().is_present(environ)
@@ -124,13 +116,6 @@ class Torchrun(Launcher):
         # "/env/bin/python3.11 /env/bin/accelerate launch x.py".
         program = command.partition(" ")[0].rpartition("/")[2]
         return program.startswith(("python", "pypy")) or super().is_parent(command)
-
-    def may_start_below(self, inherited: InheritedVariables) -> bool:
-        # A program that a worker has started inherits the variables, and may be run by Python too.
-        return inherited.new_worker
-
-    def agents(self, environ: Mapping[str, str]) -> int | None:
-        return number(environ, "GROUP_WORLD_SIZE")
 
     def has_store(self, environ: Mapping[str, str]) -> bool:
         return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

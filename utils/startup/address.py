@@ -6,17 +6,16 @@ torch's store. The other ranks try the places where endpoints.py expects rank 0.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..host import network
 from ..launch_error import LaunchError
-from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
+from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
 from ..monitor.monitor import Monitor
 from .endpoints import Endpoints, find_endpoints
 from .exchange import NotRank0, RendezvousServer, join
@@ -39,11 +38,11 @@ class Rendezvous:
     table: on rank 0 one row per host. token: identifies the launch, the same on every rank.
     """
 
-    master_addr: str
-    master_port: int
     assignment: Assignment
-    rank_0_addr: str
-    local_addr: str
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    rank_0_addr: str = "127.0.0.1"
+    local_addr: str = "127.0.0.1"
     listener: socket.socket | None = None
     monitor: Monitor | None = None
     notes: tuple[str, ...] = ()
@@ -69,7 +68,11 @@ def agree(
     Raises LaunchError on every rank, with rank 0's message where it can be reached.
     """
     if placement.world_size == 1:
-        return _alone(report)
+        if report["error"]:
+            raise LaunchError(report["error"])
+        result = check_reports([report])
+        return Rendezvous(result.assignments[0], notes=tuple(result.notes), table=result.table)
+
     deadline = time.monotonic() + timeout
     endpoints = find_endpoints(
         launcher, placement, environ, name_service=name_service, timeout=timeout
@@ -77,21 +80,6 @@ def agree(
     if placement.rank == 0:
         return _serve(placement, endpoints, report, deadline)
     return _join(placement, endpoints, report, deadline, timeout)
-
-
-def _alone(report: RankReport) -> Rendezvous:
-    if report["error"]:
-        raise LaunchError(report["error"])
-    result = check_reports([report])
-    return Rendezvous(
-        master_addr="127.0.0.1",
-        master_port=0,
-        assignment=result.assignments[0],
-        rank_0_addr="127.0.0.1",
-        local_addr="127.0.0.1",
-        notes=tuple(result.notes),
-        table=result.table,
-    )
 
 
 # Rank 0
@@ -106,11 +94,7 @@ def _serve(
     port = int(listener.getsockname()[1])
     try:
         token = _publish(endpoints, port, deadline) or endpoints.token
-        hints = list(placement.notes)
-        # In a thread: to resolve a name may take long, and the others are connecting already.
-        threading.Thread(
-            target=lambda: hints.extend(_hints(endpoints)), daemon=True, name="hints"
-        ).start()
+        hints = functools.partial(_hints, placement, endpoints)
         with RendezvousServer(listener, placement.world_size, token, hints) as server:
             try:
                 result = check_reports(server.collect(report, deadline))
@@ -122,10 +106,9 @@ def _serve(
         listener.close()
         raise
     return Rendezvous(
+        result.assignments[0],
         master_addr=server.address,
         master_port=port,
-        assignment=result.assignments[0],
-        rank_0_addr="127.0.0.1",
         local_addr=server.address,
         listener=listener,
         monitor=monitor,
@@ -142,11 +125,10 @@ def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
     """
     if endpoints.name_service is None:
         return ""
-    addresses = [] if endpoints.loopback else network.local_addresses()
-    addresses = addresses or ["127.0.0.1"]
+    local = [] if endpoints.loopback else network.local_addresses()
     resolved = (address for host in endpoints.hosts for address in network.resolve(host))
-    chosen_by_user = [address for address in resolved if address in addresses]
-    addresses = list(dict.fromkeys([*chosen_by_user, *addresses]))[:_MAX_ADDRESSES]
+    chosen_by_user = [address for address in resolved if address in local]
+    addresses = list(dict.fromkeys([*chosen_by_user, *local]))[:_MAX_ADDRESSES] or ["127.0.0.1"]
 
     token = os.urandom(12).hex()
     text = f"{token}|{port}|{','.join(addresses)}"
@@ -160,8 +142,9 @@ def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
     return token
 
 
-def _hints(endpoints: Endpoints) -> Iterator[str]:
+def _hints(placement: Placement, endpoints: Endpoints) -> Iterator[str]:
     """Yield what may keep other ranks from joining, for the message that names them."""
+    yield from placement.notes
     by_master_addr = endpoints.source.startswith("MASTER_ADDR")
     if not by_master_addr or not endpoints.hosts or endpoints.name_service is not None:
         return
@@ -179,15 +162,6 @@ def _hints(endpoints: Endpoints) -> Iterator[str]:
 # The other ranks
 
 
-class _Candidate(NamedTuple):
-    """A place where rank 0 may listen; name: of the host, for messages."""
-
-    name: str
-    address: str
-    port: int
-    token: str
-
-
 def _join(
     placement: Placement,
     endpoints: Endpoints,
@@ -197,45 +171,49 @@ def _join(
 ) -> Rendezvous:
     """Try the candidates until rank 0 is found there or the time is over."""
     failures: dict[str, str] = {}  # by host, the latest last
-    attempt, pause = 0, 0.005
+    attempts = 0
     # A busy rank 0 responds to 4,000 ranks within 4 s. Where rank 0 must be, wait for longer.
     response_timeout = 10.0 if endpoints.is_certain else 2 + placement.world_size / 500
-    while True:
-        for candidate in _candidates(placement, endpoints, attempt, deadline, failures):
+
+    def try_candidates() -> Rendezvous | None:
+        nonlocal attempts
+        # Almost always the first port on the first host is right: try the others less often.
+        num_places = 1 + 2**attempts // 8
+        candidates = _candidates(placement, endpoints, num_places, deadline, failures)
+        for name, address, port, token in candidates:
             try:
                 joined = join(
-                    candidate.address,
-                    candidate.port,
-                    candidate.token,
+                    address,
+                    port,
+                    token,
                     placement,
                     report,
                     deadline=deadline,
                     first_response_timeout=response_timeout,
                 )
             except NotRank0 as found:
-                name, address = candidate.name, candidate.address
                 shown = name if name == address else f"{name} ({address})"
                 failures.pop(name, None)
-                failures[name] = f"{shown} port {candidate.port}: {found}"
+                failures[name] = f"{shown} port {port}: {found}"
                 if found.unresponsive:
-                    attempt += 3  # another program has the likeliest port: try the others soon
+                    attempts += 3  # another program has the likeliest port: try the others soon
                 continue
             return Rendezvous(
-                master_addr=joined.master_addr,
-                master_port=candidate.port,
-                assignment=joined.assignment,
-                rank_0_addr=candidate.address,
+                joined.assignment,
+                joined.master_addr,
+                master_port=port,
+                rank_0_addr=address,
                 local_addr=joined.local_addr,
                 monitor=joined.monitor,
                 notes=tuple(endpoints.notes),
-                token=candidate.token,
+                token=token,
             )
-        attempt += 1
-        if time.monotonic() + pause > deadline:
-            break
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.5)
+        attempts += 1
+        return None
 
+    found = poll(try_candidates, deadline - time.monotonic(), longest_pause=0.5)
+    if found is not None:
+        return found
     tried = "; ".join(list(failures.values())[-4:]) or "nothing: rank 0 has published no address"
     source = f" (from {endpoints.source})" if endpoints.name_service is None else ""
     raise LaunchError(
@@ -248,11 +226,14 @@ def _join(
 def _candidates(
     placement: Placement,
     endpoints: Endpoints,
-    attempt: int,
+    num_places: int,
     deadline: float,
     failures: dict[str, str],
-) -> Iterator[_Candidate]:
-    """Yield the places to try: what rank 0 has published, or a growing part of the candidates."""
+) -> Iterator[tuple[str, str, int, str]]:
+    """Yield where to try: host name, address, port and token.
+
+    It is what rank 0 has published, or the first places of the candidates.
+    """
     if endpoints.name_service is not None:
         try:
             text = endpoints.name_service.look_up(max(0.0, deadline - time.monotonic()))
@@ -264,15 +245,13 @@ def _candidates(
         if text:
             token, published_port, addresses = text.split("|")
             for address in addresses.split(","):
-                yield _Candidate(address, address, int(published_port), token)
+                yield address, address, int(published_port), token
         return
 
-    # Almost always the first port on the first host is right: try the others less often.
     places = [(host, port) for port in endpoints.ports for host in endpoints.hosts]
-    num_places = 1 + (1 << min(attempt, 20)) // 8
     for host, port in places[:num_places]:
         resolved = endpoints.resolve(host)
         if not resolved:
             failures[host] = f"{host}: the name does not resolve on {socket.gethostname()}"
         for address in resolved[:_TRIED_ADDRESSES]:
-            yield _Candidate(host, address, port, endpoints.token)
+            yield host, address, port, endpoints.token

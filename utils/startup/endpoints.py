@@ -65,15 +65,15 @@ def find_endpoints(
     name_service: the one to use, if the caller has one. timeout: seconds that MPI_Init may take.
     Raises LaunchError when nothing leads to rank 0, or variables contradict the launch.
     """
-    master, notes = _master_address(launcher, placement, environ)
+    master_host, master_port, notes = _master_address(launcher, placement, environ)
     identity = launcher.identity(environ, placement)
     endpoints = Endpoints(
         launcher=launcher,
         token=hashlib.sha256(identity.encode()).hexdigest()[:24],
-        hosts=[master.host] if master.host else [],
-        ports=[master.port] if master.port and name_service is None else [],
+        hosts=[master_host] if master_host else [],
+        ports=[master_port] if master_port and name_service is None else [],
         name_service=name_service,
-        loopback=placement.on_one_host and (not master.host or network.is_loopback(master.host)),
+        loopback=placement.on_one_host and (not master_host or network.is_loopback(master_host)),
         notes=notes,
     )
     # A given name service uses the store at MASTER_PORT, so that rank 0 needs another port.
@@ -82,31 +82,36 @@ def find_endpoints(
 
     is_local = endpoints.loopback and bool(identity)
     unavailable: list[NameServiceUnavailable] = []
-    for connect in _name_services(launcher, placement, environ, is_local):
+
+    def connect(service: Callable[[], NameService | None]) -> bool:
         try:
-            endpoints.name_service = connect()
+            endpoints.name_service = service()
         except NameServiceUnavailable as error:
             unavailable.append(error)
-        if endpoints.name_service is not None:
-            return endpoints
+        return endpoints.name_service is not None
+
+    # From MPI_Init on, the launcher's name service belongs to the MPI library.
+    uses_mpi = bool(launcher.mpi_libraries)
+    if uses_mpi and mpi.is_running() and connect(lambda: mpi.MpiBroadcast(launcher, placement)):
+        return endpoints
+    # On one host, ports derived from the identity are enough.
+    if not is_local and connect(lambda: launcher.name_service(environ)):
+        return endpoints
 
     if is_local:
         hosts, source = ["127.0.0.1"], "this host alone"
     else:
         hosts, source = launcher.candidate_hosts(environ)
-    if hosts and (identity or master.port):
+    if hosts and (identity or master_port):
         # A stale MASTER_ADDR may match one rank by chance; that rank tries the other hosts, too.
         endpoints.hosts = list(dict.fromkeys([*hosts, *endpoints.hosts]))
         endpoints.ports += candidate_ports(identity) if identity else []
-        endpoints.source = f"MASTER_ADDR and {source}" if master.host else source
+        endpoints.source = f"MASTER_ADDR and {source}" if master_host else source
         return endpoints
 
-    if launcher.mpi_libraries and not any(error.affects_mpi for error in unavailable):
-        try:
-            endpoints.name_service = mpi.MpiBroadcast(launcher, placement, timeout)
-            return endpoints
-        except NameServiceUnavailable as error:
-            unavailable.append(error)
+    may_use_mpi = uses_mpi and not any(error.affects_mpi for error in unavailable)
+    if may_use_mpi and connect(lambda: mpi.MpiBroadcast(launcher, placement, timeout)):
+        return endpoints
     if endpoints.hosts and endpoints.ports:
         return endpoints
     reasons = "; ".join(str(error) for error in unavailable) or "no node list"
@@ -124,31 +129,13 @@ def candidate_ports(identity: str) -> list[int]:
     return [network.LISTEN_PORTS[number % len(network.LISTEN_PORTS)] for number in numbers]
 
 
-def _name_services(
-    launcher: Launcher, placement: Placement, environ: Mapping[str, str], is_local: bool
-) -> list[Callable[[], NameService | None]]:
-    """Return functions that connect to a name service, in the order in which to try them."""
-    services: list[Callable[[], NameService | None]] = []
-    if launcher.mpi_libraries and mpi.is_running():
-        # From MPI_Init on, the launcher's name service belongs to the MPI library.
-        services.append(lambda: mpi.MpiBroadcast(launcher, placement))
-    if not is_local:  # on one host, ports derived from the identity are enough
-        services.append(lambda: launcher.name_service(environ))
-    return services
-
-
-@dataclass
-class _MasterAddress:
-    """MASTER_ADDR and MASTER_PORT; "" and 0 where they are not set or not of this launch."""
-
-    host: str = ""
-    port: int = 0
-
-
 def _master_address(
     launcher: Launcher, placement: Placement, environ: Mapping[str, str]
-) -> tuple[_MasterAddress, list[str]]:
-    """Return MASTER_ADDR and MASTER_PORT, and notes. Raises LaunchError if they cannot be right."""
+) -> tuple[str, int, list[str]]:
+    """Return MASTER_ADDR, MASTER_PORT and notes; "" and 0 where unset or not of this launch.
+
+    Raises LaunchError if they cannot be right.
+    """
     host, port = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
     is_required = launcher.requires_master_address
     if is_required and not (host and port):
@@ -163,7 +150,7 @@ def _master_address(
             f"MASTER_ADDR={host} MASTER_PORT={port} was ignored: the RANK or WORLD_SIZE set with "
             "it belongs to another launch"
         )
-        return _MasterAddress(), [note]
+        return "", 0, [note]
 
     is_number = port.isascii() and port.isdecimal() and len(port) < 6
     if port and not (is_number and 0 < int(port) < 65536):
@@ -172,15 +159,15 @@ def _master_address(
         )
 
     on_several_hosts = (
-        launcher.counts_all_local_ranks
+        not launcher.num_agents_variable
         and placement.local_world_size is not None
         and not placement.on_one_host
     )
     if on_several_hosts and host and network.is_loopback(host):
         if not is_required and environ.get("RANK", "").strip():
-            return _MasterAddress(), []  # of another launch, whose RANK is this rank's by chance
+            return "", 0, []  # of another launch, whose RANK is this rank's by chance
         raise LaunchError(
             f"MASTER_ADDR={host} is this host alone, but the {placement.world_size} ranks run on "
             "several hosts. Set it to a name of rank 0's host that all hosts know, or unset it"
         )
-    return _MasterAddress(host, int(port or 0)), []
+    return host, int(port or 0), []

@@ -13,7 +13,7 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple, cast
 
@@ -38,12 +38,16 @@ class RendezvousServer:
     """
 
     def __init__(
-        self, listener: socket.socket, world_size: int, token: str, hints: Sequence[str] = ()
+        self,
+        listener: socket.socket,
+        world_size: int,
+        token: str,
+        hints: Callable[[], Iterable[str]],
     ) -> None:
         """Prepare to accept connections.
 
-        token: identifies the launch; other clients are turned away. hints: what may keep ranks
-        from joining, for the message that names the missing ones.
+        token: identifies the launch; other clients are turned away. hints: returns what may keep
+        ranks from joining, for the message that names the missing ones.
         """
         self.address = "127.0.0.1"
         self._listener, self._world_size, self._token = listener, world_size, token
@@ -218,7 +222,7 @@ class RendezvousServer:
             f"Those that joined run on {', '.join(hosts)}{more}. Look for messages of the missing "
             "ranks. If there are none, they hang before setup_distributed() or cannot reach "
             f"rank 0, which listens on {socket.gethostname()} port "
-            f"{self._listener.getsockname()[1]}" + "".join(f". {hint}" for hint in self._hints)
+            f"{self._listener.getsockname()[1]}" + "".join(f". {hint}" for hint in self._hints())
         )
 
     def _send_result(self, connection: Connection, result: Message) -> None:
