@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import heapq
 import hmac
+import itertools
 import json
 import os
 import selectors
@@ -242,7 +244,8 @@ class Loop:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._numbers = itertools.count()
 
     def close(self) -> None:
         self._selector.close()
@@ -262,20 +265,17 @@ class Loop:
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call once, so many seconds from now."""
-        self._timers.append((time.monotonic() + seconds, call))
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), call))
 
     def run_once(self, *timeouts: float | None) -> None:
         """Wait for an event, at most for the shortest timeout (seconds), and call its handler."""
         limits = [seconds for seconds in timeouts if seconds is not None]
-        limits += [max(0.0, when - time.monotonic()) for when, _ in self._timers]
+        limits += [max(0.0, when - time.monotonic()) for when, *_ in self._timers[:1]]
         for key, events in self._selector.select(min(limits, default=None)):
             if self._selector.get_map().get(key.fd) is key:  # an earlier handler may remove it
                 key.data(events)
-        now = time.monotonic()
-        due = [timer for timer in self._timers if timer[0] <= now]
-        self._timers = [timer for timer in self._timers if timer[0] > now]
-        for _, call in due:
-            call()
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
 
 
 class Channel(Connection):
