@@ -135,9 +135,11 @@ test_as_user() (
     if [ -d ~/.config/pip ]; then install -D -t "$home/.config/pip" ~/.config/pip/*; fi
     chown -R nobody "$home"
     cd "$home/kit"
-    HOME=$home PYTHON=/usr/bin/python3 nice -n 5 setpriv --reuid=nobody --regid=nogroup --clear-groups \
-        bash -c 'bash scripts/setup_env.sh --tests && exec .venv/bin/python -m pytest -ra "$@"' pytest tests/unit --quick \
-        -k "interpreter or test_jobs or packaging or checkpoint or requeue or metrics or launch_pro or submit"
+    as_nobody=(env "HOME=$home" nice -n 5 setpriv --reuid=nobody --regid=nogroup --clear-groups)
+    unset PYTHON # in the tests it would be the Python of the ranks
+    "${as_nobody[@]}" env PYTHON=/usr/bin/python3 bash scripts/setup_env.sh --tests &&
+        "${as_nobody[@]}" .venv/bin/python -m pytest -ra tests/unit --quick \
+            -k "interpreter or test_jobs or packaging or checkpoint or requeue or metrics or launch_pro or submit"
 )
 as_user=
 if [ "$install" = true ] && [ "$(id -u)" -eq 0 ] && is_debian; then
