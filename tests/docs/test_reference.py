@@ -36,7 +36,7 @@ def commands_of(page: Path) -> Iterator[list[str]]:
     names = "|".join(COMMANDS)
     for command in re.findall(rf"(?=(?:\bddpkit\s|\bscripts/)((?:{names})\b[^`\n]*))", text):
         words = re.sub(r"^(\w+)\.py", r"\1", command).split()
-        script = next((index for index, word in enumerate(words) if re.search(r"\.py$|^(#|\.\.\.)", word)), len(words))
+        script = next((index for index, word in enumerate(words) if re.search(r"\.py$|^(#|\.\.\.|\|\|)", word)), len(words))
         yield words[:script]
 
 
