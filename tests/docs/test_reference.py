@@ -36,8 +36,8 @@ def commands_of(page: Path) -> Iterator[list[str]]:
     names = "|".join(COMMANDS)
     for command in re.findall(rf"(?=(?:\bddpkit\s|\bscripts/)((?:{names})\b[^`\n]*))", text):
         words = re.sub(r"^(\w+)\.py", r"\1", command).split()
-        script = next((index for index, word in enumerate(words) if re.search(r"\.py$|^(#|\.\.\.|\|\|)", word)), len(words))
-        yield words[:script]
+        ends = (index for index, word in enumerate(words) if re.search(r"\.py$|^(#|\.\.\.|\|\|)", word))
+        yield words[:next(ends, len(words))]
 
 
 @pytest.mark.parametrize("page", sorted({*reference.ROOT.glob("*.md"), *reference.ROOT.glob("[dje]*/**/*.md")}),
