@@ -307,9 +307,14 @@ class CoreNote(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
+def _masks_of_ranks(host: HostMasks) -> list[Cpus]:
+    return [frozenset(cpus_of_mask(mask)) for mask in host.masks]
+
+
+@functools.lru_cache(maxsize=256)
 def choose_cores(host: HostMasks) -> list[RankCores]:
     """Return the cores of each rank of a host. Raises LaunchError for a bad DDPKIT_CPU_BIND."""
-    masks = [frozenset(cpus_of_mask(mask)) for mask in host.masks]
+    masks = _masks_of_ranks(host)
     bind = host.bind and host.binding != NO_BINDING
     known = Topology.from_text(host.topology if bind else "")
     known_nodes = {core.node for core in known.cores}
@@ -357,7 +362,7 @@ def note_on_cores(
     host: its name. host_cores: the number of all its cores. ranks: in the order of `reported`.
     """
     chosen = choose_cores(reported)
-    masks = [frozenset(cpus_of_mask(mask)) for mask in reported.masks]
+    masks = _masks_of_ranks(reported)
     usable = frozenset.union(*masks)
     known = Topology.from_text(reported.topology)
     if len(cores_in(known, usable) or usable) < min(len(ranks), len(known.cores) or host_cores):
