@@ -167,6 +167,7 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("run -n 2 --ntasks-per-node 2 train.py", 1, "Both --ntasks"),
     ("run list", 1, f"{PROGRAM} list"),
     ("run --checkpoints out train.py", 1, "Add --preflight"),
+    ("run --site derecho --account p --dry-run trian.py", 0, "note: command: trian.py does not exist"),
     ("run --site polaris --queue debug --dry-run train.py", 1, "requires an account. Add --account: your project."),
     ("resubmit 7", 1, "no record of job 7"),
     ("cancle 77", 2, f"Did you mean: {PROGRAM} cancel 77"),

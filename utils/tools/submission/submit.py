@@ -17,6 +17,7 @@ from ...job.allocation import format_walltime
 from ...job.commands import SchedulerError
 from ...job.requeue import CHAIN_VARIABLE
 from ..schedulers import get_scheduler
+from ..schedulers.job_checks import check_paths
 from ..schedulers.job_spec import Job, quote
 from ..schedulers.scheduler import Scheduler
 from . import bad_hosts as exclusion
@@ -70,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         if args.site is None:  # the scheduler of this host; that of a named site may be far away
             problems += get_scheduler(profile.scheduler).check(job)
+        for problem in check_paths(job) if args.site else ():
+            if problem.startswith("command:"):  # perhaps this is another folder than there
+                note(f"note: {problem}")
         print(script, end="")
         for problem in problems:
             note(f"{'warning' if args.no_check else 'would not be submitted'}: {problem}")
