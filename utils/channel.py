@@ -3,7 +3,7 @@
 A server and its peers first prove to each other that they know the secret, without sending it;
 every later message carries a MAC (HMAC, RFC 2104, over a counter, so that none can be replayed).
 Before the proof a peer may send a few hundred bytes and has five seconds, and so many such peers
-are kept. Text stays readable on the wire. Standard library only.
+are kept. Messages can be read on the network, but not changed. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER_BYTES = 80  # "kind length mac\n", at most
 _ACCEPTS = 64  # at once, between other events
 _PROOF_SECONDS = 5.0
 _CONNECT_SECONDS = 3.0
-_STRANGER_SECONDS = 1.0  # a peer proves itself sooner
+_EVICTION_SECONDS = 1.0  # a peer proves itself sooner
 _PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
 _OF_PROOF = ("hello", "challenge", "proof")
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
@@ -384,7 +384,7 @@ class PeerServer:
                     continue  # the client gave up between its connect() and this accept()
                 if not self._unproved:
                     self.out_of_files(error)
-                if not self._evict(older_than=_STRANGER_SECONDS):
+                if not self._evict(older_than=_EVICTION_SECONDS):
                     self._loop.remove(self._listener)
                     self._loop.after(_PAUSE_SECONDS, self._listen)
                     return
@@ -404,15 +404,15 @@ class PeerServer:
     def _evict(self, older_than: float = 0.0) -> bool:
         """Close the oldest unproved peer of the address that has most; False if there is none."""
         before = time.monotonic() - older_than
-        strangers = {
+        unproved = {
             one: address
             for one, (address, accepted_at) in self._unproved.items()
             if accepted_at <= before and not one.session.is_open
         }
-        if not strangers:
+        if not unproved:
             return False
-        [(most, _)] = Counter(strangers.values()).most_common(1)
-        self._close_unproved(next(one for one in strangers if strangers[one] == most))
+        [(most, _)] = Counter(unproved.values()).most_common(1)
+        self._close_unproved(next(one for one in unproved if unproved[one] == most))
         return True
 
     def _receive(self, peer: Channel, message: Message) -> None:

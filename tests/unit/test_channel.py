@@ -1,4 +1,4 @@
-"""The channel between the processes of a launch: who is let in, and what a stranger can do: nothing."""
+"""The channel between the processes of a launch: who is let in, and what a peer without the secret can do: nothing."""
 from __future__ import annotations
 
 import errno
@@ -46,14 +46,14 @@ def opened() -> tuple[Session, Session]:
 def test_nothing_but_hello_is_sent_before_the_server_has_proved_itself() -> None:
     peer, server = Session(KEY, HELLO), Session(KEY)
     assert peer.encode(NOTICE) == b"" and peer.output.startswith(b"hello ")
-    on_the_wire = bytes(peer.output)
+    sent = bytes(peer.output)
     assert exchange(peer, server) == [NOTICE]
-    on_the_wire += server.encode({"kind": "ack"})
-    assert KEY.key not in on_the_wire and KEY.label.encode() not in on_the_wire
+    sent += server.encode({"kind": "ack"})
+    assert KEY.key not in sent and KEY.label.encode() not in sent
     assert peer.feed(server.encode({"kind": "ack"})[:30]) == []  # the rest follows
 
 
-# Each is a stranger's conversation with a server that waits for a peer.
+# Each is what a peer without the secret says to a server.
 def wrong_secret(secret: Secret) -> Callable[[Session], object]:
     return lambda server: exchange(Session(secret, HELLO), server)
 
@@ -101,7 +101,7 @@ def hello(**changed: object) -> bytes:
     first_bytes(b"notice 10 -\n"), first_bytes(b"launch 1000 -\n"), first_bytes(b"proof 5 -\n[[[[["),
     first_bytes(b"SSH-2.0-OpenSSH_9.2\r\n"), first_bytes(b"GET / HTTP/1.1\r\n\r\n"), first_bytes(b"\0" * 4097),
     first_bytes(b'{"kit": "ddpkit-1", "token": "secret"}\n')])
-def test_a_stranger_is_refused(talk: Callable[[Session], object]) -> None:
+def test_a_peer_without_the_proof_is_refused(talk: Callable[[Session], object]) -> None:
     server = Session(KEY)
     with pytest.raises(ProtocolError):
         talk(server)
@@ -183,10 +183,10 @@ def notify(port: int) -> float:
 
 @pytest.mark.parametrize("data", [b"", b"hello 10", b"hello 100 -\n{", b"garbage\n"])
 def test_a_flood_delays_nobody_by_a_second(data: bytes) -> None:
-    with serving() as (server, port), ExitStack() as strangers:
+    with serving() as (server, port), ExitStack() as peers:
         for _ in range(300):
-            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
-            stranger.sendall(data)
+            peer = peers.enter_context(socket.create_connection(("127.0.0.1", port)))
+            peer.sendall(data)
         assert max(notify(port) for _ in range(4)) < 1 and server.received == 4
         assert not server.full
 
