@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from argparse import BooleanOptionalAction
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ...job.allocation import parse_duration
 
@@ -29,12 +31,60 @@ _COUNTS = {  # field: least value, greatest value, whether None is accepted
 }
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]{0,200}")
 _CONDITION = r"[a-z]+(:[A-Za-z0-9_.+\[\]-]+)*"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,63}")
+_DEPENDENCY = re.compile(rf"{_CONDITION}([,?]{_CONDITION})*")
+
+
+class Option(NamedTuple):
+    """An option of `submit run`. sbatch and qsub "": their modules write the value."""
+
+    flags: str
+    argparse: Mapping[str, Any]
+    form: tuple[re.Pattern[str], str] | None = None  # pattern, example
+    sbatch: str = ""
+    qsub: str = ""
+
+
+OPTIONS = {  # field of Job: its option
+    "name": Option(
+        "-J --job-name",
+        {"metavar": "NAME", "help": "default: the name of the script"},
+        *((_NAME, "train-1"), "--job-name", "-N"),
+    ),
+    "queue": Option(
+        "-p --queue --partition",
+        {"metavar": "NAME", "help": "partition or QOS of Slurm, queue of PBS"},
+        *((_WORD, "gpu"), "--partition", "-q"),
+    ),
+    "account": Option(
+        "-A --account",
+        {"metavar": "NAME", "help": "account to charge"},
+        *((_WORD, "abc@v100"), "--account", "-A"),
+    ),
+    "dependency": Option(
+        "-d --dependency",
+        {"metavar": "afterok:ID", "help": "as for sbatch and qsub -W depend"},
+        *((_DEPENDENCY, "afterany:1234"), "--dependency", "-W depend="),
+    ),
+    "requeue": Option(
+        "--requeue",
+        {
+            "action": BooleanOptionalAction,
+            "help": "whether the job may be restarted after a node failure or preemption",
+        },
+    ),
+    "signal_seconds": Option(
+        "--signal",
+        {
+            "type": int,
+            "metavar": "SECONDS",
+            "help": "send USR1 to the ranks this long before the time limit",
+        },
+    ),
+}
 _FORMS = {  # field: pattern, example
-    "queue": (_WORD, "gpu"),
-    "account": (_WORD, "abc@v100"),
-    "name": (re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,63}"), "train-1"),
+    **{name: option.form for name, option in OPTIONS.items() if option.form},
     "memory": (re.compile(r"[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
-    "dependency": (re.compile(rf"{_CONDITION}([,?]{_CONDITION})*"), "afterany:1234"),
     "launcher": (re.compile(r"[a-z][a-z0-9_-]{0,30}"), "auto, torchrun, srun or mpiexec"),
 }
 _ENTRY_FORMS = {  # field whose entries have this form: pattern, example
@@ -144,6 +194,12 @@ class Job:
             words += ["--container", self.container]
         arguments = " ".join(map(quote, [*words, "--", *self.command]))
         return arguments if self.command else f'{arguments} "$@"'
+
+    def plain_options(self) -> Iterator[tuple[Option, str]]:
+        """Yield the options whose values the schedulers take as they are, with these values."""
+        for name, option in OPTIONS.items():
+            if option.sbatch and getattr(self, name) is not None:
+                yield option, getattr(self, name)
 
     def _check_command(self) -> None:
         if not self.command:

@@ -171,18 +171,17 @@ def _field_options(job: Job) -> Iterator[list[str]]:
     if job.walltime:
         yield ["-l", f"walltime={format_walltime(job.walltime)}"]
     values = {
-        "-N": job.name,
-        "-q": job.queue,
-        "-A": job.account,
         "-j": "oe",
         "-k": "doe",  # write the log to its final place while the job runs
         "-o": job.output,
-        "-W": job.dependency and f"depend={job.dependency}",
         "-r": None if job.requeue is None else "y" if job.requeue else "n",
     }
-    for name, value in values.items():
-        if value is not None:
-            yield [name, value]
+    for option, value in job.plain_options():
+        name, _, prefix = option.qsub.partition(" ")
+        yield [name, prefix + value]
+    for name, setting in values.items():
+        if setting is not None:
+            yield [name, setting]
 
 
 def _select(job: Job) -> str:

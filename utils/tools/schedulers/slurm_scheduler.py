@@ -203,23 +203,20 @@ def _field_options(job: Job) -> Iterator[list[str]]:
     counts_tasks = bool(job.ranks_per_node or job.gpus_per_node)
     cores = job.cores_per_rank and job.cores_per_rank * (job.ranks if one_agent else 1)
     values: dict[str, str | int | None] = {
-        "--job-name": job.name,
         "--nodes": job.nodes,
         "--ntasks-per-node": tasks if counts_tasks else None,
         "--cpus-per-task": cores,
         "--gpus-per-node": job.gpus_per_node or None,
         "--mem": job.memory and job.memory.upper().removesuffix("B"),
         "--time": job.walltime and format_walltime(job.walltime),
-        "--partition": job.queue,
-        "--account": job.account,
-        "--dependency": job.dependency,
         # Without this a job whose dependency cannot be met stays queued.
         "--kill-on-invalid-dep": "yes" if job.dependency else None,
         "--output": job.output,
         "--open-mode": "append",  # a requeued job continues its log
         "--signal": job.signal_seconds and f"B:USR1@{job.signal_seconds}",
     }
-    for name, value in values.items():
+    plain = {option.sbatch: value for option, value in job.plain_options()}
+    for name, value in {**plain, **values}.items():
         if value is not None:
             yield [f"{name}={value}"]
     if job.requeue is not None:

@@ -16,7 +16,7 @@ from .. import interpreter
 from ..launch.nested import refusal
 from ..schedulers import get_scheduler
 from ..schedulers.job_checks import check_queue
-from ..schedulers.job_spec import Job, parse_walltime
+from ..schedulers.job_spec import OPTIONS, Job, parse_walltime
 from . import preflight, profiles
 from .following import note
 from .paths import PROGRAM
@@ -72,7 +72,9 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
     # Where nodes are exclusive and the scheduler knows no GPUs, the ranks are requested instead.
     request_gpus = profile.request_gpus or args.gpus_per_node is not None
     queue, directives = _queue_and_directives(args, profile)
+    plain = {name: getattr(args, name) for name in OPTIONS}
     return Job(
+        **{**plain, "queue": queue, "name": args.name or _job_name(command)},
         command=command,
         nodes=args.nodes,
         gpus_per_node=(gpus or 0) if request_gpus else 0,
@@ -80,18 +82,12 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         cores_per_rank=args.cpus_per_task or _share_of_cores(profile, ranks),
         memory=args.mem or profile.memory_per_node,
         walltime=parse_walltime(args.time) if args.time else None,
-        queue=queue,
-        account=args.account,
-        name=args.job_name or _job_name(command),
-        dependency=args.dependency,
         setup=(*profile.setup, *args.setup),
         module_paths=profile.module_paths,
         modules=profile.modules,
         environment=_environment(args, profile, ranks),
         launcher=args.launcher or profile.launcher,
-        signal_seconds=args.signal,
         preflight=_preflight(args),
-        requeue=args.requeue,
         directives=directives,
         chunk=profile.chunk,
         container=args.container,

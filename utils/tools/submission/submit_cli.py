@@ -14,7 +14,7 @@ from pathlib import Path
 from ...job.commands import SchedulerError
 from ..arguments import ArgumentParser
 from ..schedulers import get_scheduler
-from ..schedulers.job_spec import JobError
+from ..schedulers.job_spec import OPTIONS, JobError
 from . import profiles, queries
 from . import submissions as records
 from .build_job import COMMANDS, UsageError, choose_profile
@@ -147,7 +147,7 @@ def _parser(name: str) -> ArgumentParser:
     if name == "doctor":
         parser.usage = f"{PROGRAM} doctor [OPTION ...] [-- OPTION OF doctor.py ...]"
         parser.epilog = "The options are those of `run`; --time is 10m by default."
-        parser.set_defaults(job_name="doctor", time="10m")
+        parser.set_defaults(name="doctor", time="10m")
     if name in ("run", "doctor"):
         return parser
     if name != "list":
@@ -233,17 +233,8 @@ def _add_job_options(add: Callable[..., object]) -> None:
         help=f"profile of the cluster: {', '.join(profiles.names())}, or a YAML file "
         f"(default: {SITE}, or generic-slurm or generic-pbs)",
     )
-    add("-A", "--account", metavar="NAME", help="account to charge")
-    add(
-        "-p",
-        "--partition",
-        "--queue",
-        dest="queue",
-        metavar="NAME",
-        help="partition or QOS of Slurm, queue of PBS",
-    )
-    add("-J", "--job-name", metavar="NAME", help="default: the name of the script")
-    add("-d", "--dependency", metavar="afterok:ID", help="as for sbatch and qsub -W depend")
+    for name, option in OPTIONS.items():
+        add(*option.flags.split(), dest=name, **option.argparse)
     add(
         "--chain",
         type=int,
@@ -260,17 +251,6 @@ def _add_job_options(add: Callable[..., object]) -> None:
     )
     for name, use in (("--checkpoints", "write"), ("--data", "read")):
         add(name, metavar="FOLDER", help=f"all hosts have to {use} this, for --preflight")
-    add(
-        "--requeue",
-        action=argparse.BooleanOptionalAction,
-        help="whether the job may be restarted after a node failure or preemption",
-    )
-    add(
-        "--signal",
-        type=int,
-        metavar="SECONDS",
-        help="send USR1 to the ranks this long before the time limit",
-    )
     add(
         "--directive",
         action="append",
@@ -300,17 +280,15 @@ def _add_environment_options(add: Callable[..., object]) -> None:
 
 
 # The option that sets each field of Job, for error messages.
-_SAME_NAME = "nodes gpus_per_node account dependency setup launcher container preflight"
+_SAME_NAME = "nodes gpus_per_node setup launcher container preflight"
 OPTION_OF_FIELD = {
     **{name: "--" + name.replace("_", "-") for name in _SAME_NAME.split()},
+    **{name: option.flags.split()[-1] for name, option in OPTIONS.items()},
     "ranks_per_node": "--ntasks-per-node",
     "cores_per_rank": "--cpus-per-task",
     "memory": "--mem",
     "walltime": "--time",
-    "queue": "--partition",
-    "name": "--job-name",
     "environment": "--env",
     "output": "--folder",
-    "signal_seconds": "--signal",
     "directives": "--directive",
 }
