@@ -14,7 +14,7 @@
 
 set -e
 cd "${PBS_O_WORKDIR:-.}"
-# The environment with torch and ddpkit: module load ..., conda activate ..., or
+# The environment with torch and ddpkit: module load ..., conda activate ..., or, by its whole path,
 source .venv/bin/activate
 # Where ddpkit is not installed: exec /path/to/ddpkit/scripts/launch.py "$@"
 exec ddpkit launch "$@"
