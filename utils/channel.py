@@ -91,7 +91,7 @@ KINDS: dict[str, Kind] = {
             "nonce": _hex(32),
         },
     ),
-    "challenge": Kind(512, {"nonce": _hex(32), "proof": _hex(64)}),
+    "challenge": Kind(2048, {"nonce": _hex(32), "proof": _hex(64), "credential": str}),
     "proof": Kind(256, {"proof": _hex(64)}),
     "ack": Kind(64, {}),
     "ask": Kind(64, {"about": _one_of("missing", "position"), "ends": bool}),
@@ -135,10 +135,16 @@ LONGEST_CAUSE = _CAUSE_LIMIT // 16  # characters
 
 
 class Secret(NamedTuple):
-    """What both ends know. label: of this launch, so that another one with the same key differs."""
+    """What both ends know. label: of this launch, so that another one with the same key differs.
+
+    credential: of a server, contains the key for those who can read it. read: of a peer, returns
+    the key in the server's credential, or raises OSError.
+    """
 
     key: bytes
     label: str = ""
+    credential: str = ""
+    read: Callable[[str], bytes] | None = None
 
 
 class HasFileno(Protocol):
@@ -156,7 +162,7 @@ class Session:
         self.is_open = False
         self.output = bytearray()  # to be sent at once
         self.hello = hello or {}
-        self._secret = secret
+        self.secret = secret
         self._is_peer = hello is not None
         self.name, self._other = ("peer", "server") if self._is_peer else ("server", "peer")
         self._nonce = os.urandom(16).hex()
@@ -228,6 +234,11 @@ class Session:
     def _prove(self, kind: str, fields: Message) -> None:
         """Answer hello, challenge or proof. Only the one that is due is right."""
         if kind == "challenge" and self._is_peer and not self.key:
+            if self.secret.read is not None:
+                try:
+                    self.secret = self.secret._replace(key=self.secret.read(fields["credential"]))
+                except OSError as error:
+                    raise ProtocolError(f"it has no credential of this user: {error}") from None
             self.key = self._session_key(fields["nonce"])
             self._check_proof(fields["proof"], "server")
             self._put("proof", {"proof": self._proof("peer")})
@@ -240,7 +251,8 @@ class Session:
                 raise ProtocolError("it runs another version of this kit")
             self.hello = fields
             self.key = self._session_key(self._nonce)
-            self._put("challenge", {"nonce": self._nonce, "proof": self._proof("server")})
+            proof, credential = self._proof("server"), self.secret.credential
+            self._put("challenge", {"nonce": self._nonce, "proof": proof, "credential": credential})
         elif kind == "proof" and not self._is_peer and self.key and not self.is_open:
             self._check_proof(fields["proof"], "peer")
             self.is_open = True
@@ -251,12 +263,12 @@ class Session:
         hello = self.hello
         parts = [
             *(str(hello[name]) for name in ("version", "role", "index", "size", "instance")),
-            self._secret.label,
+            self.secret.label,
             hello["nonce"],
             nonce_of_server,
         ]
         text = "".join(f"{len(part)}:{part}" for part in ("session", *parts))
-        return hmac.digest(self._secret.key, text.encode(), hashlib.sha256)
+        return hmac.digest(self.secret.key, text.encode(), hashlib.sha256)
 
     def _proof(self, whose: str) -> str:
         return hmac.digest(self.key, whose.encode(), hashlib.sha256).hex()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -119,6 +119,19 @@ def test_a_message_that_was_changed_repeated_or_moved_closes_the_connection(
     peer, server = opened()
     with pytest.raises(ProtocolError):
         server.feed(change(peer.encode(NOTICE), peer.encode({"kind": "ack"})))
+
+
+@pytest.mark.parametrize(("credential", "is_open"), [("for this user", True), ("for another one", False), ("", False)])
+def test_a_peer_reads_the_key_in_the_credential_of_the_server(credential: str, is_open: bool) -> None:
+    def read(text: str) -> bytes:
+        if text != "for this user":
+            raise PermissionError("it is for another one")
+        return KEY.key
+
+    peer, server = Session(Secret(b"", KEY.label, read=read), HELLO), Session(KEY._replace(credential=credential))
+    with nullcontext() if is_open else pytest.raises(ProtocolError, match="no credential of this user"):
+        exchange(peer, server)
+    assert peer.is_open == server.is_open == is_open
 
 
 def test_messages_arrive_whole_in_order_and_before_the_end() -> None:

@@ -200,6 +200,7 @@ class NotRank0(Exception):
 class Joined(NamedTuple):
     """What a rank has after the start-up exchange."""
 
+    secret: Secret
     assignment: Assignment
     master_addr: str
     local_addr: str  # of this host, on the way to rank 0
@@ -252,7 +253,9 @@ def join(
     local_addr = plain_address(peer.socket.getsockname()[0])
     rank_0 = Peer(0, answer["host"])
     monitor = Monitor({peer: rank_0}, rank=rank, host=_host(report))
-    return Joined(answer["assignment"], answer["master_addr"], local_addr, monitor)
+    return Joined(
+        peer.session.secret, answer["assignment"], answer["master_addr"], local_addr, monitor
+    )
 
 
 def _wait_for_answer(peer: Channel, deadline: float) -> Message | None:

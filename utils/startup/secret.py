@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import stat
+import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +20,8 @@ from ..monitor.launch_report import VARIABLE, parse_address
 FILE = "DDPKIT_SECRET_FILE"  # a file that all ranks can read and no other user
 REQUIRED = "DDPKIT_REQUIRE_SECRET"  # "1": ranks without a secret do not start
 _LONGEST = 4096  # bytes of a file
+_MUNGE_SOCKET = Path("/run/munge/munge.socket.2")
+_REPLAYED = 17  # of unmunge: another rank of this host has read the credential
 
 
 def find_secret(environ: Mapping[str, str], placement: Placement, identity: str) -> str:
@@ -40,6 +44,35 @@ def find_secret(environ: Mapping[str, str], placement: Placement, identity: str)
         with contextlib.suppress(OSError):  # without a folder of its own
             return _of_this_host(_path(identity))
     return ""
+
+
+def has_munge() -> bool:
+    """Whether MUNGE (munge(7)) can pass a secret on to the other hosts of this cluster."""
+    return bool(_MUNGE_SOCKET.is_socket() and shutil.which("munge") and shutil.which("unmunge"))
+
+
+def credential(key: bytes) -> str:
+    """Return a MUNGE credential with a key, which this user alone can read. Raises OSError."""
+    return _run(["munge", f"--restrict-uid={os.getuid()}", "--ttl=-1"], key.hex())
+
+
+def read_credential(text: str) -> bytes:
+    """Return the key in a credential of this user. Raises OSError if it is not one."""
+    found = _run(["unmunge", "--keys=UID", "--numeric"], text, accepted=(0, _REPLAYED))
+    metadata, _, payload = found.partition("\n\n")
+    if metadata.split() != ["UID:", str(os.getuid())]:
+        raise OSError(f"it is of another user ({' '.join(metadata.split())[:60]})")
+    return bytes.fromhex(payload)
+
+
+def _run(words: list[str], text: str, accepted: tuple[int, ...] = (0,)) -> str:
+    try:
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=10)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{words[0]} does not respond") from None
+    if done.returncode not in accepted:
+        raise OSError(f"{words[0]}: {done.stderr.strip()[:200]}")
+    return done.stdout.strip()
 
 
 def forget_secret(identity: str) -> None:
