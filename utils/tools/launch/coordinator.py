@@ -23,7 +23,7 @@ from .launch_connection import ConnectionServer, Message, StartOrder, peer_addre
 from .launch_plan import Plan
 from .launch_result import LaunchResult, describe_status
 from .native_launch import more_open_files, start_command
-from .nested import GroupReports
+from .nested import note_groups
 from .rank_notices import NoticeServer, RankNotices
 from .rank_output import labelled, write_output
 
@@ -89,7 +89,6 @@ class Coordinator(ConnectionServer):
         self._ranks_started = False
         self._running = plan.world_size
         self._done: set[int] = set()  # hosts whose agent is done or lost
-        self._groups = GroupReports(plan, result)
         self._end_sent_at: float | None = None
 
     def run(self) -> None:
@@ -265,7 +264,7 @@ class Coordinator(ConnectionServer):
             if self._plan.options.label and not self._plan.options.torchrun:
                 written = labelled(written, self._plan.first_rank(index) + local_rank)
             write_output(stream, written)
-        if text := self._groups.note(index, message, of_rank_0=index == 0):
+        if text := note_groups(message, self._plan, self._result, of_rank_0=index == 0):
             self._result.fail(text, time.monotonic())
         if "exit" in message:
             self._note_exit(index, *message["exit"])

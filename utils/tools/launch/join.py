@@ -20,7 +20,7 @@ from .host_ranks import RankMask
 from .launch_connection import ConnectionServer, JoinReport, Message, peer_address, send
 from .launch_plan import Plan
 from .launch_result import LaunchResult
-from .nested import GroupReports
+from .nested import note_groups
 from .rank_notices import RankNotices
 
 START_SECONDS = 120.0  # from one rank to the next, until all have joined
@@ -51,10 +51,9 @@ class JoinServer(ConnectionServer):
 
     def __init__(self, plan: Plan, notices: RankNotices, loop: Loop, result: LaunchResult) -> None:
         super().__init__(notices.listener, loop, notices.secret, plan.world_size)
-        self._plan, self._notices = plan, notices
+        self._plan, self._notices, self._result = plan, notices, result
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
-        self._groups = GroupReports(plan, result)
         self._limit = time.monotonic() + START_SECONDS
         self.watched: set[int] = set()
         self._handled: dict[int, list[int]] = {}
@@ -149,7 +148,7 @@ class JoinServer(ConnectionServer):
 
     def handle(self, index: int, message: Message) -> None:
         of_rank_0 = self._joined[index].host == self._joined[0].host
-        text = self._groups.note(index, message, of_rank_0=of_rank_0)
+        text = note_groups(message, self._plan, self._result, of_rank_0=of_rank_0)
         self.problem = self.problem or text
         if "handled" in message:
             self._handled[index] = message["handled"]

@@ -54,7 +54,8 @@ class Message(TypedDict, total=False):
     ready: tuple[str, int]  # why the ranks cannot start, or ""; a port that is reserved there
     output: tuple[int, str, int]  # stream (1 or 2), text, index of the process
     exit: tuple[int, int]  # index of the process, exit status
-    groups: list[tuple[int, int]]  # see nested.GroupWatch; also from a host with native ranks
+    # Also from a host with native ranks, see nested.GroupWatch:
+    group: tuple[int, int]  # a rank that has one without the others; its size
     copies: bool  # no rank of the host has formed a group: they run (true), or have ended
     done: bool  # all processes have ended and all output was sent
     # coordinator -> agent

@@ -14,7 +14,7 @@ from .host_ranks import host_processes, signals_workers, start_on_host
 from .host_readiness import ReservedPort
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
-from .nested import GroupReports, GroupWatch
+from .nested import GroupWatch, note_groups
 from .rank_notices import NoticeServer, RankNotices
 from .rank_output import Outputs, labelled, write_output
 
@@ -103,7 +103,6 @@ def _run_local(
             stdin=0 if plan.options.input else b"",
         )
         watch = GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
-        groups = GroupReports(plan, result)
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
@@ -117,7 +116,7 @@ def _run_local(
                 else:
                     processes.stop(number, to_workers=signals_workers(plan, number))
             for message in watch.messages(now):
-                if text := groups.note(0, message, of_rank_0=True):
+                if text := note_groups(message, plan, result, of_rank_0=True):
                     result.fail(text, now)
             due = None if result.end_at is None else max(0.0, result.end_at - now)
             if due == 0.0:
@@ -127,6 +126,6 @@ def _run_local(
                 partial = outputs.flush_partial_lines() if outputs else None
                 loop.run_once(due, watch.next_look, processes.pass_on_held(), partial)
         if watch.ended_without_group(time.monotonic()):
-            groups.note(0, {"copies": False}, of_rank_0=True)
+            note_groups({"copies": False}, plan, result, of_rank_0=True)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)
