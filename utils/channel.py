@@ -39,7 +39,7 @@ _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 Check = Callable[[object], bool]
 
 
-def _text(longest: int) -> Check:
+def is_text(longest: int) -> Check:
     return lambda value: isinstance(value, str) and len(value) <= longest
 
 
@@ -51,11 +51,11 @@ def _hex(digits: int) -> Check:
     )
 
 
-def _number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _or_none(check: Check) -> Check:
+def or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
@@ -66,15 +66,10 @@ class Kind(NamedTuple):
     fields: Mapping[str, Check]
 
 
-KINDS = {
+KINDS: Mapping[str, Kind] = {
     "hello": Kind(
         512,
-        {
-            "version": _number,
-            "role": _text(32),
-            "instance": _hex(16),
-            "nonce": _hex(32),
-        },
+        {"version": is_number, "role": is_text(32), "instance": _hex(16), "nonce": _hex(32)},
     ),
     "challenge": Kind(512, {"nonce": _hex(32), "proof": _hex(64)}),
     "proof": Kind(256, {"proof": _hex(64)}),
@@ -82,21 +77,24 @@ KINDS = {
         1 << 14,
         {
             "what": lambda value: value in ("failed", "saved"),
-            "text": _text(2000),
-            "rank": _or_none(_number),
+            "text": is_text(2000),
+            "rank": or_none(is_number),
             "is_over": lambda value: isinstance(value, bool),
         },
     ),
     "ack": Kind(256, {}),
-    "launch": Kind(1 << 26, {"content": lambda value: isinstance(value, dict)}),
 }
 
 
 class Secret(NamedTuple):
-    """What both ends know. label: of this launch, so that another one with the same key differs."""
+    """What both ends know, also the kinds of their messages.
+
+    label: of this launch, so that another one with the same key differs.
+    """
 
     key: bytes
     label: str = ""
+    kinds: Mapping[str, Kind] = KINDS
 
 
 class HasFileno(Protocol):
@@ -163,7 +161,7 @@ class Session:
             fields = json.loads(body)
         except (ValueError, RecursionError):
             fields = None
-        expected = KINDS[kind].fields
+        expected = self._secret.kinds[kind].fields
         if (
             not isinstance(fields, dict)
             or fields.keys() != expected.keys()
@@ -175,10 +173,11 @@ class Session:
     def _header(self, line: bytes) -> tuple[str, int, str]:
         """Return kind, length and MAC, checked before the body is read."""
         words = line.decode("ascii", "replace").split(" ")
-        known = KINDS if self.is_open else _OF_PROOF
+        kinds = self._secret.kinds
+        known = kinds if self.is_open else _OF_PROOF
         if len(words) != 3 or words[0] not in known or not words[1].isdecimal():
             raise ProtocolError("it sent no message; another program runs there")
-        if int(words[1]) > KINDS[words[0]].limit:
+        if int(words[1]) > kinds[words[0]].limit:
             raise ProtocolError(f"it sent a message of {words[1]} bytes; expected a shorter one")
         return words[0], int(words[1]), words[2]
 

@@ -14,12 +14,12 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from ...connection import Message
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
 from . import proc_reader
 from .child_processes import LAUNCH_VARIABLE
 from .host_ranks import divides_cores
-from .launch_connection import Message
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
 
@@ -128,7 +128,7 @@ class GroupWatch:
         self.next_look = self._due - now if len(self._in_group) < self._ranks else None
         if not self.formed and now >= self._late_at:
             self._late_at = math.inf
-            yield {"copies": True}
+            yield {"kind": "copies", "running": True}
 
     def ended_without_group(self, now: float) -> bool:
         """Return whether the ranks, which have all ended now, never had a group.
@@ -161,7 +161,7 @@ class GroupWatch:
         # Rank 0 alone, or one that is in a group already, may start an evaluation.
         last = max(nested.keys() - self._in_group, default=0)
         if last > 0:
-            yield {"group": (last, nested[last])}
+            yield {"kind": "group", "rank": last, "size": nested[last]}
 
 
 def _has_group(pid: int) -> bool:
@@ -174,8 +174,8 @@ def note_groups(message: Message, plan: Plan, result: LaunchResult, *, of_rank_0
     of_rank_0: whether rank 0 is on its host. Where no rank has formed a group, the warning comes at
     once if they run, else if they succeed. Programs that use the kit check that themselves.
     """
-    if "copies" in message and of_rank_0 and not divides_cores(plan.program):
-        running = message["copies"]
+    if message["kind"] == "copies" and of_rank_0 and not divides_cores(plan.program):
+        running = message["running"]
         words = [word for word in plan.command if word != "-m"]
         name = next((word for word in words if word.endswith(".py")), words[0])
         verb, when = ("are running", " within 5 minutes") if running else ("ran", "")
@@ -189,9 +189,9 @@ def note_groups(message: Message, plan: Plan, result: LaunchResult, *, of_rank_0
             print_status(warning)
         else:
             result.warning = warning
-    if "group" not in message:
+    if message["kind"] != "group":
         return ""
-    rank, size = message["group"]
+    rank, size = message["rank"], message["size"]
     return (
         f"rank {rank} of {plan.world_size} has formed a process group of {size} "
         f"process{'es' * (size > 1)} without the other ranks. Expected one group of all "

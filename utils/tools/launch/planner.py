@@ -9,7 +9,7 @@ from ...job.allocation import Allocation
 from .hosts import choose_hosts, job_name, notes_on_sharing
 from .launch_plan import HostInfo, Options, Plan, PlanError, Request
 from .methods import NAMES, choose
-from .methods.srun_environment import for_part_of_job
+from .methods.srun import for_part_of_job
 from .rank_environment import clean, threads_per_rank
 
 

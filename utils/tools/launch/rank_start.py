@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ...channel import Channel
+from ...connection import Message
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
@@ -24,17 +25,12 @@ from . import proc_reader
 from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
 from .host_ranks import divides_cores, report_mask, shares_of_ranks
 from .host_readiness import ReservedPort, problem_with
-from .launch_connection import (
-    CONNECT_SECONDS,
-    JoinReport,
-    Message,
-    connect,
-    send,
-    wait_for_message,
-)
+from .launch_connection import CONNECT_SECONDS, connect
 from .nested import LONGEST_SECONDS, GroupWatch
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
+
+_ANSWER_SECONDS = 1e6  # launch.py ends the launch before, or the connection is lost
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +51,18 @@ def main(arguments: Sequence[str]) -> int:
     peer, address = reached
     port: ReservedPort | None = None
     output: int | None = None
-    report: JoinReport = {"reached": address, "host": host_id()}
+    report: Message = {
+        "kind": "join",
+        "reached": address,
+        "host": host_id(),
+        "rank": None,
+        "world_size": None,
+        "local_rank": None,
+        "process": (os.getpid(), process.start_time(os.getpid()), process.namespace("pid")),
+        "port": 0,
+        "cores": None,
+        "problem": "",
+    }
     launcher = ""
     try:
         placement = detect()
@@ -63,7 +70,6 @@ def main(arguments: Sequence[str]) -> int:
         report["rank"] = placement.rank
         report["world_size"] = placement.world_size
         report["local_rank"] = placement.local_rank
-        report["process"] = os.getpid(), process.start_time(os.getpid()), process.namespace("pid")
         report["cores"] = report_mask(os.environ)
         if placement.rank == 0:
             port = ReservedPort()
@@ -127,10 +133,10 @@ def host_id() -> list[str]:
     return [socket.gethostname(), process.boot_id(), process.namespace("net")]
 
 
-def _join(peer: Channel, report: JoinReport) -> Message | None:
+def _join(peer: Channel, report: Message) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
-    send(peer, {"join": report}, CONNECT_SECONDS)
-    response = wait_for_message(peer)
+    peer.send(report, CONNECT_SECONDS)
+    response = peer.receive_one(_ANSWER_SECONDS)
     if response and response.get("processes"):
         launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
         _report_on_ranks(peer, launch_id, response)
@@ -173,11 +179,11 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
         hidden = any(there != namespace for _, _, there in ranks)
         while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
             for message in watch.messages(time.monotonic()):
-                send(peer, message, CONNECT_SECONDS)
+                peer.send(message, CONNECT_SECONDS)
             seconds = watch.next_look or LONGEST_SECONDS
             before, handled = handled, [int(one) for one in HELD if _all_await(seen, one)]
             if handled != before:
-                send(peer, {"handled": handled}, CONNECT_SECONDS)
+                peer.send({"kind": "handled", "signals": handled}, CONNECT_SECONDS)
             if len(handled) < len(HELD):  # a program without handlers is looked at less and less
                 seconds = min(seconds, max(HANDLER_SECONDS, (time.monotonic() - started) / 20))
             for ready, _ in poll.poll(1000 * seconds):
@@ -185,8 +191,8 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
                     return
                 poll.unregister(ready)
         if watch.ended_without_group(time.monotonic()):
-            send(peer, {"copies": False}, CONNECT_SECONDS)
-        send(peer, {"ended": True}, CONNECT_SECONDS)
+            peer.send({"kind": "copies", "running": False}, CONNECT_SECONDS)
+        peer.send({"kind": "done"}, CONNECT_SECONDS)
     finally:
         os._exit(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 from ...job import exclude_file
 from ...job.allocation import EXIT_REQUEUE
@@ -12,10 +12,10 @@ from .child_processes import Processes
 from .event_loop import CaughtSignals, EventLoop
 from .host_ranks import host_processes, signals_workers, start_on_host
 from .host_readiness import ReservedPort
+from .launch_connection import Launch, LaunchServer, RankNotices
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
 from .nested import GroupWatch, note_groups
-from .rank_notices import NoticeServer, RankNotices
 from .rank_output import Outputs, labelled, write_output
 
 _DRAIN_SECONDS = 1.0
@@ -39,17 +39,12 @@ def run(plan: Plan) -> int:
         CaughtSignals() as signals,
     ):
         plan = plan._replace(environ={**plan.environ, **notices.variables})
-        # Modules are loaded only where they are needed: a short launch would notice.
-        if plan.native_launcher_starts_ranks:
-            from .native_launch import run_native_launcher
-
-            run_native_launcher(plan, launch_id, signals, notices, result)
-        elif plan.uses_agents:
-            from .coordinator import run_agents
-
-            run_agents(plan, launch_id, signals, notices, result)
-        else:
-            _run_local(plan, launch_id, signals, notices, result)
+        with (
+            Processes(launch_id) as processes,
+            ExitStack() as files,
+            closing(EventLoop(signals)) as loop,
+        ):
+            _run(Launch(plan, launch_id, processes, files, loop, notices, result))
         _list_lost_hosts(plan, result)
         if notices.saved:
             print_status(
@@ -59,6 +54,20 @@ def run(plan: Plan) -> int:
             return EXIT_REQUEUE
         result.conclude(notices.first_cause)
         return result.status
+
+
+def _run(launch: Launch) -> None:
+    """Run the plan, and note the result. Modules are loaded only here: it would take time."""
+    if launch.plan.native_launcher_starts_ranks:
+        from .native_launch import NativeLaunch
+
+        NativeLaunch(launch).run()
+    elif launch.plan.uses_agents:
+        from .coordinator import Coordinator
+
+        Coordinator(launch).run()
+    else:
+        _run_local(launch)
 
 
 def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:
@@ -73,25 +82,16 @@ def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:
             exclude_file.add(file, dict.fromkeys(lost, "launch: the host failed, or was cut off"))
 
 
-def _run_local(
-    plan: Plan,
-    launch_id: str,
-    signals: CaughtSignals,
-    notices: RankNotices,
-    result: LaunchResult,
-) -> None:
+def _run_local(launch: Launch) -> None:
     """Run the ranks of this host as children of this process."""
+    plan, processes, loop, result = launch.plan, launch.processes, launch.loop, launch.result
     torchrun = plan.options.torchrun
     port = ReservedPort()  # for as long as this process lives
 
     def write(stream: int, text: bytes, rank: int) -> None:
         write_output(stream, labelled(text, rank))
 
-    with (
-        Processes(launch_id) as processes,
-        closing(EventLoop(signals)) as loop,
-        closing(NoticeServer(notices, loop)),
-    ):
+    with closing(LaunchServer(launch.notices, loop)):
         # Without labels the ranks share our streams.
         outputs = Outputs(loop, write) if plan.options.label and not torchrun else None
         start_on_host(
@@ -102,11 +102,11 @@ def _run_local(
             output_dir="" if torchrun else plan.options.output_dir,
             stdin=0 if plan.options.input else b"",
         )
-        watch = GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
+        watch = GroupWatch(launch.id, plan.ranks[0] if plan.is_watched else 0)
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
-            stops = signals.take()
+            stops = loop.signals.take()
             for index, status in processes.ended():
                 who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)
                 result.process_ended(who, status, now, others=processes.running, rank=rank)
@@ -126,6 +126,6 @@ def _run_local(
                 partial = outputs.flush_partial_lines() if outputs else None
                 loop.run_once(due, watch.next_look, processes.pass_on_held(), partial)
         if watch.ended_without_group(time.monotonic()):
-            note_groups({"copies": False}, plan, result, of_rank_0=True)
+            note_groups({"kind": "copies", "running": False}, plan, result, of_rank_0=True)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)

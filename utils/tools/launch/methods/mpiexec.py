@@ -1,4 +1,4 @@
-"""The mpiexec of Open MPI, MPICH, Intel MPI and PALS, and what srun has in common with them.
+"""The mpiexec of Open MPI, MPICH, Intel MPI and PALS.
 
 Source: mpiexec(1) of Open MPI 4 and 5, of PALS, prte(1), mpiexec.hydra(1) of MPICH and Intel MPI.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from ....host.gpus import MASKS
 from .. import remote_shell
 from ..child_processes import Processes
 from ..hosts import index_of
-from ..launch_plan import HOST_FILE, REMOTE_SHELL, AgentStart, Method, Plan, PlanError, Request
-from .srun_environment import daemon_variables, step_environment
+from ..launch_plan import HOST_FILE, REMOTE_SHELL, Plan, PlanError, Request
+from .srun import NativeMethod, daemon_variables, labels_output
 
 # Valid on one host only: an mpiexec must not carry these to others.
 _HOST_VARIABLES = {
@@ -41,34 +41,6 @@ _HOST_PREFIXES = (
 )
 
 
-class NativeMethod(Method):
-    """One command, srun or an mpiexec, starts the ranks or one agent on each host."""
-
-    is_native_launcher = True
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        # Slurm: GPUs of each host, where a step does not get them unless it requests them.
-        self.gpus_to_claim: tuple[int, ...] = ()
-
-    def take_requests(
-        self, request: Request, environ: Mapping[str, str], *, keep_task_requests: bool
-    ) -> dict[str, str]:
-        """Note what a step of this Slurm job has to request; return the environment for srun."""
-        environ, self.gpus_to_claim = step_environment(
-            request, environ, keep_task_requests=keep_task_requests
-        )
-        return environ
-
-    def agent_starts(
-        self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]
-    ) -> list[AgentStart]:
-        environ = {**plan.environ, **secret}
-        # The command may list the names of the variables to pass on.
-        words = self.command(plan._replace(environ=environ), agent("rank"))
-        return [AgentStart(words, tuple(range(len(plan.hosts))), environ, by_native_launcher=True)]
-
-
 class MpiexecMethod(NativeMethod):
     """One mpiexec starts the ranks or one agent on each host."""
 
@@ -92,7 +64,7 @@ class MpiexecMethod(NativeMethod):
     def configure_in_slurm(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         """Prepare the environment for the srun by which this mpiexec starts its daemons."""
         self.in_slurm = True
-        environ = self.take_requests(request, environ, keep_task_requests=False)
+        environ = self.step_environment(request, environ, keep_task_requests=False)
         return environ | daemon_variables(request.environ, self.gpus_of_daemons(request))
 
     def configure_in_pbs(self, request: Request) -> None:
@@ -122,16 +94,6 @@ class MpiexecMethod(NativeMethod):
             and name not in _HOST_VARIABLES
             and not name.startswith(_HOST_PREFIXES)
         ]
-
-
-def labels_output(plan: Plan) -> bool:
-    """Return whether the native launcher is to put the rank before each line of output."""
-    return plan.options.label and plan.native_launcher_starts_ranks
-
-
-def equal(numbers: Sequence[int]) -> int:
-    """Return the number that all of them are; 0 where they differ."""
-    return numbers[0] if len(set(numbers)) == 1 else 0
 
 
 class Mpich(MpiexecMethod):

@@ -1,4 +1,4 @@
-"""srun: its command line and environment, and how it passes on signals.
+"""srun: its command line and environment, also below an mpiexec; how it passes on signals.
 
 Source: srun(1), scancel(1), scontrol(1).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ....host.gpus import MASKS
@@ -15,10 +15,80 @@ from ....job.commands import SchedulerError, run_command
 from ....job.slurm_job import in_step
 from ..child_processes import Processes
 from ..hosts import index_of
-from ..launch_plan import HOST_FILE, Plan, Request
-from .mpiexec import NativeMethod, equal, labels_output
+from ..launch_plan import HOST_FILE, AgentStart, Method, Plan, Request
 
 _QUERY_SECONDS = 10.0
+
+
+# What the job requested for its tasks, and how an outer step was bound, applies to those alone.
+TASK_REQUESTS = (
+    "SLURM_GPU_BIND",
+    "SLURM_TRES_BIND",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_TRES",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_CPU_BIND",
+    "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_TYPE",
+    "SLURM_CPU_BIND_VERBOSE",
+    "SLURM_DISTRIBUTION",
+    "SLURM_DIST_PLANESIZE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+)
+GPU_REQUESTS = (
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPUS_PER_SOCKET",
+)
+
+
+class NativeMethod(Method):
+    """One command, srun or an mpiexec, starts the ranks or one agent on each host."""
+
+    is_native_launcher = True
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        # Slurm: GPUs of each host, where a step does not get them unless it requests them.
+        self.gpus_to_claim: tuple[int, ...] = ()
+
+    def step_environment(
+        self, request: Request, environ: Mapping[str, str], *, keep_task_requests: bool
+    ) -> dict[str, str]:
+        """Return the variables for the srun of a step of this job; note the GPUs to request.
+
+        srun takes the options of sbatch and salloc from the environment (srun(1), INPUT ENVIRONMENT
+        VARIABLES), also where the step starts other tasks than the job requested.
+        keep_task_requests: whether the step starts the same tasks that the job requested.
+        """
+        found = dict(environ)
+        if not keep_task_requests:
+            found = {name: value for name, value in environ.items() if name not in TASK_REQUESTS}
+        # TRES_PER_TASK may be about cores.
+        requested = any(map(found.get, GPU_REQUESTS))
+        if not requested and "gpu" not in found.get("SLURM_TRES_PER_TASK", ""):
+            self.gpus_to_claim = tuple(count or 0 for count in request.hosts.gpus)
+        return found
+
+    def agent_starts(
+        self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]
+    ) -> list[AgentStart]:
+        environ = {**plan.environ, **secret}
+        # The command may list the names of the variables to pass on.
+        words = self.command(plan._replace(environ=environ), agent("rank"))
+        return [AgentStart(words, tuple(range(len(plan.hosts))), environ, by_native_launcher=True)]
+
+
+def labels_output(plan: Plan) -> bool:
+    """Return whether the native launcher is to put the rank before each line of output."""
+    return plan.options.label and plan.native_launcher_starts_ranks
 
 
 class Srun(NativeMethod):
@@ -53,7 +123,7 @@ class Srun(NativeMethod):
         )
 
         binding = environ.get("SLURM_CPU_BIND")  # of the user, unless an outer step has left it
-        environ = self.take_requests(request, environ, keep_task_requests=self._as_requested)
+        environ = self.step_environment(request, environ, keep_task_requests=self._as_requested)
         if binding and not self._inside_step and not options.torchrun:
             environ["SLURM_CPU_BIND"] = binding
         if not self._as_requested:
@@ -95,10 +165,9 @@ class Srun(NativeMethod):
         elif cores_per_process is not None:
             yield f"--cpus-per-task={cores_per_process}"
 
-        if gpus := equal(self.gpus_to_claim):
-            yield f"--gres=gpu:{gpus}"
-        elif any(self.gpus_to_claim):
-            yield f"--gpus={sum(self.gpus_to_claim)}"
+        gpus = self.gpus_to_claim
+        if any(gpus):
+            yield f"--gres=gpu:{gpus[0]}" if len(set(gpus)) == 1 else f"--gpus={sum(gpus)}"
 
     def _task_options(self, plan: Plan, overcommit: bool) -> Iterator[str]:
         """Yield how many tasks start on which hosts."""
@@ -145,6 +214,37 @@ class Srun(NativeMethod):
     def listen_ports(self, plan: Plan) -> Sequence[int]:
         """Return the ports of a login host, perhaps behind a firewall; () on a host of the job."""
         return () if index_of(plan.host, plan.hosts) is not None else srun_ports()
+
+
+def daemon_variables(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
+    """Return the variables for the srun by which an mpiexec starts a daemon on each host.
+
+    environ: of launch.py. gpus: to request on each host, because the step gets none otherwise.
+    """
+    found = {}
+    if environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
+        found["SLURM_EXPORT_ENV"] = "ALL"
+    if in_step(environ):  # the surrounding step holds the cores and GPUs
+        found |= {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none"}
+    if any(gpus):
+        if len(set(gpus)) == 1:
+            found["SLURM_GPUS_PER_NODE"] = str(gpus[0])
+        else:
+            found["SLURM_GPUS"] = str(sum(gpus))
+    return found
+
+
+def for_part_of_job(environ: Mapping[str, str], gpus: Sequence[int | None]) -> Mapping[str, str]:
+    """Return the environment for a step on some hosts of a job, which has fewer GPUs than the job.
+
+    gpus: of each of these hosts.
+    """
+    if not environ.get("SLURM_GPUS"):
+        return environ
+    found = {name: value for name, value in environ.items() if name != "SLURM_GPUS"}
+    if len(set(gpus)) == 1 and gpus[0]:
+        found["SLURM_GPUS_PER_NODE"] = str(gpus[0])
+    return found
 
 
 def step_of(job_id: str, pid: int) -> str:
