@@ -21,7 +21,7 @@ from utils.connection import Message
 from utils.host.cores import cpus_of_mask
 from utils.monitor.launch_report import VARIABLE, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
-from utils.tools.launch.event_loop import CaughtSignals, EventLoop
+from utils.tools.launch.event_loop import EventLoop
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
 from utils.tools.launch.launch_connection import LaunchServer, RankNotices, secret_of
 from utils.tools.launch.launch_plan import Plan
@@ -93,7 +93,7 @@ class Joining:
 
 @pytest.fixture
 def joining() -> Iterator[Joining]:
-    with RankNotices(4) as notices, CaughtSignals() as signals, closing(EventLoop(signals)) as loop:
+    with RankNotices(4) as notices, EventLoop() as loop:
         made = Joining(notices, loop)
         with closing(made.server):
             yield made

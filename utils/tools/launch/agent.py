@@ -16,7 +16,7 @@ from ...channel import Channel
 from ...connection import Message
 from ...monitor.launch_report import VARIABLE
 from .child_processes import Processes
-from .event_loop import CaughtSignals, EventLoop
+from .event_loop import EventLoop
 from .host_ranks import start_on_host
 from .host_readiness import ReservedPort, problem_with
 from .launch_connection import connect, secret_of_ranks
@@ -33,11 +33,11 @@ _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
 class Agent:
     """The ranks of this host, led by the coordinator at the other end of the connection."""
 
-    def __init__(self, connection: Channel, secret: str, signals: CaughtSignals) -> None:
+    def __init__(self, connection: Channel, secret: str, loop: EventLoop) -> None:
         self._connection, self._secret = connection, secret
         self._send = connection.send
-        self._loop = EventLoop(signals)
-        self._outputs = Outputs(self._loop, self._send_output)
+        self._loop = loop
+        self._outputs = Outputs(loop, self._send_output)
         self._port: ReservedPort | None = None
         self._order: Message | None = None
         self._end_requested = False
@@ -45,11 +45,11 @@ class Agent:
 
     def run(self) -> int:
         """Serve the coordinator until all is done; return 0 where it knows the result."""
-        with closing(self._loop), closing(self._connection):
+        with closing(self._connection):
             self._connection.attach(self._loop, self._receive, lambda connection: None)
             while self._order is None:
                 self._wait()
-                self._loop.signals.take()
+                self._loop.take_signals()
                 if self._end_requested:
                     return 0
                 if self._connection.closed and self._order is None:
@@ -99,7 +99,7 @@ class Agent:
         for message in watch.messages(now):
             self._send(message)
         self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held())
-        self._loop.signals.take()  # launch.py passes each stop on
+        self._loop.take_signals()  # launch.py passes each stop on
         if self._end_requested or self._connection.closed:
             processes.end(time.monotonic())
         for number, to_workers in self._stops:
@@ -122,7 +122,7 @@ class Agent:
         limit = time.monotonic() + _SHUTDOWN_SECONDS
         while not self._connection.closed and (left := limit - time.monotonic()) > 0:
             self._loop.run_once(left)
-            self._loop.signals.take()
+            self._loop.take_signals()
 
 
 def _secret() -> str:
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
 
         index = str(detect().rank)
     secret = secret_of_ranks(_secret())
-    with CaughtSignals() as signals:
+    with EventLoop() as loop:
         reached = connect(addresses.split(","), int(port), secret, "agent")
         if reached is None:
             print(
@@ -159,4 +159,4 @@ def main(arguments: Sequence[str]) -> int:
         connection, address = reached
         host = socket.gethostname()
         connection.send({"kind": "agent", "index": int(index), "reached": address, "host": host})
-        return Agent(connection, secret, signals).run()
+        return Agent(connection, secret, loop).run()

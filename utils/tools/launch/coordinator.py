@@ -16,8 +16,8 @@ from . import agent
 from .bootstrap import module_command
 from .host_ranks import host_processes, signals_workers
 from .host_readiness import checksum_of
-from .hosts import index_of
-from .launch_connection import Launch, LaunchServer, peer_address
+from .launch_connection import Launch, LaunchServer, address_of_rank_0, peer_address
+from .launch_plan import index_of
 from .launch_result import describe_status
 from .native_launch import more_open_files, start_command
 from .nested import note_groups
@@ -37,13 +37,11 @@ class Coordinator(LaunchServer):
 
     def __init__(self, launch: Launch) -> None:
         self._launch, self._plan, self._result = launch, launch.plan, launch.result
-        self._processes, self._signals = launch.processes, launch.loop.signals
+        self._processes = launch.processes
         super().__init__(launch.notices, launch.loop)
         self._starters: list[tuple[int, ...]] = []  # hosts of each command that starts agents
-        self._host_names: dict[int, str] = {}  # as the agents report them
-        self._reached: dict[Channel, str] = {}  # by which address an agent has reached this host
-        self._ready: set[int] = set()  # hosts where the ranks can start
-        self._rank_0_port = 0  # reserved on the first host
+        self._hellos: dict[Channel, Message] = {}  # of the agents
+        self._ready: dict[int, int] = {}  # hosts where the ranks can start: a reserved port of each
         self._ranks_started = False
         self._running = launch.plan.world_size
         self._done: set[int] = set()  # hosts whose agent is done or lost
@@ -65,7 +63,7 @@ class Coordinator(LaunchServer):
             calm = self._ranks_started and self._result.failed_at is None
             self._loop.run_once(10.0 if calm else 0.2)
             now = time.monotonic()
-            for number in self._signals.take():
+            for number in self._launch.loop.take_signals():
                 self._stop(number, now)
             self._check_starters(now)
             if not self._ranks_started and now > limit:
@@ -82,7 +80,7 @@ class Coordinator(LaunchServer):
         limit = time.monotonic() + (_STARTER_SECONDS if self._ranks_started else 0)
         while self._processes.running and time.monotonic() < limit:
             self._loop.run_once(0.1)
-            self._signals.take()
+            self._launch.loop.take_signals()
             self._processes.ended()
         if self._plan.method.kill_when_done:
             self._processes.signal(signal.SIGKILL)
@@ -99,7 +97,7 @@ class Coordinator(LaunchServer):
         secret = {agent.SECRET_VARIABLE: notices.launch_secret}
         for start in self._plan.method.agent_starts(self._plan, agent_words, secret):
             self._starters.append(start.hosts)
-            if start.by_native_launcher:
+            if self._plan.method.is_native_launcher:
                 start_command(self._launch, start.words, start.environ)
             else:
                 self._processes.start(start.words, start.environ, stdin=start.stdin)
@@ -125,10 +123,12 @@ class Coordinator(LaunchServer):
                 self._done.update(host for host in hosts if host not in self.clients)
 
     def identify(self, peer: Channel, message: Message) -> int | None:
-        index = message.get("index", len(self._plan.hosts))
+        if message["kind"] != "agent":
+            return None
+        index = message["index"]
         if index >= len(self._plan.hosts) or index in self.clients:
             return None
-        self._host_names[index], self._reached[peer] = message["host"], message["reached"]
+        self._hellos[peer] = message
         return int(index)
 
     def identified(self, index: int) -> None:
@@ -144,7 +144,7 @@ class Coordinator(LaunchServer):
     def _order_by_host(self) -> None:
         """Give each agent the index of its host, where hosts have the names of the plan."""
         planned = self._plan.hosts
-        indices = {agent: index_of(name, planned) for agent, name in self._host_names.items()}
+        indices = {peer: index_of(hello["host"], planned) for peer, hello in self._hellos.items()}
         if None in indices.values():
             return
         found = Counter(indices.values())
@@ -157,9 +157,7 @@ class Coordinator(LaunchServer):
                 time.monotonic(),
             )
             return
-        self.renumber(
-            {index: self.clients[agent] for agent, index in indices.items() if index is not None}
-        )
+        self.renumber({index: peer for peer, index in indices.items() if index is not None})
 
     def _note_ready(self, index: int, problem: str, port: int) -> None:
         if self._ranks_started or self._end_sent_at is not None:
@@ -171,9 +169,7 @@ class Coordinator(LaunchServer):
                 time.monotonic(),
             )
             return
-        self._ready.add(index)
-        if index == 0:
-            self._rank_0_port = port
+        self._ready[index] = port
         if len(self._ready) == len(self._plan.hosts) and self._result.failed_at is None:
             self._start_ranks()
 
@@ -182,16 +178,10 @@ class Coordinator(LaunchServer):
         plan = self._plan
         peers = [self.clients[index] for index in range(len(plan.hosts))]
         addresses = [peer_address(peer) for peer in peers]
-        address = addresses[0]
-        local_addresses = network.local_addresses()
-        if address in local_addresses and len(addresses) > 1:
-            # Rank 0 is on this host: the others reach it as their agents have reached us.
-            reached = Counter(
-                self._reached[peer]
-                for peer, of_agent in zip(peers, addresses, strict=True)
-                if of_agent not in local_addresses
-            )
-            address = reached.most_common(1)[0][0] if reached else address
+        own = network.local_addresses()
+        others = zip(peers, addresses, strict=True)
+        reached = [self._hellos[peer]["reached"] for peer, address in others if address not in own]
+        address = address_of_rank_0(addresses[0], reached, own)
 
         # What agents are sent, others may read: they know the cookie, and derive the ranks' secret.
         environ = dict(plan.method.agent_environment(plan.environ))
@@ -207,7 +197,7 @@ class Coordinator(LaunchServer):
                 "output_dir": "" if torchrun else plan.options.output_dir,
                 "watched_ranks": plan.ranks[index] if plan.is_watched else 0,
                 "processes": host_processes(
-                    plan, index, address, str(self._rank_0_port), addresses[index]
+                    plan, index, address, str(self._ready[0]), addresses[index]
                 ),
             }
             peer.send({"kind": "start", **order})

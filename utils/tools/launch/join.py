@@ -17,7 +17,7 @@ from ...host import network
 from ...job.allocation import short_name
 from . import rank_environment as environment
 from .host_ranks import RankMask
-from .launch_connection import LaunchServer, RankNotices, peer_address
+from .launch_connection import LaunchServer, RankNotices, address_of_rank_0, peer_address
 from .launch_plan import Plan
 from .launch_result import LaunchResult
 from .nested import note_groups
@@ -60,10 +60,6 @@ class JoinServer(LaunchServer):
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
         self.problem = ""
-
-    def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until missing ranks are an error; None where none are expected."""
-        return None if self.complete or self.problem else max(0.0, self._limit - now)
 
     def wait_longer(self, now: float) -> None:
         """Start the time limit anew: the launcher itself waits for resources."""
@@ -187,16 +183,8 @@ class JoinServer(LaunchServer):
                 f"{self._launcher} line above"
             )
             return None
-        return JoinedRank(
-            rank,
-            report["local_rank"],
-            host,
-            peer_address(peer),
-            report["reached"],
-            report["port"],
-            report["cores"],
-            report["process"],
-        )
+        known = {**report, "host": host, "address": peer_address(peer)}
+        return JoinedRank(**{name: known[name] for name in JoinedRank._fields})
 
     def _expected(self) -> str:
         pairs = list(zip(self._plan.hosts, self._plan.ranks, strict=True))
@@ -247,7 +235,10 @@ def rank_variables(
     for rank in sorted(joined):
         hosts.setdefault(joined[rank].host, []).append(joined[rank])
 
-    address = _address_of_rank_0(joined, own_addresses) if len(hosts) > 1 else "127.0.0.1"
+    address, first = "127.0.0.1", joined[0]
+    if len(hosts) > 1:
+        reached = [rank.reached for rank in joined.values() if rank.host != first.host]
+        address = address_of_rank_0(first.address, reached, own_addresses)
     variables = {}
     for node_rank, ranks in enumerate(hosts.values()):
         of_launcher = [rank.local_rank for rank in ranks if rank.local_rank is not None]
@@ -261,19 +252,9 @@ def rank_variables(
                 local_world_size=len(ranks),
                 node_rank=node_rank,
                 address=address,
-                port=joined[0].port,
+                port=first.port,
             )
     return variables
-
-
-def _address_of_rank_0(joined: Mapping[int, JoinedRank], own_addresses: set[str]) -> str:
-    """Return the address by which the other hosts reach rank 0."""
-    first = joined[0]
-    if not network.is_loopback(first.address) and first.address not in own_addresses:
-        return first.address
-    # Rank 0 is on this host: the others reach it as they have reached launch.py.
-    reached = Counter(rank.reached for rank in joined.values() if rank.host != first.host)
-    return reached.most_common(1)[0][0]
 
 
 def _describe(joined: Iterable[JoinedRank]) -> str:

@@ -6,7 +6,8 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -122,6 +123,17 @@ def secret_of(text: str) -> Secret:
 def peer_address(peer: Channel) -> str:
     """Return the address of the other end, as this host sees it."""
     return str(peer.socket.getpeername()[0])
+
+
+def address_of_rank_0(address: str, reached: Sequence[str], own: Collection[str]) -> str:
+    """Return the address by which other hosts reach rank 0.
+
+    address: of its host, as this one sees it. reached: the addresses by which peers of other hosts
+    have reached this one. own: the addresses of this host.
+    """
+    if reached and (network.is_loopback(address) or address in own):
+        return Counter(reached).most_common(1)[0][0]  # rank 0 is on this host
+    return address
 
 
 def connect(

@@ -81,20 +81,14 @@ class NativeLaunch:
         """Serve until the command has ended; return its exit status."""
         status = 0
         while self._processes.running:
-            now = time.monotonic()
-            self._loop.run_once(
-                self._processes.kill_late(now),
-                self._ranks.seconds_left(now),
-                None if self._rank_failed_at is None and self._ranks.ended_at is None else 1.0,
-            )
+            self._loop.run_once(1.0, self._processes.kill_late(time.monotonic()))
             self._handle_signals()
             now = time.monotonic()
             self._end_if_failed(now)
             self._end_if_left_behind(now)
             self._ranks.check_time(now)
-            if self._ranks.problem and not self._ending:
-                self._result.fail(self._ranks.problem, now)
-                self._end(now)
+            if self._ranks.problem:
+                self._give_up(self._ranks.problem, now)
             status = max([status, *(ended for _, ended in self._processes.ended())])
         return status
 
@@ -103,7 +97,7 @@ class NativeLaunch:
         limit = time.monotonic() + _REPORT_SECONDS
         while not self._result.status and self._ranks.watched and time.monotonic() < limit:
             self._loop.run_once(limit - time.monotonic())
-            self._loop.signals.take()
+            self._loop.take_signals()
 
     def _end_if_failed(self, now: float) -> None:
         """End the command if it still runs long after a rank failed: it waits for a dead host."""
@@ -111,29 +105,26 @@ class NativeLaunch:
         reported = self._notices.first_cause  # after an exception, a program may go on or try again
         if self._rank_failed_at is None and (first or reported and reported.is_over):
             self._rank_failed_at = now
-        if self._rank_failed_at is None or self._ending:
-            return
-        if now >= self._result.end_after(self._rank_failed_at, _END_SECONDS):
-            self._result.fail(
-                f"{self._program} has not ended within {now - self._rank_failed_at:.0f} s of the "
+        failed_at = self._rank_failed_at
+        if failed_at is not None and now >= self._result.end_after(failed_at, _END_SECONDS):
+            self._give_up(
+                f"{self._program} has not ended within {now - failed_at:.0f} s of the "
                 "first failure: a host may be down, or a rank does not end. "
                 f"{self._program} will be ended",
                 now,
                 first.status if first else 1,
             )
-            self._end(now)
 
     def _end_if_left_behind(self, now: float) -> None:
         """End the command if it runs long after all ranks: srun waits for a lost slurmstepd."""
         ended_at = self._ranks.ended_at
-        if ended_at is not None and now >= ended_at + RETURN_SECONDS and not self._ending:
-            self._result.fail(
+        if ended_at is not None and now >= ended_at + RETURN_SECONDS:
+            self._give_up(
                 f"all ranks have ended, but {self._program} has not within {now - ended_at:.0f} s: "
                 "a process of the launcher on a host may be lost, and with it the exit status of "
                 f"a rank. {self._program} will be ended. Check the hosts",
                 now,
             )
-            self._end(now)
 
     def _read_errors(self, events: int) -> None:
         self._errors.pass_on()
@@ -150,7 +141,7 @@ class NativeLaunch:
 
     def _handle_signals(self) -> None:
         now = time.monotonic()
-        for number in self._loop.signals.take():
+        for number in self._loop.take_signals():
             if self._result.is_last_stop(number, now):
                 self._end(now)
             elif self._plan.method.reports_errors and number == signal.SIGTERM:
@@ -175,6 +166,12 @@ class NativeLaunch:
         self._ending = True
         self._processes.end(now)
 
+    def _give_up(self, problem: str, now: float, status: int = 1) -> None:
+        """End the command because of a problem, unless it is being ended."""
+        if not self._ending:
+            self._result.fail(problem, now, status)
+            self._end(now)
+
     def _status_of_ranks(self, status: int, by_signal: bool) -> int:
         """Derive the exit status of the launch from that of the command; print the reason.
 
@@ -194,11 +191,9 @@ class NativeLaunch:
             who = f"rank {first.ranks}" + (f" on {first.host}" if first.host else "")
             rank = int(first.ranks) if first.ranks.isdecimal() else None
             self._result.process_ended(who, status, time.monotonic(), others=False, rank=rank)
-        elif by_signal or status < 128:
-            ended = f"{self._program} {describe_status(status)}"
-            self._result.fail(ended, time.monotonic(), status)
         else:
-            ended = f"{self._program} reports that a rank {describe_status(status)}"
+            who = "" if by_signal or status < 128 else "reports that a rank "
+            ended = f"{self._program} {who}{describe_status(status)}"
             self._result.fail(ended, time.monotonic(), status)
 
         if not self._ranks.complete:

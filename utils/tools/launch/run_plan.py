@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from ...job import exclude_file
 from ...job.allocation import EXIT_REQUEUE
 from .child_processes import Processes
-from .event_loop import CaughtSignals, EventLoop
+from .event_loop import EventLoop
 from .host_ranks import host_processes, signals_workers, start_on_host
 from .host_readiness import ReservedPort
 from .launch_connection import Launch, LaunchServer, RankNotices
@@ -36,14 +36,10 @@ def run(plan: Plan) -> int:
     secret = plan.method.job_secret() if plan.uses_agents else None
     with (
         RankNotices(_BACKLOG + plan.world_size, ports, secret) as notices,
-        CaughtSignals() as signals,
+        EventLoop() as loop,
     ):
         plan = plan._replace(environ={**plan.environ, **notices.variables})
-        with (
-            Processes(launch_id) as processes,
-            ExitStack() as files,
-            closing(EventLoop(signals)) as loop,
-        ):
+        with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
         _list_lost_hosts(plan, result)
         if notices.saved:
@@ -106,7 +102,7 @@ def _run_local(launch: Launch) -> None:
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
-            stops = loop.signals.take()
+            stops = loop.take_signals()
             for index, status in processes.ended():
                 who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)
                 result.process_ended(who, status, now, others=processes.running, rank=rank)

@@ -13,9 +13,8 @@ from typing import ClassVar
 from ....host.gpus import MASKS
 from .. import remote_shell
 from ..child_processes import Processes
-from ..hosts import index_of
-from ..launch_plan import HOST_FILE, REMOTE_SHELL, Plan, PlanError, Request
-from .srun import NativeMethod, daemon_variables, labels_output
+from ..launch_plan import HOST_FILE, REMOTE_SHELL, Plan, PlanError, Request, index_of
+from .srun import NativeMethod, daemon_variables
 
 # Valid on one host only: an mpiexec must not carry these to others.
 _HOST_VARIABLES = {
@@ -120,10 +119,7 @@ class Mpich(MpiexecMethod):
                 f"{allocation.hosts[0]}, or choose --launcher pbs_tmrsh"
             )
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
+    def options(self, plan: Plan) -> Iterator[str]:
         if self.remote_shell:
             yield from ("-launcher", "ssh", "-launcher-exec", REMOTE_SHELL)
         elif self.in_slurm:
@@ -131,7 +127,7 @@ class Mpich(MpiexecMethod):
         if self.hosts_have_own_masks and not set(MASKS).isdisjoint(plan.environ):
             # Without a list Hydra passes on all variables, the mask of this host included.
             yield from ("-genvlist", ",".join(self.variables_to_pass_on(plan)))
-        if labels_output(plan):
+        if plan.launcher_labels_output:
             yield "-prepend-rank"
         yield from self.binding_options(plan)
         yield from (self.host_file_option, HOST_FILE, "-n", str(sum(plan.processes)))
@@ -161,16 +157,10 @@ class OpenMpi(MpiexecMethod):
     title = "Open MPI"
     version_pattern = r"\((Open MPI|OpenRTE|PRRTE)\)|\bPRRTE\b|Open MPI"
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self._is_new = False  # version 5 or later, which has other names for options
-        self._other_srun = False
-        self._is_root = False
-
     def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         mpiexec = request.host_info.programs.mpiexec
         assert mpiexec is not None
-        self._is_new = mpiexec.major >= 5
+        self._is_new = mpiexec.major >= 5  # which has other names for options
         self._other_srun = mpiexec.other_srun
         self._is_root = request.host_info.is_root
         return super().configure(request, environ)
@@ -197,17 +187,14 @@ class OpenMpi(MpiexecMethod):
         index = index_of(request.host_info.name, request.hosts.names)
         return [count for host, count in enumerate(self.gpus_to_claim) if host != index]
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
+    def options(self, plan: Plan) -> Iterator[str]:
         if self._is_root:
             yield "--allow-run-as-root"
         if self.remote_shell:
             yield from self._remote_shell_options(plan)
         elif self.in_slurm and self._other_srun:
             yield "--noprefix"  # otherwise it puts its folder before PATH and uses the srun there
-        if labels_output(plan):
+        if plan.launcher_labels_output:
             yield from ("--output", "tag") if self._is_new else ("--tag-output",)
         yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
         for name in self.variables_to_pass_on(plan):
@@ -266,10 +253,7 @@ class Pals(MpiexecMethod):
             bool(request.environ.get("PBS_NODEFILE")) and listed == request.hosts.names
         )
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
+    def options(self, plan: Plan) -> Iterator[str]:
         counts = plan.processes
         if len(set(counts)) > 1:
             raise PlanError(
@@ -278,7 +262,7 @@ class Pals(MpiexecMethod):
                 "--launcher pbs_tmrsh or --torchrun"
             )
         yield from ("-n", str(sum(counts)), "--ppn", str(counts[0]))
-        if labels_output(plan):
+        if plan.launcher_labels_output:
             yield "--label"
         if not self._reads_node_file:
             yield from ("--hosts", ",".join(plan.hosts))

@@ -14,8 +14,7 @@ from ....host.gpus import MASKS
 from ....job.commands import SchedulerError, run_command
 from ....job.slurm_job import in_step
 from ..child_processes import Processes
-from ..hosts import index_of
-from ..launch_plan import HOST_FILE, AgentStart, Method, Plan, Request
+from ..launch_plan import HOST_FILE, AgentStart, Method, Plan, Request, index_of
 
 _QUERY_SECONDS = 10.0
 
@@ -59,6 +58,13 @@ class NativeMethod(Method):
         # Slurm: GPUs of each host, where a step does not get them unless it requests them.
         self.gpus_to_claim: tuple[int, ...] = ()
 
+    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
+        return [self.path, *self.options(plan), *words]
+
+    def options(self, plan: Plan) -> Iterator[str]:
+        """Yield the options of the command."""
+        raise NotImplementedError
+
     def step_environment(
         self, request: Request, environ: Mapping[str, str], *, keep_task_requests: bool
     ) -> dict[str, str]:
@@ -83,12 +89,7 @@ class NativeMethod(Method):
         environ = {**plan.environ, **secret}
         # The command may list the names of the variables to pass on.
         words = self.command(plan._replace(environ=environ), agent("rank"))
-        return [AgentStart(words, tuple(range(len(plan.hosts))), environ, by_native_launcher=True)]
-
-
-def labels_output(plan: Plan) -> bool:
-    """Return whether the native launcher is to put the rank before each line of output."""
-    return plan.options.label and plan.native_launcher_starts_ranks
+        return [AgentStart(words, tuple(range(len(plan.hosts))), environ)]
 
 
 class Srun(NativeMethod):
@@ -132,11 +133,8 @@ class Srun(NativeMethod):
             environ |= {"SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
         return environ
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
-        if labels_output(plan):
+    def options(self, plan: Plan) -> Iterator[str]:
+        if plan.launcher_labels_output:
             yield "--label"
         if plan.options.input:
             yield "--input=0"  # otherwise every rank reads it
@@ -247,18 +245,20 @@ def for_part_of_job(environ: Mapping[str, str], gpus: Sequence[int | None]) -> M
     return found
 
 
+def _scontrol(*arguments: str) -> str:
+    """Return what scontrol prints; nothing where Slurm does not respond."""
+    try:
+        return run_command(["scontrol", *arguments], timeout_seconds=_QUERY_SECONDS)
+    except SchedulerError:
+        return ""
+
+
 def step_of(job_id: str, pid: int) -> str:
     """Return the step that an srun of this host has started, as scancel expects it.
 
     Where it is not known, return the job: a signal to it reaches all steps, not the batch script.
     """
-    try:
-        output = run_command(
-            ["scontrol", "--oneliner", "show", "step", job_id], timeout_seconds=_QUERY_SECONDS
-        )
-    except SchedulerError:
-        return job_id
-    for line in output.splitlines():
+    for line in _scontrol("--oneliner", "show", "step", job_id).splitlines():
         # "StepId=7.1 UserId=0 State=RUNNING ... SrunHost:Pid=node1:4711 ..."
         found = re.match(r"StepId=(\S+)", line)
         if found and re.search(rf"\sSrunHost:Pid=[^\s:]*:{pid}(\s|$)", line):
@@ -268,11 +268,8 @@ def step_of(job_id: str, pid: int) -> str:
 
 def srun_ports() -> range:
     """Return the ports of a login host that compute nodes can reach: SrunPortRange of the site."""
-    try:
-        output = run_command(["scontrol", "show", "config"], timeout_seconds=_QUERY_SECONDS)
-    except SchedulerError:
-        return range(0)
     # "SrunPortRange           = 60001-63000"; "0-0" where it is not set
+    output = _scontrol("show", "config")
     found = re.search(r"^SrunPortRange\s*=\s*(\d+)-(\d+)", output, re.MULTILINE)
     if found is None or not int(found[1]):
         return range(0)
