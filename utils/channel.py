@@ -34,12 +34,20 @@ _CONNECT_SECONDS = 3.0
 _EVICTION_SECONDS = 1.0  # a peer proves itself sooner
 _PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
 _OF_PROOF = ("hello", "challenge", "proof")
+GUARDED = "state"
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
-Check = Callable[[object], bool]
+# Of a field: its exact type, or a function. Integers are not negative.
+Check = type | Callable[[object], bool]
 
 
-def is_text(longest: int) -> Check:
+def _accepts(check: Check, value: object) -> bool:
+    if isinstance(check, type):
+        return type(value) is check and not (check is int and value < 0)  # type: ignore[operator]
+    return check(value)
+
+
+def _text(longest: int) -> Check:
     return lambda value: isinstance(value, str) and len(value) <= longest
 
 
@@ -51,12 +59,16 @@ def _hex(digits: int) -> Check:
     )
 
 
-def is_number(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31
+def _one_of(*values: object) -> Check:
+    return lambda value: value in values
 
 
 def or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
+    return lambda value: value is None or _accepts(check, value)
+
+
+def _anything(value: object) -> bool:
+    return True
 
 
 class Kind(NamedTuple):
@@ -66,35 +78,67 @@ class Kind(NamedTuple):
     fields: Mapping[str, Check]
 
 
-KINDS: Mapping[str, Kind] = {
+_CAUSE_LIMIT = 1 << 18
+KINDS: dict[str, Kind] = {
     "hello": Kind(
         512,
-        {"version": is_number, "role": is_text(32), "instance": _hex(16), "nonce": _hex(32)},
+        {
+            "version": int,
+            "role": _text(32),
+            "index": int,
+            "size": int,
+            "instance": _hex(16),
+            "nonce": _hex(32),
+        },
     ),
     "challenge": Kind(512, {"nonce": _hex(32), "proof": _hex(64)}),
     "proof": Kind(256, {"proof": _hex(64)}),
+    "ack": Kind(64, {}),
+    "ask": Kind(64, {"about": _one_of("missing", "position"), "ends": bool}),
+    # To launch.py.
     "notice": Kind(
         1 << 14,
         {
-            "what": lambda value: value in ("failed", "saved"),
-            "text": is_text(2000),
-            "rank": or_none(is_number),
-            "is_over": lambda value: isinstance(value, bool),
+            "what": _one_of("failed", "saved"),
+            "text": _text(2000),
+            "rank": or_none(int),
+            "is_over": bool,
         },
     ),
-    "ack": Kind(256, {}),
+    # Between the ranks: at the start, then while they run.
+    "report": Kind(1 << 18, {"value": dict}),
+    "answer": Kind(
+        _CAUSE_LIMIT,
+        {"assignment": or_none(dict), "error": str, "master_addr": str, "host": str},
+    ),
+    "connected": Kind(64, {}),
+    "start_failed": Kind(_CAUSE_LIMIT, {"cause": str}),
+    "beat": Kind(1 << 14, {"progress": int, "entered": int, "location": str}),
+    "position": Kind(1 << 20, {"position": or_none(list)}),
+    GUARDED: Kind(1 << 14, {"state": list, "ends": bool}),  # of the guard at the other end
+    "failed": Kind(_CAUSE_LIMIT, {"cause": str}),
+    "query": Kind(64, {"about": _one_of("lost", "timeout")}),
+    "cause": Kind(_CAUSE_LIMIT, {"cause": str}),
+    "left": Kind(_CAUSE_LIMIT, {"cause": str, "first_cause": str}),
+    "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str}),
+    "end": Kind(_CAUSE_LIMIT, {"cause": str}),
+    # Of doctor.
+    "alive": Kind(64, {}),
+    "gather": Kind(
+        1 << 24,
+        {"topic": str, "value": _anything, "seconds": float, "ranks": or_none(list)},
+    ),
+    "gathered": Kind(1 << 24, {"topic": str, "values": list, "ended": list}),
 }
+LONGEST_CAUSE = _CAUSE_LIMIT // 16  # characters
 
 
 class Secret(NamedTuple):
-    """What both ends know, also the kinds of their messages.
-
-    label: of this launch, so that another one with the same key differs.
-    """
+    """What both ends know. label: of this launch, so that another one with the same key differs."""
 
     key: bytes
     label: str = ""
-    kinds: Mapping[str, Kind] = KINDS
+    kinds: Mapping[str, Kind] = KINDS  # of their messages
 
 
 class HasFileno(Protocol):
@@ -104,7 +148,7 @@ class HasFileno(Protocol):
 class Session:
     """The messages of one connection as bytes, from its proof on. Does no input or output.
 
-    Use: Connection(socket, framing=Session(...)).
+    Use: Connection(socket, Session(...)).
     """
 
     def __init__(self, secret: Secret, hello: Message | None = None) -> None:
@@ -114,11 +158,12 @@ class Session:
         self.hello = hello or {}
         self._secret = secret
         self._is_peer = hello is not None
+        self.name, self._other = ("peer", "server") if self._is_peer else ("server", "peer")
         self._nonce = os.urandom(16).hex()
-        self._key = b""
+        self.key = b""  # of both ends, from the proof on
         self._waiting: list[Message] = []  # for the proof of the server
         self._input = bytearray()
-        self._counters = {"sent": 0, "received": 0}
+        self._counters: Counter[str] = Counter()  # messages of each sender
         if hello is not None:
             self.hello = {**hello, "version": _VERSION, "nonce": self._nonce}
             self._put("hello", self.hello)
@@ -155,7 +200,7 @@ class Session:
             return None
         body = bytes(self._input[end + 1 : end + 1 + length])
         del self._input[: end + 1 + length]
-        if self.is_open and not hmac.compare_digest(mac, self._mac("received", kind, body)):
+        if self.is_open and not hmac.compare_digest(mac, self._mac(self._sender(kind), kind, body)):
             raise ProtocolError("its message was changed on the way")
         try:
             fields = json.loads(body)
@@ -165,7 +210,7 @@ class Session:
         if (
             not isinstance(fields, dict)
             or fields.keys() != expected.keys()
-            or not all(check(fields[name]) for name, check in expected.items())
+            or not all(_accepts(check, fields[name]) for name, check in expected.items())
         ):
             raise ProtocolError(f"it sent no valid message of the kind {kind}")
         return kind, fields
@@ -183,8 +228,8 @@ class Session:
 
     def _prove(self, kind: str, fields: Message) -> None:
         """Answer hello, challenge or proof. Only the one that is due is right."""
-        if kind == "challenge" and self._is_peer and not self._key:
-            self._key = self._session_key(fields["nonce"])
+        if kind == "challenge" and self._is_peer and not self.key:
+            self.key = self._session_key(fields["nonce"])
             self._check_proof(fields["proof"], "server")
             self._put("proof", {"proof": self._proof("peer")})
             self.is_open = True
@@ -195,9 +240,9 @@ class Session:
             if fields["version"] != _VERSION:
                 raise ProtocolError("it runs another version of this kit")
             self.hello = fields
-            self._key = self._session_key(self._nonce)
+            self.key = self._session_key(self._nonce)
             self._put("challenge", {"nonce": self._nonce, "proof": self._proof("server")})
-        elif kind == "proof" and not self._is_peer and self._key and not self.is_open:
+        elif kind == "proof" and not self._is_peer and self.key and not self.is_open:
             self._check_proof(fields["proof"], "peer")
             self.is_open = True
         else:
@@ -206,7 +251,7 @@ class Session:
     def _session_key(self, nonce_of_server: str) -> bytes:
         hello = self.hello
         parts = [
-            *(str(hello[name]) for name in ("version", "role", "instance")),
+            *(str(hello[name]) for name in ("version", "role", "index", "size", "instance")),
             self._secret.label,
             hello["nonce"],
             nonce_of_server,
@@ -215,7 +260,7 @@ class Session:
         return hmac.digest(self._secret.key, text.encode(), hashlib.sha256)
 
     def _proof(self, whose: str) -> str:
-        return hmac.digest(self._key, whose.encode(), hashlib.sha256).hex()
+        return hmac.digest(self.key, whose.encode(), hashlib.sha256).hex()
 
     def _check_proof(self, proof: str, whose: str) -> None:
         if not hmac.compare_digest(proof, self._proof(whose)):
@@ -226,16 +271,33 @@ class Session:
 
     def _frame(self, kind: str, fields: Message) -> bytes:
         body = json.dumps(fields, separators=(",", ":")).encode()
-        mac = self._mac("sent", kind, body) if self.is_open else "-"
+        mac = self._mac(self.name, kind, body) if self.is_open else "-"
         return f"{kind} {len(body)} {mac}\n".encode() + body
 
-    def _mac(self, direction: str, kind: str, body: bytes) -> str:
-        """Return the MAC of the next message of a direction."""
-        from_peer = self._is_peer == (direction == "sent")
-        counter = self._counters[direction]
-        self._counters[direction] += 1
-        head = f"{'peer' if from_peer else 'server'} {counter} {kind} "
-        return hmac.digest(self._key, head.encode() + body, hashlib.sha256)[:16].hex()
+    def _sender(self, kind: str) -> str:
+        return guard_of(self._other) if kind == GUARDED else self._other
+
+    def _mac(self, sender: str, kind: str, body: bytes) -> str:
+        """Return the MAC of the next message of a sender."""
+        self._counters[sender] += 1
+        return _mac(self.key, sender, self._counters[sender], kind, body)
+
+
+def _mac(key: bytes, sender: str, number: int, kind: str, body: bytes) -> str:
+    head = f"{sender} {number} {kind} ".encode()
+    return hmac.digest(key, head + body, hashlib.sha256)[:16].hex()
+
+
+def guard_of(name: str) -> str:
+    """Return the sender's name of the process that may write in place of an end."""
+    return f"guard of {name}"
+
+
+def guarded_frame(key: bytes, name: str, number: int, fields: Message) -> bytes:
+    """Return the bytes of that process's n-th message, from 1 on. name: of the end."""
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    mac = _mac(key, guard_of(name), number, GUARDED, body)
+    return f"{GUARDED} {len(body)} {mac}\n".encode() + body
 
 
 class Loop:
@@ -283,7 +345,7 @@ class Channel(Connection):
     def __init__(self, connected: socket.socket, secret: Secret, hello: Message | None = None):
         """hello: see Session."""
         self.session = Session(secret, hello)
-        super().__init__(connected, framing=self.session)
+        super().__init__(connected, self.session)
         self._loop: Loop | None = None
         with contextlib.suppress(OSError):  # another kind of socket
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -303,6 +365,12 @@ class Channel(Connection):
         loop.add(self, self._handle)
         self._update()
 
+    def detach(self) -> None:
+        """Take the connection back from the loop."""
+        if self._loop is not None:
+            self._loop.remove(self)
+            self._loop = None
+
     def send(self, message: Message, timeout: float = 0.0) -> None:
         """Send a message, or keep what the kernel does not take within `timeout` seconds."""
         super().send(message, timeout)
@@ -310,9 +378,7 @@ class Channel(Connection):
 
     def close(self) -> None:
         """Close this end; nothing more is delivered from it."""
-        if self._loop is not None:
-            self._loop.remove(self)
-            self._loop = None
+        self.detach()
         super().close()
 
     def _handle(self, events: int) -> None:
@@ -360,6 +426,11 @@ class PeerServer:
 
     def out_of_files(self, error: OSError) -> None:
         """Handle that a peer cannot be accepted, because this process may open no more files."""
+
+    def release(self, peer: Channel) -> None:
+        """Give up a peer that has proved itself: it is no longer served, nor closed by close()."""
+        peer.detach()
+        self._peers.discard(peer)
 
     def close(self) -> None:
         self._closed = True
@@ -425,20 +496,47 @@ class PeerServer:
             self.lost(peer)
 
 
+class Unresponsive(ConnectionError):
+    """A program accepts connections there, and sends nothing."""
+
+
 def connect(
-    address: str, port: int, secret: Secret, role: str, *, seconds: float = _CONNECT_SECONDS
+    address: str,
+    port: int,
+    secret: Secret,
+    role: str,
+    *,
+    index: int = 0,
+    size: int = 0,
+    seconds: float = _CONNECT_SECONDS,
 ) -> Channel:
     """Connect to a server, and wait until both have proved themselves.
 
-    role: what this peer is. Raises OSError where no server of this launch responds within so many
-    seconds.
+    role: what this peer is. index, size: its number among so many. seconds: until the server has
+    responded. Raises OSError where no server of this launch does.
     """
+    connected = socket.create_connection((address, port), min(seconds, _CONNECT_SECONDS))
+    return prove(connected, secret, role, index=index, size=size, seconds=seconds)
+
+
+def prove(
+    connected: socket.socket, secret: Secret, role: str, *, index: int, size: int, seconds: float
+) -> Channel:
+    """Wait until both ends of a connection to a server have proved themselves, as connect()."""
+    if connected.getsockname() == connected.getpeername():  # by the kernel: nobody listens there
+        connected.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    hello = {"role": role, "index": index, "size": size, "instance": os.urandom(8).hex()}
+    peer = Channel(connected, secret, hello)
     deadline = time.monotonic() + seconds
-    hello = {"role": role, "instance": os.urandom(8).hex()}
-    peer = Channel(socket.create_connection((address, port), seconds), secret, hello)
     while not peer.session.is_open and peer.wait_for_input(deadline):
         pass
     if not peer.session.is_open:
+        problem = peer.problem
         peer.close()
-        raise ConnectionError(peer.problem or "it sends nothing")
+        if not problem:
+            raise Unresponsive(
+                "it accepts connections but sends nothing; another program runs there"
+            )
+        raise ConnectionError(problem)
     return peer

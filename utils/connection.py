@@ -1,10 +1,9 @@
-"""Exchange JSON messages, one per line, over a connected socket. Standard library only."""
+"""Exchange messages over a connected socket. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import select
 import selectors
 import socket
@@ -28,36 +27,6 @@ class Framing(Protocol):
     def feed(self, data: bytes) -> list[Message]: ...
 
 
-class Lines:
-    """A framing: one JSON object per line."""
-
-    def __init__(self, longest_bytes: int) -> None:
-        self.output = bytearray()
-        self._longest_bytes = longest_bytes
-        self._unread = bytearray()
-
-    def encode(self, message: Message) -> bytes:
-        return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that have arrived. Raises ProtocolError for any other bytes."""
-        self._unread += data
-        *lines, rest = bytes(self._unread).split(b"\n") if b"\n" in data else [self._unread]
-        if len(rest) >= self._longest_bytes:
-            raise ProtocolError("it sent no message; another program runs there")
-        self._unread = bytearray(rest)
-        messages = []
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
-                raise ProtocolError("it sent no message; another program runs there")
-            messages.append(message)
-        return messages
-
-
 _CHUNK_BYTES = 1 << 18
 _RETRANSMITS = 3  # in a row, which takes a second or more
 _HOST_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
@@ -70,21 +39,12 @@ class Connection:
     host_lost: it was closed because the other host does not respond; see keep_alive().
     """
 
-    def __init__(
-        self,
-        connected: socket.socket,
-        *,
-        longest_bytes: int = 1 << 26,
-        framing: Framing | None = None,
-    ) -> None:
-        """Take over a connected socket.
-
-        longest_bytes: maximum size of one message. framing: by default one JSON object per line.
-        """
+    def __init__(self, connected: socket.socket, framing: Framing) -> None:
+        """Take over a connected socket."""
         self.socket = connected
         self.closed = self.host_lost = False
         self.problem = ""
-        self.framing = framing or Lines(longest_bytes)
+        self.framing = framing
         self._can_send = True
         self._unsent = bytearray()
         self._messages: deque[Message] = deque()

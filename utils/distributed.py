@@ -406,6 +406,7 @@ def _log_start(placement: Placement, backend: str, found: Rendezvous) -> None:
     """Print on rank 0 how many ranks have started, where, and what they should know."""
     ranks, hosts = placement.world_size, found.assignment["num_nodes"]
     address = f", rank 0 at {found.master_addr}:{found.master_port}" if ranks > 1 else ""
+    address += "" if found.is_authenticated else ", connections not authenticated"
     _log.info(
         f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} by "
         f"{placement.launcher}, backend {backend}{address}\n{found.table}"

@@ -62,12 +62,12 @@ def test_each_rank_has_a_gpu_to_itself(slurm: SlurmCluster, need: Callable[[str]
 
 
 def test_a_heterogeneous_job_is_started_with_srun(slurm: SlurmCluster) -> None:
-    """As the message of launch.py says."""
+    """As the message of launch.py says. Newer Slurms apply SLURM_NTASKS, of the first component, to every one."""
     launch, rank = shlex.join(LAUNCH), shlex.quote(str(RANK_PROGRAM))
-    python = shlex.quote(sys.executable)
+    python, srun = shlex.quote(sys.executable), "env -u SLURM_NTASKS -u SLURM_NPROCS srun --het-group=0,1"
     output = slurm.batch("-N1 -n1 --gpus-per-node=1 : -N2 --ntasks-per-node=2 --gpus-per-node=2",
-                         f"{launch} {rank}; [ $? = 2 ] && exec srun --het-group=0,1 {python} {rank}").output
-    assert "srun --het-group=0,1 python train.py" in output and sorted(ranks_on(output).values()) == [1, 2, 2], output
+                         f"{launch} {rank}; [ $? = 2 ] && exec {srun} {python} {rank}").output
+    assert f"{srun} python train.py" in output and sorted(ranks_on(output).values()) == [1, 2, 2], output
     assert len({(host, gpu) for host, _, gpu in TAKEN.findall(output)}) == 5, output
 
 

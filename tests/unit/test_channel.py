@@ -9,18 +9,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from tests.unit.channels import HELLO, KEY, opened_pair
 from utils import channel
 from utils.channel import Channel, Loop, PeerServer, Secret, Session
 from utils.connection import Message, ProtocolError
 
-KEY = Secret(b"the secret of the launch", "launch 1")
-HELLO = {"role": "rank", "instance": "0" * 16}
 NOTICE = {"kind": "notice", "what": "failed", "text": "out of memory", "rank": 1, "is_over": False}
 
 
@@ -96,8 +96,9 @@ def hello(**changed: object) -> bytes:
     wrong_secret(Secret(b"another", KEY.label)), wrong_secret(Secret(KEY.key, "launch 2")), wrong_secret(Secret(b"")),
     with_proof("0" * 64), with_proof(hmac.new(b"", b"peer", hashlib.sha256).hexdigest()), own_proof_sent_back,
     replayed_session, first_bytes(hello(version=1)), first_bytes(hello(role=None)), first_bytes(hello(extra=1)),
-    first_bytes(hello(role=7)), first_bytes(hello(nonce="g" * 32)), first_bytes(hello() * 2),
-    first_bytes(b"hello 513 -\n"), first_bytes(b"hello 99999999999 -\n"), first_bytes(b"hello -1 -\n"),
+    first_bytes(hello(role=7)), first_bytes(hello(index=-1)), first_bytes(hello(nonce="g" * 32)),
+    first_bytes(hello() * 2), first_bytes(b"hello 513 -\n"),
+    first_bytes(b"hello 99999999999 -\n"), first_bytes(b"hello -1 -\n"),
     first_bytes(b"notice 10 -\n"), first_bytes(b"ack 2 -\n{}"), first_bytes(b"proof 5 -\n[[[[["),
     first_bytes(b"SSH-2.0-OpenSSH_9.2\r\n"), first_bytes(b"GET / HTTP/1.1\r\n\r\n"), first_bytes(b"\0" * 4097),
     first_bytes(b'{"kit": "ddpkit-1", "token": "secret"}\n')])
@@ -118,6 +119,33 @@ def test_a_message_that_was_changed_repeated_or_moved_closes_the_connection(
     peer, server = opened()
     with pytest.raises(ProtocolError):
         server.feed(change(peer.encode(NOTICE), peer.encode({"kind": "ack"})))
+
+
+def test_messages_arrive_whole_in_order_and_before_the_end() -> None:
+    server, peer = opened_pair()
+    with pytest.raises(TimeoutError):
+        server.receive_one(0.01)
+    notices = [{**NOTICE, "rank": rank} for rank in range(4)]
+    data = b"".join(map(peer.session.encode, notices))
+    peer.socket.sendall(data[:len(data) // 2])
+    assert server.receive() == notices[:2]
+    peer.socket.sendall(data[len(data) // 2:])
+    assert server.receive_one(5) == notices[2]
+    peer.close()
+    server.send({"kind": "ack"})  # to nobody
+    assert server.receive_one(5) == notices[3]
+    assert server.receive_one(5) is None and server.problem == "it closed the connection"
+
+
+def test_large_message_waits_for_the_receiver() -> None:
+    server, peer = opened_pair()
+    message = {"kind": "gathered", "topic": "large", "values": ["x" * (1 << 22)], "ended": []}
+    server.send(message)
+    assert server.unsent_bytes
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(peer.receive_one, 20)
+        server.send({"kind": "ack"}, timeout=20)
+        assert received.result() == message and server.unsent_bytes == 0
 
 
 @pytest.mark.parametrize("fields", [

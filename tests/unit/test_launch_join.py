@@ -71,7 +71,7 @@ class Joining:
     def connect(self, *, secret: str = "", **values: Any) -> Channel:
         addresses, port, right = parse_address(self.notices.variables[VARIABLE])
         peer = Channel(socket.create_connection((addresses[0], port), timeout=10),
-                       secret_of(secret or right), {"role": "rank", "instance": "0" * 16})
+                       secret_of(secret or right), {"role": "rank", "index": 0, "size": 0, "instance": "0" * 16})
         self.received[peer] = []
         rank = values["rank"]
         peer.send({"kind": "join", "world_size": 3, "host": ["n2" if rank == 2 else "n1"], "reached": "10.0.0.9",

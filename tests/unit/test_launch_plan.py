@@ -62,7 +62,7 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (slurm(ntasks=4, ntasks_per_node=2), "both -n and --ntasks-per-node are given"),
     (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),
     (slurm({"DDPKIT_CPU_BIND": "list:0:1"}, ranks=(2, 3)), "DDPKIT_CPU_BIND=list:0:1 has CPUs for 2 local ranks"),
-    (slurm({"SLURM_HET_SIZE": "2"}), r"Slurm job 7 has 2 components .* with srun: srun --het-group=0,1"),
+    (slurm({"SLURM_HET_SIZE": "2"}), r"Slurm job 7 has 2 components .* with env -u .* srun --het-group=0,1"),
     (pbs(input=True, input_waits=True),
      "standard input is given.* no rank would read it by pbs_tmrsh: only srun and --launcher local"),
     (pbs(input=True, input_waits=True, mpiexec=MPICH), "no rank would read it by MPICH's mpiexec"),

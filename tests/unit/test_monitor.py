@@ -13,32 +13,33 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 
 from tests.cluster.hosts import wait_until
+from tests.unit.channels import opened_pair
 from tests.unit.notices import served
-from utils.connection import Connection
+from utils.channel import Channel
 from utils.monitor.hang import Group
 from utils.monitor.launch_report import VARIABLE, report_first_cause
 from utils.monitor.monitor import Monitor, Peer
 
-Sockets = list[list[socket.socket]]  # of each rank
+Channels = list[list[Channel]]  # of each rank
 
 
 @pytest.fixture
-def sockets() -> Sockets:
-    (zero_to_one, one), (zero_to_two, two) = socket.socketpair(), socket.socketpair()
+def channels() -> Channels:
+    (zero_to_one, one), (zero_to_two, two) = opened_pair(), opened_pair()
     return [[zero_to_one, zero_to_two], [one], [two]]
 
 
-def monitor_of(rank: int, sockets: Sockets) -> Monitor:
+def monitor_of(rank: int, channels: Channels) -> Monitor:
     """The monitor of one of three ranks."""
     peers = [(1, 2), (0,), (0,)][rank]
-    connections = {Connection(end): Peer(peer, f"h{peer}") for end, peer in zip(sockets[rank], peers, strict=True)}
+    connections = {end: Peer(peer, f"h{peer}") for end, peer in zip(channels[rank], peers, strict=True)}
     return Monitor(connections, rank=rank, host=f"h{rank}", hung_rank_timeout=0.2)
 
 
 @pytest.fixture
-def starting(sockets: Sockets) -> Iterator[list[Monitor]]:
+def starting(channels: Channels) -> Iterator[list[Monitor]]:
     """The monitors of three ranks in this process."""
-    monitors = [monitor_of(rank, sockets) for rank in range(3)]
+    monitors = [monitor_of(rank, channels) for rank in range(3)]
     yield monitors
     for monitor in monitors:
         monitor.leave("")
@@ -61,12 +62,12 @@ def test_no_rank_goes_on_before_torch_has_connected_all(starting: list[Monitor],
 
 
 @pytest.mark.parametrize("dead", range(3))
-def test_rank_that_dies_while_others_wait_for_it_is_the_cause(sockets: Sockets, dead: int) -> None:
-    monitors = [monitor_of(rank, sockets) for rank in range(3) if rank != dead]
+def test_rank_that_dies_while_others_wait_for_it_is_the_cause(channels: Channels, dead: int) -> None:
+    monitors = [monitor_of(rank, channels) for rank in range(3) if rank != dead]
     with ThreadPoolExecutor() as pool:
         others = [pool.submit(monitor.connected) for monitor in monitors]
-        for end in sockets[dead]:
-            end.shutdown(socket.SHUT_RDWR)
+        for end in channels[dead]:
+            end.socket.shutdown(socket.SHUT_RDWR)
         for other in others:
             assert f"rank {dead} on h{dead} died while torch was connecting the ranks" in other.result(20)
     for monitor in monitors:
@@ -90,18 +91,18 @@ def test_rank_that_another_stopped_is_not_the_cause(ranks: list[Monitor]) -> Non
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_killed_rank_is_named_with_its_host(ranks: list[Monitor], sockets: Sockets, dead: int) -> None:
-    for end in sockets[dead]:
-        end.shutdown(socket.SHUT_RDWR)
+def test_killed_rank_is_named_with_its_host(ranks: list[Monitor], channels: Channels, dead: int) -> None:
+    for end in channels[dead]:
+        end.socket.shutdown(socket.SHUT_RDWR)
     for rank in {0, 1, 2} - {dead}:
         assert f"rank {dead} on h{dead} ended without a report. It was killed" in ranks[rank].find_cause("lost")
 
 
 @pytest.mark.parametrize(("dead", "reporter"), [(2, 0), (0, 1)])
 def test_first_cause_reaches_launch_py(
-        ranks: list[Monitor], sockets: Sockets, dead: int, reporter: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for end in sockets[dead]:
-        end.shutdown(socket.SHUT_RDWR)
+        ranks: list[Monitor], channels: Channels, dead: int, reporter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for end in channels[dead]:
+        end.socket.shutdown(socket.SHUT_RDWR)
     cause = ranks[reporter].find_cause("lost")
     with served() as launch_py:
         monkeypatch.setenv(VARIABLE, launch_py.variables[VARIABLE])
@@ -126,6 +127,15 @@ def test_collective_that_all_ranks_have_entered_times_out(ranks: list[Monitor], 
     cause = ranks[2].find_cause("timeout")
     resumed.set()
     assert expected in cause and "rank 0" not in cause
+
+
+def test_a_rank_that_has_left_hides_no_late_one(ranks: list[Monitor]) -> None:
+    """In a gather, a rank that is not the root sends and goes on."""
+    for entered, monitor in zip((2, 2, 1), ranks, strict=True):
+        monitor.entered_collectives = lambda entered=entered: entered
+        monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
+    ranks[1].leave("rank 1 left normally")
+    assert "rank 2 on h2 did not enter collective 2" in ranks[0].find_cause("timeout")
 
 
 def test_rank_0_that_hangs_is_ended_after_all_others(

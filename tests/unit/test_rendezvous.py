@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import resource
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,12 +17,14 @@ from unittest.mock import create_autospec
 import pytest
 
 from tests.cluster.hosts import wait_until
+from tests.unit.channels import HELLO
+from utils import channel
+from utils.channel import Channel, Secret, Session
 from utils.host import network
 from utils.launchers import LAUNCHERS, LaunchError, Placement
 from utils.launchers.launcher import Launcher, NameService, NameServiceUnavailable
 from utils.startup import Rendezvous, agree, endpoints
 from utils.startup.endpoints import candidate_ports, find_endpoints
-from utils.startup.exchange import PROTOCOL
 from utils.startup.reports import make_report
 
 LIMIT = 60.0  # seconds until a rank has to end
@@ -121,14 +123,15 @@ def test_missing_ranks_are_named_on_all_others_at_the_shortest_time_out(port: in
         assert "2 of 6 ranks did not join: ranks 3,5" in cause(one)
 
 
+def secret(port: int, size: int) -> Secret:
+    """What the ranks of a launch by hand have."""
+    return find_endpoints(launcher_named("env"), placed(1, size), by_hand(port), timeout=1).secret()
+
+
 def test_a_rank_that_ends_is_named_at_once(port: int) -> None:
     launch = start(0, size=5, port=port, timeout=3) | start(1, 3, size=5, port=port)
-    token = find_endpoints(launcher_named("env"), placed(2, 5), by_hand(port), timeout=1).token
-    with connected(port) as connection:
-        message = {"kit": PROTOCOL, "token": token, "rank": 2, "world_size": 5,
-                   "report": {"host": "there", "pid": 77}}
-        connection.sendall(json.dumps(message).encode() + b"\n")
-        connection.recv(1 << 16)
+    with contextlib.closing(channel.connect("127.0.0.1", port, secret(port, 5), "rank", index=2, size=5)) as peer:
+        peer.send({"kind": "report", "value": {"host": "there", "pid": 77}})
     for one in launch.values():
         assert "rank 2 on there (pid 77) ended while the ranks were starting" in cause(one)
 
@@ -137,9 +140,9 @@ def test_a_rank_0_that_ends_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
         launch = start(1, size=2, port=port)
-        with listener.accept()[0] as connection:
-            token = json.loads(connection.recv(1 << 16))["token"]
-            connection.sendall(json.dumps({"kit": PROTOCOL, "token": token, "joined": True}).encode() + b"\n")
+        with contextlib.closing(Channel(listener.accept()[0], secret(port, 2))) as server:
+            while not server.session.is_open:
+                assert server.wait_for_input(time.monotonic() + LIMIT)
         assert f"rank 0 at 127.0.0.1 port {port} ended while the ranks were starting" in cause(launch[1])
 
 
@@ -164,18 +167,24 @@ def test_ranks_join_at_master_port_whatever_else_connects(port: int) -> None:
     launch = start(1, 0, size=3, port=port, notes=["x" * 100_000])
     with contextlib.ExitStack() as connections:
         for text in (b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n", b"", b'{"kit":"ddpkit-1","tok',
-                     b'{"kit":"other-9","token":"x","rank":1,"world_size":2}\n',
-                     b'{"kit":"ddpkit-1","token":"x","rank":1,"world_size":2,"report":{}}\n'):
+                     bytes(Session(Secret(b"another"), HELLO).output)):
             with connected(port) as leaves:
                 leaves.sendall(text)
             connections.enter_context(connected(port)).sendall(text)
         assert assert_joined(launch | start(2, size=3, port=port)).master_port == port
 
 
+def another_launch() -> Session:
+    """The end of a server with another secret, as it answers a rank."""
+    session = Session(Secret(b"another"))
+    session.feed(bytes(Session(Secret(b"another"), HELLO).output))
+    return session
+
+
 @pytest.mark.parametrize(("banner", "expected"), [
     (b"", "it accepts connections but sends nothing; another program runs there"),
     (b"SSH-2.0-OpenSSH_9.2\r\n", "it sent no message; another program runs there"),
-    (b'{"kit":"ddpkit-1","token":"x"}\n', "another launch of this kit listens there")])
+    (bytes(another_launch().output), "it does not know the secret of this launch")])
 def test_another_program_at_master_port_is_named(banner: bytes, expected: str) -> None:
     with contextlib.ExitStack() as clients, socket.create_server(("", 0)) as other:
         other.settimeout(0.1)

@@ -24,7 +24,12 @@ class NameServiceUnavailable(RuntimeError):
 
 
 class NameService:
-    """What passes a text from rank 0 to all other ranks of one launch. All times are in seconds."""
+    """What passes a text from rank 0 to all other ranks of one launch. All times are in seconds.
+
+    is_private: other users cannot read the text.
+    """
+
+    is_private = True
 
     def publish(self, text: str, timeout: float) -> None:
         """On rank 0, publish `text`: below 200 bytes, no white space."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import re
 import select
@@ -20,8 +19,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from ..channel import Channel, guarded_frame
 from ..host import process
 from .hang import ProcessState, user_frame
 
@@ -30,14 +31,17 @@ _INTERVAL = 0.5  # seconds
 _CLOSED_INTERVAL = 0.05  # the same once the rank's end of the pipe is closed: it is ending
 _UNREAD_SECONDS = 5.0  # in which a rank must read that the job has ended
 _UNREAD_BYTES = 1 << 20
+_ASK = re.compile(rb'"about":"position","ends":(true|false)}')  # messages of channel.py
+_END = re.compile(rb"(?:^|})(?:hang|end) \d+ [0-9a-f]{32}\n")
 _SIGNAL = signal.SIGRTMIN + 5  # dumps the stacks
 
 
 class Guard:
     """The guard of this process."""
 
-    def __init__(self, sockets: list[int]) -> None:
-        """Start the guard. sockets: descriptors of the connections to the other ranks."""
+    def __init__(self, connections: list[Channel]) -> None:
+        """Start the guard. connections: to the other ranks."""
+        sockets = [one.fileno() for one in connections]
         root = Path(__file__).resolve().parents[__name__.count(".")]
         path = f"import sys; sys.path.insert(0, {str(root)!r})"
         code = f"{path}; from {__name__} import run; run()"
@@ -55,6 +59,11 @@ class Guard:
             start_new_session=True,  # it outlives what ends the rank
         )
         self._process.wait()
+        sessions = [one.session for one in connections]
+        lines = "".join(f"{session.name} {session.key.hex()}\n" for session in sessions)
+        if self._process.stdin:
+            self._process.stdin.write(f"{lines}\n".encode())
+            self._process.stdin.flush()
 
     def dismiss(self) -> None:
         """End the guard: this rank leaves by itself."""
@@ -73,6 +82,10 @@ def run() -> None:
     """Be the guard of the process whose id is the first argument."""
     rank, stacks, *descriptors = map(int, sys.argv[1:])
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    keys = list(_read_keys())
+    if len(keys) < len(sockets):
+        return
+    sent = [0] * len(sockets)
     children: dict[int, int | None] = {}
     requests = [0] * len(sockets)  # that have been responded to
     seen = list(requests)
@@ -87,16 +100,19 @@ def run() -> None:
         now = time.monotonic()
         unread = [_peek(connection) for connection in sockets]
         for number, content in enumerate(unread):
-            count = content.count(b'"send_position":')
+            asked = _ASK.findall(content)
+            count = len(asked)
             if count and count == seen[number] > requests[number]:  # for two intervals
-                ends = b'"ends":true' in content
+                ends = b"true" in asked
                 message = {"state": _state(rank, stacks if ends else None), "ends": ends}
+                name, key = keys[number]
+                sent[number] += 1
                 with contextlib.suppress(OSError):
-                    sockets[number].send(json.dumps(message).encode() + b"\n")
+                    sockets[number].send(guarded_frame(key, name, sent[number], message))
                 requests[number] = count
             requests[number] = min(requests[number], count)
             seen[number] = count
-        if not any(b'"hang":' in content or b'"end":' in content for content in unread):
+        if not any(map(_END.search, unread)):
             ended_at = None
         elif now - (ended_at := ended_at or now) > _UNREAD_SECONDS:
             process.kill([rank], session)
@@ -104,6 +120,20 @@ def run() -> None:
         return
     orphans = [pid for pid in children if process.parent(pid) not in (None, rank)]
     process.kill([pid for pid in orphans if process.start_time(pid) == children[pid]], session)
+
+
+def _read_keys() -> Iterator[tuple[str, bytes]]:
+    """Yield the name of the rank's end of each connection and its key, until an empty line."""
+    line = bytearray()
+    while byte := os.read(0, 1):
+        if byte != b"\n":
+            line += byte
+        elif not line:
+            return
+        else:
+            name, _, key = line.decode().partition(" ")
+            yield name, bytes.fromhex(key)
+            line.clear()
 
 
 def _is_dismissed(seconds: float) -> bool:

@@ -16,6 +16,7 @@ from ..host.cores import format_ranges, parse_ranges
 
 _SHOWN_RANKS = 8
 # Sizes that have to be equal on all ranks. Those of a gather or an all-to-all may differ.
+_WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
 _EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce")
 
 
@@ -288,9 +289,14 @@ def _describe_unknown(
         )
     call = waiting[end][0].call if end in waiting else None
     last = _number(call) if call else f"collective {_last_collective(positions)}"
+    reasons = ["one was late"]
+    if call and call["operation"] in _WITH_ROOT:
+        reasons.insert(0, "the ranks gave different roots (src, dst)")
+    if len({host.partition(" ")[0] for host in hosts.values()}) > 1:
+        reasons.append("a connection between the hosts is interrupted")
     return (
         f"a collective timed out although all ranks have entered {last} by now: "
-        "one was late, or a connection between the hosts is interrupted"
+        f"{', or '.join(reasons)}"
     )
 
 

@@ -20,7 +20,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..connection import Connection, Message
+from ..channel import GUARDED, LONGEST_CAUSE, Channel
+from ..connection import Message
 from ..host import process
 from ..job import exclude_file
 from .guard import Guard
@@ -64,7 +65,7 @@ class Monitor:
 
     def __init__(
         self,
-        connections: Mapping[Connection, Peer],
+        connections: Mapping[Channel, Peer],
         *,
         rank: int,
         host: str,
@@ -101,7 +102,7 @@ class Monitor:
         self._first_cause = ""  # the cause that every rank reports
         self._departed: dict[int, str] = {}  # rank -> cause for the ranks that still need it
         self._failed: dict[int, str] = {}  # rank -> its own failure
-        self._queries: dict[Connection | None, _Query] = {}  # None: from this process
+        self._queries: dict[Channel | None, _Query] = {}  # None: from this process
         self._response = threading.Event()
         self._positions: dict[int, Position] = {}
         self._positions_requested = self._has_timed_out = False
@@ -155,7 +156,7 @@ class Monitor:
             if self._rank == 0:
                 self._note_connected(0)
             else:
-                self._send_all({"connected": True})
+                self._send_all({"kind": "connected"})
         self._all_started.wait()
         return self._start_failure
 
@@ -164,7 +165,7 @@ class Monitor:
         with self._lock:
             self._watch = watch
             with contextlib.suppress(OSError, ValueError, AttributeError):  # only a witness more
-                self._guard = Guard([one.fileno() for one in self._peers if one.fileno() >= 0])
+                self._guard = Guard([one for one in self._peers if not one.closed])
         self._wake()
 
     def leave(self, cause: str) -> None:
@@ -180,9 +181,11 @@ class Monitor:
             self._end_hung_ranks(running=set())
             # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
             known = self._known_cause() if self._rank == 0 else ""
-            self._send_all({"left": cause, "first_cause": known})
+            self._send_all({"kind": "left", "cause": _cut(cause), "first_cause": known})
         self._wake()
         self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
+        if self._hang_announced:  # while the main thread was in native code: another one ends this
+            time.sleep(2 * _REPORT_SECONDS)
         if self._guard:
             self._guard.dismiss()
         self._left = True
@@ -202,7 +205,7 @@ class Monitor:
             if self._rank == 0:
                 self._queries[None] = _Query(kind, time.monotonic())
             else:
-                self._send_all({"query": kind})
+                self._send_all({"kind": "query", "about": kind})
         self._wake()
         self._response.wait(2 * _DECIDE_SECONDS + 1)
         return self._known_cause()
@@ -214,6 +217,7 @@ class Monitor:
 
     def report_failure(self, cause: str) -> str:
         """Report a failure of this rank, before it leaves; return the cause that came first."""
+        cause = _cut(cause)
         with self._lock:
             self._failed[self._rank] = cause
             if self._rank == 0:
@@ -222,7 +226,7 @@ class Monitor:
             if self._first_cause or self._leaving or 0 in self._departed:
                 return self._first_cause or cause
             self._response.clear()
-            self._send_all({"failed": cause})
+            self._send_all({"kind": "failed", "cause": cause})
         self._response.wait(_ACKNOWLEDGE_SECONDS)
         return self._first_cause or cause
 
@@ -263,7 +267,7 @@ class Monitor:
         for key, _ in selector.select(self._pause()):
             if key.fileobj is self._wake_read:
                 self._wake_read.recv(4096)
-            elif isinstance(key.fileobj, Connection):
+            elif isinstance(key.fileobj, Channel):
                 self._read(key.fileobj)
                 if key.fileobj.closed:
                     selector.unregister(key.fileobj)
@@ -288,57 +292,60 @@ class Monitor:
             return 0.2
         return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: Channel) -> None:
         with self._lock:
             for message in connection.receive():
                 self._handle(connection, self._peers[connection], message)
             if connection.closed:
                 self._handle_end(connection, self._peers[connection])
 
-    def _handle(self, connection: Connection, peer: Peer, message: Message) -> None:
-        if "error" in message:  # the start failed on another rank
-            self._start_failure = self._start_failure or str(message["error"])
-        if "connected" in message:  # from rank 0: all ranks are
+    def _handle(self, connection: Channel, peer: Peer, message: Message) -> None:
+        kind, cause = message["kind"], message.get("cause", "")
+        if kind == "start_failed":  # on another rank
+            self._start_failure = self._start_failure or cause
+        elif kind == "connected":  # from rank 0: all ranks are
             self._note_connected(peer.rank)
-        if "left" in message:
-            self._departed[peer.rank] = str(message["left"])
+        elif kind == "left":
+            self._departed[peer.rank] = cause
             self._acknowledged.add(peer.rank)  # it needs no report any more
-            connection.send({"acknowledged": True})
-            self._first_cause = self._first_cause or str(message.get("first_cause") or "")
+            connection.send({"kind": "ack"})
+            self._first_cause = self._first_cause or message["first_cause"]
             if self._rank != 0:  # nobody responds any more
                 self._response.set()
-        if "acknowledged" in message:
+        elif kind == "ack":
             self._acknowledged.add(peer.rank)
-        if "failed" in message:
-            self._failed[peer.rank] = str(message["failed"])
-            self._first_cause = self._first_cause or str(message["failed"])
-            connection.send({"cause": self._first_cause})
-        if "query" in message:
-            self._queries[connection] = _Query(str(message["query"]), time.monotonic())
-        if "cause" in message:
-            self._first_cause = self._first_cause or str(message["cause"])
+        elif kind == "failed":
+            self._failed[peer.rank] = cause
+            self._first_cause = self._first_cause or cause
+            connection.send({"kind": "cause", "cause": self._first_cause})
+        elif kind == "query":
+            self._queries[connection] = _Query(message["about"], time.monotonic())
+        elif kind == "cause":
+            self._first_cause = self._first_cause or cause
             self._response.set()
-        if "end" in message:
-            self._end_later(str(message["end"]))
-        if "heartbeat" in message and self._watch is not None:
-            self._watch.receive(peer.rank, Heartbeat(*message["heartbeat"]))
-        if "send_position" in message:
-            position = self._position(bool(message.get("ends")))
-            connection.send({"position": position} if position else {})
-        if message.get("position"):
+        elif kind == "end":
+            self._end_later(cause)
+        elif kind == "hang":
+            by = f"rank {peer.rank} on {peer.host}"
+            self._end_hang(message["folder"], cause, f"{by} has found that the job must end")
+        elif kind == "beat" and self._watch is not None:
+            beat = Heartbeat(message["progress"], message["entered"], message["location"])
+            self._watch.receive(peer.rank, beat)
+        elif kind == "ask":
+            position = self._position(message["ends"])
+            connection.send({"kind": "position", "position": position})
+        elif kind == "position" and message["position"]:
             entered, location, last, work, groups = message["position"]
             groups = {name: Group(*group) for name, group in groups.items()}
             self._positions[peer.rank] = Position(
                 entered, location, tuple(last), Work(*work), groups
             )
-        if "state" in message:
+        elif kind == GUARDED:
             self._states[peer.rank] = ProcessState(*message["state"])
             if message["ends"]:
                 self._stacks_requested.discard(peer.rank)
-        if "hang" in message:
-            self._end_hang(str(message["folder"]), str(message["hang"]))
 
-    def _handle_end(self, connection: Connection, peer: Peer) -> None:
+    def _handle_end(self, connection: Channel, peer: Peer) -> None:
         self._acknowledged.add(peer.rank)
         self._queries.pop(connection, None)
         if self._leaving or peer.rank in self._departed:
@@ -353,7 +360,7 @@ class Monitor:
             died = f"{rank} died while torch was connecting the ranks. Look for its own message"
             self._start_failure = self._start_failure or (lost if connection.host_lost else died)
             if self._rank == 0:
-                self._send_all({"error": self._start_failure})
+                self._send_all({"kind": "start_failed", "cause": self._start_failure})
             return
         if connection.host_lost:
             self._departed[peer.rank] = self._lost[peer.rank] = lost
@@ -371,7 +378,7 @@ class Monitor:
         """Note a rank that torch has connected; rank 0 tells the others when all are."""
         self._unconnected.discard(rank)
         if self._rank == 0 and not self._unconnected:
-            self._send_all({"connected": True})
+            self._send_all({"kind": "connected"})
         if self._rank != 0 or not self._unconnected:
             self._all_started.set()
 
@@ -391,9 +398,15 @@ class Monitor:
 
         if not self._first_cause and self._killed and not self._mismatch_is_known(last_chance):
             return
-        self._first_cause = self._known_cause()
-        if not self._first_cause and any(q.kind == "timeout" for q in self._queries.values()):
-            self._first_cause = self._find_hung_ranks(last_chance)
+        timed_out = any(query.kind == "timeout" for query in self._queries.values())
+        if timed_out and not (self._first_cause or self._killed or self._lost):
+            found = self._find_hung_ranks(last_chance)
+            if not found and not last_chance:
+                return
+            # A rank that has left, such as one that only sent, is not the cause if another is late.
+            if self._hung or not self._known_cause():
+                self._first_cause = found
+        self._first_cause = self._first_cause or self._known_cause()
         if not self._first_cause and not last_chance:
             return
 
@@ -401,7 +414,7 @@ class Monitor:
             if connection is None:
                 self._response.set()
             else:
-                connection.send({"cause": self._first_cause})
+                connection.send({"kind": "cause", "cause": self._first_cause})
         self._queries.clear()
 
     def _find_hung_ranks(self, last_chance: bool) -> str:
@@ -438,7 +451,7 @@ class Monitor:
         running = sorted(set(self._hosts) - set(self._departed))
         if not self._positions_requested:
             self._positions_requested = True
-            self._send_all({"send_position": True, "ends": ends})
+            self._send_all({"kind": "ask", "about": "position", "ends": ends})
             position = self._position(ends)
             if position:
                 self._positions[self._rank] = position
@@ -489,7 +502,7 @@ class Monitor:
             entered = self.entered_collectives() or 0
             heartbeat = Heartbeat(self.progress(), entered, main_thread_location())
             watch.receive(self._rank, heartbeat)
-            self._send_all({"heartbeat": heartbeat})
+            self._send_all({"kind": "beat", **heartbeat._asdict()})
 
         if self._rank == 0 or 0 in self._departed:
             self._inspect(watch, now)
@@ -564,12 +577,12 @@ class Monitor:
         """Print a message, and end all ranks that can still be reached. folder: for their files."""
         sys.stderr.write(message)
         sys.stderr.flush()
-        self._send_all({"hang": cause, "folder": folder})
+        self._send_all({"kind": "hang", "cause": _cut(cause), "folder": folder})
         self._hang_announced = True
         self.report_to_launcher(cause)
         # In a thread: the file system may be what hangs.
         threading.Thread(target=self._list_unreachable_hosts, daemon=True).start()
-        self._end_hang(folder, cause)
+        self._end_hang(folder, cause, cause)
 
     def _list_unreachable_hosts(self) -> None:
         """Let later jobs avoid hosts that are down or cut off, where the job has such a list.
@@ -591,8 +604,11 @@ class Monitor:
             with contextlib.suppress(OSError):
                 exclude_file.add(file, dict.fromkeys(sorted(unreachable), reason))
 
-    def _end_hang(self, folder: str, cause: str) -> None:
-        """Write this rank's file and end the process, whatever its main thread does."""
+    def _end_hang(self, folder: str, cause: str, reason: str) -> None:
+        """Write this rank's file and end the process, whatever its main thread does.
+
+        reason: what this rank prints: the rank that has found the cause prints that.
+        """
         self._hang_announced = True
         self._first_cause = self._first_cause or cause
 
@@ -603,7 +619,7 @@ class Monitor:
             time.sleep(1 + (self._rank == 0))  # until the other ranks have written theirs
             if self._leaving:  # the main thread has reported it
                 process.end(1)
-            _exit_with(f"rank {self._rank} on {socket.gethostname()} stops, because {cause}")
+            _exit_with(f"rank {self._rank} on {socket.gethostname()} stops, because {reason}")
 
         threading.Thread(target=end, daemon=True, name="hang report").start()
 
@@ -613,7 +629,7 @@ class Monitor:
             return
         for connection, peer in self._peers.items():
             if peer.rank in self._hung:
-                connection.send({"end": self._first_cause})
+                connection.send({"kind": "end", "cause": self._first_cause})
         if 0 in self._hung:
             self._end_later(self._first_cause)
         self._hung = set()
@@ -643,6 +659,11 @@ class Monitor:
             connection.close()
         self._wake_read.close()
         self._wake_write.close()
+
+
+def _cut(cause: str) -> str:
+    """Shorten a cause to what a message may hold, such as an exception with a long text."""
+    return cause[:LONGEST_CAUSE]
 
 
 class _Query(NamedTuple):

@@ -7,16 +7,19 @@ torch's store. The other ranks try the places where endpoints.py expects rank 0.
 from __future__ import annotations
 
 import functools
+import hmac
 import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ..channel import Secret
 from ..host import network
 from ..launch_error import LaunchError
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
 from ..monitor.monitor import Monitor
+from . import secret
 from .endpoints import Endpoints, find_endpoints
 from .exchange import NotRank0, RendezvousServer, join
 from .listener import allow_connections, open_listener
@@ -35,7 +38,8 @@ class Rendezvous:
     local_addr: this host's address on the way to rank 0.
     listener: on rank 0 the socket bound to master_port, for torch's store; else None.
     monitor: of the ranks' connections to rank 0; None for a single rank.
-    table: on rank 0 one row per host. token: identifies the launch, the same on every rank.
+    table: on rank 0 one row per host. secret: of the ranks of this launch.
+    is_authenticated: whether others cannot guess it.
     """
 
     assignment: Assignment
@@ -47,7 +51,14 @@ class Rendezvous:
     monitor: Monitor | None = None
     notes: tuple[str, ...] = ()
     table: str = ""
-    token: str = ""
+    secret: Secret = Secret(b"")
+    is_authenticated: bool = True
+
+    @property
+    def token(self) -> str:
+        """A name of this launch, the same on every rank, which does not reveal its secret."""
+        text = f"token {self.secret.label}".encode()
+        return hmac.digest(self.secret.key, text, "sha256").hex()[:24]
 
 
 def agree(
@@ -77,6 +88,11 @@ def agree(
     endpoints = find_endpoints(
         launcher, placement, environ, name_service=name_service, timeout=timeout
     )
+    if environ.get(secret.REQUIRED) == "1" and not endpoints.is_authenticated:
+        raise LaunchError(
+            f"{secret.REQUIRED} is set, and the ranks started by {launcher.name} share no secret. "
+            f"Start them by ddpkit launch, or export {secret.FILE}=<a private file> to all ranks"
+        )
     if placement.rank == 0:
         return _serve(placement, endpoints, report, deadline)
     return _join(placement, endpoints, report, deadline, timeout)
@@ -93,9 +109,9 @@ def _serve(
     listener = open_listener(endpoints, placement.world_size)
     port = int(listener.getsockname()[1])
     try:
-        token = _publish(endpoints, port, deadline) or endpoints.token
+        key = endpoints.secret(_publish(endpoints, port, deadline))
         hints = functools.partial(_hints, placement, endpoints)
-        with RendezvousServer(listener, placement.world_size, token, hints) as server:
+        with RendezvousServer(listener, placement.world_size, key, hints) as server:
             try:
                 result = check_reports(server.collect(report, deadline))
             except LaunchError as error:
@@ -105,6 +121,8 @@ def _serve(
     except BaseException:
         listener.close()
         raise
+    finally:
+        secret.forget_secret(endpoints.identity)
     return Rendezvous(
         result.assignments[0],
         master_addr=server.address,
@@ -114,12 +132,13 @@ def _serve(
         monitor=monitor,
         notes=(*result.notes, *notes),
         table=result.table,
-        token=token,
+        secret=key,
+        is_authenticated=endpoints.is_authenticated,
     )
 
 
 def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
-    """Publish token, port and addresses through the name service; return the new token.
+    """Publish a new secret, port and addresses through the name service; return the secret.
 
     Returns "" where there is no name service.
     """
@@ -130,8 +149,8 @@ def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
     chosen_by_user = [address for address in resolved if address in local]
     addresses = list(dict.fromkeys([*chosen_by_user, *local]))[:_MAX_ADDRESSES] or ["127.0.0.1"]
 
-    token = os.urandom(12).hex()
-    text = f"{token}|{port}|{','.join(addresses)}"
+    published = os.urandom(12).hex()
+    text = f"{published}|{port}|{','.join(addresses)}"
     try:
         endpoints.name_service.publish(text, deadline - time.monotonic())
     except NameServiceUnavailable as error:
@@ -139,7 +158,7 @@ def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
             f"rank 0 on {socket.gethostname()} cannot publish its address: {error}. "
             "Export MASTER_ADDR and MASTER_PORT to all ranks"
         ) from None
-    return token
+    return published
 
 
 def _hints(placement: Placement, endpoints: Endpoints) -> Iterator[str]:
@@ -180,12 +199,13 @@ def _join(
         # Almost always the first port on the first host is right: try the others less often.
         num_places = 1 + 2**attempts // 8
         candidates = _candidates(placement, endpoints, num_places, deadline, failures)
-        for name, address, port, token in candidates:
+        for name, address, port, published in candidates:
+            key = endpoints.secret(published)
             try:
                 joined = join(
                     address,
                     port,
-                    token,
+                    key,
                     placement,
                     report,
                     deadline=deadline,
@@ -206,7 +226,7 @@ def _join(
                 local_addr=joined.local_addr,
                 monitor=joined.monitor,
                 notes=tuple(endpoints.notes),
-                token=token,
+                secret=key,
             )
         attempts += 1
         return None
@@ -230,7 +250,7 @@ def _candidates(
     deadline: float,
     failures: dict[str, str],
 ) -> Iterator[tuple[str, str, int, str]]:
-    """Yield where to try: host name, address, port and token.
+    """Yield where to try: host name, address, port, and the secret that rank 0 has published.
 
     It is what rank 0 has published, or the first places of the candidates.
     """
@@ -243,9 +263,9 @@ def _candidates(
                 f"{error}. Export MASTER_ADDR and MASTER_PORT to all ranks"
             ) from None
         if text:
-            token, published_port, addresses = text.split("|")
+            published, port_of_rank_0, addresses = text.split("|")
             for address in addresses.split(","):
-                yield address, address, int(published_port), token
+                yield address, address, int(port_of_rank_0), published
         return
 
     places = [(host, port) for port in endpoints.ports for host in endpoints.hosts]
@@ -254,4 +274,4 @@ def _candidates(
         if not resolved:
             failures[host] = f"{host}: the name does not resolve on {socket.gethostname()}"
         for address in resolved[:_TRIED_ADDRESSES]:
-            yield host, address, port, endpoints.token
+            yield host, address, port, ""

@@ -13,11 +13,13 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ..channel import Secret
 from ..host import network
 from ..launch_error import LaunchError
 from ..launchers import mpi
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
 from ..launchers.torchrun import is_stale
+from .secret import find_secret
 
 _NUM_CANDIDATES = 8
 
@@ -26,20 +28,34 @@ _NUM_CANDIDATES = 8
 class Endpoints:
     """Where rank 0 may listen.
 
-    token: identifies the launch; with a name service, rank 0 publishes another one.
+    identity: of the launch, "" where it is unknown.
+    known_secret: what the ranks share already; "" where rank 0 publishes one, or there is none.
     hosts, ports: candidates, the likeliest first. name_service: used instead of them, if any.
     source: where hosts and ports come from, for messages.
     loopback: whether all ranks run on this host and need no other interface.
     """
 
     launcher: Launcher
-    token: str
+    identity: str
+    known_secret: str
     hosts: list[str]
     ports: list[int]
     name_service: NameService | None = None
     source: str = "MASTER_ADDR and MASTER_PORT"
     loopback: bool = False
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether the ranks have a secret that other users do not."""
+        service = self.name_service
+        return bool(self.known_secret) or (service is not None and service.is_private)
+
+    def secret(self, published: str = "") -> Secret:
+        """Return the secret, which can be guessed where there is none. published: by rank 0."""
+        label = hashlib.sha256(f"{self.identity}|{published}".encode()).hexdigest()
+        key = self.known_secret or published or self.identity
+        return Secret(key.encode(), label)
 
     @property
     def is_certain(self) -> bool:
@@ -69,7 +85,8 @@ def find_endpoints(
     identity = launcher.identity(environ, placement)
     endpoints = Endpoints(
         launcher=launcher,
-        token=hashlib.sha256(identity.encode()).hexdigest()[:24],
+        identity=identity,
+        known_secret=find_secret(environ, placement, identity),
         hosts=[master_host] if master_host else [],
         ports=[master_port] if master_port and name_service is None else [],
         name_service=name_service,

@@ -140,8 +140,10 @@ class _AgentStore(NameService):
 
     The store outlives the workers, and nothing in a worker's environment identifies the attempt.
     So rank 0 of each attempt overwrites the address. A rank that reads the address of an earlier
-    attempt finds nobody there who knows the token, and reads again.
+    attempt finds nobody there who knows the secret, and reads again.
     """
+
+    is_private = False
 
     def __init__(self, store: Store, world_size: int) -> None:
         self._store, self._key = store, f"ddpkit/address/{world_size}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import socket
 import threading
 import time
@@ -20,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...connection import Connection, Message
+from ... import channel
+from ...channel import Channel, Loop, PeerServer, Secret
+from ...connection import Message
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import Detection, find_launcher
@@ -34,7 +35,6 @@ from .check import RankPlace
 # A rank that does not find rank 0 explains why, before rank 0 ends the launch.
 EARLIER_SECONDS = 4.0
 _PLACES_SECONDS = 20.0
-_LONGEST_BYTES = 1 << 24  # of one message
 _SEND_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 # How much longer than the time limit a rank waits for rank 0: by then rank 0 has ended or hangs.
@@ -62,7 +62,7 @@ class Gathered:
 class Exchange:
     """This rank's connection to rank 0. A thread receives, so that any thread may gather."""
 
-    def __init__(self, rank: int, world_size: int, address: str, port: int, token: str) -> None:
+    def __init__(self, rank: int, world_size: int, address: str, port: int, secret: Secret) -> None:
         """Connect to the server on rank 0. Raises Rank0Lost if that fails."""
         self.rank = rank
         self._world_size = world_size
@@ -71,14 +71,20 @@ class Exchange:
         self._send_lock = threading.Lock()
         self._lost = ""
         try:
-            connected = _connect(address, port)
+            self._connection = channel.prove(
+                _connect(address, port),
+                secret,
+                "doctor",
+                index=rank,
+                size=world_size,
+                seconds=_CONNECT_SECONDS,
+            )
         except OSError as error:
             raise Rank0Lost(
                 f"rank {rank} on {socket.gethostname()} cannot connect to rank 0 at {address} port "
                 f"{port} again: {error}. Check for rank 0's own message"
             ) from None
-        self._connection = Connection(connected, longest_bytes=_LONGEST_BYTES)
-        self._send({"token": token, "rank": rank})
+        self._send({"kind": "alive"})
         self._closed = threading.Event()
         threading.Thread(target=self._receive, daemon=True, name="doctor exchange").start()
         threading.Thread(target=self._send_heartbeats, daemon=True, name="doctor beat").start()
@@ -91,7 +97,8 @@ class Exchange:
         topic: used once, by all these ranks. seconds: time limit for the others. Raises Rank0Lost.
         """
         members = None if ranks is None else list(ranks)
-        self._send({"topic": topic, "value": value, "seconds": seconds, "ranks": members})
+        fields = {"topic": topic, "value": value, "seconds": float(seconds), "ranks": members}
+        self._send({"kind": "gather", **fields})
         limit = time.monotonic() + seconds + _GRACE_SECONDS
         with self._change:
             while topic not in self._received:
@@ -117,7 +124,7 @@ class Exchange:
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(_HEARTBEAT_SECONDS):
-            self._send({})
+            self._send({"kind": "alive"})
 
     def _receive(self) -> None:
         while True:
@@ -128,7 +135,7 @@ class Exchange:
             with self._change:
                 if message is None:
                     self._lost = self._connection.problem
-                else:
+                elif message["kind"] == "gathered":
                     self._received[message["topic"]] = Gathered(message["values"], message["ended"])
                 self._change.notify_all()
             if message is None:
@@ -165,23 +172,21 @@ class _Topic:
         self.message: Message | None = None  # to the ranks, when it is complete
 
 
-class Server:
+class Server(PeerServer):
     """Rank 0's end of all connections. A thread serves them until close()."""
 
-    def __init__(self, listener: socket.socket, world_size: int, token: str) -> None:
-        """listener: a listening socket. token: identifies the launch."""
-        self._listener, self._world_size, self._token = listener, world_size, token
-        self._rank_of: dict[Connection, int] = {}
-        self._connection_of: dict[int, Connection] = {}
+    def __init__(self, listener: socket.socket, world_size: int, secret: Secret) -> None:
+        """listener: a listening socket, which is closed in the end."""
+        self._world_size = world_size
+        self._rank_of: dict[Channel, int] = {}
+        self._connection_of: dict[int, Channel] = {}
         self._topics: dict[str, _Topic] = {}
         self._heard = dict.fromkeys(range(world_size), time.monotonic())  # the last time, by rank
         self._ended: set[int] = set()
         self._all_ended = threading.Event()
         self._closing = False
-        listener.setblocking(False)
         _use_small_packets(listener)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        super().__init__(listener, Loop(), secret, world_size)
         self._thread = threading.Thread(target=self._run, daemon=True, name="doctor server")
         self._thread.start()
 
@@ -197,53 +202,26 @@ class Server:
 
     def _run(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(self._pause()):
-                if isinstance(key.fileobj, Connection):
-                    self._read(key.fileobj)
-                else:
-                    self._accept()
-            for connection in self._rank_of:
-                connection.flush()
+            self._loop.run_once(self._pause())
             self._complete_topics()
-        for connection in self._rank_of:
-            connection.close()
+        super().close()
         self._listener.close()
 
     def _pause(self) -> float:
         deadlines = [one.deadline for one in self._topics.values() if one.message is None]
-        unsent = any(connection.unsent_bytes for connection in self._rank_of)
-        longest = 0.02 if unsent else 0.2
-        return min(longest, max(0.0, min(deadlines, default=longest) - time.monotonic()))
+        return min(0.2, max(0.0, min(deadlines, default=1.0) - time.monotonic()))
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                connection = Connection(client, longest_bytes=_LONGEST_BYTES)
-                self._selector.register(connection, selectors.EVENT_READ)
+    def receive(self, peer: Channel, message: Message) -> None:
+        rank = self._rank_of.setdefault(peer, peer.session.hello["index"])
+        self._connection_of[rank] = peer
+        self._heard[rank] = time.monotonic()
+        if message["kind"] == "gather":
+            self._add(rank, message)
 
-    def _read(self, connection: Connection) -> None:
-        for message in connection.receive():
-            if connection not in self._rank_of:
-                if message.get("token") != self._token:
-                    connection.close()
-                    break
-                rank = int(message["rank"])
-                self._rank_of[connection] = rank
-                self._connection_of[rank] = connection
-                continue
-            rank = self._rank_of[connection]
-            self._heard[rank] = time.monotonic()
-            if message:  # not a heartbeat
-                self._add(rank, message)
-        if connection.closed:
-            self._selector.unregister(connection)
-            rank = self._rank_of.pop(connection, -1)
-            connection.close()
-            if rank >= 0:
-                self._ended.add(rank)
-            if len(self._ended - {0}) == self._world_size - 1:
-                self._all_ended.set()
+    def lost(self, peer: Channel) -> None:
+        self._ended.add(self._rank_of[peer])
+        if len(self._ended - {0}) == self._world_size - 1:
+            self._all_ended.set()
 
     def _add(self, rank: int, message: Message) -> None:
         members = message["ranks"]
@@ -266,6 +244,7 @@ class Server:
             if present and now < topic.deadline:
                 continue
             topic.message = {
+                "kind": "gathered",
                 "topic": name,
                 "values": [topic.values.get(rank) for rank in range(self._world_size)],
                 "ended": sorted(self._ended),
@@ -336,9 +315,9 @@ def join(timeout: float) -> JoinedDoctor:
 
     server = None
     if found.listener is not None:
-        server = Server(found.listener, placement.world_size, found.token)
+        server = Server(found.listener, placement.world_size, found.secret)
     exchange = Exchange(
-        placement.rank, placement.world_size, found.rank_0_addr, found.master_port, found.token
+        placement.rank, placement.world_size, found.rank_0_addr, found.master_port, found.secret
     )
     here = [socket.gethostname(), process.boot_id(), process.namespace("net")]
     hosts = exchange.gather("places", here, _PLACES_SECONDS).values

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from ... import channel
-from ...channel import Channel, Kind, Loop, PeerServer, Secret, is_number, is_text, or_none
+from ...channel import Channel, Kind, Loop, PeerServer, Secret, or_none
 from ...connection import Message
 from ...host import network
 from ...monitor.launch_report import VARIABLE
@@ -25,57 +25,38 @@ LOST_SECONDS = 30  # without any TCP response from the other host
 CONNECT_SECONDS = 60.0
 REFUSED_SECONDS = 5.0
 
-
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _list(value: object) -> bool:
-    return isinstance(value, list)
-
-
-def _dict(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _crc(value: object) -> bool:
-    return type(value) is int
-
-
-_TEXT = is_text(1 << 14)
-
 KINDS: Mapping[str, Kind] = {
     **channel.KINDS,
     # The first message of an agent. index: of its host in the plan. reached: the address by which
     # it has reached launch.py.
-    "agent": Kind(1 << 12, {"index": is_number, "reached": _TEXT, "host": _TEXT}),
+    "agent": Kind(1 << 12, {"index": int, "reached": str, "host": str}),
     # problem: why the ranks cannot start, or "". port: reserved on that host
-    "ready": Kind(1 << 17, {"problem": _TEXT, "port": is_number}),
+    "ready": Kind(1 << 17, {"problem": str, "port": int}),
     "output": Kind(
         1 << 20,  # of twice rank_output's longest line, where each byte may be 6 in JSON
-        {"stream": lambda value: value in (1, 2), "text": is_text(1 << 20), "process": is_number},
+        {"stream": lambda value: value in (1, 2), "text": str, "process": int},
     ),
-    "exit": Kind(256, {"process": is_number, "status": is_number}),
+    "exit": Kind(256, {"process": int, "status": int}),
     "done": Kind(256, {}),  # all processes of the host have ended, and all output was sent
     # Of an agent, or of the rank of a native launcher that has started the watch of its host; see
     # nested.GroupWatch. group: a rank that has one without the others.
-    "group": Kind(256, {"rank": is_number, "size": is_number}),
-    "copies": Kind(256, {"running": _flag}),
-    "handled": Kind(1 << 12, {"signals": _list}),  # those of HELD that all handle
+    "group": Kind(256, {"rank": int, "size": int}),
+    "copies": Kind(256, {"running": bool}),
+    "handled": Kind(1 << 12, {"signals": list}),  # those of HELD that all handle
     # To an agent: the arguments of host_readiness.problem_with(); then what it starts
-    "check": Kind(1 << 18, {"folder": _TEXT, "script": _TEXT, "checksum": or_none(_crc)}),
+    "check": Kind(1 << 18, {"folder": str, "script": str, "checksum": or_none(int)}),
     "start": Kind(
         1 << 24,
         {
-            "launch_id": _TEXT,
-            "host": _TEXT,  # of launch.py
-            "environ": _dict,
-            "output_dir": _TEXT,
-            "watched_ranks": is_number,  # for nested.GroupWatch
-            "processes": _list,  # of host_ranks.HostProcess
+            "launch_id": str,
+            "host": str,  # of launch.py
+            "environ": dict,
+            "output_dir": str,
+            "watched_ranks": int,  # for nested.GroupWatch
+            "processes": list,  # of host_ranks.HostProcess
         },
     ),
-    "signal": Kind(256, {"number": is_number, "to_workers": _flag}),
+    "signal": Kind(256, {"number": int, "to_workers": bool}),
     "end": Kind(256, {}),  # end all processes; to a rank that has joined: the launch has failed
     # The first message of a rank of a native launcher. host: its name, and what distinguishes it
     # from another of that name. process: id, start time, namespace of process ids. port: of rank 0,
@@ -84,15 +65,15 @@ KINDS: Mapping[str, Kind] = {
     "join": Kind(
         1 << 17,
         {
-            "reached": _TEXT,
-            "host": _list,
-            "rank": or_none(is_number),
-            "world_size": or_none(is_number),
-            "local_rank": or_none(is_number),
-            "process": _list,
-            "port": is_number,
-            "cores": or_none(_dict),
-            "problem": _TEXT,
+            "reached": str,
+            "host": list,
+            "rank": or_none(int),
+            "world_size": or_none(int),
+            "local_rank": or_none(int),
+            "process": list,
+            "port": int,
+            "cores": or_none(dict),
+            "problem": str,
         },
     ),
     # The answer. cores: of the host, by local rank. processes: of the ranks of the host, for the
@@ -100,11 +81,11 @@ KINDS: Mapping[str, Kind] = {
     "variables": Kind(
         1 << 22,
         {
-            "variables": _dict,
-            "num_hosts": is_number,
-            "cores": _list,
-            "watched_ranks": is_number,
-            "processes": _list,
+            "variables": dict,
+            "num_hosts": int,
+            "cores": list,
+            "watched_ranks": int,
+            "processes": list,
         },
     ),
 }
@@ -180,7 +161,7 @@ class RankNotices:
         self.launch_secret = launch_secret or os.urandom(16).hex()
         self.saved = False
         self.first_cause: FirstCause | None = None
-        self.listener = self._listen(ports)
+        self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
         self.secret = secret_of(secret)
         self.addresses = ",".join(network.local_addresses() or ["127.0.0.1"])
@@ -193,7 +174,7 @@ class RankNotices:
     def __exit__(self, *_: object) -> None:
         self.listener.close()
 
-    def _listen(self, ports: Sequence[int]) -> socket.socket:
+    def listen(self, ports: Sequence[int]) -> socket.socket:
         for port in ports:
             with suppress(OSError):  # another program uses this port
                 return socket.create_server(("", port), backlog=self.peers)

@@ -35,8 +35,8 @@ def make_plan(
     if environ.get("SLURM_HET_SIZE") and allocation is not None and options.launcher != "local":
         raise PlanError(
             f"{job_name(allocation)} has {environ['SLURM_HET_SIZE']} components "
-            "(SLURM_HET_SIZE). Expected a job whose hosts are all alike. Start the ranks of a "
-            "heterogeneous job with srun: srun --het-group=0,1 python train.py"
+            "(SLURM_HET_SIZE). Expected a job whose hosts are all alike. Start its ranks with "
+            "env -u SLURM_NTASKS -u SLURM_NPROCS srun --het-group=0,1 python train.py"
         )
     hosts = _choose_hosts(options, allocation, host_info)
     given = environ.get(CPU_BIND, "")
