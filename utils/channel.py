@@ -63,7 +63,7 @@ def _one_of(*values: object) -> Check:
     return lambda value: value in values
 
 
-def _or_none(check: Check) -> Check:
+def or_none(check: Check) -> Check:
     return lambda value: value is None or _accepts(check, value)
 
 
@@ -101,21 +101,20 @@ KINDS: dict[str, Kind] = {
         {
             "what": _one_of("failed", "saved"),
             "text": _text(2000),
-            "rank": _or_none(int),
+            "rank": or_none(int),
             "is_over": bool,
         },
     ),
-    "launch": Kind(1 << 26, {"content": dict}),
     # Between the ranks: at the start, then while they run.
     "report": Kind(1 << 18, {"value": dict}),
     "answer": Kind(
         _CAUSE_LIMIT,
-        {"assignment": _or_none(dict), "error": str, "master_addr": str, "host": str},
+        {"assignment": or_none(dict), "error": str, "master_addr": str, "host": str},
     ),
     "connected": Kind(64, {}),
     "start_failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "beat": Kind(1 << 14, {"progress": int, "entered": int, "location": str}),
-    "position": Kind(1 << 20, {"position": _or_none(list)}),
+    "position": Kind(1 << 20, {"position": or_none(list)}),
     GUARDED: Kind(1 << 14, {"state": list, "ends": bool}),  # of the guard at the other end
     "failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "query": Kind(64, {"about": _one_of("lost", "timeout")}),
@@ -127,7 +126,7 @@ KINDS: dict[str, Kind] = {
     "alive": Kind(64, {}),
     "gather": Kind(
         1 << 24,
-        {"topic": str, "value": _anything, "seconds": float, "ranks": _or_none(list)},
+        {"topic": str, "value": _anything, "seconds": float, "ranks": or_none(list)},
     ),
     "gathered": Kind(1 << 24, {"topic": str, "values": list, "ended": list}),
 }
@@ -145,6 +144,7 @@ class Secret(NamedTuple):
     label: str = ""
     credential: str = ""
     read: Callable[[str], bytes] | None = None
+    kinds: Mapping[str, Kind] = KINDS  # that both ends send
 
 
 class HasFileno(Protocol):
@@ -212,7 +212,7 @@ class Session:
             fields = json.loads(body)
         except (ValueError, RecursionError):
             fields = None
-        expected = KINDS[kind].fields
+        expected = self.secret.kinds[kind].fields
         if (
             not isinstance(fields, dict)
             or fields.keys() != expected.keys()
@@ -224,10 +224,11 @@ class Session:
     def _header(self, line: bytes) -> tuple[str, int, str]:
         """Return kind, length and MAC, checked before the body is read."""
         words = line.decode("ascii", "replace").split(" ")
-        known = KINDS if self.is_open else _OF_PROOF
+        kinds = self.secret.kinds
+        known = kinds if self.is_open else _OF_PROOF
         if len(words) != 3 or words[0] not in known or not words[1].isdecimal():
             raise ProtocolError("it sent no message; another program runs there")
-        if int(words[1]) > KINDS[words[0]].limit:
+        if int(words[1]) > kinds[words[0]].limit:
             raise ProtocolError(f"it sent a message of {words[1]} bytes; expected a shorter one")
         return words[0], int(words[1]), words[2]
 

@@ -3,7 +3,6 @@
 With --hold it holds the group until launch.py ends it.
 """
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -37,16 +36,11 @@ def spawned(index: int, address: str, rank: int, world_size: int) -> None:
     hold()
 
 
-def start_two(kind: str) -> None:
-    """Start two processes: a group by themselves, or one with those of the other ranks."""
+def start_two() -> None:
+    """Start two processes, which form a group with those of the other ranks."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if kind == "fork-own":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            place = f"127.0.0.1:{probe.getsockname()[1]}", 0, 2
-    else:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", 2 * rank, 2 * world_size
-    torch.multiprocessing.start_processes(spawned, place, nprocs=2, start_method=kind.split("-")[0])
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", 2 * rank, 2 * world_size
+    torch.multiprocessing.start_processes(spawned, place, nprocs=2, start_method="spawn")
 
 
 def work_without_group() -> None:
@@ -61,15 +55,10 @@ def work_without_group() -> None:
 
 if __name__ == "__main__":
     kind = sys.argv[1]
-    if kind in ("fork-own", "spawn-all"):
-        start_two(kind)
+    if kind == "spawn-all":
+        start_two()
     elif kind == "none":
         work_without_group()
     else:
-        if kind == "rank-0":  # takes itself for rank 0 of 1
-            os.environ.update(RANK="0", WORLD_SIZE="1")
-        if kind == "alone":
-            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                              MASTER_PORT=str(20_000 + os.getpid() % 10_000))
         dist.init_process_group("gloo")
         hold()

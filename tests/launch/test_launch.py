@@ -197,7 +197,7 @@ def test_a_rank_that_fails_ends_the_others(job: Job, by: str, fault: str, status
 
 
 @pytest.mark.parametrize(("by", "words", "size"), [
-    ("openmpi4", "rank-0 --hold", 1), ("ssh", "torchrun 2 --hold", 2), ("mpich5", "alone --hold", 1),
+    ("openmpi4", "torchrun 1 --hold", 1), ("ssh", "torchrun 2 --hold", 2),
     ("ssh", "spawn-all", 4), ("mpich5", "env", 2)])
 def test_process_groups_have_all_ranks_or_end_the_launch(job: Job, by: str, words: str, size: int) -> None:
     """One rank on each host, with torch alone."""

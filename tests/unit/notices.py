@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from utils.channel import Loop
-from utils.tools.launch.rank_notices import NoticeServer, RankNotices
+from utils.tools.launch.launch_connection import LaunchServer, RankNotices
 
 
 @contextmanager
 def served() -> Iterator[RankNotices]:
     ended = threading.Event()
-    with RankNotices(4) as notices, closing(Loop()) as loop, closing(NoticeServer(notices, loop)):
+    with RankNotices(4) as notices, closing(Loop()) as loop, closing(LaunchServer(notices, loop)):
         def serve() -> None:
             while not ended.is_set():
                 loop.run_once(0.01)

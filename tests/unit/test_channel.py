@@ -99,7 +99,7 @@ def hello(**changed: object) -> bytes:
     first_bytes(hello(role=7)), first_bytes(hello(index=-1)), first_bytes(hello(nonce="g" * 32)),
     first_bytes(hello() * 2), first_bytes(b"hello 513 -\n"),
     first_bytes(b"hello 99999999999 -\n"), first_bytes(b"hello -1 -\n"),
-    first_bytes(b"notice 10 -\n"), first_bytes(b"launch 1000 -\n"), first_bytes(b"proof 5 -\n[[[[["),
+    first_bytes(b"notice 10 -\n"), first_bytes(b"ack 2 -\n{}"), first_bytes(b"proof 5 -\n[[[[["),
     first_bytes(b"SSH-2.0-OpenSSH_9.2\r\n"), first_bytes(b"GET / HTTP/1.1\r\n\r\n"), first_bytes(b"\0" * 4097),
     first_bytes(b'{"kit": "ddpkit-1", "token": "secret"}\n')])
 def test_a_peer_without_the_proof_is_refused(talk: Callable[[Session], object]) -> None:
@@ -112,7 +112,7 @@ def test_a_peer_without_the_proof_is_refused(talk: Callable[[Session], object]) 
 @pytest.mark.parametrize("change", [
     lambda first, second: first[:-2] + b" " + first[-1:], lambda first, second: first.replace(b"memory", b"Memory"),
     lambda first, second: first + first, lambda first, second: second, lambda first, second: second + first,
-    lambda first, second: first.replace(b"notice", b"launch"), lambda first, second: b"ack 2 -\n{}",
+    lambda first, second: first.replace(b"notice", b"ack"), lambda first, second: b"ack 2 -\n{}",
     lambda first, second: first.replace(b" ", b" 0", 1).replace(b"}", b" }")])
 def test_a_message_that_was_changed_repeated_or_moved_closes_the_connection(
         change: Callable[[bytes, bytes], bytes]) -> None:

@@ -16,16 +16,16 @@ import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
 from tests.unit.notices import served
-from utils.channel import Channel, Loop, Secret
+from utils.channel import Channel, Loop
+from utils.connection import Message
 from utils.host.cores import cpus_of_mask
 from utils.monitor.launch_report import VARIABLE, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
-from utils.tools.launch.event_loop import CaughtSignals, EventLoop
+from utils.tools.launch.event_loop import EventLoop
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
-from utils.tools.launch.launch_connection import ConnectionServer, Message, send
+from utils.tools.launch.launch_connection import LaunchServer, RankNotices, secret_of
 from utils.tools.launch.launch_plan import Plan
 from utils.tools.launch.launch_result import LaunchResult
-from utils.tools.launch.rank_notices import RankNotices
 
 
 def joined(rank: int, host: str, local_rank: int | None = None) -> JoinedRank:
@@ -71,12 +71,12 @@ class Joining:
     def connect(self, *, secret: str = "", **values: Any) -> Channel:
         addresses, port, right = parse_address(self.notices.variables[VARIABLE])
         peer = Channel(socket.create_connection((addresses[0], port), timeout=10),
-                       Secret((secret or right).encode()), {"role": "rank", "instance": "0" * 16})
+                       secret_of(secret or right), {"role": "rank", "index": 0, "size": 0, "instance": "0" * 16})
         self.received[peer] = []
         rank = values["rank"]
-        message = {"world_size": 3, "host": ["n2" if rank == 2 else "n1"], "reached": "10.0.0.9",
-                   "cores": {"mask": f"{1 << rank:x}", "gpu_nodes": []}, "process": [rank, 1, "pid:[1]"], **values}
-        send(peer, {"join": message})  # type: ignore[typeddict-item]
+        peer.send({"kind": "join", "world_size": 3, "host": ["n2" if rank == 2 else "n1"], "reached": "10.0.0.9",
+                   "local_rank": None, "port": 0, "cores": {"mask": f"{1 << rank:x}", "gpu_nodes": []},
+                   "process": [rank, 1, "pid:[1]"], "problem": "", **values})
         return peer
 
     def join(self, *ranks: dict[str, Any]) -> list[Channel]:
@@ -88,12 +88,12 @@ class Joining:
         for _ in range(20):
             self.loop.run_once(0.02)
             for peer, messages in self.received.items():
-                messages += [message["content"] for message in peer.receive()]
+                messages += peer.receive()
 
 
 @pytest.fixture
 def joining() -> Iterator[Joining]:
-    with RankNotices(4) as notices, CaughtSignals() as signals, closing(EventLoop(signals)) as loop:
+    with RankNotices(4) as notices, EventLoop() as loop:
         made = Joining(notices, loop)
         with closing(made.server):
             yield made
@@ -115,7 +115,7 @@ def test_launch_that_is_not_the_plan_fails(joining: Joining, ranks: list[dict[st
     joining.join(*ranks)
     server = joining.server
     assert message in server.problem and bool(message) == bool(server.problem) and not server.complete
-    assert not any("variables" in one for messages in joining.received.values() for one in messages)
+    assert not any(one["kind"] == "variables" for messages in joining.received.values() for one in messages)
 
 
 def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining) -> None:
@@ -129,7 +129,7 @@ def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining
         ranks[closed].close()
         joining.serve()
         assert joining.server.ended_at is None
-    send(ranks[0], {"ended": True})
+    ranks[0].send({"kind": "done"})
     ranks[0].close()
     joining.serve()
     assert joining.server.ended_at is not None
@@ -138,7 +138,7 @@ def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining
 @pytest.mark.parametrize("rank", [0, 2])
 def test_host_of_rank_0_reports_a_missing_group(joining: Joining, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = joining.join(*ALL)
-    send(ranks[rank], {"copies": True})
+    ranks[rank].send({"kind": "copies", "running": True})
     joining.serve()
     assert ("3 independent copies of train.py are running" in capfd.readouterr().err) == (rank == 0)
 
@@ -180,13 +180,13 @@ def test_the_listener_uses_the_ports_that_ranks_reach() -> None:
         assert len(used) == 2 and used <= {*ports}
 
 
-class OneRank(ConnectionServer):
+class OneRank(LaunchServer):
     """A launch of one rank, which it sends these variables."""
 
     report: dict[str, Any] = {}
 
     def identify(self, peer: Channel, message: Message) -> int:
-        self.report = message["join"]  # type: ignore[assignment]
+        self.report = message
         return 0
 
 
@@ -199,7 +199,7 @@ def started(*program: str, output_dir: str = "", binding: str = "") -> Iterator[
                    "DDPKIT_CPU_BIND": binding}
         words = module_command(sys.executable, "rank_start", [os.getcwd(), "", "", output_dir, *program])
         process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        with closing(OneRank(notices.listener, loop, notices.secret, 1)) as server:
+        with closing(OneRank(notices, loop)) as server:
             while not server.clients:
                 loop.run_once(10)
             yield process, server
@@ -210,7 +210,8 @@ def test_program_without_the_kit_is_bound_to_its_share_of_the_cores() -> None:
     program = ["sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS"]
     with started(*program, binding=f"list:0:{last}") as (process, server):
         cores = server.report["cores"]
-        send(server.clients[0], {"variables": {"RANK": "0", "LOCAL_RANK": "1"}, "cores": [cores, cores]})
+        server.clients[0].send({"kind": "variables", "variables": {"RANK": "0", "LOCAL_RANK": "1"}, "num_hosts": 1,
+                                "cores": [cores, cores], "watched_ranks": 0, "processes": []})
         output, errors = process.communicate(timeout=30)
     assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
     assert output.split()[1:] == [str(last), "1"]

@@ -25,11 +25,10 @@ from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_
 from utils.tools.launch.coordinator import Coordinator
 from utils.tools.launch.host_ranks import shares_of_ranks, start_on_host
 from utils.tools.launch.host_readiness import ReservedPort
-from utils.tools.launch.launch_connection import connect
+from utils.tools.launch.launch_connection import Launch, connect, secret_of_ranks
 from utils.tools.launch.launch_plan import Mpiexec, Plan
 from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, FirstCause, LaunchResult
 from utils.tools.launch.methods import Mpich
-from utils.tools.launch.rank_notices import secret_of_ranks
 from utils.tools.launch.run_plan import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,8 +227,7 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
 
 def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> None:
     result = LaunchResult()
-    plan, listener = make(job("pbs", (1, 1, 1)), PBS), Mock(getsockname=lambda: ("", 1))
-    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), Mock(launch_secret="secret"), result)
+    coordinator = Coordinator(Launch(make(job("pbs", (1, 1, 1)), PBS), "id", *[Mock()] * 4, result))
     for index in (1, 2):
         coordinator.clients[index] = Mock(host_lost=index == 1)
         coordinator.client_lost(index)
@@ -239,16 +237,16 @@ def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> 
 def test_agents_are_sent_the_address_that_reaches_rank_0_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is on the host of launch.py, whose own agent may have reached it by another address."""
     monkeypatch.setattr(network, "local_addresses", lambda: ["10.0.0.1"])
-    notices = Mock(launch_secret="cookie-1", address="10.0.0.1/1/")
+    notices = Mock(launch_secret="cookie-1", addresses="10.0.0.1", port=1)
     environ = {**PBS, "PBS_JOBCOOKIE": "cookie-1", VARIABLE: f"10.0.0.1/1/{secret_of_ranks('cookie-1')}"}
-    plan, listener = make(job("pbs", (1, 1)), environ), Mock(getsockname=lambda: ("", 1))
-    coordinator = Coordinator(plan, "id", Mock(), Mock(), listener, Mock(), notices, LaunchResult())
+    plan = make(job("pbs", (1, 1)), environ)
+    coordinator = Coordinator(Launch(plan, "id", *[Mock()] * 3, notices, LaunchResult()))
     peers = [Mock(**{"socket.getpeername.return_value": (f"10.0.0.{number}", 1)}) for number in (1, 2)]
     for index, peer in enumerate(peers):
-        hello = [index, f"192.0.2.{index}", f"n{index}"]
-        coordinator.receive(peer, {"kind": "launch", "content": {"hello": hello}})
+        hello = {"index": index, "reached": f"192.0.2.{index}", "host": f"n{index}"}
+        coordinator.receive(peer, {"kind": "agent", **hello})
     for index in range(2):
-        coordinator.handle(index, {"ready": ("", 29500)})
+        coordinator.handle(index, {"kind": "ready", "problem": "", "port": 29500})
     sent = str([peer.send.call_args for peer in peers])
     assert "10.0.0.1/1/'" in sent and "'MASTER_ADDR': '192.0.2.1'" in sent
     assert "cookie-1" not in sent and secret_of_ranks("cookie-1") not in sent

@@ -32,7 +32,7 @@ def find_program(name: str) -> str:
     submit to Slurm, and they come before /opt/pbs/bin in a job's PATH. They are passed over.
     """
     path = shutil.which(name)
-    if path is not None and not _submits_to_slurm(path):
+    if path is not None and not submits_to_slurm(path):
         return path
 
     for prefix in (os.environ.get("PBS_EXEC"), configuration().get("PBS_EXEC"), DEFAULT_PREFIX):
@@ -42,7 +42,7 @@ def find_program(name: str) -> str:
     return name
 
 
-def _submits_to_slurm(path: str) -> bool:
+def submits_to_slurm(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             beginning = file.read(4096)

@@ -11,19 +11,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import cast
 
-from ... import connection
 from ...channel import Channel
+from ...connection import Message
 from ...monitor.launch_report import VARIABLE
 from .child_processes import Processes
-from .event_loop import CaughtSignals, EventLoop
+from .event_loop import EventLoop
 from .host_ranks import start_on_host
 from .host_readiness import ReservedPort, problem_with
-from .launch_connection import Message, StartOrder, connect, send
+from .launch_connection import connect, secret_of_ranks
 from .nested import GroupWatch
 from .rank_environment import rank_environment
-from .rank_notices import secret_of_ranks
 from .rank_output import Outputs
 
 SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
@@ -35,22 +33,23 @@ _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
 class Agent:
     """The ranks of this host, led by the coordinator at the other end of the connection."""
 
-    def __init__(self, connection: Channel, secret: str, signals: CaughtSignals) -> None:
+    def __init__(self, connection: Channel, secret: str, loop: EventLoop) -> None:
         self._connection, self._secret = connection, secret
-        self._loop = EventLoop(signals)
-        self._outputs = Outputs(self._loop, self._send_output)
+        self._send = connection.send
+        self._loop = loop
+        self._outputs = Outputs(loop, self._send_output)
         self._port: ReservedPort | None = None
-        self._order: StartOrder | None = None
+        self._order: Message | None = None
         self._end_requested = False
         self._stops: list[tuple[int, bool]] = []  # signal, whether to workers
 
     def run(self) -> int:
         """Serve the coordinator until all is done; return 0 where it knows the result."""
-        with closing(self._loop), closing(self._connection):
+        with closing(self._connection):
             self._connection.attach(self._loop, self._receive, lambda connection: None)
             while self._order is None:
                 self._wait()
-                self._loop.signals.take()
+                self._loop.take_signals()
                 if self._end_requested:
                     return 0
                 if self._connection.closed and self._order is None:
@@ -62,33 +61,30 @@ class Agent:
                 while processes.running:
                     self._step(processes, watch)
                 if watch.ended_without_group(time.monotonic()):
-                    self._send({"copies": False})
+                    self._send({"kind": "copies", "running": False})
                 lost = self._connection.closed
                 self._outputs.drain(_DRAIN_SECONDS, self._wait)
             self._outputs.drain(0.0, self._wait)
-            self._send({"done": True})
+            self._send({"kind": "done"})
             self._wait_for_coordinator()
             return int(lost)
 
-    def _send(self, message: Message) -> None:
-        send(self._connection, message)
-
-    def _receive(self, _: Channel, received: connection.Message) -> None:
-        message = cast(Message, received["content"])
-        if "check" in message:
-            problem = problem_with(*message["check"])
+    def _receive(self, _: Channel, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "check":
+            problem = problem_with(message["folder"], message["script"], message["checksum"])
             self._port = ReservedPort()  # for as long as this process lives
-            self._send({"ready": (problem, self._port.port)})
-        if "start" in message:
-            self._order = message["start"]
-        if "signal" in message:
-            self._stops.append(message["signal"])
-        if "end" in message:
+            self._send({"kind": "ready", "problem": problem, "port": self._port.port})
+        elif kind == "start":
+            self._order = message
+        elif kind == "signal":
+            self._stops.append((message["number"], message["to_workers"]))
+        elif kind == "end":
             self._end_requested = True
 
-    def _start(self, processes: Processes, order: StartOrder) -> None:
+    def _start(self, processes: Processes, order: Message) -> None:
         same_host = order["host"] == socket.gethostname()
-        order["environ"][VARIABLE] += secret_of_ranks(self._secret)
+        order["environ"][VARIABLE] += self._secret
         start_on_host(
             order["processes"],
             rank_environment(order["environ"], os.environ, same_host=same_host),
@@ -103,14 +99,14 @@ class Agent:
         for message in watch.messages(now):
             self._send(message)
         self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held())
-        self._loop.signals.take()  # launch.py passes each stop on
+        self._loop.take_signals()  # launch.py passes each stop on
         if self._end_requested or self._connection.closed:
             processes.end(time.monotonic())
         for number, to_workers in self._stops:
             processes.stop(number, to_workers=to_workers)
         self._stops.clear()
         for index, status in processes.ended():
-            self._send({"exit": (index, status)})
+            self._send({"kind": "exit", "process": index, "status": status})
 
     def _wait(self, *timeouts: float | None) -> None:
         """Run the loop once, at most for the shortest timeout (seconds), and pass output on."""
@@ -119,14 +115,14 @@ class Agent:
 
     def _send_output(self, stream: int, text: bytes, index: int) -> None:
         decoded = text.decode(errors="surrogateescape")
-        self._send({"output": (stream, decoded, index)})
+        self._send({"kind": "output", "stream": stream, "text": decoded, "process": index})
 
     def _wait_for_coordinator(self) -> None:
         """Wait until the coordinator has everything: it closes the connection then."""
         limit = time.monotonic() + _SHUTDOWN_SECONDS
         while not self._connection.closed and (left := limit - time.monotonic()) > 0:
             self._loop.run_once(left)
-            self._loop.signals.take()
+            self._loop.take_signals()
 
 
 def _secret() -> str:
@@ -149,8 +145,8 @@ def main(arguments: Sequence[str]) -> int:
         from ...launchers.detect import detect
 
         index = str(detect().rank)
-    secret = _secret()
-    with CaughtSignals() as signals:
+    secret = secret_of_ranks(_secret())
+    with EventLoop() as loop:
         reached = connect(addresses.split(","), int(port), secret, "agent")
         if reached is None:
             print(
@@ -161,5 +157,6 @@ def main(arguments: Sequence[str]) -> int:
             )
             return 1
         connection, address = reached
-        send(connection, {"hello": (int(index), address, socket.gethostname())})
-        return Agent(connection, secret, signals).run()
+        host = socket.gethostname()
+        connection.send({"kind": "agent", "index": int(index), "reached": address, "host": host})
+        return Agent(connection, secret, loop).run()

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import IO
 
 from ...host import process
@@ -48,12 +47,7 @@ class Processes:
         self._reaper = _Reaper(self._id)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end_all(self._find, TERMINATE_SECONDS if self._running else _LEFTOVER_SECONDS)
         self._poll()
         self._reaper.close()

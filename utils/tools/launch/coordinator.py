@@ -7,24 +7,20 @@ import signal
 import socket
 import time
 from collections import Counter
-from contextlib import ExitStack, closing
 
-from ...channel import Channel, Secret
+from ...channel import Channel
+from ...connection import Message
 from ...host import network
 from ...monitor.launch_report import VARIABLE
 from . import agent
 from .bootstrap import module_command
-from .child_processes import Processes
-from .event_loop import CaughtSignals, EventLoop
 from .host_ranks import host_processes, signals_workers
 from .host_readiness import checksum_of
-from .hosts import index_of
-from .launch_connection import ConnectionServer, Message, StartOrder, peer_address, send
-from .launch_plan import Plan
-from .launch_result import LaunchResult, describe_status
+from .launch_connection import Launch, LaunchServer, address_of_rank_0, peer_address
+from .launch_plan import index_of
+from .launch_result import describe_status
 from .native_launch import more_open_files, start_command
-from .nested import GroupReports
-from .rank_notices import NoticeServer, RankNotices
+from .nested import note_groups
 from .rank_output import labelled, write_output
 
 START_SECONDS = 120.0  # until every agent has connected
@@ -33,71 +29,31 @@ _STARTER_SECONDS = 3.0
 _SHOWN = 8  # hosts in a message
 
 
-def run_agents(
-    plan: Plan,
-    launch_id: str,
-    signals: CaughtSignals,
-    notices: RankNotices,
-    result: LaunchResult,
-) -> None:
-    """Run the plan with an agent on each host, and note the result."""
-    with (
-        Processes(launch_id) as processes,
-        ExitStack() as files,
-        socket.create_server(("", 0), backlog=len(plan.hosts) + 16) as listener,
-        closing(EventLoop(signals)) as loop,
-        closing(NoticeServer(notices, loop)),
-    ):
-        coordinator = Coordinator(
-            plan, launch_id, processes, files, listener, loop, notices, result
-        )
-        coordinator.run()
-        coordinator.wait_for_starters()
-
-
-class Coordinator(ConnectionServer):
+class Coordinator(LaunchServer):
     """One launch by agents, from the start of the agents to the shutdown of the last one.
 
     The index of a client is that of its host in the plan.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        launch_id: str,
-        processes: Processes,
-        files: ExitStack,
-        listener: socket.socket,
-        loop: EventLoop,
-        notices: RankNotices,
-        result: LaunchResult,
-    ) -> None:
-        self._notices = notices
-        secret = Secret(os.fsencode(notices.launch_secret))
-        super().__init__(listener, loop, secret, len(plan.hosts))
-        self._plan, self._id, self._processes = plan, launch_id, processes
-        self._result, self._files, self._signals = result, files, loop.signals
-        self._port = listener.getsockname()[1]
-
+    def __init__(self, launch: Launch) -> None:
+        self._launch, self._plan, self._result = launch, launch.plan, launch.result
+        self._processes = launch.processes
+        super().__init__(launch.notices, launch.loop)
         self._starters: list[tuple[int, ...]] = []  # hosts of each command that starts agents
-        self._host_names: dict[int, str] = {}  # as the agents report them
-        self._reached: dict[
-            Channel, str
-        ] = {}  # the address by which an agent has reached this host
-        self._ready: set[int] = set()  # hosts where the ranks can start
-        self._rank_0_port = 0  # reserved on the first host
+        self._hellos: dict[Channel, Message] = {}  # of the agents
+        self._ready: dict[int, int] = {}  # hosts where the ranks can start: a reserved port of each
         self._ranks_started = False
-        self._running = plan.world_size
+        self._running = launch.plan.world_size
         self._done: set[int] = set()  # hosts whose agent is done or lost
-        self._groups = GroupReports(plan, result)
         self._end_sent_at: float | None = None
 
     def run(self) -> None:
-        """Run until every agent is done or lost."""
+        """Start the agents, and run until every one is done or lost."""
         self._start_agents()
         with more_open_files(2 * len(self._plan.hosts) + 64):
             self._serve()
         self.close()
+        self._wait_for_starters()
 
     def _serve(self) -> None:
         """Handle what happens until every agent is done or lost."""
@@ -107,7 +63,7 @@ class Coordinator(ConnectionServer):
             calm = self._ranks_started and self._result.failed_at is None
             self._loop.run_once(10.0 if calm else 0.2)
             now = time.monotonic()
-            for number in self._signals.take():
+            for number in self._launch.loop.take_signals():
                 self._stop(number, now)
             self._check_starters(now)
             if not self._ranks_started and now > limit:
@@ -119,12 +75,12 @@ class Coordinator(ConnectionServer):
                 )
             self._end_if_failed(now)
 
-    def wait_for_starters(self) -> None:
+    def _wait_for_starters(self) -> None:
         """Let the commands that started agents end by themselves: they may have output left."""
         limit = time.monotonic() + (_STARTER_SECONDS if self._ranks_started else 0)
         while self._processes.running and time.monotonic() < limit:
             self._loop.run_once(0.1)
-            self._signals.take()
+            self._launch.loop.take_signals()
             self._processes.ended()
         if self._plan.method.kill_when_done:
             self._processes.signal(signal.SIGKILL)
@@ -132,17 +88,17 @@ class Coordinator(ConnectionServer):
     # Starting
 
     def _start_agents(self) -> None:
-        addresses = ",".join(network.local_addresses() or ["127.0.0.1"])
+        notices = self._notices
 
         def agent_words(index: str) -> list[str]:
-            arguments = [addresses, str(self._port), index]
+            arguments = [notices.addresses, str(notices.port), index]
             return module_command(self._plan.python, "agent", arguments)
 
-        secret = {agent.SECRET_VARIABLE: self._notices.launch_secret}
+        secret = {agent.SECRET_VARIABLE: notices.launch_secret}
         for start in self._plan.method.agent_starts(self._plan, agent_words, secret):
             self._starters.append(start.hosts)
-            if start.by_native_launcher:
-                start_command(self._plan, self._processes, self._files, start.words, start.environ)
+            if self._plan.method.is_native_launcher:
+                start_command(self._launch, start.words, start.environ)
             else:
                 self._processes.start(start.words, start.environ, stdin=start.stdin)
 
@@ -167,11 +123,12 @@ class Coordinator(ConnectionServer):
                 self._done.update(host for host in hosts if host not in self.clients)
 
     def identify(self, peer: Channel, message: Message) -> int | None:
-        index, reached, host = message["hello"]
-        if not 0 <= index < len(self._plan.hosts) or index in self.clients:
+        if message["kind"] != "agent":
             return None
-        self._host_names[index] = str(host)
-        self._reached[peer] = str(reached)
+        index = message["index"]
+        if index >= len(self._plan.hosts) or index in self.clients:
+            return None
+        self._hellos[peer] = message
         return int(index)
 
     def identified(self, index: int) -> None:
@@ -181,12 +138,13 @@ class Coordinator(ConnectionServer):
             self._order_by_host()
         script = self._plan.script
         checksum = checksum_of(script) if script else None
-        self.send_to_all({"check": (os.getcwd(), script, checksum)})
+        check = {"folder": os.getcwd(), "script": script, "checksum": checksum}
+        self.send_to_all({"kind": "check", **check})
 
     def _order_by_host(self) -> None:
         """Give each agent the index of its host, where hosts have the names of the plan."""
         planned = self._plan.hosts
-        indices = {agent: index_of(name, planned) for agent, name in self._host_names.items()}
+        indices = {peer: index_of(hello["host"], planned) for peer, hello in self._hellos.items()}
         if None in indices.values():
             return
         found = Counter(indices.values())
@@ -199,9 +157,7 @@ class Coordinator(ConnectionServer):
                 time.monotonic(),
             )
             return
-        self.renumber(
-            {index: self.clients[agent] for agent, index in indices.items() if index is not None}
-        )
+        self.renumber({index: peer for peer, index in indices.items() if index is not None})
 
     def _note_ready(self, index: int, problem: str, port: int) -> None:
         if self._ranks_started or self._end_sent_at is not None:
@@ -213,9 +169,7 @@ class Coordinator(ConnectionServer):
                 time.monotonic(),
             )
             return
-        self._ready.add(index)
-        if index == 0:
-            self._rank_0_port = port
+        self._ready[index] = port
         if len(self._ready) == len(self._plan.hosts) and self._result.failed_at is None:
             self._start_ranks()
 
@@ -224,53 +178,47 @@ class Coordinator(ConnectionServer):
         plan = self._plan
         peers = [self.clients[index] for index in range(len(plan.hosts))]
         addresses = [peer_address(peer) for peer in peers]
-        address = addresses[0]
-        local_addresses = network.local_addresses()
-        if address in local_addresses and len(addresses) > 1:
-            # Rank 0 is on this host: the others reach it as their agents have reached us.
-            reached = Counter(
-                self._reached[peer]
-                for peer, of_agent in zip(peers, addresses, strict=True)
-                if of_agent not in local_addresses
-            )
-            address = reached.most_common(1)[0][0] if reached else address
+        own = network.local_addresses()
+        others = zip(peers, addresses, strict=True)
+        reached = [self._hellos[peer]["reached"] for peer, address in others if address not in own]
+        address = address_of_rank_0(addresses[0], reached, own)
 
         # What agents are sent, others may read: they know the cookie, and derive the ranks' secret.
         environ = dict(plan.method.agent_environment(plan.environ))
         environ.pop("PBS_JOBCOOKIE", None)
-        environ[VARIABLE] = self._notices.address
+        environ[VARIABLE] = f"{self._notices.addresses}/{self._notices.port}/"
 
         torchrun = plan.options.torchrun
         for index, peer in enumerate(peers):
-            order = StartOrder(
-                launch_id=f"{self._id}.{index}",
-                host=socket.gethostname(),
-                environ=environ,
-                output_dir="" if torchrun else plan.options.output_dir,
-                watched_ranks=plan.ranks[index] if plan.is_watched else 0,
-                processes=host_processes(
-                    plan, index, address, str(self._rank_0_port), addresses[index]
+            order = {
+                "launch_id": f"{self._launch.id}.{index}",
+                "host": socket.gethostname(),
+                "environ": environ,
+                "output_dir": "" if torchrun else plan.options.output_dir,
+                "watched_ranks": plan.ranks[index] if plan.is_watched else 0,
+                "processes": host_processes(
+                    plan, index, address, str(self._ready[0]), addresses[index]
                 ),
-            )
-            send(peer, {"start": order})
+            }
+            peer.send({"kind": "start", **order})
 
     # Running
 
     def handle(self, index: int, message: Message) -> None:
-        if "ready" in message:
-            self._note_ready(index, *message["ready"])
-        if "output" in message:
-            stream, text, local_rank = message["output"]
-            written = text.encode(errors="surrogateescape")
+        kind = message["kind"]
+        if kind == "ready":
+            self._note_ready(index, message["problem"], message["port"])
+        elif kind == "output":
+            written = message["text"].encode(errors="surrogateescape")
             if self._plan.options.label and not self._plan.options.torchrun:
-                written = labelled(written, self._plan.first_rank(index) + local_rank)
-            write_output(stream, written)
-        if text := self._groups.note(index, message, of_rank_0=index == 0):
-            self._result.fail(text, time.monotonic())
-        if "exit" in message:
-            self._note_exit(index, *message["exit"])
-        if "done" in message:
+                written = labelled(written, self._plan.first_rank(index) + message["process"])
+            write_output(message["stream"], written)
+        elif kind == "exit":
+            self._note_exit(index, message["process"], message["status"])
+        elif kind == "done":
             self._done.add(index)
+        elif text := note_groups(message, self._plan, self._result, of_rank_0=index == 0):
+            self._result.fail(text, time.monotonic())
 
     def _note_exit(self, index: int, local_rank: int, status: int) -> None:
         host, rank = self._plan.hosts[index], None
@@ -302,14 +250,15 @@ class Coordinator(ConnectionServer):
         if self._result.is_last_stop(number, now) or not self._ranks_started:
             self._result.end_now(number, now)
             return
-        self.send_to_all({"signal": (number, signals_workers(self._plan, number))})
+        to_workers = signals_workers(self._plan, number)
+        self.send_to_all({"kind": "signal", "number": number, "to_workers": to_workers})
 
     def _end_if_failed(self, now: float) -> None:
         due = self._result.end_at
         if due is not None and self._end_sent_at is None:
             if now >= due or not self._ranks_started:
                 self._end_sent_at = now
-                self.send_to_all({"end": True})
+                self.send_to_all({"kind": "end"})
         if self._end_sent_at is None:
             return
         # Agents that have not connected are ended together with what starts them.

@@ -138,24 +138,14 @@ def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: 
 
     if len(plan.hosts) == 1:
         options += ["--standalone"]
-    elif plan.options.max_restarts:
-        # Restarted ranks meet again, which needs a store that outlives them.
-        options += [
-            f"--nnodes={len(plan.hosts)}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={address}:{port}",
-            f"--rdzv-id={port}",
-            f"--rdzv-conf=is_host={int(host == 0)}",
-            f"--local-addr={own_address}",
-        ]
     else:
-        options += [
-            f"--nnodes={len(plan.hosts)}",
-            f"--node-rank={host}",
-            f"--master-addr={address}",
-            f"--master-port={port}",
-            f"--local-addr={own_address}",
-        ]
+        options += [f"--nnodes={len(plan.hosts)}", f"--local-addr={own_address}"]
+        if plan.options.max_restarts:  # restarted ranks meet again, in a store that outlives them
+            options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
+            options += [f"--rdzv-id={port}", f"--rdzv-conf=is_host={int(host == 0)}"]
+        else:
+            options += [f"--node-rank={host}", f"--master-addr={address}"]
+            options += [f"--master-port={port}"]
 
     if plan.options.max_restarts:
         python = [word for word in plan.program[:1] if word == plan.python]

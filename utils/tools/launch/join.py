@@ -11,17 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ... import connection
 from ...channel import Channel, Loop
+from ...connection import Message
 from ...host import network
 from ...job.allocation import short_name
 from . import rank_environment as environment
 from .host_ranks import RankMask
-from .launch_connection import ConnectionServer, JoinReport, Message, peer_address, send
+from .launch_connection import LaunchServer, RankNotices, address_of_rank_0, peer_address
 from .launch_plan import Plan
 from .launch_result import LaunchResult
-from .nested import GroupReports
-from .rank_notices import RankNotices
+from .nested import note_groups
 
 START_SECONDS = 120.0  # from one rank to the next, until all have joined
 _SHOWN = 8  # ranks or hosts in a message
@@ -37,24 +36,23 @@ class JoinedRank(NamedTuple):
     reached: str  # the address by which the rank has reached this host
     port: int = 0  # of rank 0: reserved on its host
     cores: RankMask = RankMask(mask="", gpu_nodes=[])
-    process: tuple[int, int | None, str] = (0, None, "")  # see JoinReport
+    process: tuple[int, int | None, str] = (0, None, "")  # see KINDS
 
 
-class JoinServer(ConnectionServer):
+class JoinServer(LaunchServer):
     """The ranks of one launch, until all of them have joined or one could not.
 
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
     it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
     ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
-    started the watch there, until that ends. handled: see Message, by such a rank.
+    started the watch there, until that ends. handled: see KINDS, by such a rank.
     """
 
     def __init__(self, plan: Plan, notices: RankNotices, loop: Loop, result: LaunchResult) -> None:
-        super().__init__(notices.listener, loop, notices.secret, plan.world_size)
-        self._plan, self._notices = plan, notices
+        super().__init__(notices, loop)
+        self._plan, self._result = plan, result
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
-        self._groups = GroupReports(plan, result)
         self._limit = time.monotonic() + START_SECONDS
         self.watched: set[int] = set()
         self._handled: dict[int, list[int]] = {}
@@ -62,10 +60,6 @@ class JoinServer(ConnectionServer):
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
         self.problem = ""
-
-    def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until missing ranks are an error; None where none are expected."""
-        return None if self.complete or self.problem else max(0.0, self._limit - now)
 
     def wait_longer(self, now: float) -> None:
         """Start the time limit anew: the launcher itself waits for resources."""
@@ -101,14 +95,8 @@ class JoinServer(ConnectionServer):
             return []
         return [host for host in self._plan.hosts if short_name(host) not in found][:_SHOWN]
 
-    def receive(self, peer: Channel, message: connection.Message) -> None:
-        if message["kind"] == "notice":
-            self._notices.note(peer, message)
-        else:
-            super().receive(peer, message)
-
     def identify(self, peer: Channel, message: Message) -> int | None:
-        joined = self._checked(message["join"], peer)
+        joined = self._checked(message, peer) if message["kind"] == "join" else None
         if joined is None:
             return None
         self._joined[joined.rank] = joined
@@ -136,9 +124,9 @@ class JoinServer(ConnectionServer):
         for rank, variables in variables_of.items():
             on_host = by_host[variables["NODE_RANK"]]
             processes = [one.process for one in on_host] if rank in self.watched else []
-            send(
-                self.clients[rank],
+            self.clients[rank].send(
                 {
+                    "kind": "variables",
                     "variables": variables,
                     "num_hosts": num_hosts,
                     "cores": [one.cores for one in on_host],
@@ -149,11 +137,11 @@ class JoinServer(ConnectionServer):
 
     def handle(self, index: int, message: Message) -> None:
         of_rank_0 = self._joined[index].host == self._joined[0].host
-        text = self._groups.note(index, message, of_rank_0=of_rank_0)
+        text = note_groups(message, self._plan, self._result, of_rank_0=of_rank_0)
         self.problem = self.problem or text
-        if "handled" in message:
-            self._handled[index] = message["handled"]
-        self._end_reported |= message.get("ended", False)
+        if message["kind"] == "handled":
+            self._handled[index] = message["signals"]
+        self._end_reported |= message["kind"] == "done"
 
     def client_lost(self, index: int) -> None:
         self.watched.discard(index)
@@ -172,11 +160,11 @@ class JoinServer(ConnectionServer):
             f"{socket.gethostname()}"
         )
 
-    def _checked(self, report: JoinReport, peer: Channel) -> JoinedRank | None:
+    def _checked(self, report: Message, peer: Channel) -> JoinedRank | None:
         """Return a rank's report if it matches the plan; else fail the launch."""
-        host = tuple(map(str, report["host"]))
-        who = f"rank {report['rank']}" if "rank" in report else "a rank"
-        if report.get("problem"):
+        host, rank, world_size = tuple(report["host"]), report["rank"], report["world_size"]
+        who = "a rank" if rank is None else f"rank {rank}"
+        if report["problem"]:
             self._fail(
                 f"{who} on {host[0]}: {report['problem']}. Expected the same files on every host, "
                 "and one launcher. Correct that, and start again"
@@ -186,7 +174,6 @@ class JoinServer(ConnectionServer):
             self._fail(f"{who} on {host[0]} has joined a launch that is complete")
             return None
 
-        rank, world_size = int(report["rank"]), int(report["world_size"])
         if world_size != self._plan.world_size or rank in self._joined:
             wrong_size = world_size != self._plan.world_size
             found = f"{world_size} ranks" if wrong_size else f"rank {rank} twice"
@@ -196,16 +183,8 @@ class JoinServer(ConnectionServer):
                 f"{self._launcher} line above"
             )
             return None
-        return JoinedRank(
-            rank,
-            report.get("local_rank"),
-            host,
-            peer_address(peer),
-            str(report["reached"]),
-            int(report.get("port", 0)),
-            report["cores"],
-            report["process"],
-        )
+        known = {**report, "host": host, "address": peer_address(peer)}
+        return JoinedRank(**{name: known[name] for name in JoinedRank._fields})
 
     def _expected(self) -> str:
         pairs = list(zip(self._plan.hosts, self._plan.ranks, strict=True))
@@ -215,7 +194,7 @@ class JoinServer(ConnectionServer):
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem
-        self.send_to_all({"failed": True})
+        self.send_to_all({"kind": "end"})
 
 
 def mismatch(plan: Plan, joined: list[JoinedRank]) -> str:
@@ -256,7 +235,10 @@ def rank_variables(
     for rank in sorted(joined):
         hosts.setdefault(joined[rank].host, []).append(joined[rank])
 
-    address = _address_of_rank_0(joined, own_addresses) if len(hosts) > 1 else "127.0.0.1"
+    address, first = "127.0.0.1", joined[0]
+    if len(hosts) > 1:
+        reached = [rank.reached for rank in joined.values() if rank.host != first.host]
+        address = address_of_rank_0(first.address, reached, own_addresses)
     variables = {}
     for node_rank, ranks in enumerate(hosts.values()):
         of_launcher = [rank.local_rank for rank in ranks if rank.local_rank is not None]
@@ -270,19 +252,9 @@ def rank_variables(
                 local_world_size=len(ranks),
                 node_rank=node_rank,
                 address=address,
-                port=joined[0].port,
+                port=first.port,
             )
     return variables
-
-
-def _address_of_rank_0(joined: Mapping[int, JoinedRank], own_addresses: set[str]) -> str:
-    """Return the address by which the other hosts reach rank 0."""
-    first = joined[0]
-    if not network.is_loopback(first.address) and first.address not in own_addresses:
-        return first.address
-    # Rank 0 is on this host: the others reach it as they have reached launch.py.
-    reached = Counter(rank.reached for rank in joined.values() if rank.host != first.host)
-    return reached.most_common(1)[0][0]
 
 
 def _describe(joined: Iterable[JoinedRank]) -> str:

@@ -196,21 +196,10 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     command = args.command
     if args.container:
         command = in_container(args.container, command, gpu_vendor(), programs)
-    has_input, waits = _own_input()
-    options = Options(
-        launcher="mpiexec" if path else args.launcher,
-        torchrun=args.torchrun,
-        max_restarts=args.max_restarts,
-        ntasks_per_node=args.ntasks_per_node,
-        nodes=args.nodes,
-        nodelist=args.nodelist,
-        ntasks=args.ntasks,
-        label=args.label,
-        output_dir=os.path.abspath(args.output_dir) if args.output_dir else "",
-        independent=args.independent,
-        input=has_input,
-        input_waits=waits,
-    )
+    args.launcher = "mpiexec" if path else args.launcher
+    args.output_dir = os.path.abspath(args.output_dir) if args.output_dir else ""
+    args.input, args.input_waits = _own_input()
+    options = Options(*(getattr(args, name) for name in Options._fields))
     allocation = current_allocation()
     is_root = os.geteuid() == 0
     python = _python_for_ranks(args)

@@ -1,96 +1,120 @@
-"""Send and receive the messages between the processes of a launch."""
+"""The messages between the processes of a launch, and the server that receives them."""
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import TypedDict, cast
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
-from ... import channel, connection
-from ...channel import Channel, Loop, PeerServer, Secret
-from .host_ranks import HostProcess, RankMask
+from ... import channel
+from ...channel import Channel, Kind, Loop, PeerServer, Secret, or_none
+from ...connection import Message
+from ...host import network
+from ...monitor.launch_report import VARIABLE
+from .child_processes import Processes
+from .event_loop import EventLoop
+from .launch_plan import Plan
+from .launch_result import FirstCause, LaunchResult
 
 LOST_SECONDS = 30  # without any TCP response from the other host
 CONNECT_SECONDS = 60.0
 REFUSED_SECONDS = 5.0
-_POLL_SECONDS = 60.0
+
+KINDS: Mapping[str, Kind] = {
+    **channel.KINDS,
+    # The first message of an agent. index: of its host in the plan. reached: the address by which
+    # it has reached launch.py.
+    "agent": Kind(1 << 12, {"index": int, "reached": str, "host": str}),
+    # problem: why the ranks cannot start, or "". port: reserved on that host
+    "ready": Kind(1 << 17, {"problem": str, "port": int}),
+    "output": Kind(
+        1 << 20,  # of twice rank_output's longest line, where each byte may be 6 in JSON
+        {"stream": lambda value: value in (1, 2), "text": str, "process": int},
+    ),
+    "exit": Kind(256, {"process": int, "status": int}),
+    "done": Kind(256, {}),  # all processes of the host have ended, and all output was sent
+    # Of an agent, or of the rank of a native launcher that has started the watch of its host; see
+    # nested.GroupWatch. group: a rank that has one without the others.
+    "group": Kind(256, {"rank": int, "size": int}),
+    "copies": Kind(256, {"running": bool}),
+    "handled": Kind(1 << 12, {"signals": list}),  # those of HELD that all handle
+    # To an agent: the arguments of host_readiness.problem_with(); then what it starts
+    "check": Kind(1 << 18, {"folder": str, "script": str, "checksum": or_none(int)}),
+    "start": Kind(
+        1 << 24,
+        {
+            "launch_id": str,
+            "host": str,  # of launch.py
+            "environ": dict,
+            "output_dir": str,
+            "watched_ranks": int,  # for nested.GroupWatch
+            "processes": list,  # of host_ranks.HostProcess
+        },
+    ),
+    "signal": Kind(256, {"number": int, "to_workers": bool}),
+    "end": Kind(256, {}),  # end all processes; to a rank that has joined: the launch has failed
+    # The first message of a rank of a native launcher. host: its name, and what distinguishes it
+    # from another of that name. process: id, start time, namespace of process ids. port: of rank 0,
+    # reserved on its host. cores: a host_ranks.RankMask. problem: why the rank cannot start, or "";
+    # the rest may be unknown then.
+    "join": Kind(
+        1 << 17,
+        {
+            "reached": str,
+            "host": list,
+            "rank": or_none(int),
+            "world_size": or_none(int),
+            "local_rank": or_none(int),
+            "process": list,
+            "port": int,
+            "cores": or_none(dict),
+            "problem": str,
+        },
+    ),
+    # The answer. cores: of the host, by local rank. processes: of the ranks of the host, for the
+    # one that starts the watch there.
+    "variables": Kind(
+        1 << 22,
+        {
+            "variables": dict,
+            "num_hosts": int,
+            "cores": list,
+            "watched_ranks": int,
+            "processes": list,
+        },
+    ),
+}
 
 
-class JoinReport(TypedDict, total=False):
-    """What a rank of a native launcher reports when it joins the launch."""
-
-    reached: str  # the address by which it has reached launch.py
-    host: list[str]  # the host's name, and what distinguishes it from another of that name
-    rank: int
-    world_size: int
-    local_rank: int | None  # None where the launcher does not set it
-    process: tuple[int, int | None, str]  # process id, start time, namespace of process ids
-    port: int  # of rank 0: reserved on its host
-    cores: RankMask
-    problem: str  # why the rank cannot start; empty where it can
+def secret_of_ranks(launch_secret: str) -> str:
+    """Return the secret that ranks use, which an agent derives from its own."""
+    return hmac.digest(os.fsencode(launch_secret), b"ranks", "sha256")[:16].hex()
 
 
-class StartOrder(TypedDict):
-    """What an agent starts on its host."""
-
-    launch_id: str
-    host: str  # of launch.py
-    environ: dict[str, str]
-    output_dir: str
-    watched_ranks: int  # for nested.GroupWatch
-    processes: list[HostProcess]
-
-
-class Message(TypedDict, total=False):
-    """One message. Each has one of these keys; more may be added."""
-
-    # agent -> coordinator
-    # Of the first message: index of its host in the plan, the address by which it has reached
-    # launch.py, name of its host
-    hello: tuple[int, str, str]
-    ready: tuple[str, int]  # why the ranks cannot start, or ""; a port that is reserved there
-    output: tuple[int, str, int]  # stream (1 or 2), text, index of the process
-    exit: tuple[int, int]  # index of the process, exit status
-    groups: list[tuple[int, int]]  # see nested.GroupWatch; also from a host with native ranks
-    copies: bool  # no rank of the host has formed a group: they run (true), or have ended
-    done: bool  # all processes have ended and all output was sent
-    # coordinator -> agent
-    check: tuple[str, str, int | None]  # arguments of host_readiness.problem_with()
-    start: StartOrder
-    signal: tuple[int, bool]  # number; whether it is for torchrun's workers only
-    end: bool  # end all processes
-    # rank -> launch.py, and the response
-    join: JoinReport
-    variables: dict[str, str]
-    num_hosts: int  # of the launch; beside `variables`
-    cores: list[RankMask]  # of the host, by local rank; beside `variables`
-    watched_ranks: int  # for nested.GroupWatch
-    # Of the ranks of the host, for the one that starts the watch there; beside `variables`
-    processes: list[tuple[int, int | None, str]]
-    handled: list[int]  # the signals of HELD that all ranks of the host handle
-    ended: bool  # all ranks of the host have
-    failed: bool
-
-
-def send(peer: Channel, message: Message, timeout: float = 0.0) -> None:
-    """Send a message, or keep what the kernel does not take within `timeout` seconds."""
-    peer.send({"kind": "launch", "content": message}, timeout)
-
-
-def wait_for_message(peer: Channel) -> Message | None:
-    """Wait for the next message, however long; None when the other end is gone."""
-    while True:
-        with suppress(TimeoutError):
-            message = peer.receive_one(_POLL_SECONDS)
-            return cast(Message, message["content"]) if message else None
+def secret_of(text: str) -> Secret:
+    """Return what the processes of a launch prove to each other. text: known to all of them."""
+    return Secret(os.fsencode(text), kinds=KINDS)
 
 
 def peer_address(peer: Channel) -> str:
     """Return the address of the other end, as this host sees it."""
     return str(peer.socket.getpeername()[0])
+
+
+def address_of_rank_0(address: str, reached: Sequence[str], own: Collection[str]) -> str:
+    """Return the address by which other hosts reach rank 0.
+
+    address: of its host, as this one sees it. reached: the addresses by which peers of other hosts
+    have reached this one. own: the addresses of this host.
+    """
+    if reached and (network.is_loopback(address) or address in own):
+        return Counter(reached).most_common(1)[0][0]  # rank 0 is on this host
+    return address
 
 
 def connect(
@@ -105,7 +129,7 @@ def connect(
         refused = 0
         for address in addresses:
             try:
-                peer = channel.connect(address, port, Secret(os.fsencode(secret)), role)
+                peer = channel.connect(address, port, secret_of(secret), role)
                 peer.keep_alive(LOST_SECONDS)
                 return peer, address
             except ConnectionRefusedError:
@@ -120,20 +144,83 @@ def connect(
     return None
 
 
-class ConnectionServer(PeerServer):
-    """The clients of a launch: agents, or ranks that join it. Subclasses handle their messages.
+class RankNotices:
+    """What the ranks have reported, and the socket where a launch listens. A context manager.
 
+    launch_secret: what agents know, and derive the secret of the ranks from. addresses, port: where
+    this process listens. variables: the environment variables that the ranks need. saved: all ranks
+    have saved. first_cause: the last one that was reported, as torchrun may have restarted the
+    ranks after an earlier one.
+    """
+
+    def __init__(
+        self, peers: int, ports: Sequence[int] = (), launch_secret: str | None = None
+    ) -> None:
+        """peers: that may connect at once. ports: those the ranks can reach; () for any."""
+        self.peers = peers
+        self.launch_secret = launch_secret or os.urandom(16).hex()
+        self.saved = False
+        self.first_cause: FirstCause | None = None
+        self.listener = self.listen(ports)
+        secret = secret_of_ranks(self.launch_secret)
+        self.secret = secret_of(secret)
+        self.addresses = ",".join(network.local_addresses() or ["127.0.0.1"])
+        self.port = int(self.listener.getsockname()[1])
+        self.variables = {VARIABLE: f"{self.addresses}/{self.port}/{secret}"}
+
+    def __enter__(self) -> RankNotices:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+
+    def listen(self, ports: Sequence[int]) -> socket.socket:
+        for port in ports:
+            with suppress(OSError):  # another program uses this port
+                return socket.create_server(("", port), backlog=self.peers)
+        return socket.create_server(("", 0), backlog=self.peers)
+
+    def note(self, peer: Channel, message: Message) -> None:
+        """Note what a rank reports, and let it know: it may end then."""
+        if message["what"] == "saved":
+            self.saved = True
+        else:
+            text, rank = message["text"], message["rank"]
+            known = self.first_cause
+            if rank is None and known is not None and known.text == text:
+                rank = known.rank  # a rank that was told the cause repeats it when rank 0 has left
+            self.first_cause = FirstCause(text, rank, message["is_over"])
+        peer.send({"kind": "ack"})
+
+
+class Launch(NamedTuple):
+    """A launch that runs."""
+
+    plan: Plan
+    id: str
+    processes: Processes
+    files: ExitStack  # removes files at the end
+    loop: EventLoop
+    notices: RankNotices
+    result: LaunchResult
+
+
+class LaunchServer(PeerServer):
+    """Serves notices, and the clients of a launch: agents, or ranks that join it.
+
+    Subclasses handle the messages of clients; this class has none.
     clients: the connection of each client that was identified, by its index.
     """
 
-    def __init__(self, listener: socket.socket, loop: Loop, secret: Secret, size: int) -> None:
+    def __init__(self, notices: RankNotices, loop: Loop) -> None:
         self.clients: dict[int, Channel] = {}
         self._indices: dict[Channel, int] = {}
-        super().__init__(listener, loop, secret, size)
+        self._notices = notices
+        super().__init__(notices.listener, loop, notices.secret, notices.peers)
 
     def identify(self, peer: Channel, message: Message) -> int | None:
         """Return the index of the client with this first message; None to refuse it."""
-        raise NotImplementedError
+        return None
 
     def identified(self, index: int) -> None:
         """Handle that a client was added to `clients`."""
@@ -146,21 +233,23 @@ class ConnectionServer(PeerServer):
 
     def send_to_all(self, message: Message) -> None:
         for peer in self.clients.values():
-            send(peer, message)
+            peer.send(message)
 
     def renumber(self, clients: dict[int, Channel]) -> None:
         """Replace the indices of the clients."""
         self.clients = clients
         self._indices = {peer: index for index, peer in clients.items()}
 
-    def receive(self, peer: Channel, message: connection.Message) -> None:
-        content = cast(Message, message["content"])
+    def receive(self, peer: Channel, message: Message) -> None:
+        if message["kind"] == "notice":
+            self._notices.note(peer, message)
+            return
         if peer in self._indices:
-            self.handle(self._indices[peer], content)
+            self.handle(self._indices[peer], message)
             return
 
         peer.keep_alive(LOST_SECONDS)
-        index = self.identify(peer, content)
+        index = self.identify(peer, message)
         if index is None:
             peer.close()
             return

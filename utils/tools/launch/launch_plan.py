@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from ...job.allocation import Allocation
+from ...job.allocation import Allocation, short_name
 from .child_processes import Processes
 
 HOST_FILE = "@hosts@"  # in a command: the path of a file with Method.host_file()
@@ -90,7 +90,6 @@ class AgentStart(NamedTuple):
     hosts: tuple[int, ...]  # indices of the hosts in the plan
     environ: Mapping[str, str]
     stdin: bytes = b""
-    by_native_launcher: bool = False  # one command for all hosts, whose words may stand for files
 
 
 class Plan(NamedTuple):
@@ -126,6 +125,11 @@ class Plan(NamedTuple):
     def native_launcher_starts_ranks(self) -> bool:
         """Whether one command, srun or an mpiexec, starts all ranks."""
         return self.method.is_native_launcher and not self.options.torchrun
+
+    @property
+    def launcher_labels_output(self) -> bool:
+        """Whether the native launcher is to put the rank before each line of output."""
+        return self.options.label and self.native_launcher_starts_ranks
 
     @property
     def uses_agents(self) -> bool:
@@ -186,10 +190,6 @@ class Method:
         """Return the command that runs `words` on one host of the plan."""
         return list(words)
 
-    def starts_directly(self, plan: Plan, host: str) -> bool:
-        """Return whether the agent of that host is a child of launch.py with its environment."""
-        return self.local
-
     def job_secret(self) -> str | None:
         """Return a secret that only processes of this job know; None where there is none."""
         return None
@@ -206,9 +206,10 @@ class Method:
         for index, host in enumerate(plan.hosts):
             # A stop of PBS signals all processes of a job's first host; stops travel in band.
             script = "trap '' TERM INT USR1 USR2 HUP; exec \"$@\""
-            command = self.reach(plan, host, agent(str(index)))
+            own = agent(str(index))
+            command = self.reach(plan, host, own)
             words = ["/bin/sh", "-c", script, "launch", *command]
-            if self.starts_directly(plan, host):
+            if command == own:  # a child of launch.py, with its environment
                 start = AgentStart(words, (index,), {**plan.environ, **secret})
             else:
                 text = "".join(f"{value}\n" for value in secret.values())
@@ -252,3 +253,15 @@ class Method:
     def keeps_job_layout(self) -> bool:
         """Whether the scheduler distributes the job's own tasks over its hosts in its own order."""
         return False
+
+
+def index_of(host: str, hosts: Sequence[str]) -> int | None:
+    """Return the index of a host among names with or without a domain; None where it is not."""
+    return next(
+        (index for index, name in enumerate(hosts) if short_name(name) == short_name(host)), None
+    )
+
+
+def job_name(allocation: Allocation) -> str:
+    scheduler = "Slurm" if allocation.scheduler == "slurm" else "PBS"
+    return f"{scheduler} job {allocation.job_id}"

@@ -5,27 +5,26 @@ from __future__ import annotations
 import os
 import re
 import resource
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
 from . import remote_shell
 from .bootstrap import module_command
-from .child_processes import HELD, Processes
-from .event_loop import CaughtSignals, EventLoop
+from .child_processes import HELD
 from .host_readiness import checksum_of
 from .join import JoinServer
+from .launch_connection import Launch
 from .launch_plan import HOST_FILE, REMOTE_SHELL, Plan
-from .launch_result import LaunchResult, describe_status, print_error, print_status
-from .rank_notices import RankNotices
+from .launch_result import describe_status, print_error, print_status
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
 RETURN_SECONDS = 60.0  # after the end of all ranks
@@ -33,42 +32,16 @@ _REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
 
 
-def run_native_launcher(
-    plan: Plan,
-    launch_id: str,
-    signals: CaughtSignals,
-    notices: RankNotices,
-    result: LaunchResult,
-) -> None:
-    """Run the plan with the plan's native launcher, and note the result."""
-    with (
-        Processes(launch_id) as processes,
-        ExitStack() as files,
-        closing(EventLoop(signals)) as loop,
-    ):
-        _NativeLaunch(plan, processes, files, notices, loop, result).run()
-
-
-class _NativeLaunch:
+class NativeLaunch:
     """The command of a native launcher, from its start to its end."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        processes: Processes,
-        files: ExitStack,
-        notices: RankNotices,
-        loop: EventLoop,
-        result: LaunchResult,
-    ) -> None:
-        self._plan, self._processes, self._files = plan, processes, files
-        self._notices, self._loop = notices, loop
-        self._program = os.path.basename(plan.method.path)
-        self._ranks = JoinServer(plan, notices, loop, result)
-        self._result = result
-        self._errors: SrunErrors | None = None
+    def __init__(self, launch: Launch) -> None:
+        self._launch, self._plan, self._result = launch, launch.plan, launch.result
+        self._processes, self._notices, self._loop = launch.processes, launch.notices, launch.loop
+        self._program = os.path.basename(launch.plan.method.path)
+        self._ranks = JoinServer(launch.plan, launch.notices, launch.loop, launch.result)
+        self._errors = SrunErrors(None)
         self._rank_failed_at: float | None = None
-        self._pass_term_at: float | None = None
         self._held: set[int] = set()  # signals for which not all ranks have a handler yet
         self._reported_waiting = self._ending = False
 
@@ -76,9 +49,7 @@ class _NativeLaunch:
         method = self._plan.method
         words = module_command(self._plan.python, "rank_start", rank_arguments(self._plan))
         child = start_command(
-            self._plan,
-            self._processes,
-            self._files,
+            self._launch,
             method.command(self._plan, words),
             self._plan.environ,
             subprocess.PIPE if method.reports_errors else None,
@@ -91,12 +62,11 @@ class _NativeLaunch:
         # The command has started: it and the ranks keep the user's limit of open files.
         with more_open_files(2 * self._plan.world_size + 64):
             status = self._wait_for_end()
-            if self._errors is not None:
-                self._errors.drain()
+            self._errors.drain()
             self._receive_last_reports()
             self._ranks.close()
 
-        reason, lost_hosts = self._errors.reason() if self._errors is not None else ("", [])
+        reason, lost_hosts = self._errors.reason()
         self._result.lost_hosts.update(lost_hosts)
         if reason and (lost_hosts or not self._rank_failed_by_itself()):
             self._result.reason = f"Slurm has ended the ranks: {reason}"
@@ -111,21 +81,14 @@ class _NativeLaunch:
         """Serve until the command has ended; return its exit status."""
         status = 0
         while self._processes.running:
-            now = time.monotonic()
-            self._loop.run_once(
-                self._processes.kill_late(now),
-                self._ranks.seconds_left(now),
-                None if self._pass_term_at is None else max(0.0, self._pass_term_at - now),
-                None if self._rank_failed_at is None and self._ranks.ended_at is None else 1.0,
-            )
+            self._loop.run_once(1.0, self._processes.kill_late(time.monotonic()))
             self._handle_signals()
             now = time.monotonic()
             self._end_if_failed(now)
             self._end_if_left_behind(now)
             self._ranks.check_time(now)
-            if self._ranks.problem and not self._ending:
-                self._result.fail(self._ranks.problem, now)
-                self._end(now)
+            if self._ranks.problem:
+                self._give_up(self._ranks.problem, now)
             status = max([status, *(ended for _, ended in self._processes.ended())])
         return status
 
@@ -134,40 +97,36 @@ class _NativeLaunch:
         limit = time.monotonic() + _REPORT_SECONDS
         while not self._result.status and self._ranks.watched and time.monotonic() < limit:
             self._loop.run_once(limit - time.monotonic())
-            self._loop.signals.take()
+            self._loop.take_signals()
 
     def _end_if_failed(self, now: float) -> None:
         """End the command if it still runs long after a rank failed: it waits for a dead host."""
-        first = self._errors.first if self._errors is not None else None
+        first = self._errors.first
         reported = self._notices.first_cause  # after an exception, a program may go on or try again
         if self._rank_failed_at is None and (first or reported and reported.is_over):
             self._rank_failed_at = now
-        if self._rank_failed_at is None or self._ending:
-            return
-        if now >= self._result.end_after(self._rank_failed_at, _END_SECONDS):
-            self._result.fail(
-                f"{self._program} has not ended within {now - self._rank_failed_at:.0f} s of the "
+        failed_at = self._rank_failed_at
+        if failed_at is not None and now >= self._result.end_after(failed_at, _END_SECONDS):
+            self._give_up(
+                f"{self._program} has not ended within {now - failed_at:.0f} s of the "
                 "first failure: a host may be down, or a rank does not end. "
                 f"{self._program} will be ended",
                 now,
                 first.status if first else 1,
             )
-            self._end(now)
 
     def _end_if_left_behind(self, now: float) -> None:
         """End the command if it runs long after all ranks: srun waits for a lost slurmstepd."""
         ended_at = self._ranks.ended_at
-        if ended_at is not None and now >= ended_at + RETURN_SECONDS and not self._ending:
-            self._result.fail(
+        if ended_at is not None and now >= ended_at + RETURN_SECONDS:
+            self._give_up(
                 f"all ranks have ended, but {self._program} has not within {now - ended_at:.0f} s: "
                 "a process of the launcher on a host may be lost, and with it the exit status of "
                 f"a rank. {self._program} will be ended. Check the hosts",
                 now,
             )
-            self._end(now)
 
     def _read_errors(self, events: int) -> None:
-        assert self._errors is not None
         self._errors.pass_on()
         if self._errors.waits_for_resources:
             self._ranks.wait_longer(time.monotonic())
@@ -182,11 +141,11 @@ class _NativeLaunch:
 
     def _handle_signals(self) -> None:
         now = time.monotonic()
-        for number in self._loop.signals.take():
+        for number in self._loop.take_signals():
             if self._result.is_last_stop(number, now):
                 self._end(now)
-            elif self._errors is not None and number == signal.SIGTERM:
-                self._pass_term_at = now + _ABORT_SECONDS
+            elif self._plan.method.reports_errors and number == signal.SIGTERM:
+                self._loop.after(_ABORT_SECONDS, self._pass_term)
             elif number in HELD:
                 self._held.add(number)
             else:
@@ -194,11 +153,11 @@ class _NativeLaunch:
         for number in filter(self._ranks.all_handle, list(self._held)):
             self._held.remove(number)
             self._signal(number)
-        if self._pass_term_at is not None and now >= self._pass_term_at:
-            self._pass_term_at = None
-            # Slurm has signalled the ranks itself where it ends the whole job.
-            if self._errors is None or not self._errors.aborted:
-                self._signal(signal.SIGTERM)
+
+    def _pass_term(self) -> None:
+        """Pass SIGTERM on, unless Slurm has sent it itself, as it ends the whole job."""
+        if not self._errors.aborted:
+            self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
         self._plan.method.send_signal(number, self._pid, self._plan, self._processes)
@@ -206,6 +165,12 @@ class _NativeLaunch:
     def _end(self, now: float) -> None:
         self._ending = True
         self._processes.end(now)
+
+    def _give_up(self, problem: str, now: float, status: int = 1) -> None:
+        """End the command because of a problem, unless it is being ended."""
+        if not self._ending:
+            self._result.fail(problem, now, status)
+            self._end(now)
 
     def _status_of_ranks(self, status: int, by_signal: bool) -> int:
         """Derive the exit status of the launch from that of the command; print the reason.
@@ -215,7 +180,7 @@ class _NativeLaunch:
         if self._notices.saved or not status and self._ranks.complete:
             return status
 
-        first = self._errors.first if self._errors is not None else None
+        first = self._errors.first
         if self._result.reason:
             return status or 1
         if not status:  # for example a site's wrapper around the command, which loses the status
@@ -226,11 +191,9 @@ class _NativeLaunch:
             who = f"rank {first.ranks}" + (f" on {first.host}" if first.host else "")
             rank = int(first.ranks) if first.ranks.isdecimal() else None
             self._result.process_ended(who, status, time.monotonic(), others=False, rank=rank)
-        elif by_signal or status < 128:
-            ended = f"{self._program} {describe_status(status)}"
-            self._result.fail(ended, time.monotonic(), status)
         else:
-            ended = f"{self._program} reports that a rank {describe_status(status)}"
+            who = "" if by_signal or status < 128 else "reports that a rank "
+            ended = f"{self._program} {who}{describe_status(status)}"
             self._result.fail(ended, time.monotonic(), status)
 
         if not self._ranks.complete:
@@ -238,7 +201,7 @@ class _NativeLaunch:
         return status
 
     def _rank_failed_by_itself(self) -> bool:
-        first = self._errors.first if self._errors is not None else None
+        first = self._errors.first
         ended = (0, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
         return (first.status if first else self._result.status) not in ended
 
@@ -272,24 +235,22 @@ def more_open_files(count: int) -> Iterator[None]:
 
 
 def start_command(
-    plan: Plan,
-    processes: Processes,
-    files: ExitStack,
-    words: Sequence[str],
-    environ: Mapping[str, str],
-    stderr: int | None = None,
+    launch: Launch, words: Sequence[str], environ: Mapping[str, str], stderr: int | None = None
 ) -> subprocess.Popen[bytes] | None:
-    """Start srun or an mpiexec; None where that is not possible. files: removes them at the end."""
+    """Start srun or an mpiexec; None where that is not possible."""
+    plan = launch.plan
     with tempfile.TemporaryFile() as file:  # has no name, so nothing of it can be left
         file.write(plan.method.host_file(plan).encode())
         file.flush()
         words = [word.replace(HOST_FILE, f"/proc/self/fd/{file.fileno()}") for word in words]
         if REMOTE_SHELL in words:
-            script = Path(files.enter_context(TemporaryDirectory(prefix="launch-")), "remote-shell")
+            script = Path(
+                launch.files.enter_context(TemporaryDirectory(prefix="launch-")), "remote-shell"
+            )
             script.write_text(remote_shell.script(plan.python))
             script.chmod(0o700)
             words = [str(script) if word == REMOTE_SHELL else word for word in words]
-        return processes.start(
+        return launch.processes.start(
             words,
             {**environ, **plan.method.variables(plan)},
             stderr=stderr,
@@ -327,23 +288,25 @@ class SrunErrors:
     the step. waits_for_resources: another step of the job holds them.
     """
 
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        """pipe: None for a launcher that is not srun, whose errors are not read."""
+        self._descriptor = -1 if pipe is None else pipe.fileno()
         self._rest = b""
-        self.closed = False
+        self.closed = pipe is None
         self.first: TaskFailure | None = None
         self.waits_for_resources = False
         self.aborted = False
         self._by_slurm: list[bytes] = []  # lines that say why Slurm ends the step
-        os.set_blocking(pipe.fileno(), False)
+        if pipe is not None:
+            os.set_blocking(self._descriptor, False)
 
     def fileno(self) -> int:
-        return self._pipe.fileno()
+        return self._descriptor
 
     def pass_on(self) -> None:
         """Write what srun has written so far to our standard error."""
         try:
-            chunk = os.read(self._pipe.fileno(), 1 << 16)
+            chunk = os.read(self._descriptor, 1 << 16)
         except BlockingIOError:
             return
         self.closed = not chunk
@@ -357,10 +320,8 @@ class SrunErrors:
 
     def drain(self) -> None:
         """Read what srun wrote before it ended; a surviving child may hold the stream open."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self, selectors.EVENT_READ)
-            while not self.closed and selector.select(0.05):
-                self.pass_on()
+        while not self.closed and select.select([self], [], [], 0.05)[0]:
+            self.pass_on()
 
     def reason(self) -> tuple[str, list[str]]:
         """Return why Slurm has ended the step, in its own words, or ""; and the failed hosts."""

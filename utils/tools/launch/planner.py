@@ -1,16 +1,23 @@
-"""Plan a launch: allocation, installed programs and options -> Plan. Starts nothing."""
+"""Plan a launch: allocation, installed programs and options -> Plan. Starts nothing.
+
+Which hosts of a job get ranks, how many, and by which method.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ...host.cores import CPU_BIND, NO_BINDING, parse_binding
+from ...host.gpus import MASKS
 from ...job.allocation import Allocation
-from .hosts import choose_hosts, job_name, notes_on_sharing
-from .launch_plan import HostInfo, Options, Plan, PlanError, Request
+from ...job.slurm_job import expand_hostlist
+from .launch_plan import HostInfo, Hosts, Options, Plan, PlanError, Request, index_of, job_name
 from .methods import NAMES, choose
-from .methods.srun_environment import for_part_of_job
+from .methods.srun import for_part_of_job
 from .rank_environment import clean, threads_per_rank
+
+_SHOWN = 8  # hosts in a message
 
 
 def make_plan(
@@ -31,7 +38,7 @@ def make_plan(
             "(SLURM_HET_SIZE). Expected a job whose hosts are all alike. Start its ranks with "
             "env -u SLURM_NTASKS -u SLURM_NPROCS srun --het-group=0,1 python train.py"
         )
-    hosts = choose_hosts(options, allocation, host_info)
+    hosts = _choose_hosts(options, allocation, host_info)
     given = environ.get(CPU_BIND, "")
     if given not in ("", NO_BINDING):
         try:
@@ -68,7 +75,7 @@ def make_plan(
         notes=(
             *_notes_on_job(allocation),
             *hosts.notes,
-            *notes_on_sharing(hosts, allocation, host_info, environ),
+            *_notes_on_sharing(hosts, allocation, host_info, environ),
         ),
     )
     threads = [count for count in plan.threads if count is not None]
@@ -107,6 +114,159 @@ def _notes_on_job(allocation: Allocation | None) -> Iterator[str]:
     if allocation.restart_count:
         yield f"restart {allocation.restart_count} of {job_name(allocation)}"
     yield from allocation.notes
+
+
+def _choose_hosts(options: Options, allocation: Allocation | None, host_info: HostInfo) -> Hosts:
+    """Choose hosts and ranks. PlanError where no host gets a rank, or the options do not match."""
+    candidates, notes = _candidates(options, allocation, host_info)
+    with_ranks = [host for host in candidates if host.ranks]
+    if not with_ranks:
+        assert allocation is not None
+        raise PlanError(
+            f"no host of {job_name(allocation)} gets a rank. Expected at least one slot. Request "
+            "mpiprocs or tasks, or give --ntasks-per-node"
+        )
+
+    chosen = _selected(options, with_ranks)
+    if options.ntasks is not None:
+        if options.ntasks % len(chosen):
+            raise PlanError(
+                f"-n is {options.ntasks}, but there are {len(chosen)} hosts, and each gets the "
+                f"same number of ranks. Expected a multiple of {len(chosen)}. Change -n, or the "
+                "number of hosts by --nodes"
+            )
+        each = options.ntasks // len(chosen)
+        chosen = [host._replace(ranks=each) for host in chosen]
+        notes = []  # they suggest other numbers of ranks
+
+    names, ranks, cores, gpus = zip(*chosen, strict=True)
+    return Hosts(names, ranks, cores, gpus, len(chosen) < len(with_ranks), tuple(notes))
+
+
+class _Host(NamedTuple):
+    name: str
+    ranks: int
+    cores: int | None
+    gpus: int | None
+
+
+def _candidates(
+    options: Options, allocation: Allocation | None, host_info: HostInfo
+) -> tuple[list[_Host], list[str]]:
+    """Return all hosts that could get ranks, and notes for the user."""
+    index = None if allocation is None else index_of(host_info.name, allocation.hosts)
+    if allocation is None or options.launcher == "local" and index is None:
+        ranks = options.ntasks_per_node or host_info.gpus or 1
+        return [_Host(host_info.name, ranks, None, None)], []
+
+    counts, notes = _ranks_per_host(options, allocation, host_info)
+    hosts = [
+        _Host(*values)
+        for values in zip(
+            allocation.hosts,
+            counts,
+            allocation.cores_per_host,
+            allocation.gpus_per_host,
+            strict=True,
+        )
+    ]
+    if options.launcher == "local" and index is not None:
+        ranks = hosts[index].ranks or 1
+        return [hosts[index]._replace(name=host_info.name, ranks=ranks)], notes
+    return hosts, notes
+
+
+def _ranks_per_host(
+    options: Options, allocation: Allocation, host_info: HostInfo
+) -> tuple[list[int], list[str]]:
+    """Return --ntasks-per-node, else the slots of the job, else one rank for each GPU; and notes.
+
+    One slot on each host is what a job has that requested no tasks, or a task for torchrun: then
+    each GPU gets a rank.
+    """
+    slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
+    if options.ntasks_per_node is not None:
+        each = options.ntasks_per_node
+        return [each if count or not any(slots) else 0 for count in slots], []
+
+    notes = []
+    if max(slots) > 1 or allocation.tasks_requested and not options.torchrun:
+        for host, slot, gpu in zip(allocation.hosts, slots, gpus, strict=True):
+            if gpu and slot and slot != gpu:
+                notes.append(
+                    f"{job_name(allocation)} requests {slot} rank{'s' * (slot > 1)} but {gpu} "
+                    f"GPU{'s' * (gpu > 1)} on {host}. For one rank on each GPU give launch.py "
+                    f"--ntasks-per-node {gpu}"
+                )
+                break
+        return slots, notes
+
+    index = index_of(host_info.name, allocation.hosts)
+    has_slot_here = index is not None and slots[index] > 0
+    if all(count is None for count in gpus) and host_info.gpus > 1 and has_slot_here:
+        notes.append(
+            f"{job_name(allocation)} does not report how many GPUs it has. {host_info.gpus} are "
+            f"assumed on each host, as counted on {host_info.name}. Otherwise give "
+            "--ntasks-per-node"
+        )
+        gpus = [host_info.gpus] * len(slots)
+    return [(gpu or 1) if slot else 0 for slot, gpu in zip(slots, gpus, strict=True)], notes
+
+
+def _selected(options: Options, hosts: list[_Host]) -> list[_Host]:
+    """Return the hosts that --nodes or --nodelist selects; all of them without either."""
+    if options.nodes is None and options.nodelist is None:
+        return hosts
+
+    shown = ", ".join(host.name for host in hosts[:_SHOWN]) + ", ..." * (len(hosts) > _SHOWN)
+    available = f"the {len(hosts)} hosts with ranks: {shown}"
+    if options.nodes is not None:
+        if not 1 <= options.nodes <= len(hosts):
+            raise PlanError(
+                f"--nodes is {options.nodes}. Expected 1 to {len(hosts)}, out of {available}"
+            )
+        return hosts[: options.nodes]
+
+    try:
+        names = expand_hostlist(options.nodelist or "")
+    except ValueError as error:
+        raise PlanError(f"--nodelist: {error}") from None
+    selected = [host for host in hosts if index_of(host.name, names) is not None]
+    known = [host.name for host in selected]
+    missing = [name for name in names if index_of(name, known) is None]
+    if missing or not selected:
+        raise PlanError(
+            f"--nodelist is {options.nodelist!r}, but {', '.join(missing[:_SHOWN]) or 'no name'} "
+            f"is not a host with ranks. Expected names out of {available}"
+        )
+    return selected
+
+
+def _notes_on_sharing(
+    hosts: Hosts, allocation: Allocation | None, host_info: HostInfo, environ: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield notes where ranks have to share cores, or may share GPUs with another job."""
+    index = None if allocation is None else index_of(host_info.name, allocation.hosts)
+    if allocation is not None and allocation.scheduler == "pbs" and index is not None:
+        gpus = allocation.gpus_per_host[index]
+        masked = any(environ.get(mask) for mask in MASKS)
+        if gpus and gpus < host_info.gpus and not masked:
+            yield (
+                f"{job_name(allocation)} holds {gpus} of the {host_info.gpus} GPUs of "
+                f"{host_info.name}, and PBS does not report which. Another job may use the same "
+                "ones. Request whole hosts (-l place=scatter:excl), or ask the site for the "
+                "cgroups hook of PBS"
+            )
+
+    for host, ranks, cores in zip(hosts.names, hosts.ranks, hosts.cores, strict=True):
+        if cores is not None and cores < ranks:
+            pbs = allocation is not None and allocation.scheduler == "pbs"
+            yield (
+                f"the {ranks} ranks on {host} share {cores} core{'s' * (cores > 1)}, all that the "
+                f"job has there. For more, request {'ncpus' if pbs else '--cpus-per-task'}; for "
+                f"fewer ranks, {'mpiprocs' if pbs else '--ntasks-per-node'}"
+            )
+            return
 
 
 def describe(plan: Plan) -> Iterator[str]:

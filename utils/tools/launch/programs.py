@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ...job.pbs_job import find_program as find_pbs_program
+from ...job.pbs_job import submits_to_slurm
 from .launch_plan import Mpiexec
 from .methods import MPIEXECS
 from .methods.mpiexec import Pals
@@ -99,7 +100,7 @@ def identify(path: str) -> Mpiexec | None:
     """Return which mpiexec this is; None for one that hangs or is only a wrapper, as of PBS."""
     if f"{PALS_FOLDER}/" in path or f"{PALS_FOLDER}/" in os.path.realpath(path):
         return Mpiexec(path, Pals)
-    if _is_wrapper_of_slurm(path):
+    if submits_to_slurm(path):
         return None
     try:
         done = subprocess.run(
@@ -111,24 +112,11 @@ def identify(path: str) -> Mpiexec | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return from_version(path, done.stdout.decode(errors="replace"))
-
-
-def from_version(path: str, output: str) -> Mpiexec | None:
-    """Identify an mpiexec by the output of --version: "mpiexec (OpenRTE) 4.1.4" is Open MPI 4."""
+    # "mpiexec (OpenRTE) 4.1.4" is Open MPI 4.
+    output = done.stdout.decode(errors="replace")
     for method in MPIEXECS:
         if re.search(method.version_pattern, output):
             version = re.search(r"\)\s+(\d+)\.\d|Version:\s+(\d+)\.", output)
             major = int(version[1] or version[2]) if version else 0
             return Mpiexec(path, method, major)
     return None
-
-
-def _is_wrapper_of_slurm(path: str) -> bool:
-    """Return whether this is the Perl script of Debian's slurm-wlm-torque, which calls srun."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(4096)
-    except OSError:
-        return False
-    return b"perl" in start.split(b"\n")[0] and (b"slurm" in start.lower() or b"srun" in start)

@@ -42,43 +42,13 @@ class _Stream:
 
     def __init__(self, pipe: IO[bytes], number: int, index: int) -> None:
         """number: 1 or 2. index: of the process on its host."""
-        self._pipe, self.number, self.index = pipe, number, index
-        self._partial = b""
-        self._since = 0.0
+        self.pipe, self.number, self.index = pipe, number, index
+        self.partial = b""  # the start of a line
+        self.since = 0.0  # when it has arrived
         os.set_blocking(pipe.fileno(), False)
 
     def fileno(self) -> int:
-        return self._pipe.fileno()
-
-    def close(self) -> None:
-        self._pipe.close()
-
-    def read(self) -> bytes | None:
-        """Return the whole lines that have arrived; None at the end of the stream."""
-        try:
-            chunk = os.read(self._pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return b""
-        if not chunk:
-            return None
-
-        if not self._partial:
-            self._since = time.monotonic()
-        lines, end, self._partial = (self._partial + chunk).rpartition(b"\n")
-        if len(self._partial) >= _MAXIMUM_LINE_BYTES:
-            lines, end, self._partial = lines + end + self._partial, b"", b""
-        return lines + end
-
-    def take_partial(self, min_age: float = 0.0) -> bytes:
-        """Return the start of a line that has waited for its end for `min_age` seconds."""
-        if not self._partial or time.monotonic() - self._since < min_age:
-            return b""
-        taken, self._partial = self._partial, b""
-        return taken
-
-    @property
-    def has_partial(self) -> bool:
-        return bool(self._partial)
+        return self.pipe.fileno()
 
 
 class Outputs:
@@ -114,10 +84,11 @@ class Outputs:
 
     def flush_partial_lines(self) -> float | None:
         """Pass on lines that were begun a while ago; return the seconds until the next call."""
+        begun_before = time.monotonic() - _PARTIAL_LINE_SECONDS
         for stream in self._streams:
-            self._pass_on(stream, stream.take_partial(_PARTIAL_LINE_SECONDS))
-        waiting = any(stream.has_partial for stream in self._streams)
-        return _PARTIAL_LINE_SECONDS if waiting else None
+            if stream.since <= begun_before:
+                self._pass_on(stream)
+        return _PARTIAL_LINE_SECONDS if any(one.partial for one in self._streams) else None
 
     def drain(self, seconds: float, wait: Callable[[float], None]) -> None:
         """Pass on the last output of processes that have ended.
@@ -130,22 +101,34 @@ class Outputs:
             wait(left)
         for stream in list(self._streams):
             self._read(stream)
-            self._pass_on(stream, stream.take_partial())
+            self._pass_on(stream)
 
     def _watch(self, stream: _Stream) -> None:
         self._loop.add(stream, lambda events: self._read(stream))
 
     def _read(self, stream: _Stream) -> None:
-        text = stream.read()
-        if text is not None:
-            self._pass_on(stream, text)
+        """Pass on the whole lines that have arrived, at the end of the stream all that is left."""
+        try:
+            chunk = os.read(stream.fileno(), 1 << 16)
+        except BlockingIOError:
             return
-        self._pass_on(stream, stream.take_partial())
-        self._streams.remove(stream)
-        if not self.paused:
-            self._loop.remove(stream)
-        stream.close()
+        if not chunk:
+            self._pass_on(stream)
+            self._streams.remove(stream)
+            if not self.paused:
+                self._loop.remove(stream)
+            stream.pipe.close()
+            return
+        if not stream.partial:
+            stream.since = time.monotonic()
+        lines, end, rest = (stream.partial + chunk).rpartition(b"\n")
+        if len(rest) >= _MAXIMUM_LINE_BYTES:
+            lines, end, rest = lines + end + rest, b"", b""
+        stream.partial = lines + end
+        self._pass_on(stream)
+        stream.partial = rest
 
-    def _pass_on(self, stream: _Stream, text: bytes) -> None:
+    def _pass_on(self, stream: _Stream) -> None:
+        text, stream.partial = stream.partial, b""
         if text:
             self._write(stream.number, text, stream.index)

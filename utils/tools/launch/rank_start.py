@@ -7,31 +7,30 @@ process tree, open descriptors (PMI_FD), GPU masks and signals are those of the 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ...channel import Channel
+from ...connection import Message
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
 from ...monitor.launch_report import VARIABLE, parse_address
-from .child_processes import LAUNCH_VARIABLE
+from . import proc_reader
+from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
 from .host_ranks import divides_cores, report_mask, shares_of_ranks
 from .host_readiness import ReservedPort, problem_with
-from .launch_connection import (
-    CONNECT_SECONDS,
-    JoinReport,
-    Message,
-    connect,
-    send,
-    wait_for_message,
-)
-from .nested import report_on_ranks
+from .launch_connection import CONNECT_SECONDS, connect
+from .nested import LONGEST_SECONDS, GroupWatch
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
+
+_ANSWER_SECONDS = 1e6  # launch.py ends the launch before, or the connection is lost
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +51,18 @@ def main(arguments: Sequence[str]) -> int:
     peer, address = reached
     port: ReservedPort | None = None
     output: int | None = None
-    report: JoinReport = {"reached": address, "host": host_id()}
+    report: Message = {
+        "kind": "join",
+        "reached": address,
+        "host": host_id(),
+        "rank": None,
+        "world_size": None,
+        "local_rank": None,
+        "process": (os.getpid(), process.start_time(os.getpid()), process.namespace("pid")),
+        "port": 0,
+        "cores": None,
+        "problem": "",
+    }
     launcher = ""
     try:
         placement = detect()
@@ -60,7 +70,6 @@ def main(arguments: Sequence[str]) -> int:
         report["rank"] = placement.rank
         report["world_size"] = placement.world_size
         report["local_rank"] = placement.local_rank
-        report["process"] = os.getpid(), process.start_time(os.getpid()), process.namespace("pid")
         report["cores"] = report_mask(os.environ)
         if placement.rank == 0:
             port = ReservedPort()
@@ -124,15 +133,68 @@ def host_id() -> list[str]:
     return [socket.gethostname(), process.boot_id(), process.namespace("net")]
 
 
-def _join(peer: Channel, report: JoinReport) -> Message | None:
+def _join(peer: Channel, report: Message) -> Message | None:
     """Report this rank and wait for its variables; None where the launch has failed."""
-    send(peer, {"join": report}, CONNECT_SECONDS)
-    response = wait_for_message(peer)
+    peer.send(report, CONNECT_SECONDS)
+    response = peer.receive_one(_ANSWER_SECONDS)
     if response and response.get("processes"):
         launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
-        report_on_ranks(peer, launch_id, response)
+        _report_on_ranks(peer, launch_id, response)
     peer.close()
     return response if response and "variables" in response else None
+
+
+def _all_await(pids: Iterable[int], number: int) -> bool:
+    return all(proc_reader.awaits_signal(pid, number) for pid in pids)
+
+
+def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
+    """Start a process that reports to launch.py on the ranks of this host.
+
+    It reports their groups, which signals of HELD all of them handle, and their end.
+
+    It is no child of this process, which becomes the user's program, and holds nothing but the
+    connection. It ends with it, or with the ranks. Return at once.
+    """
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    try:
+        os.setsid()
+        for number in HELD:  # Slurm signals all processes of a step
+            signal.signal(number, signal.SIG_IGN)
+        if os.fork():
+            return
+        os.closerange(0, peer.fileno())
+        os.closerange(peer.fileno() + 1, 65536)
+        ranks, namespace = response["processes"], process.namespace("pid")
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(peer, select.POLLIN)
+        for pid, _, _ in ranks:
+            with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
+                poll.register(os.pidfd_open(pid), select.POLLIN)
+        watch = GroupWatch(launch_id, response["watched_ranks"])
+        started, handled = time.monotonic(), list[int]()
+        # What is in another namespace is not seen from here.
+        hidden = any(there != namespace for _, _, there in ranks)
+        while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
+            for message in watch.messages(time.monotonic()):
+                peer.send(message, CONNECT_SECONDS)
+            seconds = watch.next_look or LONGEST_SECONDS
+            before, handled = handled, [int(one) for one in HELD if _all_await(seen, one)]
+            if handled != before:
+                peer.send({"kind": "handled", "signals": handled}, CONNECT_SECONDS)
+            if len(handled) < len(HELD):  # a program without handlers is looked at less and less
+                seconds = min(seconds, max(HANDLER_SECONDS, (time.monotonic() - started) / 20))
+            for ready, _ in poll.poll(1000 * seconds):
+                if ready == peer.fileno():
+                    return
+                poll.unregister(ready)
+        if watch.ended_without_group(time.monotonic()):
+            peer.send({"kind": "copies", "running": False}, CONNECT_SECONDS)
+        peer.send({"kind": "done"}, CONNECT_SECONDS)
+    finally:
+        os._exit(0)
 
 
 def _fail(text: str, status: int = 1) -> int:

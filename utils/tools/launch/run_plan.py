@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 from ...job import exclude_file
 from ...job.allocation import EXIT_REQUEUE
 from .child_processes import Processes
-from .event_loop import CaughtSignals, EventLoop
+from .event_loop import EventLoop
 from .host_ranks import host_processes, signals_workers, start_on_host
 from .host_readiness import ReservedPort
+from .launch_connection import Launch, LaunchServer, RankNotices
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
-from .nested import GroupReports, GroupWatch
-from .rank_notices import NoticeServer, RankNotices
+from .nested import GroupWatch, note_groups
 from .rank_output import Outputs, labelled, write_output
 
 _DRAIN_SECONDS = 1.0
@@ -36,20 +36,11 @@ def run(plan: Plan) -> int:
     secret = plan.method.job_secret() if plan.uses_agents else None
     with (
         RankNotices(_BACKLOG + plan.world_size, ports, secret) as notices,
-        CaughtSignals() as signals,
+        EventLoop() as loop,
     ):
         plan = plan._replace(environ={**plan.environ, **notices.variables})
-        # Modules are loaded only where they are needed: a short launch would notice.
-        if plan.native_launcher_starts_ranks:
-            from .native_launch import run_native_launcher
-
-            run_native_launcher(plan, launch_id, signals, notices, result)
-        elif plan.uses_agents:
-            from .coordinator import run_agents
-
-            run_agents(plan, launch_id, signals, notices, result)
-        else:
-            _run_local(plan, launch_id, signals, notices, result)
+        with Processes(launch_id) as processes, ExitStack() as files:
+            _run(Launch(plan, launch_id, processes, files, loop, notices, result))
         _list_lost_hosts(plan, result)
         if notices.saved:
             print_status(
@@ -59,6 +50,20 @@ def run(plan: Plan) -> int:
             return EXIT_REQUEUE
         result.conclude(notices.first_cause)
         return result.status
+
+
+def _run(launch: Launch) -> None:
+    """Run the plan, and note the result. Modules are loaded only here: it would take time."""
+    if launch.plan.native_launcher_starts_ranks:
+        from .native_launch import NativeLaunch
+
+        NativeLaunch(launch).run()
+    elif launch.plan.uses_agents:
+        from .coordinator import Coordinator
+
+        Coordinator(launch).run()
+    else:
+        _run_local(launch)
 
 
 def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:
@@ -73,25 +78,16 @@ def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:
             exclude_file.add(file, dict.fromkeys(lost, "launch: the host failed, or was cut off"))
 
 
-def _run_local(
-    plan: Plan,
-    launch_id: str,
-    signals: CaughtSignals,
-    notices: RankNotices,
-    result: LaunchResult,
-) -> None:
+def _run_local(launch: Launch) -> None:
     """Run the ranks of this host as children of this process."""
+    plan, processes, loop, result = launch.plan, launch.processes, launch.loop, launch.result
     torchrun = plan.options.torchrun
     port = ReservedPort()  # for as long as this process lives
 
     def write(stream: int, text: bytes, rank: int) -> None:
         write_output(stream, labelled(text, rank))
 
-    with (
-        Processes(launch_id) as processes,
-        closing(EventLoop(signals)) as loop,
-        closing(NoticeServer(notices, loop)),
-    ):
+    with closing(LaunchServer(launch.notices, loop)):
         # Without labels the ranks share our streams.
         outputs = Outputs(loop, write) if plan.options.label and not torchrun else None
         start_on_host(
@@ -102,12 +98,11 @@ def _run_local(
             output_dir="" if torchrun else plan.options.output_dir,
             stdin=0 if plan.options.input else b"",
         )
-        watch = GroupWatch(launch_id, plan.ranks[0] if plan.is_watched else 0)
-        groups = GroupReports(plan, result)
+        watch = GroupWatch(launch.id, plan.ranks[0] if plan.is_watched else 0)
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
-            stops = signals.take()
+            stops = loop.take_signals()
             for index, status in processes.ended():
                 who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)
                 result.process_ended(who, status, now, others=processes.running, rank=rank)
@@ -117,7 +112,7 @@ def _run_local(
                 else:
                     processes.stop(number, to_workers=signals_workers(plan, number))
             for message in watch.messages(now):
-                if text := groups.note(0, message, of_rank_0=True):
+                if text := note_groups(message, plan, result, of_rank_0=True):
                     result.fail(text, now)
             due = None if result.end_at is None else max(0.0, result.end_at - now)
             if due == 0.0:
@@ -127,6 +122,6 @@ def _run_local(
                 partial = outputs.flush_partial_lines() if outputs else None
                 loop.run_once(due, watch.next_look, processes.pass_on_held(), partial)
         if watch.ended_without_group(time.monotonic()):
-            groups.note(0, {"copies": False}, of_rank_0=True)
+            note_groups({"kind": "copies", "running": False}, plan, result, of_rank_0=True)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)

@@ -7,8 +7,7 @@ mean, and what environment its command needs. choose() picks one.
 from __future__ import annotations
 
 from ....job.allocation import Allocation
-from ..hosts import index_of, job_name
-from ..launch_plan import HostInfo, Method, PlanError
+from ..launch_plan import HostInfo, Method, PlanError, index_of, job_name
 from .agents import Local, Pbsdsh, PbsTmrsh, Ssh
 from .mpiexec import IntelMpi, Mpich, MpiexecMethod, OpenMpi, Pals
 from .srun import Srun
@@ -44,7 +43,14 @@ def choose(
             "anything. Leave --launcher out"
         )
     if issubclass(method, MpiexecMethod):
-        return _mpiexec(host_info)
+        found = host_info.programs.mpiexec
+        if found is None:
+            titles = ", ".join(each.title for each in MPIEXECS)
+            raise PlanError(
+                f"no mpiexec of {titles} is on PATH. Load the module of one, or leave --launcher "
+                "out"
+            )
+        return found.method(found.path)
     path = host_info.programs.find(name)
     if path is None:
         raise PlanError(
@@ -52,16 +58,6 @@ def choose(
             f"{job_name(allocation)}. Add its folder to PATH, or choose another --launcher"
         )
     return method(path)
-
-
-def _mpiexec(host_info: HostInfo) -> Method:
-    found = host_info.programs.mpiexec
-    if found is None:
-        titles = ", ".join(method.title for method in MPIEXECS)
-        raise PlanError(
-            f"no mpiexec of {titles} is on PATH. Load the module of one, or leave --launcher out"
-        )
-    return found.method(found.path)
 
 
 def _best(

@@ -19,13 +19,10 @@ class Ssh(Method):
     name = title = "ssh"
 
     def reach(self, plan: Plan, host: str, words: Sequence[str]) -> list[str]:
-        if self.starts_directly(plan, host):
+        if host == plan.host:
             return list(words)
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-T"]
         return [self.path, *options, host, shlex.join(["exec", *words])]
-
-    def starts_directly(self, plan: Plan, host: str) -> bool:
-        return host == plan.host
 
 
 class PbsTmrsh(Method):

@@ -1,4 +1,4 @@
-"""The mpiexec of Open MPI, MPICH, Intel MPI and PALS, and what srun has in common with them.
+"""The mpiexec of Open MPI, MPICH, Intel MPI and PALS.
 
 Source: mpiexec(1) of Open MPI 4 and 5, of PALS, prte(1), mpiexec.hydra(1) of MPICH and Intel MPI.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from ....host.gpus import MASKS
 from .. import remote_shell
 from ..child_processes import Processes
-from ..hosts import index_of
-from ..launch_plan import HOST_FILE, REMOTE_SHELL, AgentStart, Method, Plan, PlanError, Request
-from .srun_environment import daemon_variables, step_environment
+from ..launch_plan import HOST_FILE, REMOTE_SHELL, Plan, PlanError, Request, index_of
+from .srun import NativeMethod, daemon_variables
 
 # Valid on one host only: an mpiexec must not carry these to others.
 _HOST_VARIABLES = {
@@ -41,34 +40,6 @@ _HOST_PREFIXES = (
 )
 
 
-class NativeMethod(Method):
-    """One command, srun or an mpiexec, starts the ranks or one agent on each host."""
-
-    is_native_launcher = True
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        # Slurm: GPUs of each host, where a step does not get them unless it requests them.
-        self.gpus_to_claim: tuple[int, ...] = ()
-
-    def take_requests(
-        self, request: Request, environ: Mapping[str, str], *, keep_task_requests: bool
-    ) -> dict[str, str]:
-        """Note what a step of this Slurm job has to request; return the environment for srun."""
-        environ, self.gpus_to_claim = step_environment(
-            request, environ, keep_task_requests=keep_task_requests
-        )
-        return environ
-
-    def agent_starts(
-        self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]
-    ) -> list[AgentStart]:
-        environ = {**plan.environ, **secret}
-        # The command may list the names of the variables to pass on.
-        words = self.command(plan._replace(environ=environ), agent("rank"))
-        return [AgentStart(words, tuple(range(len(plan.hosts))), environ, by_native_launcher=True)]
-
-
 class MpiexecMethod(NativeMethod):
     """One mpiexec starts the ranks or one agent on each host."""
 
@@ -92,7 +63,7 @@ class MpiexecMethod(NativeMethod):
     def configure_in_slurm(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         """Prepare the environment for the srun by which this mpiexec starts its daemons."""
         self.in_slurm = True
-        environ = self.take_requests(request, environ, keep_task_requests=False)
+        environ = self.step_environment(request, environ, keep_task_requests=False)
         return environ | daemon_variables(request.environ, self.gpus_of_daemons(request))
 
     def configure_in_pbs(self, request: Request) -> None:
@@ -124,16 +95,6 @@ class MpiexecMethod(NativeMethod):
         ]
 
 
-def labels_output(plan: Plan) -> bool:
-    """Return whether the native launcher is to put the rank before each line of output."""
-    return plan.options.label and plan.native_launcher_starts_ranks
-
-
-def equal(numbers: Sequence[int]) -> int:
-    """Return the number that all of them are; 0 where they differ."""
-    return numbers[0] if len(set(numbers)) == 1 else 0
-
-
 class Mpich(MpiexecMethod):
     """MPICH's Hydra, and what Intel's has in common with it."""
 
@@ -158,10 +119,7 @@ class Mpich(MpiexecMethod):
                 f"{allocation.hosts[0]}, or choose --launcher pbs_tmrsh"
             )
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
+    def options(self, plan: Plan) -> Iterator[str]:
         if self.remote_shell:
             yield from ("-launcher", "ssh", "-launcher-exec", REMOTE_SHELL)
         elif self.in_slurm:
@@ -169,7 +127,7 @@ class Mpich(MpiexecMethod):
         if self.hosts_have_own_masks and not set(MASKS).isdisjoint(plan.environ):
             # Without a list Hydra passes on all variables, the mask of this host included.
             yield from ("-genvlist", ",".join(self.variables_to_pass_on(plan)))
-        if labels_output(plan):
+        if plan.launcher_labels_output:
             yield "-prepend-rank"
         yield from self.binding_options(plan)
         yield from (self.host_file_option, HOST_FILE, "-n", str(sum(plan.processes)))
@@ -199,16 +157,10 @@ class OpenMpi(MpiexecMethod):
     title = "Open MPI"
     version_pattern = r"\((Open MPI|OpenRTE|PRRTE)\)|\bPRRTE\b|Open MPI"
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self._is_new = False  # version 5 or later, which has other names for options
-        self._other_srun = False
-        self._is_root = False
-
     def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         mpiexec = request.host_info.programs.mpiexec
         assert mpiexec is not None
-        self._is_new = mpiexec.major >= 5
+        self._is_new = mpiexec.major >= 5  # which has other names for options
         self._other_srun = mpiexec.other_srun
         self._is_root = request.host_info.is_root
         return super().configure(request, environ)
@@ -235,17 +187,14 @@ class OpenMpi(MpiexecMethod):
         index = index_of(request.host_info.name, request.hosts.names)
         return [count for host, count in enumerate(self.gpus_to_claim) if host != index]
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
+    def options(self, plan: Plan) -> Iterator[str]:
         if self._is_root:
             yield "--allow-run-as-root"
         if self.remote_shell:
             yield from self._remote_shell_options(plan)
         elif self.in_slurm and self._other_srun:
             yield "--noprefix"  # otherwise it puts its folder before PATH and uses the srun there
-        if labels_output(plan):
+        if plan.launcher_labels_output:
             yield from ("--output", "tag") if self._is_new else ("--tag-output",)
         yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
         for name in self.variables_to_pass_on(plan):
@@ -304,10 +253,7 @@ class Pals(MpiexecMethod):
             bool(request.environ.get("PBS_NODEFILE")) and listed == request.hosts.names
         )
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
+    def options(self, plan: Plan) -> Iterator[str]:
         counts = plan.processes
         if len(set(counts)) > 1:
             raise PlanError(
@@ -316,7 +262,7 @@ class Pals(MpiexecMethod):
                 "--launcher pbs_tmrsh or --torchrun"
             )
         yield from ("-n", str(sum(counts)), "--ppn", str(counts[0]))
-        if labels_output(plan):
+        if plan.launcher_labels_output:
             yield "--label"
         if not self._reads_node_file:
             yield from ("--hosts", ",".join(plan.hosts))

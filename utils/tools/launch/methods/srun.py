@@ -1,4 +1,4 @@
-"""srun: its command line and environment, and how it passes on signals.
+"""srun: its command line and environment, also below an mpiexec; how it passes on signals.
 
 Source: srun(1), scancel(1), scontrol(1).
 """
@@ -7,18 +7,89 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ....host.gpus import MASKS
 from ....job.commands import SchedulerError, run_command
 from ....job.slurm_job import in_step
 from ..child_processes import Processes
-from ..hosts import index_of
-from ..launch_plan import HOST_FILE, Plan, Request
-from .mpiexec import NativeMethod, equal, labels_output
+from ..launch_plan import HOST_FILE, AgentStart, Method, Plan, Request, index_of
 
 _QUERY_SECONDS = 10.0
+
+
+# What the job requested for its tasks, and how an outer step was bound, applies to those alone.
+TASK_REQUESTS = (
+    "SLURM_GPU_BIND",
+    "SLURM_TRES_BIND",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_TRES",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_CPU_BIND",
+    "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_TYPE",
+    "SLURM_CPU_BIND_VERBOSE",
+    "SLURM_DISTRIBUTION",
+    "SLURM_DIST_PLANESIZE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+)
+GPU_REQUESTS = (
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPUS_PER_SOCKET",
+)
+
+
+class NativeMethod(Method):
+    """One command, srun or an mpiexec, starts the ranks or one agent on each host."""
+
+    is_native_launcher = True
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        # Slurm: GPUs of each host, where a step does not get them unless it requests them.
+        self.gpus_to_claim: tuple[int, ...] = ()
+
+    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
+        return [self.path, *self.options(plan), *words]
+
+    def options(self, plan: Plan) -> Iterator[str]:
+        """Yield the options of the command."""
+        raise NotImplementedError
+
+    def step_environment(
+        self, request: Request, environ: Mapping[str, str], *, keep_task_requests: bool
+    ) -> dict[str, str]:
+        """Return the variables for the srun of a step of this job; note the GPUs to request.
+
+        srun takes the options of sbatch and salloc from the environment (srun(1), INPUT ENVIRONMENT
+        VARIABLES), also where the step starts other tasks than the job requested.
+        keep_task_requests: whether the step starts the same tasks that the job requested.
+        """
+        found = dict(environ)
+        if not keep_task_requests:
+            found = {name: value for name, value in environ.items() if name not in TASK_REQUESTS}
+        # TRES_PER_TASK may be about cores.
+        requested = any(map(found.get, GPU_REQUESTS))
+        if not requested and "gpu" not in found.get("SLURM_TRES_PER_TASK", ""):
+            self.gpus_to_claim = tuple(count or 0 for count in request.hosts.gpus)
+        return found
+
+    def agent_starts(
+        self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]
+    ) -> list[AgentStart]:
+        environ = {**plan.environ, **secret}
+        # The command may list the names of the variables to pass on.
+        words = self.command(plan._replace(environ=environ), agent("rank"))
+        return [AgentStart(words, tuple(range(len(plan.hosts))), environ)]
 
 
 class Srun(NativeMethod):
@@ -53,7 +124,7 @@ class Srun(NativeMethod):
         )
 
         binding = environ.get("SLURM_CPU_BIND")  # of the user, unless an outer step has left it
-        environ = self.take_requests(request, environ, keep_task_requests=self._as_requested)
+        environ = self.step_environment(request, environ, keep_task_requests=self._as_requested)
         if binding and not self._inside_step and not options.torchrun:
             environ["SLURM_CPU_BIND"] = binding
         if not self._as_requested:
@@ -62,11 +133,8 @@ class Srun(NativeMethod):
             environ |= {"SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
         return environ
 
-    def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
-        return [self.path, *self._options(plan), *words]
-
-    def _options(self, plan: Plan) -> Iterator[str]:
-        if labels_output(plan):
+    def options(self, plan: Plan) -> Iterator[str]:
+        if plan.launcher_labels_output:
             yield "--label"
         if plan.options.input:
             yield "--input=0"  # otherwise every rank reads it
@@ -95,10 +163,9 @@ class Srun(NativeMethod):
         elif cores_per_process is not None:
             yield f"--cpus-per-task={cores_per_process}"
 
-        if gpus := equal(self.gpus_to_claim):
-            yield f"--gres=gpu:{gpus}"
-        elif any(self.gpus_to_claim):
-            yield f"--gpus={sum(self.gpus_to_claim)}"
+        gpus = self.gpus_to_claim
+        if any(gpus):
+            yield f"--gres=gpu:{gpus[0]}" if len(set(gpus)) == 1 else f"--gpus={sum(gpus)}"
 
     def _task_options(self, plan: Plan, overcommit: bool) -> Iterator[str]:
         """Yield how many tasks start on which hosts."""
@@ -147,18 +214,51 @@ class Srun(NativeMethod):
         return () if index_of(plan.host, plan.hosts) is not None else srun_ports()
 
 
+def daemon_variables(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
+    """Return the variables for the srun by which an mpiexec starts a daemon on each host.
+
+    environ: of launch.py. gpus: to request on each host, because the step gets none otherwise.
+    """
+    found = {}
+    if environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
+        found["SLURM_EXPORT_ENV"] = "ALL"
+    if in_step(environ):  # the surrounding step holds the cores and GPUs
+        found |= {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none"}
+    if any(gpus):
+        if len(set(gpus)) == 1:
+            found["SLURM_GPUS_PER_NODE"] = str(gpus[0])
+        else:
+            found["SLURM_GPUS"] = str(sum(gpus))
+    return found
+
+
+def for_part_of_job(environ: Mapping[str, str], gpus: Sequence[int | None]) -> Mapping[str, str]:
+    """Return the environment for a step on some hosts of a job, which has fewer GPUs than the job.
+
+    gpus: of each of these hosts.
+    """
+    if not environ.get("SLURM_GPUS"):
+        return environ
+    found = {name: value for name, value in environ.items() if name != "SLURM_GPUS"}
+    if len(set(gpus)) == 1 and gpus[0]:
+        found["SLURM_GPUS_PER_NODE"] = str(gpus[0])
+    return found
+
+
+def _scontrol(*arguments: str) -> str:
+    """Return what scontrol prints; nothing where Slurm does not respond."""
+    try:
+        return run_command(["scontrol", *arguments], timeout_seconds=_QUERY_SECONDS)
+    except SchedulerError:
+        return ""
+
+
 def step_of(job_id: str, pid: int) -> str:
     """Return the step that an srun of this host has started, as scancel expects it.
 
     Where it is not known, return the job: a signal to it reaches all steps, not the batch script.
     """
-    try:
-        output = run_command(
-            ["scontrol", "--oneliner", "show", "step", job_id], timeout_seconds=_QUERY_SECONDS
-        )
-    except SchedulerError:
-        return job_id
-    for line in output.splitlines():
+    for line in _scontrol("--oneliner", "show", "step", job_id).splitlines():
         # "StepId=7.1 UserId=0 State=RUNNING ... SrunHost:Pid=node1:4711 ..."
         found = re.match(r"StepId=(\S+)", line)
         if found and re.search(rf"\sSrunHost:Pid=[^\s:]*:{pid}(\s|$)", line):
@@ -168,11 +268,8 @@ def step_of(job_id: str, pid: int) -> str:
 
 def srun_ports() -> range:
     """Return the ports of a login host that compute nodes can reach: SrunPortRange of the site."""
-    try:
-        output = run_command(["scontrol", "show", "config"], timeout_seconds=_QUERY_SECONDS)
-    except SchedulerError:
-        return range(0)
     # "SrunPortRange           = 60001-63000"; "0-0" where it is not set
+    output = _scontrol("show", "config")
     found = re.search(r"^SrunPortRange\s*=\s*(\d+)-(\d+)", output, re.MULTILINE)
     if found is None or not int(found[1]):
         return range(0)
