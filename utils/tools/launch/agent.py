@@ -125,27 +125,35 @@ class Agent:
             self._loop.take_signals()
 
 
-def _secret() -> str:
-    """Return what only processes of this job know.
-
-    From the environment or the standard input that the coordinator has given, or PBS's own cookie.
+def _secret(path: str) -> str:
+    """Return the secret that the coordinator has given: in a file, or as everybody on a host can
+    read a command line, in the environment or on the standard input.
     """
-    for name in (SECRET_VARIABLE, "PBS_JOBCOOKIE"):
-        if os.environ.get(name):
-            return os.environ[name]
-    return sys.stdin.readline().strip()
+    if path:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    return os.environ.get(SECRET_VARIABLE) or sys.stdin.readline().strip()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run an agent. arguments: the coordinator's addresses, joined by commas; its port; the index
-    of this host in the plan, or "rank" where a native launcher has numbered the agents.
+    of this host in the plan, or "rank" where a native launcher has numbered the agents; the file
+    with the secret, or "".
     """
-    addresses, port, index = arguments
+    addresses, port, index, path = arguments
     if index == "rank":
         from ...launchers.detect import detect
 
         index = str(detect().rank)
-    secret = secret_of_ranks(_secret())
+    try:
+        secret = secret_of_ranks(_secret(path))
+    except OSError as error:
+        print(
+            f"launch.py: error: on {socket.gethostname()} {path} cannot be read: {error.strerror}. "
+            "Expected a file that all hosts share. Have the site mount that file system there",
+            file=sys.stderr,
+        )
+        return 1
     with EventLoop() as loop:
         reached = connect(addresses.split(","), int(port), secret, "agent")
         if reached is None:

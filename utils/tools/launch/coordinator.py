@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from contextlib import ExitStack, suppress
 
 from ...channel import Channel
 from ...connection import Message
@@ -88,10 +89,21 @@ class Coordinator(LaunchServer):
     # Starting
 
     def _start_agents(self) -> None:
-        notices = self._notices
+        notices, path = self._notices, ""
+        if not self._plan.method.passes_secret:
+            path = _write_secret(notices.launch_secret, self._launch.files)
+            if not path:
+                self._result.fail(
+                    f"no file can be written to {' or '.join(_shared_folders())}, with the secret "
+                    f"of this launch for its agents. Expected a folder that all hosts share. Start "
+                    "the job in one",
+                    time.monotonic(),
+                )
+                self._done.update(range(len(self._plan.hosts)))
+                return
 
         def agent_words(index: str) -> list[str]:
-            arguments = [notices.addresses, str(notices.port), index]
+            arguments = [notices.addresses, str(notices.port), index, path]
             return module_command(self._plan.python, "agent", arguments)
 
         secret = {agent.SECRET_VARIABLE: notices.launch_secret}
@@ -265,3 +277,21 @@ class Coordinator(LaunchServer):
         late = now > self._end_sent_at + END_SECONDS
         if late or not self._ranks_started:
             self._done.update(range(len(self._plan.hosts)))
+
+
+def _shared_folders() -> list[str]:
+    """Return where a file may be that all hosts can read; the working folder may be /tmp."""
+    return [os.path.expanduser("~"), os.getcwd()]
+
+
+def _write_secret(secret: str, files: ExitStack) -> str:
+    """Write a secret to a private file, until the launch ends; return its path, or ""."""
+    for folder in _shared_folders():
+        path = os.path.join(folder, f".ddpkit-{os.urandom(6).hex()}")
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            files.callback(os.unlink, path)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(secret)
+            return path
+    return ""

@@ -153,12 +153,10 @@ class RankNotices:
     ranks after an earlier one.
     """
 
-    def __init__(
-        self, peers: int, ports: Sequence[int] = (), launch_secret: str | None = None
-    ) -> None:
+    def __init__(self, peers: int, ports: Sequence[int] = ()) -> None:
         """peers: that may connect at once. ports: those the ranks can reach; () for any."""
         self.peers = peers
-        self.launch_secret = launch_secret or os.urandom(16).hex()
+        self.launch_secret = os.urandom(16).hex()
         self.saved = False
         self.first_cause: FirstCause | None = None
         self.listener = self.listen(ports)

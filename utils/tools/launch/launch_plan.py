@@ -169,6 +169,7 @@ class Method:
     version_pattern: ClassVar[str] = ""  # of an mpiexec: what identifies its --version output
     reports_errors: ClassVar[bool] = False  # its stderr is that of srun, for SrunErrors
     kill_when_done: ClassVar[bool] = False  # commands that start agents may fail to end
+    passes_secret: ClassVar[bool] = True  # to agents, by environment or standard input
 
     def __init__(self, path: str) -> None:
         """path: of srun, an mpiexec, ssh, ...; empty for none."""
@@ -189,10 +190,6 @@ class Method:
     def reach(self, plan: Plan, host: str, words: Sequence[str]) -> list[str]:
         """Return the command that runs `words` on one host of the plan."""
         return list(words)
-
-    def job_secret(self) -> str | None:
-        """Return a secret that only processes of this job know; None where there is none."""
-        return None
 
     def agent_starts(
         self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]

@@ -31,11 +31,8 @@ def run(plan: Plan) -> int:
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
     result = LaunchResult()
     ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
-    # Everybody on a host can read a command line. PBS gives each task of a job a secret; elsewhere
-    # agents and ranks get one in their environment or on their standard input.
-    secret = plan.method.job_secret() if plan.uses_agents else None
     with (
-        RankNotices(_BACKLOG + plan.world_size, ports, secret) as notices,
+        RankNotices(_BACKLOG + plan.world_size, ports) as notices,
         EventLoop() as loop,
     ):
         plan = plan._replace(environ={**plan.environ, **notices.variables})

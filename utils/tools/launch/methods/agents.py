@@ -33,10 +33,8 @@ class PbsTmrsh(Method):
     # OpenPBS never informs a job's first host, where that has no slots (mpiprocs=0), that a task on
     # the first host with slots has ended: pbs_tmrsh and pbsdsh wait for it. Seen with OpenPBS 23.
     kill_when_done = True
-
-    def job_secret(self) -> str | None:
-        """Return the cookie that PBS gives to every task of a job and to nobody else."""
-        return os.environ.get("PBS_JOBCOOKIE")
+    # Not PBS_JOBCOOKIE: OpenPBS 23.06 makes it from the second in which a daemon connected.
+    passes_secret = False
 
     def reach(self, plan: Plan, host: str, words: Sequence[str]) -> list[str]:
         # Python itself may need this variable, and PBS passes none on.
