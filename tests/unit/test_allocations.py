@@ -10,7 +10,7 @@ from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_job, pbs_rec
 from utils.job import current_allocation
 from utils.job.allocation import Allocation, AllocationError
 from utils.job.commands import SchedulerError, decode
-from utils.job.pbs_job import chunk_resources, listing, objects, read_nodefile
+from utils.job.pbs_job import chunk_resources, objects, read_nodefile
 from utils.job.slurm_job import gpu_count
 
 
@@ -201,14 +201,17 @@ def test_a_job_with_odd_values_is_read(name: str) -> None:
     text = decode((RECORDINGS / "pbs" / "commands" / f"qstat_json_{name}.raw.txt").read_bytes())
     [job] = objects(text, "Jobs").values()
     assert job["job_state"] == "H"
+    if name == "nums":  # PBS before 2024 prints the value of A=007 as 007
+        [job] = objects(text.replace('"A":\t7,', '"A":\t007,'), "Jobs").values()
+        names = ("A", "B", "C", "F", "G", "L", "M")
+        assert [job[f"Variable_List.{name}"] for name in names] == [
+            "007", "100000", "1.2345678901234567e+19", "0x10", "true", ".5", "5"]
 
 
 @pytest.mark.parametrize("text", ["", "Connection refused", "[1]", '{"Jobs": {"1": 2}}'])
 def test_output_of_another_form_is_an_error(text: str) -> None:
     with pytest.raises(SchedulerError, match="Expected a JSON object of Jobs"):
         objects(text, "Jobs")
-    with pytest.raises(SchedulerError, match="Expected a job"):
-        listing(text)
 
 
 def test_chunks_match_hosts_where_vnodes_have_other_names() -> None:

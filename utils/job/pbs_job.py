@@ -70,15 +70,14 @@ _NO_HISTORY = 36
 def query_objects(
     kind: str,
     program: str,
-    *options: str,
-    job_id: str | None = None,
+    *words: str,
     timeout_seconds: float = command.TIMEOUT_SECONDS,
 ) -> dict[str, Fields]:
     """Run qstat or pbsnodes and return its records; kind: see objects().
 
     Raises SchedulerError.
     """
-    query = [find_program(program), *options, "-F", "json", *([job_id] if job_id else [])]
+    query = [find_program(program), "-F", "json", *words]
     return objects(command.run_command(query, timeout_seconds=timeout_seconds), kind)
 
 
@@ -91,20 +90,13 @@ def query_job(
 
     Raises SchedulerError when qstat fails, also for an unknown job.
     """
-    query = [find_program("qstat"), *(["-x"] if ended else []), "-f"]
+    options = ["-x", "-f"] if ended else ["-f"]
     try:
-        output = command.run_command(
-            [*query, "-F", "json", job_id], timeout_seconds=timeout_seconds
-        )
+        jobs = query_objects("Jobs", "qstat", *options, job_id, timeout_seconds=timeout_seconds)
     except command.SchedulerError as error:
         if not ended or error.exit_code != _NO_HISTORY:
             raise
-        output = "{}"
-    try:
-        jobs = objects(output, "Jobs")
-    except command.SchedulerError:
-        jobs = listing(command.run_command([*query, job_id], timeout_seconds=timeout_seconds))
-
+        jobs = {}
     if ended and not jobs:  # OpenPBS 23 exits with 0 where it keeps no history
         return query_job(job_id, timeout_seconds=timeout_seconds)
     for name, job in jobs.items():
@@ -155,8 +147,8 @@ def read_nodefile(lines: Iterable[str]) -> PbsHosts:
 # "Resource_List.walltime", as in `qstat -f`.
 Fields = dict[str, str]
 
-_JOB_LINE = re.compile(r"Job Id: (\S+)$")
-_ATTRIBUTE_LINE = re.compile(r"    ((\w+)(?:\.\w+)?) = (.*)$")
+# A line such as '"A": 005,': JSON has no such number, and versions before 2024 print it so.
+_BARE_VALUE = re.compile(r'^(\s*"[^"\n]*":\s*)([^\s"{\[][^\n]*?)(,?)$', re.MULTILINE)
 _CHUNK = re.compile(r"\(([^()]*)\)|([^()+]+)")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _TIME = re.compile(r"\w+ +(\w{3}) +([0-9]+) +([0-9]+):([0-9]+):([0-9]+) +([0-9]{4})")
@@ -177,7 +169,7 @@ def objects(text: str, kind: str) -> dict[str, Fields]:
     import json  # a launch needs the rest of this file often and this function seldom
 
     try:
-        printed = json.loads(text, strict=False, parse_int=str, parse_float=str, parse_constant=str)
+        printed = json.loads(_BARE_VALUE.sub(r'\1"\2"\3', text), strict=False)
         return {name: dict(_flatten(record)) for name, record in printed.get(kind, {}).items()}
     except (ValueError, AttributeError):
         raise SchedulerError(
@@ -200,36 +192,6 @@ def _as_text(value: object) -> str:
     if isinstance(value, list):
         return ",".join(map(_as_text, value))
     return "null" if value is None else str(value).lower()  # True, False
-
-
-def listing(text: str) -> dict[str, Fields]:
-    """Return the jobs in the output of `qstat -f`, without "-F json".
-
-    The JSON of versions before 2024 is invalid for values such as 005. Here Variable_List is one
-    text, and a line break in a value is lost.
-
-    Raises SchedulerError where the text names no job.
-    """
-    jobs: dict[str, Fields] = {}
-    job: Fields = {}
-    attribute = ""
-    for line in text.split("\n"):
-        if match := _JOB_LINE.match(line):
-            job = jobs.setdefault(match[1], {})
-        elif match := _ATTRIBUTE_LINE.match(line):
-            attribute = match[1]
-            if attribute in job or match[2] in job:  # a line of a value that looks like this
-                attribute = ""
-            else:
-                job[attribute] = match[3]
-        elif line.startswith("\t") and attribute in job:  # a long value goes on
-            job[attribute] += line[1:]
-    if jobs:
-        return jobs
-    raise SchedulerError(
-        f"PBS printed {text.strip()[:80]!r}. Expected a job. Run qstat -f by hand to see whether "
-        "the server responds."
-    )
 
 
 def members(record: Fields, attribute: str) -> Fields:
