@@ -251,12 +251,7 @@ class StopFile:
 
 def scheduler_time_left() -> Callable[[], float | None] | None:
     """Return what queries the scheduler for the seconds left of this job; None outside of a job."""
-    from ..job import current_allocation
-    from ..job.allocation import AllocationError
+    from ..job import current_job
 
-    try:
-        allocation = current_allocation(query=False)
-    except AllocationError as error:
-        _log.warning("the time limit of the job is not watched: %s", error)
-        return None
-    return allocation.seconds_left if allocation else None
+    job = current_job()
+    return job.seconds_left if job else None

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...host.gpus import MASKS
-from ...job.allocation import Allocation, short_name
+from ...job.allocation import short_name
 from ...job.slurm_job import expand_hostlist
+from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, PlanError
 
 _SHOWN = 8  # hosts in a message

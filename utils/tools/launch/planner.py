@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...host.cores import CPU_BIND, NO_BINDING, parse_binding
-from ...job.allocation import Allocation
+from ..schedulers.allocation import Allocation
 from .hosts import choose_hosts, job_name, notes_on_sharing
 from .launch_plan import HostInfo, Options, Plan, PlanError, Request
 from .methods import NAMES, choose

@@ -6,7 +6,7 @@ mean, and what environment its command needs. choose() picks one.
 
 from __future__ import annotations
 
-from ....job.allocation import Allocation
+from ...schedulers.allocation import Allocation
 from ..hosts import index_of, job_name
 from ..launch_plan import HostInfo, Method, PlanError
 from .agents import Local, Pbsdsh, PbsTmrsh, Ssh
