@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 
 from . import commands as command
-from .allocation import parse_duration
 from .commands import SchedulerError
+from .notation import parse_duration
 
 DEFAULT_PREFIX = "/opt/pbs"  # where the packages of OpenPBS and PBS Professional install
 
@@ -101,8 +101,6 @@ Fields = dict[str, str]
 
 # A line such as '"A": 005,': JSON has no such number, and versions before 2024 print it so.
 _BARE_VALUE = re.compile(r'^(\s*"[^"\n]*":\s*)([^\s"{\[][^\n]*?)(,?)$', re.MULTILINE)
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_TIME = re.compile(r"\w+ +(\w{3}) +([0-9]+) +([0-9]+):([0-9]+):([0-9]+) +([0-9]{4})")
 
 
 def objects(text: str, kind: str) -> dict[str, Fields]:
@@ -145,19 +143,6 @@ def _as_text(value: object) -> str:
     return "null" if value is None else str(value).lower()  # True, False
 
 
-def parse_time(text: str) -> float | None:
-    """Return the seconds since 1970 of "Sat Nov 21 03:56:14 2026", local time in English.
-
-    None for any other text.
-    """
-    match = _TIME.fullmatch(text)
-    if match is None or match[1] not in _MONTHS:
-        return None
-    day, hour, minute, second, year = (int(match[group]) for group in range(2, 7))
-    month = _MONTHS.index(match[1]) + 1
-    return time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
-
-
 _TIMEOUT_SECONDS = 10.0  # of a query; a job is waiting
 
 
@@ -174,13 +159,15 @@ def seconds_left(job_id: str) -> float | None:
 
     What PBS counted is up to two minutes old: the time since the start counts too.
     """
+    from email.utils import parsedate  # loads many modules, which a launch does not need
+
     job = query_running_job(job_id)
     limit = _seconds(job, "Resource_List.walltime")
     if limit is None:
         return None
     used = float(_seconds(job, "resources_used.walltime") or 0)
-    start = parse_time(job.get("stime", ""))
-    since_start = time.time() - start if start is not None else 0.0
+    start = parsedate(job.get("stime", ""))  # "Sat Nov 21 03:56:14 2026", local time
+    since_start = time.time() - time.mktime(start) if start is not None else 0.0
     if 0 <= since_start <= limit + 3600:
         used = max(used, since_start)
     return max(0.0, limit - used)

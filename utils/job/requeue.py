@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from ..log import get_logger
 from . import exclude_file, slurm_exclusion
-from .allocation import parse_number
 from .commands import SchedulerError, run_command
 from .current_job import current_job
+from .notation import parse_number
 from .slurm_job import Fields, records, unique_job_id
 
 CHAIN_VARIABLE = "DDPKIT_CHAIN"  # in a job of a chain: its id

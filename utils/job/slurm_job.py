@@ -8,8 +8,8 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 
-from .allocation import parse_duration, parse_number
 from .commands import SchedulerError, run_command
+from .notation import parse_duration, parse_number
 
 Fields = dict[str, str]  # one record: field name or column -> text as printed
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..job.allocation import EXIT_REQUEUE, STOP_FILE
+from ..job.notation import EXIT_REQUEUE, STOP_FILE
 from ..log import get_logger
 from ..monitor import launch_report
 from .agreement import StopAgreement

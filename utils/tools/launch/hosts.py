@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...host.gpus import MASKS
-from ...job.allocation import short_name
+from ...job.notation import short_name
 from ...job.slurm_job import expand_hostlist
 from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, PlanError

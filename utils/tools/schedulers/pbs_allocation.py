@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from ...job.allocation import parse_number, same_host, short_name
+from ...job.notation import parse_number, same_host, short_name
 from ...job.pbs_job import Fields, query_running_job
 from .allocation import Allocation, AllocationError
 
 
+@dataclass
 class Host:
     """A host of a job. None: not known."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lines = 0  # in the node file
-        self.cores: int | None = None
-        self.gpus: int | None = None
+    name: str
+    lines: int = 0  # in the node file
+    cores: int | None = None
+    gpus: int | None = None
 
 
 class PbsHosts:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ...job.allocation import format_walltime, parse_duration, parse_number, parse_size, same_host
 from ...job.commands import SchedulerError, run_command
+from ...job.notation import format_walltime, parse_duration, parse_number, parse_size, same_host
 from ...job.pbs_job import Fields, find_program, query_job, query_objects
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive

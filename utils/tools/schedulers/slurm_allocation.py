@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from ...job.allocation import parse_number
 from ...job.commands import SchedulerError, run_command
+from ...job.notation import parse_number
 from ...job.slurm_job import (
     SPECIAL_STEPS,
     Fields,
@@ -43,20 +44,18 @@ def node_resources(jobs: Iterable[Fields]) -> dict[str, tuple[int | None, int]]:
 
 
 _MAX_COMPONENTS = 128  # of a heterogeneous job in Slurm
-
-
 Counts = list[int | None]  # one for each host; None: not known
 
 
+@dataclass
 class Resources:
     """The hosts of a whole job, and for each of them its tasks, cores and GPUs."""
 
-    def __init__(self) -> None:
-        self.hosts: list[str] = []
-        self.tasks: Counts = []
-        self.cores: Counts = []
-        self.gpus: Counts = []
-        self.tasks_requested = True  # for every component
+    hosts: list[str]
+    tasks: Counts
+    cores: Counts
+    gpus: Counts
+    tasks_requested: bool = True  # for every component
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:
@@ -76,7 +75,7 @@ def resources(environ: Mapping[str, str]) -> Resources:
 
     Raises ValueError where the variables cannot be read or contradict each other.
     """
-    found = Resources()
+    found = Resources([], [], [], [])
     for suffix in _component_suffixes(environ) or [""]:
         name = f"SLURM_JOB_NODELIST{suffix}"
         hosts = expand_hostlist(environ.get(name, ""))
@@ -146,13 +145,7 @@ def _gpus_per_node(environ: Mapping[str, str]) -> int | None:
     text = environ.get("SLURM_GPUS_PER_NODE")
     if not text or environ.get("SLURM_HET_SIZE"):
         return None
-    total = 0
-    for part in text.split(","):
-        count = parse_number(part.rpartition(":")[2])
-        if count is None:
-            raise ValueError(f"SLURM_GPUS_PER_NODE={text[:80]} has no number of GPUs")
-        total += count
-    return total
+    return gpu_count(",".join(f"gpu:{part}" for part in text.split(",")))
 
 
 def slurm_allocation(environ: Mapping[str, str], *, query: bool = True) -> Allocation:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...job import slurm_exclusion
-from ...job.allocation import format_walltime, parse_duration, parse_number
 from ...job.commands import SchedulerError, run_command
+from ...job.notation import format_walltime, parse_duration, parse_number
 from ...job.slurm_job import Fields, expand_hostlist, records
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive

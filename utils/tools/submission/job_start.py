@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...job import current_job, exclude_file
-from ...job.allocation import EXIT_REQUEUE, STOP_FILE, same_host
 from ...job.commands import SchedulerError
+from ...job.notation import EXIT_REQUEUE, STOP_FILE, same_host
 from ...job.slurm_job import unique_job_id
 from ..launch import launch_cli as launch_cli
 from ..schedulers import get_scheduler

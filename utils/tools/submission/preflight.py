@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...job import exclude_file
-from ...job.allocation import EXIT_REQUEUE
 from ...job.commands import SchedulerError
+from ...job.notation import EXIT_REQUEUE
 from ...job.requeue import CHAIN_VARIABLE, requeue
 from ..launch import launch_cli as launch_cli
 from ..schedulers.allocation import AllocationError

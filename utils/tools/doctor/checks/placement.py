@@ -25,7 +25,7 @@ from ....host.cores import (
     pci_node,
     read_topology,
 )
-from ....job.allocation import same_host
+from ....job.notation import same_host
 from ....launch_error import LaunchError
 from ....launchers.detect import detect
 from ...schedulers.allocation import AllocationError

@@ -1,4 +1,4 @@
-"""What a scheduler allocated to a job; host names and units as Slurm and PBS write them."""
+"""Host names, units and exit statuses as Slurm, PBS and the jobs of submit.py write them."""
 
 from __future__ import annotations
 
