@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from .host.cores import format_ranges
+
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
 _MAX_POLLS_PER_SECOND = 20_000  # of all ranks together: one process serves the store
 _ACKNOWLEDGEMENT_TIMEOUT = 20.0  # seconds
-_SHOWN_RANKS = 16
 
 _instances: collections.Counter[str] = collections.Counter()
 
@@ -268,7 +269,7 @@ class StoreCommunicator:
             )
         return (
             f"{len(missing)} of {self.world_size} ranks did not report to {self._reporter} {when}: "
-            f"{_show_ranks(missing)}. Look for their own messages"
+            f"{format_ranges(missing)}. Look for their own messages"
         )
 
     @contextlib.contextmanager
@@ -283,12 +284,6 @@ class StoreCommunicator:
                 f"{self._reporter} lost the connection to rank 0's store: {reason}. "
                 "Look for rank 0's own message"
             ) from error
-
-
-def _show_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text for a message: "2, 5, 7", at most 16 of them."""
-    more = " ..." if len(ranks) > _SHOWN_RANKS else ""
-    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + more
 
 
 def _is_initialized() -> bool:

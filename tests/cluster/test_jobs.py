@@ -26,7 +26,7 @@ import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from utils import setup_distributed
 from utils.preemption import StopSignal, requeue
-from utils.job import current_allocation
+from utils.job import current_job
 with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
     again = os.path.exists("saved")
     dist.barrier()
@@ -35,7 +35,7 @@ with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
     while not again and not stop.should_stop():
         time.sleep(0.01)
     if dist.is_main:
-        assert 200 < current_allocation().seconds_left() <= 300
+        assert 200 < current_job().seconds_left() <= 300
         print("continues" if again else "saves", flush=True)
         open("saved", "w").close()
 if stop.stopped and dist.is_main:
@@ -63,9 +63,9 @@ sys.exit(stop.exit_status)
 STEPS = f"""\
 import os, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from utils.job import current_allocation
+from utils.job import current_job
 from utils.preemption import requeue
-assert 5 < current_allocation().seconds_left() <= 60
+assert 5 < current_job().seconds_left() <= 60
 open("runs", "a").write("<")
 run = open("runs").read().count("<")
 if run == 2:

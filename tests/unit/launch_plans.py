@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from utils.job.allocation import Allocation
 from utils.tools.launch.launch_plan import HostInfo, Mpiexec, Options, Plan
 from utils.tools.launch.methods import IntelMpi, Mpich, OpenMpi, Pals
 from utils.tools.launch.planner import make_plan
+from utils.tools.schedulers.allocation import Allocation
 
 PYTHON = "/env/bin/python"
 TOOLS = {name: f"/bin/{name}" for name in ("srun", "pbs_tmrsh", "pbsdsh", "ssh")}

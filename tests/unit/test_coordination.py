@@ -28,7 +28,7 @@ def test_decide_names_the_rank_that_does_not_report() -> None:
 def test_cancel_ends_the_wait() -> None:
     zero = make_communicators(timeout_seconds=600)[0]
     zero.cancel()
-    with pytest.raises(RankTimeout, match="before this rank ended: 1, 2"):
+    with pytest.raises(RankTimeout, match="before this rank ended: 1-2"):
         zero.decide("save", 0, len)
 
 

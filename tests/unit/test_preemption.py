@@ -60,10 +60,9 @@ def test_a_signal_is_seen_during_a_long_call_into_c(stop: StopSignal, tmp_path: 
 @pytest.mark.parametrize(("options", "reason", "warnings"), [
     ({"time_left": lambda: 100.0, "save_seconds": 200}, "time limit in", 1),
     ({"time_left": lambda: 1.5, "save_seconds": 0.05, "margin": 0}, "time limit in", 0),  # after many steps
-    ({"file": "STOP"}, "file STOP", 0), ({"command": ["test", "-e", "STOP"]}, "command test", 0)])
-def test_time_limit_file_and_command_stop_the_run(options: dict[str, Any], reason: str, warnings: int, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch,
-                                                  caplog: pytest.LogCaptureFixture) -> None:
+    ({"file": "STOP"}, "file STOP", 0)])
+def test_time_limit_and_file_stop_the_run(options: dict[str, Any], reason: str, warnings: int, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     with StopSignal(poll_seconds=0.01, **options) as stop:
         assert warnings or not stop.should_stop()
@@ -137,7 +136,7 @@ def test_only_one_is_open_and_it_belongs_to_the_main_thread(stop: StopSignal) ->
 
 
 @pytest.mark.parametrize(("argument", "value"), [
-    ("save_seconds", -1), ("margin", float("nan")), ("rank_timeout", 1e9), ("command", "a b")])
+    ("save_seconds", -1), ("margin", float("nan")), ("rank_timeout", 1e9)])
 def test_bad_arguments_are_refused(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=argument):
         StopSignal(**{argument: value})
@@ -257,8 +256,7 @@ def test_time_limit(responses: list[float | Exception | None], seconds: Iterable
 
 @pytest.mark.parametrize(("options", "failures"), [
     ({"time_left": lambda: 1 / 0}, 1), ({"time_left": lambda: sys.exit("user's mistake")}, 1),
-    ({"command": ["/no/such/command"]}, 1), ({"time_left": lambda: time.sleep(20)}, 0)],
-    ids=["error", "exit", "command", "hangs"])
+    ({"time_left": lambda: time.sleep(20)}, 0)], ids=["error", "exit", "hangs"])
 def test_failing_and_hanging_sources_disturb_no_other(
         options: dict[str, Any], failures: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The other one is a file that exists, and stops the run when it is touched."""

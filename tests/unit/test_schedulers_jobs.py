@@ -191,14 +191,6 @@ def test_a_pbs_server_without_a_history(commands: Commands, output: str, exit_st
     assert Pbs().status("7.server").state == "unknown"
 
 
-def test_a_job_with_invalid_json_is_read_from_the_listing(commands: Commands) -> None:
-    """PBS before 2024 prints the value of X=005 as 005."""
-    commands.add("qstat", pbs_recording("commands/qstat_xf_finished_plain")["stdout"])
-    commands.add("qstat", '{"Jobs": {"1.pbs-head": {"Variable_List": {"X": 005}}}}', when="json")
-    status = Pbs().status("1.pbs-head")
-    assert (status.state, status.hosts) == ("completed", ("n1",))
-
-
 def test_a_scheduler_that_is_down_is_an_error(commands: Commands) -> None:
     commands.add("scontrol", error="slurm_load_jobs error: Unable to contact slurm controller\n", status=1)
     with pytest.raises(SchedulerError, match="Unable to contact.*reachable Slurm controller"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from utils.job.allocation import format_walltime, parse_duration
+from utils.job.notation import format_walltime, parse_duration
 from utils.tools.schedulers.job_spec import Job, JobError, parse_walltime
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler

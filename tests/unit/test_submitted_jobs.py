@@ -15,8 +15,8 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.job import exclude_file
-from utils.job.allocation import Allocation
 from utils.job.commands import SchedulerError
+from utils.tools.schedulers.allocation import Allocation
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.scheduler import Status
 from utils.tools.submission import following, preflight
@@ -214,7 +214,7 @@ class InJob:
         self._monkeypatch = monkeypatch
         monkeypatch.setenv("SLURM_JOB_ID", "2")
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-        monkeypatch.setattr(in_job, "current_allocation", lambda query: self)
+        monkeypatch.setattr(in_job, "current_job", lambda: self)
 
     def run(self, launch: Callable[[], int], before: Any = None, state: Any = "running") -> int:
         """Start the job in this state; `before`: the statuses of job 1, None where there is no such job."""

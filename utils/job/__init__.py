@@ -1,8 +1,7 @@
-"""The job around this process: its hosts, the time left, and the way back into the queue."""
+"""The job around this process: the time left, and the way back into the queue."""
 
 from __future__ import annotations
 
-from .allocation import Allocation as Allocation
-from .allocation import AllocationError as AllocationError
-from .find_allocation import current_allocation as current_allocation
+from .current_job import CurrentJob as CurrentJob
+from .current_job import current_job as current_job
 from .slurm_job import expand_hostlist as expand_hostlist

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from .allocation import same_host
+from .notation import same_host
 
 VARIABLE = "DDPKIT_EXCLUDE_FILE"  # in the jobs of submit.py: the path of the file
 LIFETIME_SECONDS = 24 * 3600.0

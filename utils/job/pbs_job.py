@@ -1,7 +1,4 @@
-"""The job around this process as PBS describes it: node file, the output of qstat, the allocation.
-
-PBS names one host in several ways and places; each host is listed once.
-"""
+"""Jobs as PBS describes them: its commands, their output, the time left."""
 
 from __future__ import annotations
 
@@ -9,18 +6,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 from . import commands as command
-from .allocation import (
-    Allocation,
-    AllocationError,
-    parse_duration,
-    parse_number,
-    same_host,
-    short_name,
-)
 from .commands import SchedulerError
+from .notation import parse_duration
 
 DEFAULT_PREFIX = "/opt/pbs"  # where the packages of OpenPBS and PBS Professional install
 
@@ -70,15 +60,14 @@ _NO_HISTORY = 36
 def query_objects(
     kind: str,
     program: str,
-    *options: str,
-    job_id: str | None = None,
+    *words: str,
     timeout_seconds: float = command.TIMEOUT_SECONDS,
 ) -> dict[str, Fields]:
     """Run qstat or pbsnodes and return its records; kind: see objects().
 
     Raises SchedulerError.
     """
-    query = [find_program(program), *options, "-F", "json", *([job_id] if job_id else [])]
+    query = [find_program(program), "-F", "json", *words]
     return objects(command.run_command(query, timeout_seconds=timeout_seconds), kind)
 
 
@@ -91,20 +80,13 @@ def query_job(
 
     Raises SchedulerError when qstat fails, also for an unknown job.
     """
-    query = [find_program("qstat"), *(["-x"] if ended else []), "-f"]
+    options = ["-x", "-f"] if ended else ["-f"]
     try:
-        output = command.run_command(
-            [*query, "-F", "json", job_id], timeout_seconds=timeout_seconds
-        )
+        jobs = query_objects("Jobs", "qstat", *options, job_id, timeout_seconds=timeout_seconds)
     except command.SchedulerError as error:
         if not ended or error.exit_code != _NO_HISTORY:
             raise
-        output = "{}"
-    try:
-        jobs = objects(output, "Jobs")
-    except command.SchedulerError:
-        jobs = listing(command.run_command([*query, job_id], timeout_seconds=timeout_seconds))
-
+        jobs = {}
     if ended and not jobs:  # OpenPBS 23 exits with 0 where it keeps no history
         return query_job(job_id, timeout_seconds=timeout_seconds)
     for name, job in jobs.items():
@@ -113,53 +95,12 @@ def query_job(
     return next(iter(jobs.values())) if len(jobs) == 1 else None
 
 
-class Host:
-    """A host of a job. None: not known."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lines = 0  # in the node file
-        self.cores: int | None = None
-        self.gpus: int | None = None
-
-
-class PbsHosts:
-    """Hosts in the order of their first mention; "n1" and "n1.pbs.lab" are one host."""
-
-    def __init__(self) -> None:
-        self.all: list[Host] = []
-        self._by_short_name: dict[str, list[Host]] = {}
-
-    def find(self, name: str) -> Host:
-        """Return the host of this name, new where it has not been mentioned before."""
-        namesakes = self._by_short_name.setdefault(short_name(name), [])
-        for host in namesakes:
-            if same_host(host.name, name):
-                return host
-        host = Host(name)
-        self.all.append(host)
-        namesakes.append(host)
-        return host
-
-
-def read_nodefile(lines: Iterable[str]) -> PbsHosts:
-    """Return the hosts of a node file with their numbers of lines, which need not be adjacent."""
-    hosts = PbsHosts()
-    for line in lines:
-        if line.strip():
-            hosts.find(line.strip()).lines += 1
-    return hosts
-
-
 # One record: attribute -> text as printed. The members of an attribute have names such as
 # "Resource_List.walltime", as in `qstat -f`.
 Fields = dict[str, str]
 
-_JOB_LINE = re.compile(r"Job Id: (\S+)$")
-_ATTRIBUTE_LINE = re.compile(r"    ((\w+)(?:\.\w+)?) = (.*)$")
-_CHUNK = re.compile(r"\(([^()]*)\)|([^()+]+)")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_TIME = re.compile(r"\w+ +(\w{3}) +([0-9]+) +([0-9]+):([0-9]+):([0-9]+) +([0-9]{4})")
+# A line such as '"A": 005,': JSON has no such number, and versions before 2024 print it so.
+_BARE_VALUE = re.compile(r'^(\s*"[^"\n]*":\s*)([^\s"{\[][^\n]*?)(,?)$', re.MULTILINE)
 
 
 def objects(text: str, kind: str) -> dict[str, Fields]:
@@ -177,7 +118,7 @@ def objects(text: str, kind: str) -> dict[str, Fields]:
     import json  # a launch needs the rest of this file often and this function seldom
 
     try:
-        printed = json.loads(text, strict=False, parse_int=str, parse_float=str, parse_constant=str)
+        printed = json.loads(_BARE_VALUE.sub(r'\1"\2"\3', text), strict=False)
         return {name: dict(_flatten(record)) for name, record in printed.get(kind, {}).items()}
     except (ValueError, AttributeError):
         raise SchedulerError(
@@ -202,193 +143,34 @@ def _as_text(value: object) -> str:
     return "null" if value is None else str(value).lower()  # True, False
 
 
-def listing(text: str) -> dict[str, Fields]:
-    """Return the jobs in the output of `qstat -f`, without "-F json".
-
-    The JSON of versions before 2024 is invalid for values such as 005. Here Variable_List is one
-    text, and a line break in a value is lost.
-
-    Raises SchedulerError where the text names no job.
-    """
-    jobs: dict[str, Fields] = {}
-    job: Fields = {}
-    attribute = ""
-    for line in text.split("\n"):
-        if match := _JOB_LINE.match(line):
-            job = jobs.setdefault(match[1], {})
-        elif match := _ATTRIBUTE_LINE.match(line):
-            attribute = match[1]
-            if attribute in job or match[2] in job:  # a line of a value that looks like this
-                attribute = ""
-            else:
-                job[attribute] = match[3]
-        elif line.startswith("\t") and attribute in job:  # a long value goes on
-            job[attribute] += line[1:]
-    if jobs:
-        return jobs
-    raise SchedulerError(
-        f"PBS printed {text.strip()[:80]!r}. Expected a job. Run qstat -f by hand to see whether "
-        "the server responds."
-    )
-
-
-def members(record: Fields, attribute: str) -> Fields:
-    """Return the members of an attribute: "Resource_List" -> {"walltime": "01:00:00", ...}."""
-    prefix = attribute + "."
-    return {
-        name.removeprefix(prefix): value
-        for name, value in record.items()
-        if name.startswith(prefix)
-    }
-
-
-def chunk_resources(exec_host: str, exec_vnode: str) -> list[tuple[str, dict[str, int]]]:
-    """Return host and resources of every chunk of a job, in order.
-
-    "n1/0*2+n2/0" and "(n1:ncpus=2:ngpus=1)+(n2[0]:ncpus=1+n2[1]:ncpus=1)" ->
-    [("n1", {"ncpus": 2, "ngpus": 1}), ("n2", {"ncpus": 2})]. The two lists have one part for each
-    chunk. A virtual node need not be named after its host.
-    """
-    hosts = [part.partition("/")[0] for part in exec_host.split("+") if part]
-    chunks = [inner or single for inner, single in _CHUNK.findall(exec_vnode)]
-    if len(chunks) != len(hosts):
-        chunks = [""] * len(hosts)
-    return [(host, _sum_vnodes(chunk)) for host, chunk in zip(hosts, chunks, strict=True)]
-
-
-def _sum_vnodes(chunk: str) -> dict[str, int]:
-    """Sum the resources of "n2[0]:ncpus=1:mem=5kb+n2[1]:ncpus=1" -> {"ncpus": 2}."""
-    sums: dict[str, int] = {}
-    for vnode in chunk.split("+"):
-        for resource in vnode.split(":")[1:]:
-            name, _, value = resource.partition("=")
-            if value.isdecimal():
-                sums[name] = sums.get(name, 0) + int(value)
-    return sums
-
-
-def parse_time(text: str) -> float | None:
-    """Return the seconds since 1970 of "Sat Nov 21 03:56:14 2026", local time in English.
-
-    None for any other text.
-    """
-    match = _TIME.fullmatch(text)
-    if match is None or match[1] not in _MONTHS:
-        return None
-    day, hour, minute, second, year = (int(match[group]) for group in range(2, 7))
-    month = _MONTHS.index(match[1]) + 1
-    return time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
-
-
 _TIMEOUT_SECONDS = 10.0  # of a query; a job is waiting
 
 
-class PbsAllocation(Allocation):
-    """An allocation of PBS."""
-
-    def seconds_left(self) -> float | None:
-        """Query the seconds until the walltime limit; None without a limit or a response.
-
-        What PBS counted is up to two minutes old: the time since the start counts too.
-        """
-        job = _query_job(self.job_id)
-        limit = _seconds(job, "Resource_List.walltime")
-        if limit is None:
-            return None
-        used = float(_seconds(job, "resources_used.walltime") or 0)
-        start = parse_time(job.get("stime", ""))
-        since_start = time.time() - start if start is not None else 0.0
-        if 0 <= since_start <= limit + 3600:
-            used = max(used, since_start)
-        return max(0.0, limit - used)
-
-
-def pbs_allocation(environ: Mapping[str, str], *, query: bool = True) -> PbsAllocation:
-    """Return what PBS allocated to the job around this process.
-
-    query: whether to run qstat for what node file and variables lack.
-
-    Raises AllocationError where the node file cannot be read or no host is found.
-    """
-    job_id = environ["PBS_JOBID"]
-    job = _query_job(job_id) if query else {}
-    hosts = _read_nodefile(environ, job)
-    chunks = chunk_resources(job.get("exec_host", ""), job.get("exec_vnode", ""))
-    in_order = _add_chunks(hosts, chunks)
-    in_order += [host for host in hosts.all if host not in in_order]
-    if not in_order:
-        raise AllocationError(
-            f"PBS job {job_id} has no host: PBS_NODEFILE={environ.get('PBS_NODEFILE', '')} names "
-            "none, and neither does qstat. A running job has at least one. Start from a shell of "
-            "the job itself."
-        )
-
-    runs = parse_number(job.get("run_count", ""))
-    return PbsAllocation(
-        "pbs",
-        job_id,
-        tuple(host.name for host in in_order),
-        tuple(host.lines for host in in_order),
-        tuple(host.gpus for host in in_order),
-        tuple(host.cores for host in in_order),
-        parse_number(environ.get("PBS_ARRAY_INDEX", "")),
-        None if runs is None else max(0, runs - 1),
-        _notes(job, len(chunks), in_order),
-    )
-
-
-def _add_chunks(hosts: PbsHosts, chunks: list[tuple[str, dict[str, int]]]) -> list[Host]:
-    """Add the resources of all chunks to their hosts; return these hosts in order."""
-    in_order: list[Host] = []
-    counts_gpus = any("ngpus" in resources for _, resources in chunks)  # else PBS has no GPUs
-    for name, resources in chunks:
-        host = hosts.find(name)
-        if host not in in_order:
-            in_order.append(host)
-        if "ncpus" in resources:
-            host.cores = (host.cores or 0) + resources["ncpus"]
-        if counts_gpus:
-            host.gpus = (host.gpus or 0) + resources.get("ngpus", 0)
-    return in_order
-
-
-def _notes(job: Fields, chunks: int, hosts: list[Host]) -> tuple[str, ...]:
-    if len(hosts) > 1 or chunks < 2 or "pack" in job.get("Resource_List.place", ""):
-        return ()
-    select = job.get("Resource_List.select", "")
-    return (
-        f"PBS has placed all {chunks} chunks of select={select} on one host, {hosts[0].name}. "
-        f"For {chunks} hosts request -l place=scatter",
-    )
-
-
-def _read_nodefile(environ: Mapping[str, str], job: Fields) -> PbsHosts:
-    """The hosts of PBS_NODEFILE; none without the variable, as in pbsdsh's tasks on the first host.
-
-    qstat then has them.
-    """
-    path = environ.get("PBS_NODEFILE")
-    if not path:
-        return PbsHosts()
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return read_nodefile(file)
-    except OSError as error:
-        if job.get("exec_host"):
-            return PbsHosts()
-        raise AllocationError(
-            f"PBS job {environ['PBS_JOBID']}: the node file PBS_NODEFILE={path} cannot be read "
-            f"({error.strerror}). It was expected on every host of a running job. "
-            "Start from a shell of the job itself."
-        ) from None
-
-
-def _query_job(job_id: str) -> Fields:
-    """The record of a job; empty where qstat does not respond."""
+def query_running_job(job_id: str) -> Fields:
+    """Return the record of the job around this process; empty where qstat does not respond."""
     try:
         return query_job(job_id, timeout_seconds=_TIMEOUT_SECONDS) or {}
     except SchedulerError:
         return {}
+
+
+def seconds_left(job_id: str) -> float | None:
+    """Query the seconds until the walltime limit; None without a limit or a response.
+
+    What PBS counted is up to two minutes old: the time since the start counts too.
+    """
+    from email.utils import parsedate  # loads many modules, which a launch does not need
+
+    job = query_running_job(job_id)
+    limit = _seconds(job, "Resource_List.walltime")
+    if limit is None:
+        return None
+    used = float(_seconds(job, "resources_used.walltime") or 0)
+    start = parsedate(job.get("stime", ""))  # "Sat Nov 21 03:56:14 2026", local time
+    since_start = time.time() - time.mktime(start) if start is not None else 0.0
+    if 0 <= since_start <= limit + 3600:
+        used = max(used, since_start)
+    return max(0.0, limit - used)
 
 
 def _seconds(job: Fields, name: str) -> int | None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from ..log import get_logger
 from . import exclude_file, slurm_exclusion
-from .allocation import AllocationError, parse_number
 from .commands import SchedulerError, run_command
-from .find_allocation import current_allocation
+from .current_job import current_job
+from .notation import parse_number
 from .slurm_job import Fields, records, unique_job_id
 
 CHAIN_VARIABLE = "DDPKIT_CHAIN"  # in a job of a chain: its id
@@ -47,15 +47,15 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
     limit: restarts after which the job is not requeued again.
     """
     try:
-        allocation = current_allocation(environ, query=False)
-        if allocation is None or allocation.scheduler != "slurm":
+        around = current_job(environ)
+        if around is None or around.scheduler != "slurm":
             return False
 
         job_id = unique_job_id(environ)
         if environ.get(CHAIN_VARIABLE) == environ.get("SLURM_JOB_ID"):
             _log.info("job %s is not put back into the queue: it belongs to a chain", job_id)
             return False
-        restarts = allocation.restart_count or 0
+        restarts = parse_number(environ.get("SLURM_RESTART_COUNT", "")) or 0
         [job, *_] = records(run_command(["scontrol", "show", "job", job_id])) or [{}]
         is_ending = job.get("JobState") in ("COMPLETING", "STAGE_OUT")
         if is_ending and (parse_number(job.get("Restarts", "")) or 0) > restarts:
@@ -65,7 +65,7 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
             return False
         run_command(["scontrol", "requeue", job_id])
         _exclude_bad_hosts(job_id, environ)
-    except (AllocationError, SchedulerError) as error:
+    except SchedulerError as error:
         _log.warning(
             "the job is not put back into the queue: %s. It has saved: submit it again to continue",
             error,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .allocation import parse_number, same_host
 from .commands import run_command
+from .notation import parse_number, same_host
 from .slurm_job import expand_hostlist, records
 
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits

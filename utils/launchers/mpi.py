@@ -81,6 +81,7 @@ def _import(is_initialised: bool) -> ModuleType:
 
         if not is_initialised:
             mpi4py.rc.initialize = False  # MPI_Init must wait until the library is checked
+            mpi4py.rc.finalize = True  # at exit: mpirun ends the job if a rank does not
         from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
     except (ImportError, RuntimeError) as error:
         raise NameServiceUnavailable(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from ..host import gloo, process
-from ..job.allocation import EXIT_REQUEUE
+from ..job.notation import EXIT_REQUEUE
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..log import get_logger

@@ -1,12 +1,12 @@
 """Stop all ranks at the same step before the job ends, and put the job back into the queue.
 
 stop_signal.py is what a training script uses. agreement.py lets the ranks agree on a step,
-sources.py holds everything that requests a stop. schedulers/requeue.py puts the job back.
+sources.py holds everything that requests a stop. job/requeue.py puts the job back.
 """
 
 from __future__ import annotations
 
-from ..job.allocation import EXIT_REQUEUE as EXIT_REQUEUE
+from ..job.notation import EXIT_REQUEUE as EXIT_REQUEUE
 from ..job.requeue import requeue as requeue
 from .sources import SIGNALS as SIGNALS
 from .stop_signal import StopSignal as StopSignal

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict
 
+from ..host.cores import format_ranges
 from ..log import get_logger
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ _TOPIC = "boundary"
 _FAILED = "failed"  # counts the ranks that left with an error
 _LEAVE_TIMEOUT = 10.0  # seconds that rank 0, which may serve the store, waits for the other ranks
 _LEAVE_POLL_SECONDS = 0.005
-_SHOWN_RANKS = 16
 
 
 class BoundaryReport(TypedDict):
@@ -230,12 +230,11 @@ class StopAgreement:
         missing: list[int] = []
         with contextlib.suppress(RuntimeError):
             missing = self._communicator.missing(_TOPIC)
-        shown = ", ".join(map(str, missing[:_SHOWN_RANKS]))
-        more = " ..." if len(missing) > _SHOWN_RANKS else ""
         return (
             f"{problem}{len(missing)} of {self._communicator.world_size} ranks did not report "
-            f"within {self._rank_timeout:g} s: {shown}{more}. Expected an open StopSignal on every "
-            "rank. Look for the messages of these ranks: they hang or have ended"
+            f"within {self._rank_timeout:g} s: {format_ranges(missing)}. Expected an open "
+            "StopSignal on every rank. Look for the messages of these ranks: they hang or have "
+            "ended"
         )
 
 

@@ -1,4 +1,4 @@
-"""Watch everything that requests a stop: signals, the job's time limit, a file, a command.
+"""Watch everything that requests a stop: signals, the job's time limit, a file.
 
 Signals are caught on every rank. Rank 0 alone checks the other sources, since clocks differ and a
 file system shows a new file to other hosts later.
@@ -11,7 +11,6 @@ import math
 import os
 import select
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 _log = get_logger(__name__)
 _QUERY_SECONDS = 300.0  # between two queries of the scheduler, which may change a limit meanwhile
 _STALE_SECONDS = 30.0  # a response older than this is queried again before it ends the run
-_COMMAND_TIMEOUT = 30.0  # seconds
 
 
 # Signals ------------------------------------------------------------------------------------------
@@ -251,32 +249,9 @@ class StopFile:
         return self.name if changed else None
 
 
-class StopCommand:
-    """Want a stop when a command exits with status 0."""
-
-    def __init__(self, words: Sequence[str], poll_seconds: float) -> None:
-        self.name, self.poll_seconds = f"command {words[0]}", poll_seconds
-        self._words = list(words)
-
-    def check(self) -> str | None:
-        completed = subprocess.run(
-            self._words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=_COMMAND_TIMEOUT,
-        )
-        return self.name if completed.returncode == 0 else None
-
-
 def scheduler_time_left() -> Callable[[], float | None] | None:
     """Return what queries the scheduler for the seconds left of this job; None outside of a job."""
-    from ..job import current_allocation
-    from ..job.allocation import AllocationError
+    from ..job import current_job
 
-    try:
-        allocation = current_allocation(query=False)
-    except AllocationError as error:
-        _log.warning("the time limit of the job is not watched: %s", error)
-        return None
-    return allocation.seconds_left if allocation else None
+    job = current_job()
+    return job.seconds_left if job else None

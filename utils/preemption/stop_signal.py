@@ -26,12 +26,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..job.allocation import EXIT_REQUEUE, STOP_FILE
+from ..job.notation import EXIT_REQUEUE, STOP_FILE
 from ..log import get_logger
 from ..monitor import launch_report
 from .agreement import StopAgreement
@@ -39,7 +39,6 @@ from .sources import (
     SignalCatcher,
     Source,
     SourceThreads,
-    StopCommand,
     StopFile,
     TimeLimit,
     WakeUpPipe,
@@ -61,7 +60,7 @@ class StopSignal:
     """Request a save and stop on every rank at the same step boundary. A context manager.
 
     Requests come from SIGUSR1, SIGUSR2 or SIGTERM on any rank, from request() on any rank, and on
-    rank 0 from the time limit, a file or a command. Then the ranks agree, in about 0.3 s, on the
+    rank 0 from the time limit or a file. Then the ranks agree, in about 0.3 s, on the
     next boundary that none of them has passed.
 
     Every rank makes one StopSignal at the same place of the program, in its main thread, and calls
@@ -82,7 +81,6 @@ class StopSignal:
         margin: float = 30.0,
         time_left: Callable[[], float | None] | None = None,
         file: str | os.PathLike[str] | None = None,
-        command: Sequence[str] = (),
         poll_seconds: float = 10.0,
         rank_timeout: float = 60.0,
     ) -> None:
@@ -95,8 +93,7 @@ class StopSignal:
             Default: the scheduler is queried.
         file: a stop is requested when it appears or is touched. `ddpkit submit stop` touches
             DDPKIT_STOP_FILE, which is watched as well.
-        command: a stop is requested when it exits with status 0.
-        poll_seconds: time between two checks of the file and of the command.
+        poll_seconds: time between two checks of the file.
         rank_timeout: seconds to wait at a boundary for all ranks, which takes milliseconds.
 
         Raises ValueError for a bad argument, and RuntimeError outside of the main thread or if
@@ -111,11 +108,6 @@ class StopSignal:
         ):
             if not 0 <= seconds < 1e7:
                 raise ValueError(f"{name} is {seconds!r}; expected seconds, 0 or more. Correct it")
-        if isinstance(command, str):
-            raise ValueError(
-                f"command is the text {command!r}; expected a list of words. "
-                f"Write {command.split()!r}"
-            )
         _check_main_thread("A StopSignal is made")
         if _open is not None:
             raise RuntimeError(
@@ -155,8 +147,6 @@ class StopSignal:
                 sources.append(StopFile(Path(file), poll_seconds))
             if path := os.environ.get(STOP_FILE):
                 sources.append(StopFile(Path(path), poll_seconds))
-            if command:
-                sources.append(StopCommand(command, poll_seconds))
         self._sources = SourceThreads(self._agreement.request, sources)
 
     def should_stop(self) -> bool:

@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...job import current_allocation, exclude_file
-from ...job.allocation import AllocationError
+from ...job import exclude_file
 from ...launch_error import LaunchError
 from ...launchers.detect import find_launcher
 from ...launchers.launcher import shown
 from ...launchers.rank_variables import RANK_VARIABLES
 from ...log import print_result
 from ..launch.child_processes import LAUNCH_VARIABLE
+from ..schedulers.allocation import AllocationError
+from ..schedulers.find_allocation import current_allocation
 from .check import Check, Finding, Level, RankPlace, Ranks, Reported
 from .checks.collective_calls import Collectives
 from .checks.connections import Connections

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...channel import Channel, Loop
 from ...connection import Message
 from ...host import network
-from ...job.allocation import short_name
+from ...job.notation import short_name
 from . import rank_environment as environment
 from .host_ranks import RankMask
 from .launch_connection import LaunchServer, RankNotices, address_of_rank_0, peer_address

@@ -14,13 +14,13 @@ import termios
 from collections.abc import Sequence
 
 from ...host.gpus import count_gpus, gpu_vendor
-from ...job import current_allocation
-from ...job.allocation import AllocationError
 from ...launch_error import LaunchError
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
 from ..arguments import ArgumentParser
+from ..schedulers.allocation import AllocationError
+from ..schedulers.find_allocation import current_allocation
 from .child_processes import LAUNCH_VARIABLE
 from .dry_run import shell_lines
 from .launch_plan import HostInfo, Options, Plan, PlanError, ProgramFinder

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from ...job.allocation import Allocation, short_name
+from ...job.notation import short_name
+from ..schedulers.allocation import Allocation
 from .child_processes import Processes
 
 HOST_FILE = "@hosts@"  # in a command: the path of a file with Method.host_file()

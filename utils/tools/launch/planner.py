@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ...host.cores import CPU_BIND, NO_BINDING, parse_binding
 from ...host.gpus import MASKS
-from ...job.allocation import Allocation
 from ...job.slurm_job import expand_hostlist
+from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, Plan, PlanError, Request, index_of, job_name
 from .methods import NAMES, choose
 from .methods.srun import for_part_of_job

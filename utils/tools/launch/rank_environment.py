@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 
 from ...host.gpus import MASKS
-from ...job.allocation import Allocation
 from ...launchers.detect import LAUNCHERS
 from ...launchers.rank_variables import LAUNCH_RANK
 from ...launchers.rank_variables import RANK_VARIABLES as RANK_VARIABLES
+from ..schedulers.allocation import Allocation
 
 # These describe one host: a rank gets the value of its host, never that of another one.
 _OF_HOST = {

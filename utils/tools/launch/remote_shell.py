@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from ...job.allocation import short_name
+from ...job.notation import short_name
 from .bootstrap import import_code
 
 VARIABLE = "DDPKIT_REMOTE_SHELL"  # holds the code that runs main()

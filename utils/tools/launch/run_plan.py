@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack, closing, suppress
 
 from ...job import exclude_file
-from ...job.allocation import EXIT_REQUEUE
+from ...job.notation import EXIT_REQUEUE
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import host_processes, signals_workers, start_on_host

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ...job.allocation import format_walltime, parse_size
 from ...job.commands import SchedulerError
+from ...job.notation import format_walltime, parse_size
 from .job_spec import Job
 from .scheduler import Queue, Status
 

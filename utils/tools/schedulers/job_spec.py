@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...job.allocation import parse_duration
+from ...job.notation import parse_duration
 
 _MAX_COUNT = 1 << 20  # sanity bound of nodes, ranks, cores, GPUs
 _MAX_SECONDS = 100 * _MAX_COUNT

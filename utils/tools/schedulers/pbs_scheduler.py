@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ...job.allocation import format_walltime, parse_duration, parse_number, parse_size, same_host
 from ...job.commands import SchedulerError, run_command
-from ...job.pbs_job import Fields, find_program, members, query_job, query_objects
+from ...job.notation import format_walltime, parse_duration, parse_number, parse_size, same_host
+from ...job.pbs_job import Fields, find_program, query_job, query_objects
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive
 from .scheduler import Queue, Scheduler, State, Status, state_of_exit
@@ -405,6 +405,16 @@ class ServerState:
                     "another queue."
                 )
         return problems
+
+
+def members(record: Fields, attribute: str) -> Fields:
+    """Return the members of an attribute: "Resource_List" -> {"walltime": "01:00:00", ...}."""
+    prefix = attribute + "."
+    return {
+        name.removeprefix(prefix): value
+        for name, value in record.items()
+        if name.startswith(prefix)
+    }
 
 
 def _query(kind: str, program: str, option: str) -> dict[str, Fields]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...job.allocation import EXIT_REQUEUE
 from ...job.commands import SUBMIT_TIMEOUT_SECONDS, SchedulerError, run_command
+from ...job.notation import EXIT_REQUEUE
 from .job_spec import Job
 
 State = Literal[

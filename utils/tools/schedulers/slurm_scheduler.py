@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...job import slurm_exclusion
-from ...job.allocation import format_walltime, parse_duration, parse_number
 from ...job.commands import SchedulerError, run_command
-from ...job.slurm_job import SEPARATOR, Fields, expand_hostlist, gpu_count, records, table
+from ...job.notation import format_walltime, parse_duration, parse_number
+from ...job.slurm_job import Fields, expand_hostlist, records
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive
 from .scheduler import Queue, Scheduler, State, Status, state_of_exit
+from .slurm_allocation import gpu_count
 
 _LONG_NAMES = {
     "-J": "--job-name",
@@ -40,6 +41,8 @@ _SETTINGS = {other: name for name, others in _SAME_SETTING.items() for other in 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]&|^*()?~-]+")  # sbatch reads these as they are
 _MAX_LENGTH = 3000  # of the list of excluded hosts in a directive
 
+# Between the columns of squeue, sinfo and sacct: a job name may hold "|" and blanks.
+SEPARATOR = "\x1f"
 _TIMEOUT_SECONDS = 10.0  # of each query; a user waits for the submission
 _COLUMNS = {  # column: sinfo's format
     "partition": "%P",
@@ -362,3 +365,23 @@ def _hosts(nodes: str) -> tuple[str, ...]:
         return tuple(expand_hostlist(nodes))
     except ValueError:
         return ()
+
+
+def table(text: str, columns: Sequence[str]) -> list[Fields]:
+    """Return the rows of a table without a header, whose columns SEPARATOR divides.
+
+    A line break in a value stays in it.
+    """
+    found: list[Fields] = []
+    row: list[str] = []
+    for line in text.split("\n"):
+        parts = line.split(SEPARATOR)
+        if row:  # not complete: the line goes on with its last value
+            row[-1] += "\n" + parts[0]
+            row += parts[1:]
+        elif line:
+            row = parts
+        if len(row) >= len(columns):
+            found.append(dict(zip(columns, row, strict=False)))
+            row = []
+    return found

@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...job import current_allocation, exclude_file
-from ...job.allocation import EXIT_REQUEUE, STOP_FILE, AllocationError, same_host
+from ...job import current_job, exclude_file
 from ...job.commands import SchedulerError
+from ...job.notation import EXIT_REQUEUE, STOP_FILE, same_host
 from ...job.slurm_job import unique_job_id
 from ..launch import launch_cli as launch_cli
 from ..schedulers import get_scheduler
@@ -170,11 +170,8 @@ class JobTimeLimit:
 
 
 def _seconds_left() -> float | None:
-    try:
-        allocation = current_allocation(query=False)
-        return allocation.seconds_left() if allocation is not None else None
-    except AllocationError:  # launch reports it
-        return None
+    job = current_job()
+    return job.seconds_left() if job else None
 
 
 def _write_status(folder: Path, job_id: str, status: int | str) -> None:

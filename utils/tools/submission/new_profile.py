@@ -9,12 +9,11 @@ import re
 import socket
 
 from ...host.gpus import gpu_vendor
-from ...job.allocation import format_walltime, parse_duration, parse_number
 from ...job.commands import SchedulerError, run_command
-from ...job.pbs_job import members
+from ...job.notation import format_walltime, parse_duration, parse_number
 from ...job.slurm_job import records
 from ..schedulers import get_scheduler
-from ..schedulers.pbs_scheduler import ServerState
+from ..schedulers.pbs_scheduler import ServerState, members
 from ..schedulers.scheduler import Queue
 from ..schedulers.slurm_scheduler import query_partitions
 

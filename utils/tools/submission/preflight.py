@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...job import current_allocation, exclude_file
-from ...job.allocation import EXIT_REQUEUE, AllocationError
+from ...job import exclude_file
 from ...job.commands import SchedulerError
+from ...job.notation import EXIT_REQUEUE
 from ...job.requeue import CHAIN_VARIABLE, requeue
 from ..launch import launch_cli as launch_cli
+from ..schedulers.allocation import AllocationError
+from ..schedulers.find_allocation import current_allocation
 from ..schedulers.scheduler import Scheduler
 from . import bad_hosts as exclusion
 from . import submissions as records

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from ...job import exclude_file
-from ...job.allocation import EXIT_REQUEUE
 from ...job.commands import SchedulerError
+from ...job.notation import EXIT_REQUEUE
 from ..schedulers.scheduler import Scheduler, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...host.cores import parse_binding
-from ...job.allocation import format_walltime
 from ...job.commands import SchedulerError
+from ...job.notation import format_walltime
 from ..arguments import ArgumentParser
 from ..schedulers.job_spec import Job, JobError
 from . import profiles

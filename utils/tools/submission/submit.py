@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ...job.allocation import format_walltime
 from ...job.commands import SchedulerError
+from ...job.notation import format_walltime
 from ...job.requeue import CHAIN_VARIABLE
 from ..schedulers import get_scheduler
 from ..schedulers.job_checks import check_paths

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....host.gpus import gpu_vendor
-from ....job import current_allocation
-from ....job.allocation import AllocationError
+from ....job import current_job
 from ..check import CPUS, Check, Finding, Level, Ranks, Reported
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -224,11 +223,8 @@ def _soft(kind: int) -> int:
 
 
 def _seconds_left() -> float | None:
-    try:
-        allocation = current_allocation(query=False)
-    except AllocationError:  # placement.py reports it
-        return None
-    return allocation.seconds_left() if allocation else None
+    job = current_job()
+    return job.seconds_left() if job else None
 
 
 # What rank 0 concludes ----------------------------------------------------------------------------

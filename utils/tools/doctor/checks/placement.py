@@ -25,10 +25,11 @@ from ....host.cores import (
     pci_node,
     read_topology,
 )
-from ....job import current_allocation
-from ....job.allocation import AllocationError, same_host
+from ....job.notation import same_host
 from ....launch_error import LaunchError
 from ....launchers.detect import detect
+from ...schedulers.allocation import AllocationError
+from ...schedulers.find_allocation import current_allocation
 from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import show
 

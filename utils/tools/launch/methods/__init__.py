@@ -6,7 +6,7 @@ mean, and what environment its command needs. choose() picks one.
 
 from __future__ import annotations
 
-from ....job.allocation import Allocation
+from ...schedulers.allocation import Allocation
 from ..launch_plan import HostInfo, Method, PlanError, index_of, job_name
 from .agents import Local, Pbsdsh, PbsTmrsh, Ssh
 from .mpiexec import IntelMpi, Mpich, MpiexecMethod, OpenMpi, Pals

@@ -1,9 +1,8 @@
-"""What a scheduler allocated to a job; host names and units as Slurm and PBS write them."""
+"""Host names, units and exit statuses as Slurm, PBS and the jobs of submit.py write them."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again later
 STOP_FILE = "DDPKIT_STOP_FILE"  # in the jobs of submit.py: `submit stop` touches it
@@ -83,33 +82,3 @@ def parse_number(text: str, *, signed: bool = False) -> int | None:
     text = text.strip()
     digits = text.removeprefix("-") if signed else text
     return int(text) if re.fullmatch("[0-9]{1,18}", digits) else None
-
-
-class AllocationError(RuntimeError):
-    """The scheduler's variables or node file cannot be read or contradict each other."""
-
-
-class Allocation(NamedTuple):
-    """The hosts of a job, each once, in the scheduler's order and spelling; None: not known.
-
-    The tuples have one entry for each host.
-    """
-
-    scheduler: str  # "slurm" or "pbs"
-    job_id: str  # of an array element: Slurm "21", PBS "79[2].server"
-    hosts: tuple[str, ...]
-    # Slurm: tasks per node. PBS: lines of the node file. pbs_tmrsh and pbsdsh refuse a host with 0.
-    ranks_per_host: tuple[int, ...]
-    gpus_per_host: tuple[int | None, ...]
-    cores_per_host: tuple[int | None, ...]
-    array_index: int | None = None
-    restart_count: int | None = None  # 0 in the first run
-    notes: tuple[str, ...] = ()  # hints for the user
-    tasks_requested: bool = False  # Slurm: ranks_per_host was requested, and is no default
-
-    def seconds_left(self) -> float | None:
-        """Query the seconds until the time limit; None without a limit or a response.
-
-        The class of each scheduler overrides this.
-        """
-        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ...job import current_job
 from .allocation import Allocation
 
 
@@ -22,13 +23,11 @@ def current_allocation(
 
     Raises AllocationError where variables or node file cannot be read or contradict each other.
     """
-    # Slurm's spank_pbs plug-in sets PBS_JOBID too; PBS never sets SLURM_JOB_ID.
-    if environ.get("SLURM_JOB_ID"):
-        from .slurm_job import slurm_allocation
-
-        return slurm_allocation(environ, query=query)
-    if environ.get("PBS_JOBID"):
-        from .pbs_job import pbs_allocation
-
-        return pbs_allocation(environ, query=query)
-    return None
+    job = current_job(environ)
+    if job is None:
+        return None
+    if job.scheduler == "slurm":
+        from .slurm_allocation import slurm_allocation as read
+    else:
+        from .pbs_allocation import pbs_allocation as read
+    return read(environ, query=query)
