@@ -43,7 +43,8 @@ class Hosts:
 
     def __init__(self, count: int = 3, *, prefix: str = "h", subnet: str = "10.79.1", names: str = "right") -> None:
         self.hosts = [f"{prefix}{i + 1}" for i in range(count)]
-        self.address = {host: f"{subnet}.{i + 1}" for i, host in enumerate(self.hosts)}
+        dot, self._prefix = (":", "64") if ":" in subnet else (".", "24")
+        self.address = {host: f"{subnet}{dot}{i + 1}" for i, host in enumerate(self.hosts)}
         self.names = names
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -73,7 +74,8 @@ class Hosts:
             self._in("switch", ["ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", str(holder)])
             self._in("switch", ["ip", "link", "set", end, "master", "br0", "up"])
             self._in(host, ["ip", "link", "set", "lo", "up"])
-            self._in(host, ["ip", "address", "add", f"{self.address[host]}/24", "dev", "eth0"])
+            one = f"{self.address[host]}/{self._prefix}"
+            self._in(host, ["ip", "address", "add", one, "dev", "eth0", *["nodad"] * (":" in one)])
             self._in(host, ["ip", "link", "set", "eth0", "up"])
 
     def _hosts_file(self, host: str) -> Path:

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import CLEAN_ENV, killed_at_end, wait_until
+from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
 from tests.launch.launchers import GROUPS, MPIS, PUBLIC, RANK_PROGRAM, TRAINS_FOR_EVER, Lab, Result, launch_py
 from utils.host import process as processes
 
@@ -146,6 +146,16 @@ def test_ranks_of_an_mpiexec_keep_the_limit_of_open_files(job: Job) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert done.output.count("limit 66\n") == 2, done.output  # on this host; the other one has its own limit
+
+
+@pytest.mark.parametrize("by", ["ssh", "torchrun", "openmpi4"])
+def test_hosts_with_ipv6_alone_and_a_range_of_ports(need: Callable[[str], Path], tmp_path: Path, by: str) -> None:
+    need("hosts")
+    with Hosts(2, subnet="fd79:0:0:1:") as hosts:
+        job = Job(Lab(hosts, hosts.start_sshd(), need), tmp_path, ["h1", "h1", "h2"])
+        done = job.run(by, str(RANK_PROGRAM), "--torch", DDPKIT_PORT_RANGE="20700-20720", DDPKIT_INTERFACE="eth0")
+    assert done.status == 0 and re.search(r"3 ranks on 2 hosts.*rank 0 at fd79:0:0:1::1:207[0-2]\d$", done.output,
+                                          re.MULTILINE), done.output
 
 
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_runs(job: Job) -> None:

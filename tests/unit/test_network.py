@@ -6,6 +6,8 @@ import socket
 import pytest
 
 from utils.host import network
+from utils.launchers import LaunchError
+from utils.startup.endpoints import candidate_ports
 
 
 def test_loopback_interface_and_addresses() -> None:
@@ -16,6 +18,24 @@ def test_loopback_interface_and_addresses() -> None:
 
     addresses = ("127.0.0.1", "127.0.1.1", "::1", "localhost", "10.0.0.1", "fe80::1%eth0", "n1", "")
     assert [one for one in addresses if network.is_loopback(one)] == ["127.0.0.1", "127.0.1.1", "::1", "localhost"]
+
+
+@pytest.mark.parametrize("text", ["21000", "21000-20000", "0-10", "1-70000", "a-b", "20000-20010 ", "-"])
+def test_a_wrong_port_range_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(network.PORT_RANGE, text)
+    with pytest.raises(LaunchError, match=f"{network.PORT_RANGE} is '{text}'; expected two ports such as"):
+        network.free_ports()
+
+
+def test_listeners_keep_to_the_ports_and_the_interface_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(network.INTERFACE, "lo")
+    assert network.local_addresses() == ["127.0.0.1"] == [network.published_address()]
+    monkeypatch.setenv(network.PORT_RANGE, "20500-20503")
+    assert sorted(network.free_ports()) == [20500, 20501, 20502, 20503] and network.listen_ports()[-1] == 20503
+    assert set(candidate_ports("slurm:7:0")) <= set(network.free_ports())
+    monkeypatch.setenv(network.INTERFACE, "ib9")
+    with pytest.raises(LaunchError, match="ib9, but .* has no such interface that is up .*; it has lo.* Name one"):
+        network.local_addresses()
 
 
 def test_ipv4_comes_before_ipv6_without_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:

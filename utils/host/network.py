@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import random
+import re
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
+from ..launch_error import LaunchError
+from . import process
+
+PORT_RANGE = "DDPKIT_PORT_RANGE"  # "20000-20999": listen on these ports only
+INTERFACE = "DDPKIT_INTERFACE"  # "ib0": publish this interface's address only, and listen there
+_LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 0x1  # netdevice(7)
 _SIOCGIFMTU = 0x8921
@@ -18,7 +25,10 @@ _PRIVATE_BRIDGES = ("docker", "virbr", "lxc", "lxd", "cni", "podman", "br-", "ve
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface that is up, by name, in the kernel's order."""
+    """Return the address of each interface that is up, by name, in the kernel's order.
+
+    It is IPv4, or a global IPv6 address where the interface has no other; those come last.
+    """
     import fcntl  # not on Windows, where no launcher runs either
 
     found: dict[str, str] = {}
@@ -30,7 +40,48 @@ def interfaces() -> dict[str, str]:
                 if flags & _IFF_UP:
                     address = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
                     found[name] = socket.inet_ntoa(address)
+    for line in process.read("/proc/net/if_inet6").decode().splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if scope == "00":  # global
+            found.setdefault(name, str(ipaddress.IPv6Address(int(digits, 16))))
     return found
+
+
+def listen_ports() -> range:
+    """Return the ports to choose from; LaunchError if those of PORT_RANGE are malformed."""
+    text = os.environ.get(PORT_RANGE, "")
+    if not text:
+        return _LISTEN_PORTS
+    numbers = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    ports = range(int(numbers[1]), int(numbers[2]) + 1) if numbers else range(0)
+    if not ports or not 0 < ports[0] <= ports[-1] < 1 << 16:
+        raise LaunchError(f"{PORT_RANGE} is {text!r}; expected two ports such as 20000-20999")
+    return ports
+
+
+def free_ports() -> Sequence[int]:
+    """Return the ports to try where any will do: 0, or those of PORT_RANGE in a random order."""
+    ports = listen_ports()
+    return random.sample(ports, len(ports)) if os.environ.get(PORT_RANGE) else [0]
+
+
+def listen(port: int, backlog: int, address: str = "") -> socket.socket:
+    """Return a listening socket; without an address for IPv4 and IPv6. Raises OSError."""
+    is_dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
+    return socket.create_server(
+        (address, port), family=family, dualstack_ipv6=is_dual, backlog=backlog
+    )
+
+
+def published_address() -> str:
+    """Return the address of INTERFACE, to listen on; "" for all. Raises LaunchError."""
+    return local_addresses()[0] if os.environ.get(INTERFACE) else ""
+
+
+def plain_address(address: str) -> str:
+    """::ffff:10.0.0.1 -> 10.0.0.1"""
+    return address.removeprefix("::ffff:")
 
 
 def resolve(host: str) -> list[str]:
@@ -68,13 +119,22 @@ def local_addresses() -> list[str]:
     """Return addresses by which other hosts may reach this one, the likeliest first. No loopback.
 
     The addresses of the host name come first, the one on the fabric at the top. Those of bridges
-    for containers come last.
+    for containers come last. With INTERFACE it is that one's; raises LaunchError if it has none.
     """
+    if chosen := os.environ.get(INTERFACE):
+        present = interfaces()
+        if chosen not in present:
+            raise LaunchError(
+                f"{INTERFACE}={chosen}, but {socket.gethostname()} has no such interface that is "
+                f"up and has an address; it has {', '.join(present)}. Name one of these"
+            )
+        return [present[chosen]]
     addresses = {name: one for name, one in interfaces().items() if not is_loopback(one)}
     bridged = [one for name, one in addresses.items() if name.startswith(_PRIVATE_BRIDGES)]
     outward = [one for one in addresses.values() if one not in bridged]
     host = socket.gethostname()
     named = [one for one in [*resolve_on_fabric(host), *resolve(host)] if one in outward]
+    outward.sort(key=lambda address: ":" in address)
     return list(dict.fromkeys([*named, *outward, *bridged]))
 
 

@@ -157,7 +157,8 @@ def candidate_ports(identity: str) -> list[int]:
     """Return the ports to try: the same for all ranks of a launch, others for another launch."""
     digest = hashlib.sha256(b"port" + identity.encode()).digest()
     numbers = (int.from_bytes(digest[4 * i : 4 * i + 4], "big") for i in range(_NUM_CANDIDATES))
-    return [network.LISTEN_PORTS[number % len(network.LISTEN_PORTS)] for number in numbers]
+    ports = network.listen_ports()
+    return list(dict.fromkeys(ports[number % len(ports)] for number in numbers))
 
 
 def _master_address(

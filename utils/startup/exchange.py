@@ -162,7 +162,8 @@ class RendezvousServer(PeerServer):
         if self.address != "127.0.0.1":
             return
         local_address, address = (
-            plain_address(end[0]) for end in (peer.socket.getsockname(), peer.socket.getpeername())
+            network.plain_address(end[0])
+            for end in (peer.socket.getsockname(), peer.socket.getpeername())
         )
         is_first = len(self._reports) == 2
         if not network.is_loopback(local_address) and (address != local_address or is_first):
@@ -250,7 +251,7 @@ def join(
         on_failure.pop_all()
 
     # The monitor may close the connection at any time.
-    local_addr = plain_address(peer.socket.getsockname()[0])
+    local_addr = network.plain_address(peer.socket.getsockname()[0])
     rank_0 = Peer(0, answer["host"])
     monitor = Monitor({peer: rank_0}, rank=rank, host=_host(report))
     return Joined(
@@ -269,11 +270,6 @@ def _wait_for_answer(peer: Channel, deadline: float) -> Message | None:
     with contextlib.suppress(TimeoutError):
         return peer.receive_one(5.0)
     return None
-
-
-def plain_address(address: str) -> str:
-    """::ffff:10.0.0.1 -> 10.0.0.1"""
-    return address.removeprefix("::ffff:")
 
 
 def _host(report: RankReport) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ..host import process
+from ..host import network, process
 from ..launch_error import LaunchError
 from .endpoints import Endpoints
 
@@ -20,13 +20,15 @@ def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
 
     With a name service it is any free port. Raises LaunchError when all ports are taken.
     """
-    ports = endpoints.ports
+    ports: Sequence[int] = endpoints.ports
+    address = "127.0.0.1" if endpoints.loopback else ""
     if endpoints.name_service is not None and len(ports) != 1:
-        ports = [0]
+        ports = network.free_ports()
+        address = address or network.published_address()
     taken = OSError()
     for port in ports:
         try:
-            return _bind(port, endpoints.loopback, world_size)
+            return network.listen(port, world_size, address)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise LaunchError(
@@ -38,22 +40,12 @@ def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
         found = f"MASTER_PORT={ports[0]}"
         remedy = "Choose another MASTER_PORT, or unset it: the kit picks a free port"
     else:
-        found = f"ports {', '.join(map(str, ports))}"
+        found = f"ports {', '.join(map(str, ports[:8]))}{' ...' * (len(ports) > 8)}"
         remedy = "Set MASTER_PORT to a free port"
     raise LaunchError(
         f"rank 0 cannot listen on {found} of {socket.gethostname()}: "
         f"{os.strerror(taken.errno or 0)}, by another program or launch. {remedy}"
     )
-
-
-def _bind(port: int, loopback: bool, backlog: int) -> socket.socket:
-    if loopback:
-        return socket.create_server(("127.0.0.1", port), backlog=backlog)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-        )
-    return socket.create_server(("", port), backlog=backlog)
 
 
 def allow_connections(world_size: int) -> Iterator[str]:

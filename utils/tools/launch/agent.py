@@ -73,7 +73,8 @@ class Agent:
         kind = message["kind"]
         if kind == "check":
             problem = problem_with(message["folder"], message["script"], message["checksum"])
-            self._port = ReservedPort()  # for as long as this process lives
+            first, last = message["ports"]
+            self._port = ReservedPort(range(first, last + 1))  # for as long as this process lives
             self._send({"kind": "ready", "problem": problem, "port": self._port.port})
         elif kind == "start":
             self._order = message

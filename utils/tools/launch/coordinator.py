@@ -150,7 +150,9 @@ class Coordinator(LaunchServer):
             self._order_by_host()
         script = self._plan.script
         checksum = checksum_of(script) if script else None
-        check = {"folder": os.getcwd(), "script": script, "checksum": checksum}
+        ports = network.listen_ports()
+        at_ends = [ports[0], ports[-1]]
+        check = {"folder": os.getcwd(), "script": script, "checksum": checksum, "ports": at_ends}
         self.send_to_all({"kind": "check", **check})
 
     def _order_by_host(self) -> None:

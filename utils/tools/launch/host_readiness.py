@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 
-from ...host.network import LISTEN_PORTS
+from ...host import network
 
 _ATTEMPTS = 200
 
@@ -22,8 +22,9 @@ class ReservedPort:
     sockets (macOS) the port is only a free one.
     """
 
-    def __init__(self, ports: Sequence[int] = LISTEN_PORTS) -> None:
-        """Reserve one of the ports. OSError where none of them is free."""
+    def __init__(self, ports: Sequence[int] = ()) -> None:
+        """Reserve one of the ports, by default of listen_ports(). OSError where none is free."""
+        ports = ports or network.listen_ports()
         for _ in range(_ATTEMPTS):
             port = ports[int.from_bytes(os.urandom(4), "big") % len(ports)]
             lock = _lock(port)

@@ -137,7 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_status(lines[0])
     if len(lines) > 1:
         print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
-    return run(plan)
+    try:
+        return run(plan)
+    except LaunchError as error:  # it cannot listen
+        print_error(str(error))
+        return 2
 
 
 def words_of_pbs_job(args: str) -> list[str]:

@@ -8,13 +8,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ... import channel
 from ...channel import Channel, Kind, Loop, PeerServer, Secret, or_none
 from ...connection import Message
 from ...host import network
+from ...launch_error import LaunchError
 from ...monitor.launch_report import VARIABLE
 from .child_processes import Processes
 from .event_loop import EventLoop
@@ -43,8 +44,9 @@ KINDS: Mapping[str, Kind] = {
     "group": Kind(256, {"rank": int, "size": int}),
     "copies": Kind(256, {"running": bool}),
     "handled": Kind(1 << 12, {"signals": list}),  # those of HELD that all handle
-    # To an agent: the arguments of host_readiness.problem_with(); then what it starts
-    "check": Kind(1 << 18, {"folder": str, "script": str, "checksum": or_none(int)}),
+    # To an agent: the arguments of host_readiness.problem_with(), and the first and the last of the
+    # ports to reserve one of; then what it starts
+    "check": Kind(1 << 18, {"folder": str, "script": str, "checksum": or_none(int), "ports": list}),
     "start": Kind(
         1 << 24,
         {
@@ -103,7 +105,7 @@ def secret_of(text: str) -> Secret:
 
 def peer_address(peer: Channel) -> str:
     """Return the address of the other end, as this host sees it."""
-    return str(peer.socket.getpeername()[0])
+    return network.plain_address(str(peer.socket.getpeername()[0]))
 
 
 def address_of_rank_0(address: str, reached: Sequence[str], own: Collection[str]) -> str:
@@ -173,10 +175,16 @@ class RankNotices:
         self.listener.close()
 
     def listen(self, ports: Sequence[int]) -> socket.socket:
-        for port in ports:
-            with suppress(OSError):  # another program uses this port
-                return socket.create_server(("", port), backlog=self.peers)
-        return socket.create_server(("", 0), backlog=self.peers)
+        address, problem = network.published_address(), OSError()
+        for port in [*ports, *network.free_ports()]:
+            try:
+                return network.listen(port, self.peers, address)
+            except OSError as error:  # another program uses this port
+                problem = error
+        raise LaunchError(
+            f"launch.py cannot listen on {address or 'this host'}: {problem.strerror}. Expected a "
+            f"free port, of {network.PORT_RANGE} if that is set. Choose another range"
+        )
 
     def note(self, peer: Channel, message: Message) -> None:
         """Note what a rank reports, and let it know: it may end then."""
