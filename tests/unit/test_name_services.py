@@ -5,16 +5,15 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from utils.host import process
-from utils.launchers import LaunchError, Placement, pmi
+from utils.launchers import LaunchError, Placement, pmi, pmix
 from utils.launchers.launcher import NameServiceUnavailable, poll
 from utils.launchers.mpi import MpiBroadcast
-from utils.launchers.mpi_launchers import MPICH, OpenMPI
+from utils.launchers.mpi_launchers import MPICH
 from utils.launchers.pmi import KeyValueSpace, PublishedNames
 
 INIT = "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1"
@@ -77,22 +76,14 @@ def test_a_response_cut_short_is_a_launch_error_with_the_command(mpiexec: Start)
         service.look_up(0.05)
 
 
-@pytest.mark.parametrize(("library", "expected"), [
-    ("/lib/libc.so.6", "no parent process has libpmix loaded"), ("/nowhere/libpmix.so.2", "libpmix.so.2")])
+@pytest.mark.parametrize(("library", "in_child", "expected"), [
+    ("/lib/libc.so.6", False, "no parent process has libpmix loaded"),
+    ("/nowhere/libpmix.so.2", False, "libpmix.so.2"), ("/nowhere/libpmix.so.2", True, "libpmix.so.2")])
 def test_a_missing_or_broken_pmix_library_is_unavailable(
-        library: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        library: str, in_child: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "mapped_files", lambda pid: [library])
     with pytest.raises(NameServiceUnavailable, match=expected):
-        OpenMPI().name_service({"PRTE_LAUNCHED": "1"})
-
-
-def test_open_mpi_5_with_mpi4py_leaves_the_name_service_to_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(NameServiceUnavailable, match="crashes in MPI_Init") as caught:
-        OpenMPI().name_service({"PRTE_LAUNCHED": "1"})
-    assert not caught.value.affects_mpi
+        pmix.connect(in_child=in_child).publish("x", 9)
 
 
 def test_mpi_that_does_not_belong_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,3 +210,18 @@ def namespace(kind: str) -> str:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
+
+
+def import_path(name: str, file: str) -> tuple[str, str]:
+    """Return the folder for sys.path from which a module of this package can be imported, and as
+    what, in a Python without site-packages: an editable installation gives the package another
+    name than its folder has.
+
+    name, file: __name__ and __file__ of the module.
+    """
+    folder = os.path.splitext(os.path.abspath(file))[0]
+    names: list[str] = []
+    for _ in range(name.count(".") + 1):
+        folder, last = os.path.split(folder)
+        names.insert(0, last)
+    return folder, ".".join(names)

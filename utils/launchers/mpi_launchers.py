@@ -9,19 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 from ..host import process
 from ..launch_error import LaunchError
-from .launcher import (
-    Launcher,
-    NameService,
-    NameServiceUnavailable,
-    Placement,
-    is_set,
-    node_file,
-    number,
-)
+from .launcher import Launcher, NameService, Placement, is_set, node_file, number
 
 # The processes, one on each host, that start the ranks. mpiexec itself is not one of them: a user's
 # wrapper may have such a name.
@@ -143,11 +134,8 @@ class OpenMPI(Launcher):
     def name_service(self, environ: Mapping[str, str]) -> NameService:
         from .pmix import connect  # imports ctypes, which few processes need
 
-        if environ.get("PRTE_LAUNCHED") and find_spec("mpi4py"):  # version 5
-            raise NameServiceUnavailable(
-                "Open MPI 5 crashes in MPI_Init after PMIx was used, and mpi4py is installed"
-            )
-        return connect()
+        # Set by version 5 only.
+        return connect(in_child=bool(environ.get("PRTE_LAUNCHED")))
 
 
 _APPLICATION = "PALS_APID"  # "7b6dd8f0-6c30-4d4c-9f1c-0a8e5b1f3e52", one for each mpiexec

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+
+from ...host.process import import_path
 
 
 def module_command(python: str, module: str, arguments: Sequence[str]) -> list[str]:
@@ -16,13 +17,7 @@ def module_command(python: str, module: str, arguments: Sequence[str]) -> list[s
 
 
 def import_code(what: str) -> str:
-    """Return code that imports from a module of tools.launch.
-
-    The package has the name of its folder there: an editable installation may give it another one.
-    """
-    folder = os.path.dirname(os.path.abspath(__file__))
-    names: list[str] = []
-    for _ in range(__name__.count(".")):
-        folder, last = os.path.split(folder)
-        names.insert(0, last)
-    return f"import sys; sys.path.insert(0, {folder!r}); from {'.'.join(names)}.{what}"
+    """Return code that imports from a module of tools.launch, under any name of the package."""
+    root, name = import_path(__name__, __file__)
+    package = name.rpartition(".")[0]
+    return f"import sys; sys.path.insert(0, {root!r}); from {package}.{what}"
