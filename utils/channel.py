@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import heapq
 import hmac
 import itertools
 import json
 import os
+import re
 import selectors
 import socket
 import time
@@ -36,6 +36,8 @@ _PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
 _OF_PROOF = ("hello", "challenge", "proof")
 GUARDED = "state"
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+_ENCODE = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode  # one order at both ends
+_DECODE = json.JSONDecoder().decode
 
 # Of a field: its exact type, or a function. Integers are not negative.
 Check = type | Callable[[object], bool]
@@ -52,11 +54,8 @@ def _text(longest: int) -> Check:
 
 
 def _hex(digits: int) -> Check:
-    return lambda value: (
-        isinstance(value, str)
-        and len(value) == digits
-        and all(digit in "0123456789abcdef" for digit in value)
-    )
+    matches = re.compile(f"[0-9a-f]{{{digits}}}").fullmatch
+    return lambda value: isinstance(value, str) and matches(value) is not None
 
 
 def _one_of(*values: object) -> Check:
@@ -169,7 +168,7 @@ class Session:
         self.key = b""  # of both ends, from the proof on
         self._waiting: list[Message] = []  # for the proof of the server
         self._input = bytearray()
-        self._counters: Counter[str] = Counter()  # messages of each sender
+        self._counters: dict[str, int] = {}  # messages of each sender
         if hello is not None:
             self.hello = {**hello, "version": _VERSION, "nonce": self._nonce}
             self._put("hello", self.hello)
@@ -209,17 +208,17 @@ class Session:
         if self.is_open and not hmac.compare_digest(mac, self._mac(self._sender(kind), kind, body)):
             raise ProtocolError("its message was changed on the way")
         try:
-            fields = json.loads(body)
+            fields = _DECODE(body.decode())
         except (ValueError, RecursionError):
             fields = None
         expected = self.secret.kinds[kind].fields
-        if (
-            not isinstance(fields, dict)
-            or fields.keys() != expected.keys()
-            or not all(_accepts(check, fields[name]) for name, check in expected.items())
-        ):
-            raise ProtocolError(f"it sent no valid message of the kind {kind}")
-        return kind, fields
+        if isinstance(fields, dict) and fields.keys() == expected.keys():
+            for name, check in expected.items():
+                if not _accepts(check, fields[name]):
+                    break
+            else:
+                return kind, fields
+        raise ProtocolError(f"it sent no valid message of the kind {kind}")
 
     def _header(self, line: bytes) -> tuple[str, int, str]:
         """Return kind, length and MAC, checked before the body is read."""
@@ -261,18 +260,11 @@ class Session:
             raise ProtocolError(f"it sent a message of the kind {kind}, which is not due")
 
     def _session_key(self, nonce_of_server: str) -> bytes:
-        hello = self.hello
-        parts = [
-            *(str(hello[name]) for name in ("version", "role", "index", "size", "instance")),
-            self.secret.label,
-            hello["nonce"],
-            nonce_of_server,
-        ]
-        text = "".join(f"{len(part)}:{part}" for part in ("session", *parts))
-        return hmac.digest(self.secret.key, text.encode(), hashlib.sha256)
+        text = _ENCODE(["session", self.hello, self.secret.label, nonce_of_server])
+        return hmac.digest(self.secret.key, text.encode(), "sha256")
 
     def _proof(self, whose: str) -> str:
-        return hmac.digest(self.key, whose.encode(), hashlib.sha256).hex()
+        return hmac.digest(self.key, whose.encode(), "sha256").hex()
 
     def _check_proof(self, proof: str, whose: str) -> None:
         if not hmac.compare_digest(proof, self._proof(whose)):
@@ -282,7 +274,7 @@ class Session:
         self.output += self._frame(kind, fields)
 
     def _frame(self, kind: str, fields: Message) -> bytes:
-        body = json.dumps(fields, separators=(",", ":")).encode()
+        body = _ENCODE(fields).encode()
         mac = self._mac(self.name, kind, body) if self.is_open else "-"
         return f"{kind} {len(body)} {mac}\n".encode() + body
 
@@ -291,13 +283,14 @@ class Session:
 
     def _mac(self, sender: str, kind: str, body: bytes) -> str:
         """Return the MAC of the next message of a sender."""
-        self._counters[sender] += 1
-        return _mac(self.key, sender, self._counters[sender], kind, body)
+        number = self._counters.get(sender, 0) + 1
+        self._counters[sender] = number
+        return _mac(self.key, sender, number, kind, body)
 
 
 def _mac(key: bytes, sender: str, number: int, kind: str, body: bytes) -> str:
     head = f"{sender} {number} {kind} ".encode()
-    return hmac.digest(key, head + body, hashlib.sha256)[:16].hex()
+    return hmac.digest(key, head + body, "sha256")[:16].hex()
 
 
 def guard_of(name: str) -> str:
@@ -307,7 +300,7 @@ def guard_of(name: str) -> str:
 
 def guarded_frame(key: bytes, name: str, number: int, fields: Message) -> bytes:
     """Return the bytes of that process's n-th message, from 1 on. name: of the end."""
-    body = json.dumps(fields, separators=(",", ":")).encode()
+    body = _ENCODE(fields).encode()
     mac = _mac(key, guard_of(name), number, GUARDED, body)
     return f"{GUARDED} {len(body)} {mac}\n".encode() + body
 
@@ -359,8 +352,7 @@ class Channel(Connection):
         self.session = Session(secret, hello)
         super().__init__(connected, self.session)
         self._loop: Loop | None = None
-        with contextlib.suppress(OSError):  # another kind of socket
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._awaited = 0  # the events that the loop waits for
         self.flush()
 
     def attach(
@@ -375,6 +367,7 @@ class Channel(Connection):
         """
         self._loop, self._on_message, self._on_lost = loop, on_message, on_lost
         loop.add(self, self._handle)
+        self._awaited = selectors.EVENT_READ
         self._update()
 
     def detach(self) -> None:
@@ -409,8 +402,9 @@ class Channel(Connection):
         if self.closed:
             self.close()
             self._on_lost(self)
-        else:
-            self._loop.set_events(self, self.events)
+        elif self._awaited != self.events:
+            self._awaited = self.events
+            self._loop.set_events(self, self._awaited)
 
 
 class PeerServer:
@@ -538,6 +532,8 @@ def prove(
     if connected.getsockname() == connected.getpeername():  # by the kernel: nobody listens there
         connected.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    # A first message follows the proof: it would wait for the acknowledgement of that.
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     hello = {"role": role, "index": index, "size": size, "instance": os.urandom(8).hex()}
     peer = Channel(connected, secret, hello)
     deadline = time.monotonic() + seconds

@@ -27,7 +27,7 @@ class Framing(Protocol):
     def feed(self, data: bytes) -> list[Message]: ...
 
 
-_CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 14  # each recv() allocates so much
 _RETRANSMITS = 3  # in a row, which takes a second or more
 _HOST_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
