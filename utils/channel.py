@@ -2,7 +2,7 @@
 
 A server and its peers first prove to each other that they know the secret, without sending it;
 every later message carries a MAC (HMAC, RFC 2104, over a counter, so that none can be replayed).
-Before the proof a peer may send a few hundred bytes and has five seconds, and so many such peers
+Before the proof a peer may send a few hundred bytes and has twenty seconds, and so many such peers
 are kept. Messages can be read on the network, but not changed. Standard library only.
 """
 
@@ -29,7 +29,7 @@ from .connection import Connection, Message, ProtocolError
 _VERSION = 2
 _HEADER_BYTES = 80  # "kind length mac\n", at most
 _ACCEPTS = 64  # at once, between other events
-_PROOF_SECONDS = 5.0
+_PROOF_SECONDS = 20.0  # a busy host may be slow; sooner where there are too many
 _CONNECT_SECONDS = 3.0
 _EVICTION_SECONDS = 1.0  # a peer proves itself sooner
 _PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
@@ -185,7 +185,7 @@ class Session:
         """Return the messages that have arrived. Raises ProtocolError for any other bytes."""
         self._input += data
         messages = []
-        while (found := self._next()) is not None:
+        while self._input and (found := self._next()) is not None:
             kind, fields = found
             if kind not in _OF_PROOF:
                 messages.append({"kind": kind, **fields})
@@ -222,14 +222,14 @@ class Session:
 
     def _header(self, line: bytes) -> tuple[str, int, str]:
         """Return kind, length and MAC, checked before the body is read."""
-        words = line.decode("ascii", "replace").split(" ")
+        kind, _, rest = line.decode("ascii", "replace").partition(" ")
+        length, _, mac = rest.partition(" ")
         kinds = self.secret.kinds
-        known = kinds if self.is_open else _OF_PROOF
-        if len(words) != 3 or words[0] not in known or not words[1].isdecimal():
+        if kind not in (kinds if self.is_open else _OF_PROOF) or not length.isdecimal():
             raise ProtocolError("it sent no message; another program runs there")
-        if int(words[1]) > kinds[words[0]].limit:
-            raise ProtocolError(f"it sent a message of {words[1]} bytes; expected a shorter one")
-        return words[0], int(words[1]), words[2]
+        if int(length) > kinds[kind].limit:
+            raise ProtocolError(f"it sent a message of {length} bytes; expected a shorter one")
+        return kind, int(length), mac
 
     def _prove(self, kind: str, fields: Message) -> None:
         """Answer hello, challenge or proof. Only the one that is due is right."""
@@ -410,7 +410,7 @@ class Channel(Connection):
 class PeerServer:
     """The end of a channel to which peers connect, served by a Loop. Subclasses handle messages.
 
-    Peers that have not proved themselves are closed after five seconds, and where there are more
+    Peers that have not proved themselves are closed after twenty seconds, and where there are more
     than `size` + 64 of them: then the oldest of the address that has most.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 import random
@@ -108,6 +109,7 @@ def resolve_on_fabric(host: str) -> list[str]:
     return resolve(name + suffix + ("" if suffix.startswith(".") else dot + domain))
 
 
+@functools.cache
 def is_loopback(address: str) -> bool:
     """Return whether an IP address, or "localhost", is reachable from this host alone."""
     with contextlib.suppress(ValueError):

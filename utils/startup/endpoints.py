@@ -8,6 +8,7 @@ of the launch; a broadcast by mpi4py; MASTER_ADDR and MASTER_PORT alone.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import socket
@@ -54,7 +55,7 @@ class Endpoints:
             self.known_secret or self.uses_munge or (service is not None and service.is_private)
         )
 
-    @property
+    @functools.cached_property
     def uses_munge(self) -> bool:
         """Whether rank 0 sends the secret in a MUNGE credential, as Slurm itself does."""
         has_none = not self.known_secret and self.name_service is None
