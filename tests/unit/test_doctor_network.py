@@ -112,6 +112,7 @@ def test_interfaces_of_nccl_that_a_host_does_not_have() -> None:
     for value, allowed in (("eth,ib", ["eth0", "eth1", "ib0"]), ("=eth1", ["eth1"]), ("^docker", []), ("", [])):
         assert peers.nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == allowed
     assert peers.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == peers.interface_problem({}, hosts=2) == ""
+    assert "NCCL_SOCKET_IFNAME=lo is the loopback" in peers.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}, hosts=2)
     finding = only(connections({}, interface_problem=peers.interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})))
     assert (finding.level, finding.hosts, finding.remedy) == (Level.BAD, ("h3",), "Unset it, or name one of these")
     assert finding.message.startswith("NCCL_SOCKET_IFNAME=ib7, but ")
