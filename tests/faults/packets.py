@@ -1,11 +1,9 @@
-"""Lose, delay, slow down and refuse what hosts of the tests send to each other.
+"""Lose, delay and slow down what hosts of the tests send to each other.
 
 Linux does it at the host's end of the switch, so that neither host notices: tc with packet filters, and a token bucket
-for rates. What no kernel module is needed for elsewhere either is done by a process: a delay, and a firewall that
-refuses connections.
+for rates. What no kernel module is needed for elsewhere either is done by a process: a delay.
 
 python tests/faults/packets.py delay INTERFACE INTERFACE SECONDS    forwards frames between the two
-python tests/faults/packets.py refuse INTERFACE                     answers requests for connections by RST
 """
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.launch.launchers import ROOT
 DROP, PASS = 2, 0xFFFFFFFF  # TC_ACT_SHOT, and TC_ACT_UNSPEC: ask the next filter
 SSH = 22
 # Offsets in a frame: Ethernet, IPv4 without options, TCP.
-_PROTOCOL, _SOURCE, _DESTINATION, _FROM_PORT, _TO_PORT, _FLAGS = 23, 26, 30, 34, 36, 47
+_PROTOCOL, _SOURCE, _FROM_PORT, _TO_PORT = 23, 26, 34, 36
 _LOAD = {1: 0x30, 2: 0x28, 4: 0x20}  # by size: BPF_LD | BPF_ABS; see bpf(4)
 _LENGTH = 0x80  # BPF_LD | BPF_LEN
 _JUMPS = {"==": (0x15, True), "!=": (0x15, False), ">": (0x25, True)}
@@ -43,7 +41,6 @@ class Condition(NamedTuple):
 
 TCP = Condition(1, _PROTOCOL, "==", 6)
 NOT_SSH = (Condition(2, _FROM_PORT, "!=", SSH), Condition(2, _TO_PORT, "!=", SSH))
-NEW = Condition(1, _FLAGS, "==", 2)  # SYN alone: a request for a connection
 
 
 def source(hosts: Hosts, host: str) -> Condition:
@@ -81,14 +78,12 @@ def port(hosts: Hosts, host: str) -> str:
 
 def drop(hosts: Hosts, host: str, direction: str, *conditions: Condition) -> None:
     """Lose frames "from" or "to" a host without notice."""
-    _add_filter(hosts, "switch", port(hosts, host), "ingress" if direction == "from" else "egress", conditions)
-
-
-def _add_filter(hosts: Hosts, host: str, interface: str, direction: str, conditions: Sequence[Condition]) -> None:
+    interface = port(hosts, host)
     with contextlib.suppress(RuntimeError):  # there is one already
-        run(hosts, host, f"tc qdisc add dev {interface} clsact")
-    subprocess.run([*hosts.enter(host), "tc", "filter", "add", "dev", interface, direction, "bpf", "da", "bytecode",
-                    program(conditions)], check=True)
+        run(hosts, "switch", f"tc qdisc add dev {interface} clsact")
+    subprocess.run([*hosts.enter("switch"), "tc", "filter", "add", "dev", interface,
+                    "ingress" if direction == "from" else "egress", "bpf", "da", "bytecode", program(conditions)],
+                   check=True)
 
 
 def one_packet_per_frame(hosts: Hosts, names: Iterable[str]) -> None:
@@ -104,28 +99,14 @@ def delay(hosts: Hosts, host: str, seconds: float) -> None:
     for command in (f"ip link set {old} nomaster", f"ip link add {new} type veth peer name {far}",
                     f"ip link set {far} master br0 up", f"ip link set {new} up"):
         run(hosts, "switch", command)
-    _start(hosts, "switch", "delay", old, new, str(seconds))
-
-
-def refuse(hosts: Hosts, host: str) -> None:
-    """Let a host refuse connections from other hosts, but for ssh, as a firewall does."""
-    _start(hosts, host, "refuse", "eth0")
-    _add_filter(hosts, host, "eth0", "ingress", [TCP, *NOT_SSH, NEW])
-
-
-def _start(hosts: Hosts, host: str, *words: str) -> None:
-    """Start this file on a host, until the hosts end."""
-    process = hosts.popen(host, [sys.executable, __file__, *words], env={"PYTHONPATH": str(ROOT)},
-                          stdout=subprocess.PIPE)
-    assert process.stdout
-    if process.stdout.readline() != "ready\n":
-        raise RuntimeError(f"packets.py {words[0]} has not started on {host}")
+    process = hosts.popen("switch", [sys.executable, __file__, "delay", old, new, str(seconds)],
+                          env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline() == "ready\n", f"packets.py has not started for {host}"
 
 
 # Processes -----------------------------------------------------------------------------------------------------------
 
 _SOL_PACKET, _VNET_HDR, _IGNORE_OUTGOING, _ALL = 263, 15, 23, 0x0003  # packet(7), linux/if_packet.h
-_VNET_BYTES = 10
 
 
 def _open(interface: str) -> socket.socket:
@@ -160,29 +141,5 @@ def forward_later(first: str, second: str, seconds: float) -> None:
             heapq.heappush(waiting, (time.monotonic() + seconds, count, frame, key.data))
 
 
-def answer_by_rst(interface: str) -> None:
-    """Answer each request for a TCP connection by RST, but for ssh."""
-    tap = _open(interface)
-    raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_TCP)
-    print("ready", flush=True)
-    while True:
-        frame = tap.recv(1 << 17)[_VNET_BYTES:]
-        if len(frame) < 54 or frame[12:14] != b"\x08\x00" or frame[_PROTOCOL] != 6 or frame[_FLAGS] & 0x12 != 2:
-            continue
-        from_port, to_port, number = struct.unpack("!HHI", frame[34:42])
-        if to_port == SSH:
-            continue
-        segment = struct.pack("!HHIIBBHHH", to_port, from_port, 0, number + 1 & 0xFFFFFFFF, 5 << 4, 0x14, 0, 0, 0)
-        pseudo = frame[30:34] + frame[26:30] + struct.pack("!HH", 6, len(segment))
-        total = sum(struct.unpack(f"!{(len(pseudo) + len(segment)) // 2}H", pseudo + segment))
-        while total >> 16:
-            total = (total & 0xFFFF) + (total >> 16)
-        segment = segment[:16] + struct.pack("!H", ~total & 0xFFFF) + segment[18:]
-        raw.sendto(segment, (socket.inet_ntoa(frame[26:30]), 0))
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "delay":
-        forward_later(sys.argv[2], sys.argv[3], float(sys.argv[4]))
-    else:
-        answer_by_rst(sys.argv[2])
+    forward_later(sys.argv[2], sys.argv[3], float(sys.argv[4]))

@@ -140,7 +140,6 @@ def black_hole(run: Cluster) -> None:
 def odd_network(run: Cluster) -> None:
     packets.run(run.hosts, "h2", "ip link set eth0 mtu 1200")
     packets.delay(run.hosts, "h3", 0.1)
-    packets.refuse(run.hosts, "h4")
 
 
 def wrong_interfaces(run: Cluster) -> None:
@@ -186,8 +185,7 @@ CASES: dict[str, tuple[Callable[[Cluster], None], str, list[tuple[str, str, str]
         ("connections", "h3", "h3 cannot exchange data with any of 3 other hosts: .*packets of full size from h3")]),
     "odd network": (odd_network, "connections", [
         ("connections", "h2", "eth0 of h2 has MTU 1200, while h1, h3 and h4 have 1500"),
-        ("connections", "h3", "a round trip to h3 takes 20. ms"),
-        ("connections", "h4", "h4 cannot exchange data with any of 3 other hosts: h1 is refused by h4")]),
+        ("connections", "h3", "a round trip to h3 takes 20. ms")]),
     "wrong interfaces": (wrong_interfaces, "equality,connections,collectives", [
         ("connections", "h2 h3", "GLOO_SOCKET_IFNAME=lo is the loopback interface of h2 and h3"),
         ("connections", "h4", "GLOO_SOCKET_IFNAME=ib7, but h4 has no interface ib7")]),

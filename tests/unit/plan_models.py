@@ -38,31 +38,6 @@ def model(parts: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Tenso
     return lambda call: functools.partial(factory, call)
 
 
-def normalized(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
-
-
-@model(lambda inputs, width, stride: {
-    "short": nn.Sequential(*(normalized(inputs, 4 * width, 1, stride) if inputs != 4 * width else [])),
-    "body": nn.Sequential(
-        *normalized(inputs, width, 1), nn.ReLU(inplace=True), *normalized(width, width, 3, stride),
-        nn.ReLU(inplace=True), *normalized(width, 4 * width, 1))})
-def bottleneck(m: Any, x: Tensor) -> Tensor:
-    """The block of ResNet-50."""
-    return torch.relu_(m.body(x) + m.short(x))
-
-
-def resnet50() -> nn.Module:
-    """He et al. 2015: 161 parameters with 25.6 million elements."""
-    layers = [*normalized(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    channels = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for i in range(blocks):
-            layers.append(bottleneck(channels, width, 2 if i == 0 and width > 64 else 1))
-            channels = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-
-
 class Block(nn.Module):
     """The block of GPT-2."""
 
@@ -177,9 +152,7 @@ SEQUENCES = torch.zeros(16, 50, 64)
 
 CASES = {
     "MLP, SGD": Case(mlp, regress(torch.zeros(16, 64)), sgd),
-    "MLP, AdamW foreach": Case(mlp, regress(torch.zeros(16, 64)), foreach_adamw),
     "CNN with BatchNorm, SGD momentum": Case(cnn, classify(torch.zeros(8, 3, 32, 32)), momentum),
-    "ResNet-50, SGD momentum": Case(resnet50, classify(torch.zeros(2, 3, 64, 64)), momentum),
     "ViT with dropout, AdamW": Case(vit, classify(torch.zeros(8, 3, 32, 32)), adamw),
     "GPT, AdamW": Case(GPT, next_word(), adamw),
     "GPT, AdamW foreach": Case(GPT, next_word(), foreach_adamw),
@@ -396,8 +369,6 @@ LARGEST: dict[str, tuple[Callable[[int], Made], int, bool]] = {  # the least mic
                                          torch.arange(20 * n) // 20)), 2, True),
     "lists": (lambda n: (detection(), {"images": [torch.zeros(3, 48, 48 + 32 * (i % 2)) for i in range(n)],
                                        "boxes": [torch.zeros(1 + i % 3, 4) for i in range(n)]}), 1, True),
-    "gru": (lambda n: made(lambda m, x: m.head(m.gru(x)[0][-1]), torch.zeros(5, n, 32), gru=nn.GRU(32, 64),
-                           head=nn.Linear(64, 5)), 1, True),
     "masked_attention": (lambda n: made(
         lambda m, x, mask: (m.q(x) @ m.k(x).transpose(1, 2) + mask).softmax(-1) @ m.v(x), torch.zeros(n, 64, 32),
         torch.zeros(n, 64, 64), **{name: nn.Linear(32, 32) for name in "qkv"}), 2, True),

@@ -30,7 +30,6 @@ def seconds_left(environ: dict[str, str]) -> float | None:
 
 # Slurm ------------------------------------------------------------------------------------------------------------
 
-
 def environments(name: str) -> list[dict[str, str]]:
     """The environment of every process of a recorded job: the batch shell first."""
     path = RECORDINGS / (name if "/" in name else f"slurm/{name}")
@@ -88,12 +87,9 @@ def test_restarts_and_the_plug_in_for_pbs_scripts_are_known() -> None:
 HETEROGENEOUS = environments("slurm-25.11/sbatch_het_gpus_per_task")[0]
 
 
-def test_a_component_without_tasks_has_one_on_each_node() -> None:
-    whole_nodes = {name: value for name, value in HETEROGENEOUS.items() if "NTASKS" not in name}
-    assert allocation(whole_nodes).ranks_per_host == (1, 1, 1)
-
-
 def test_commands_report_what_the_variables_lack(commands: Commands) -> None:
+    whole_nodes = {name: value for name, value in HETEROGENEOUS.items() if "NTASKS" not in name}
+    assert allocation(whole_nodes).ranks_per_host == (1, 1, 1)  # a component without tasks has one on each node
     found = allocation(HETEROGENEOUS, query=True)
     assert (found.gpus_per_host, seconds_left(HETEROGENEOUS)) == ((None, None, None), None)
 
@@ -123,7 +119,6 @@ def test_gpus_are_counted_in_every_form(text: str, count: int) -> None:
 
 
 # PBS --------------------------------------------------------------------------------------------------------------
-
 
 PLACED: dict[str, tuple[str, list[int | None], list[int]]] = {  # recorded job: hosts, GPUs and cores of each
     "sel_2x_ncpus2_mpiprocs2": ("n1.pbs.lab", [None], [4]),
@@ -168,7 +163,11 @@ def test_a_job_knows_where_pbs_placed_it(commands: Commands, name: str) -> None:
         assert NOTES[name] in "".join(found.notes) and len(found.notes) == bool(NOTES[name])
 
 
-def test_without_qstat_or_the_node_file_the_other_is_enough(commands: Commands) -> None:
+def test_without_qstat_or_the_node_file_the_other_is_enough_and_restarts_are_known(commands: Commands) -> None:
+    # The recorded start is long ago and does not count.
+    used = {"resources_used": {"walltime": "00:00:30"}, "run_count": 3}
+    environ, _ = recorded_job(commands, "sel_2x_scatter", **used)
+    assert (allocation(environ, query=True).restart_count, seconds_left(environ)) == (2, 90)
     environ, _ = recorded_job(commands, "sel_uneven_scatter")
     without = {name: value for name, value in environ.items() if name != "PBS_NODEFILE"}  # as under pbsdsh
     found = allocation(without, query=True)
@@ -179,14 +178,6 @@ def test_without_qstat_or_the_node_file_the_other_is_enough(commands: Commands) 
     assert (found.hosts, found.ranks_per_host) == (("n1.pbs.lab", "n2.pbs.lab"), (1, 2))
     assert found.gpus_per_host == (None, None)
     assert found.restart_count is seconds_left(environ) is None
-
-
-def test_restarts_and_time_left_are_known(commands: Commands) -> None:
-    # The recorded start is long ago and does not count.
-    used = {"resources_used": {"walltime": "00:00:30"}, "run_count": 3}
-    environ, _ = recorded_job(commands, "sel_2x_scatter", **used)
-    found = allocation(environ, query=True)
-    assert (found.restart_count, seconds_left(environ)) == (2, 90)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/nodefile", ""])

@@ -238,9 +238,7 @@ def test_each_setting_is_compared_with_none_in_turns(
     assert "    ddp = DistributedDataParallel(..., bucket_cap_mb=100)  # add to your arguments" in text
     assert "    ddp.register_comm_hook(None, utils.tools.bench.hooks.bf16_hook)  # ddp is your" in text
     assert len(json.loads(table.read_text())["tried"][1]["seconds"]) == 4
-
-
-def test_try_alone_tries_five_settings_of_the_script_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # --try alone: five settings of the script after it
     order = bench_ddp(monkeypatch, 2, "--try", "train.py", "--epochs", "3").order
     assert order[:6] == ["none", "bucket_cap_mb", "bf16", "static_graph", "gradient_as_bucket_view", "fused"]
 

@@ -96,10 +96,12 @@ def test_cores_are_shared_out(topology: Topology, gpu_nodes: list[int | None], e
     assert [[core.cpus[0] for core in cores_in(topology, cpus)] for cpus in found] == expected
 
 
-def test_threads_of_a_core_stay_together_and_within_the_mask() -> None:
+def test_threads_of_a_core_stay_together_and_agents_divide_their_own_masks() -> None:
     topology = host(4, threads=2)
     mask = everything(topology) - {5}
     assert divide(topology, [mask] * 2, [None] * 2) == [frozenset({0, 1, 4}), frozenset({2, 3, 6, 7})]
+    masks = [frozenset(range(4))] * 2 + [frozenset(range(4, 8))] * 2
+    assert divide(host(8), masks, [None] * 4) == [frozenset({cpu, cpu + 1}) for cpu in (0, 2, 4, 6)]
 
 
 @pytest.mark.parametrize("masks", [
@@ -110,11 +112,6 @@ def test_threads_of_a_core_stay_together_and_within_the_mask() -> None:
 def test_masks_that_are_not_shared_stay(masks: list[set[int]]) -> None:
     frozen = [frozenset(mask) for mask in masks]
     assert divide(host(4), frozen, [None] * len(masks)) == frozen
-
-
-def test_agents_with_disjoint_masks_divide_their_own() -> None:
-    masks = [frozenset(range(4))] * 2 + [frozenset(range(4, 8))] * 2
-    assert divide(host(8), masks, [None] * 4) == [frozenset({cpu, cpu + 1}) for cpu in (0, 2, 4, 6)]
 
 
 def test_rank_is_far_when_no_core_is_on_the_node_of_its_gpu() -> None:

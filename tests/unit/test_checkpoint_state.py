@@ -356,8 +356,6 @@ TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), 
 def test_trees_that_are_never_written_are_refused_by_place(tree: Any) -> None:
     with pytest.raises(StateError, match="^x/0"):
         unpack({"dict": {"x": [tree]}}, {"t": torch.zeros(4)})
-
-
-def test_a_generator_position_outside_its_state_is_refused() -> None:
+    # A generator's position outside its state
     with pytest.raises(StateError, match="outside the generator's state"):
         read_random_states({"dict": {"numpy": ["MT19937", [1] * 624, 10**6, 0, 0.0]}})

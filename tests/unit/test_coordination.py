@@ -14,7 +14,7 @@ def make_communicators(timeout_seconds: float = 0.1) -> list[StoreCommunicator]:
     return [StoreCommunicator("test", rank, 3, store, timeout_seconds=timeout_seconds) for rank in range(3)]
 
 
-def test_decide_names_the_rank_that_does_not_report() -> None:
+def test_decide_names_the_rank_that_does_not_report_and_cancel_ends_the_wait() -> None:
     zero, one, _ = make_communicators()
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(one.decide, "save", 1, len)
@@ -23,9 +23,6 @@ def test_decide_names_the_rank_that_does_not_report() -> None:
         assert raised.value.ranks == [2]
         with pytest.raises(RankTimeout, match="rank 0 did not send rank 1 of .* a decision within"):
             other.result()
-
-
-def test_cancel_ends_the_wait() -> None:
     zero = make_communicators(timeout_seconds=600)[0]
     zero.cancel()
     with pytest.raises(RankTimeout, match="before this rank ended: 1-2"):

@@ -27,13 +27,11 @@ def test_bad_argument_is_a_value_error(argument: str, values: list[object], expe
             setup_distributed(**{argument: value})
 
 
-def test_second_initialisation_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="initialised already"):
+def test_torch_that_is_too_old_and_a_second_initialisation_are_named(
+        one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as initialized, pytest.raises(RuntimeError, match="initialised already"):
+        initialized.setattr(dist, "is_initialized", lambda: True)
         setup_distributed()
-
-
-def test_torch_that_is_too_old_is_named(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.7.1+cu126", "1.13.1"):
         monkeypatch.setattr(torch, "__version__", version)
         with pytest.raises(LaunchError) as error:

@@ -120,17 +120,14 @@ def test_rank_and_host_are_found_in_most_quoted_logs() -> None:
     assert sum(host == expected["host"] for (_, _, host, _), expected in found if expected["host"]) >= 42
 
 
-def test_first_in_time_of_several_files_is_the_cause() -> None:
+def test_first_in_time_of_several_files_or_the_last_line_of_a_long_one_is_the_cause() -> None:
     files = [("rank-0.log", f"08:50:00\n{OOM}"), ("rank-1.log", "08:10:00\nOSError: 7"), ("rank2", f"08:10:00\n{OOM}")]
     assert find(*files) == ("cuda_oom", 2, None, False)
     assert find(*files[:2]) == ("cuda_oom", 0, None, False), "an exact message counts more"
     survivor = f"rank 0 on n1 stops, because rank 2 on n2 failed: {OOM}"
     assert find(("rank-0.log", survivor), ("rank-2.log", OOM)) == ("cuda_oom", 2, "n2", False)
     assert find(("rank-0.log", OOM), ("rank-2.log", OOM)) == ("cuda_oom", None, None, False), "which was first is open"
-
-
-def test_output_longer_than_a_block_is_read_to_its_end() -> None:
-    line = b"step 1 loss 0.5\n"
+    line = b"step 1 loss 0.5\n"  # output longer than a block is read to its end
     found = diagnose([(io.BytesIO(line * 200_000 + b"[rank3]: " + OOM.encode()), "job.out")])
     assert found and (found.rank, found.finding.line_number) == (3, 200_001)
 
@@ -146,16 +143,13 @@ def test_exit_status(text: str, status: int, tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["logs", str(tmp_path / "missing")]) == 2
 
 
-def test_output_that_the_locale_cannot_encode_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_another_encoding_or_none(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.out").write_bytes(b"caf\xe9 " + OOM.encode())
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))  # as with LANG=en_US
     assert cli.main(["logs", str(tmp_path / "job.out")]) == 3
     assert b"caf\\ufffd torch.OutOfMemoryError" in written.getvalue()
-
-
-def test_closed_standard_input_is_a_mistake_of_the_command_line(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["logs", "-"])

@@ -1,6 +1,7 @@
 """Network checks of doctor: an exchange over sockets of this host, and what is concluded from facts of several."""
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -44,13 +45,10 @@ def test_wrong_names(wrong: dict[int, list[tuple[int, list[str] | None]]], hosts
     assert words in finding.message and finding.remedy
 
 
-def test_right_names_and_other_families_are_good() -> None:
+def test_right_names_and_other_families_are_good_and_many_hosts_one_finding() -> None:
     for wrong in ({}, {1: [(2, [ADDRESS(3), "fe80::1"])]}, {1: [(2, [ADDRESS(3), "127.0.1.1"])]}):
         assert only(names(wrong)).level is Level.GOOD
     assert not names({0: [(0, ["127.0.1.1"])]}, count=1)  # a laptop
-
-
-def test_own_names_of_many_hosts_are_one_finding() -> None:
     finding = only(names({node: [(node, ["127.0.1.1"])] for node in range(10)}, count=10))
     assert finding.message.startswith("the own name of h1, h2, h3, h4, h5, h6, h7, h8 and 2 more leads to 127.0.1.1")
 
@@ -86,6 +84,8 @@ H3_WITH_ALL = [(2, other) for other in (0, 1, 3)]
      "while h3 connects to h2: a firewall drops connections from h2"),
     (both([(1, 2)]), ("h2", "h3"), Level.BAD, False, "no response from h2 to h3 (10.0.0.3), nor from h3 to h2"),
     (both(H3_WITH_ALL), ("h3",), Level.BAD, True, "h3 cannot exchange data with any of 3 other hosts: no response"),
+    ({(other, 2): ("refused", None) for other in (0, 1, 3)}, ("h3",), Level.BAD, True,
+     "h3 cannot exchange data with any of 3 other hosts: h1 is refused by h3"),
     (both((a, b) for a in range(4) for b in range(a)), EVERYONE, Level.BAD, False,
      "no host can connect to another one"),
     ({(1, 2): ("data do not return", None)}, ("h2", "h3"), Level.BAD, False,
@@ -100,19 +100,20 @@ def test_connections_that_fail_or_are_slow(changed: dict[tuple[int, int], Result
     assert (finding.hosts, finding.level, finding.exclude) == (hosts, level, exclude) and words in finding.message
 
 
-def test_hosts_that_use_one_address() -> None:
+def test_hosts_that_refuse_or_use_one_address() -> None:
+    with socket.create_server((HERE, 0)) as server:
+        closed = server.getsockname()
+    assert peers.exchange_with({1: closed}, ADDRESS(1)) == {1: ("refused", None)}
     finding = only(connections(both([(1, 2)], ("same address", None)), address=ADDRESS(2)))
     assert "h2 and h3 use the same address 10.0.0.2 (eth0)" in finding.message
 
 
-def test_interfaces_that_a_host_does_not_have() -> None:
+def test_interfaces_of_nccl_that_a_host_does_not_have() -> None:
     for value, allowed in (("eth,ib", ["eth0", "eth1", "ib0"]), ("=eth1", ["eth1"]), ("^docker", []), ("", [])):
         assert peers.nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == allowed
     assert peers.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == peers.interface_problem({}, hosts=2) == ""
-    problem = peers.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}, hosts=2)
-    assert problem.startswith("NCCL_SOCKET_IFNAME=lo is the loopback interface of ")
-    problem = peers.interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})
-    finding = only(connections({}, interface_problem=problem))
+    assert "NCCL_SOCKET_IFNAME=lo is the loopback" in peers.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}, hosts=2)
+    finding = only(connections({}, interface_problem=peers.interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})))
     assert (finding.level, finding.hosts, finding.remedy) == (Level.BAD, ("h3",), "Unset it, or name one of these")
     assert finding.message.startswith("NCCL_SOCKET_IFNAME=ib7, but ")
 
@@ -181,22 +182,17 @@ def test_gpus_that_are_not_healthy() -> None:
         assert (finding.level, finding.exclude) == (level, True) and finding.message.startswith(words)
 
 
-def test_idle_gpus_are_good() -> None:
+def test_idle_gpus_are_good_and_a_lost_one_is_in_the_kernel_log() -> None:
     for reasons in (0x1, 0x4):  # the latter is the power limit under load
         finding = only(gpus(ROW.format(0, 4, 0, reasons) + ROW.format(1, 570, "[N/A]", reasons)))
         assert "2 GPUs (NVIDIA A100-SXM4-80GB): no errors" in finding.message
     assert not gpus("")
-
-
-def test_xid_errors_of_the_kernel_log() -> None:
     line = "4,1052,98212,-;NVRM: Xid (PCI:0000:41:00): 79, pid='<unknown>', GPU has fallen off the bus."
     found = xid_errors(iter([line, "6,1,2,-;usb 1-1: new device"]))
     assert found == {"0000:41:00.0": [79]}
     facts = GpuFacts([], 3, 4, found)
     assert "fallen off the bus (Xid 79): the driver shows 3 of 4" in only(conclude(Gpus(), [facts])).message
-
-
-def test_output_of_rocm_smi() -> None:
+    # rocm-smi
     text = ('{"card0": {"Temperature (Sensor edge) (C)": "40.0", "Temperature (Sensor junction) (C)": "44.0", '
             '"VRAM Total Memory (B)": "68702699520", "VRAM Total Used Memory (B)": "10960896", '
             '"Card Series": "Instinct MI250X"}, "system": {}}')

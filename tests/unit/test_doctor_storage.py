@@ -77,11 +77,16 @@ def test_folder_that_is_not_shared_or_missing_is_named(folder: Path) -> None:
     assert not list(folder.rglob(".doctor-*"))
 
 
-def test_checkpoint_folder_may_be_made_later(folder: Path) -> None:
+def test_checkpoint_folder_may_be_made_later_and_data_be_a_file(folder: Path) -> None:
     facts = collected([StorageCheck("shared/run-7/weights") for _ in range(2)])
     assert [one.folders[0]["path"] for one in facts] == [str(folder / "shared")] * 2
     assert not problems(StorageCheck(), facts)
     assert not list((folder / "shared").iterdir())
+    # Data may be a file, or missing.
+    (folder / "samples.bin").write_bytes(b"1" * 5000)
+    assert not problems(StorageCheck(), collected([StorageCheck(data="samples.bin")]))
+    finding = only(problems(StorageCheck(), collected([StorageCheck(data="nowhere")])))
+    assert "h1 cannot read in the data folder" in finding.message and not finding.exclude
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -102,13 +107,6 @@ def test_data_files_that_differ_on_one_host(folder: Path, content: bytes | None,
     assert all(bool(one.folders[1]["files"]) is bool(message) for one in facts)  # sent where hosts differ
 
 
-def test_data_may_be_a_file_or_missing(folder: Path) -> None:
-    (folder / "samples.bin").write_bytes(b"1" * 5000)
-    assert not problems(StorageCheck(), collected([StorageCheck(data="samples.bin")]))
-    finding = only(problems(StorageCheck(), collected([StorageCheck(data="nowhere")])))
-    assert "h1 cannot read in the data folder" in finding.message and not finding.exclude
-
-
 def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = os.statvfs(folder)
     monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
@@ -118,7 +116,6 @@ def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pyte
 
 
 # What is concluded ------------------------------------------------------------------------------------------------
-
 
 def one(purpose: str = "checkpoints", **values: Any) -> Folder:
     code = values.get("code", 0)

@@ -31,7 +31,6 @@ def line(host: str, age_seconds: float) -> str:
 
 # The file ---------------------------------------------------------------------------------------------------------
 
-
 def test_hosts_are_listed_for_a_day_with_their_reason(tmp_path: Path) -> None:
     file = tmp_path / "bad-hosts.txt"
     assert exclude_file.read(file) == []
@@ -56,7 +55,6 @@ def test_jobs_that_add_hosts_at_once_lose_none(tmp_path: Path) -> None:
 
 
 # Slurm ------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("directives", "nodes", "hosts", "expected", "problem"), [
     ((), 1, "host2.site.org host3 elsewhere", ["--exclude=node2,node3"], ""),
@@ -101,7 +99,6 @@ def test_requeued_slurm_job_avoids_the_listed_hosts(commands: Commands, tmp_path
 
 # PBS --------------------------------------------------------------------------------------------------------------
 
-
 def pbs_nodes(**changes: dict[str, Any]) -> str:
     """What pbsnodes prints of n1, n2, n3, with changed attributes."""
     nodes = json.loads(pbs_recording("commands/pbsnodes_a_json")["stdout"])["nodes"]
@@ -144,7 +141,6 @@ def test_queued_pbs_job_names_hosts(commands: Commands, select: str, place: str,
 
 
 # submit.py --------------------------------------------------------------------------------------------------------
-
 
 def test_submitted_and_resubmitted_jobs_avoid_listed_hosts(login: Login) -> None:
     login.commands.add("sinfo", NODES)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.programs import ROOT
 from tests.unit.pythons import make_environment
 from utils.tools import interpreter
 from utils.tools.interpreter import InterpreterError, choose
 
-ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"
 COMMANDS = ["utils/__main__.py", *(  # started by any Python
     f"scripts/{name}.py" for name in ("bench", "doctor", "launch", "plan", "plot", "sites", "submit"))]
@@ -68,9 +68,7 @@ def test_python_of_the_system_comes_last(
     monkeypatch.setattr(interpreter, "SYSTEM_FOLDERS", (f"{pythons['torch']}/bin",))
     assert "(the kit's .venv)" in chosen("torch2", PATH="{torch}/bin")
     assert "/python3 (PATH)" in chosen("base", PATH="{torch}/bin")
-
-
-def test_program_needs_no_torch_but_gets_it_where_possible(chosen: Callable[..., str]) -> None:
+    # A program needs no torch, but gets it where possible.
     assert "(CONDA_PREFIX)" in chosen("", torch=False, CONDA_PREFIX="{base}")
     assert "(the kit's .venv)" in chosen("torch", torch=False, CONDA_PREFIX="{base}")
     assert "(PYTHON)" in chosen("torch", torch=False, PYTHON="{base}/bin/python")
@@ -105,15 +103,12 @@ def test_folder_named_torch_is_no_torch(
 
 
 def test_running_python_with_torch_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InterpreterError, match="does not start with PYTHONHOME=/nowhere"):  # may break that of ranks
+        choose({**os.environ, "PYTHON": sys.executable, "PYTHONHOME": "/nowhere"})
     for name in (interpreter.STARTED_BY, "PYTHON"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a second Python was started"))
     assert choose(os.environ).path == sys.executable
-
-
-def test_pythonhome_may_break_the_python_of_the_ranks_alone() -> None:
-    with pytest.raises(InterpreterError, match="does not start with PYTHONHOME=/nowhere"):
-        choose({**os.environ, "PYTHON": sys.executable, "PYTHONHOME": "/nowhere"})
 
 
 @pytest.fixture(scope="module")

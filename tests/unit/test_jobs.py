@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.programs import ROOT
 from utils.tools.launch.launch_cli import words_of_pbs_job
 from utils.tools.launch.launch_plan import PlanError
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.submission.submit import job_script
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["slurm.sh", "pbs.sh"]
 DDPKIT = f"#!{os.path.realpath('/usr/bin/env')} python3\n" """
 import json, os, sys

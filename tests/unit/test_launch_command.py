@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.programs import ROOT
 from utils.tools.launch.launch_cli import main
 from utils.tools.launch.rank_environment import RANK_VARIABLES
 
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 GROUPS = ROOT / "tests" / "launch" / "groups.py"
 MODULE = f"""
@@ -137,7 +137,7 @@ def test_launch_py_under_pbsdsh_is_refused(folder: Path) -> None:
     assert done.returncode == 2 and "launch.py itself was started by pbsdsh or pbs_tmrsh" in done.stderr
 
 
-def test_output_of_each_rank_is_labelled_or_in_its_own_file(folder: Path) -> None:
+def test_output_of_each_rank_is_labelled_or_in_its_own_file_and_a_shell_can_handle_a_stop(folder: Path) -> None:
     done = launch("--label", "sh", "-c", "echo one; printf two; echo error >&2", folder=folder)
     assert done.stdout.splitlines() == ["[rank 0] one", "[rank 0] two"]
     assert "[rank 0] error" in done.stderr.splitlines()
@@ -145,11 +145,8 @@ def test_output_of_each_rank_is_labelled_or_in_its_own_file(folder: Path) -> Non
         done = launch("--output-dir", "out/now", "sh", "-c", "echo rank $RANK; echo error >&2", folder=folder)
         assert done.returncode == 0 and not done.stdout, done.stderr
     assert (folder / "out/now/rank-0.log").read_text() == "rank 0\nerror\n" * 2
-
-
-def test_shell_can_handle_a_stop(folder: Path) -> None:  # unless started with the signal ignored
     done = launch("sh", "-c", "trap 'echo stopped' USR1; kill -USR1 $$; :", folder=folder)
-    assert done.stdout == "stopped\n"
+    assert done.stdout == "stopped\n"  # the signal is not ignored
 
 
 def test_mpiexec_that_starts_no_rank_is_a_failure(folder: Path) -> None:

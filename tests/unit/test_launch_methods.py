@@ -129,12 +129,9 @@ def test_slurm_cpu_bind_of_the_user_is_kept(environ: dict[str, str], torchrun: b
     assert (plan.environ.get("SLURM_CPU_BIND") == "cores") == ("--cpu-bind=none" not in line(plan)) == kept
 
 
-def test_host_file_of_srun() -> None:
+def test_files_of_srun_and_of_openmpi_with_a_python_in_a_folder_with_a_space(tmp_path: Path) -> None:
     plan = slurm(ranks=(1, 1), gpus=(2, 1))()
     assert plan.method.host_file(plan) == "n1\nn1\nn2\n"
-
-
-def test_openmpi_with_a_python_in_a_folder_with_a_space(tmp_path: Path) -> None:
     python = tmp_path / "a folder" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
@@ -142,23 +139,18 @@ def test_openmpi_with_a_python_in_a_folder_with_a_space(tmp_path: Path) -> None:
     assert f"plm_ssh_agent '{os.path.realpath(sys.executable)} -I " in found
 
 
-def test_agent_is_out_of_reach_of_the_stops_of_pbs() -> None:
+def test_agent_is_out_of_reach_of_the_stops_of_pbs_and_an_mpiexec_starts_all() -> None:
     plan = pbs({"LD_LIBRARY_PATH": "/lib"})()
     _, start = plan.method.agent_starts(plan, lambda index: ["agent", index], {"SECRET": "s"})
     shell, option, script, _, *words = start.words
     assert (shell, option) == ("/bin/sh", "-c") and script.startswith("trap '' TERM INT USR1 USR2")
     assert words == ["/bin/pbs_tmrsh", "n2", "/usr/bin/env", "LD_LIBRARY_PATH=/lib", "agent", "1"]
     assert start.stdin == b"s\n" and "SECRET" not in start.environ
-
-
-def test_mpiexec_starts_all_agents() -> None:
     plan = slurm(mpiexec=OPENMPI5, torchrun=True)()
     [start] = plan.method.agent_starts(plan, lambda index: ["agent", index], {"SECRET": "s"})
     assert (start.hosts, start.words[-2:], start.environ["SECRET"]) == ((0, 1), ["agent", "rank"], "s")
     assert "SECRET" in start.words  # -x SECRET
-
-
-def test_pbs_tmrsh_gets_the_name_in_the_node_file() -> None:
+    # pbs_tmrsh gets the name in the node file.
     words = remote_shell.pbs_tmrsh_words(["-x", "n2", "cd / && exec orted"], ["n1.pbs.lab\n", "n2.pbs.lab\n"])
     assert words == ["n2.pbs.lab", "/bin/sh", "-c", "cd / && exec orted"]
 

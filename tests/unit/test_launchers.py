@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit.programs import ROOT
 from utils.launchers import LAUNCHERS, LaunchError, Placement, detect
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "tests" / "recordings"
 FOLDERS = ("mpi", "pbs", "slurm", "slurm-25.11", "slurm-26.05")
 FILES = sorted(f"{folder}/{path.name}" for folder in FOLDERS for path in (RECORDINGS / folder).glob("*.json"))
@@ -138,20 +138,13 @@ def test_torchrun_of_its_own_in_each_task_is_an_error(outer: str) -> None:
         assert place(healthy, ancestors) == Placement("torchrun", 0, 1, 0, 1)
 
 
-def test_explain_prints_json() -> None:
-    done = explain({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                    "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "--json")
-    found = json.loads(done.stdout)
-    assert (found["launcher"], found["rank"], found["world_size"]) == ("openmpi", 1, 2) and found["reason"]
-
-
 def explain(environ: Environ, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "utils.launchers", *arguments]
     return subprocess.run(command, env={"PATH": os.environ["PATH"], **environ}, cwd=ROOT,
                           capture_output=True, text=True, timeout=60)
 
 
-def test_the_explanation_names_what_decided_and_what_was_ignored() -> None:
+def test_the_explanation_names_what_decided_what_was_ignored_and_errors() -> None:
     done = explain({**OPENMPI, **STALE})
     rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     expected = [("launcher", "openmpi: its variables are set"), ("rank", "1"), ("world_size", "2"), ("local_rank", "0"),
@@ -160,9 +153,8 @@ def test_the_explanation_names_what_decided_and_what_was_ignored() -> None:
     for (name, text), (expected_name, part) in zip(rows, expected, strict=True):
         assert name == expected_name and part in text, done
     assert explain(OPENMPI, "single").stdout.startswith("launcher          single")
-
-
-def test_the_explanation_reports_errors() -> None:
+    found = json.loads(explain(OPENMPI, "--json").stdout)
+    assert (found["launcher"], found["rank"], found["world_size"]) == ("openmpi", 1, 2) and found["reason"]
     for done, expected in ((explain({"RANK": "3"}), "the rank is unknown: env: WORLD_SIZE not set"),
                            (explain(OPENMPI, "horovod"), "launcher is 'horovod'; expected one of torchrun")):
         assert (done.returncode, done.stdout) == (1, "")

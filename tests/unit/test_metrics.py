@@ -135,13 +135,21 @@ def test_tensors_are_means_and_numbers_are_those_of_rank_0(tmp_path: Path) -> No
     assert [(line["loss"], line["rank"]) for line in lines(tmp_path)[1:]] == [(1.5, 0), (2.5, 0), (3.5, 0)]
 
 
-def test_missing_packages_are_reported(
+def test_missing_packages_are_reported_and_a_wandb_run_keeps_its_id(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
-    train(tmp_path, 1, 1, save_every=1, tensorboard=True, wandb="project")
-    assert steps(tmp_path) == [1]
+    train(tmp_path / "none", 1, 1, save_every=1, tensorboard=True, wandb="project")
+    assert steps(tmp_path / "none") == [1]
     assert "pip install tensorboard" in caplog.text and "pip install wandb" in caplog.text
+    started: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **words: started.append(words) or run))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for first in (1, 3):
+        train(tmp_path, first, first + 1, save_every=2, wandb="project")
+    assert started[0] == started[1] and started[0]["mode"] == "offline"
+    assert started[0]["id"] == lines(tmp_path)[0]["run"]
 
 
 def test_event_files_hide_what_is_trained_again(tmp_path: Path) -> None:
@@ -155,17 +163,6 @@ def test_event_files_hide_what_is_trained_again(tmp_path: Path) -> None:
         board.close()
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
     assert [(event.step, round(event.value, 1)) for event in events] == [(1, 1.1), (2, 2.2), (3, 2.3), (4, 2.4)]
-
-
-def test_wandb_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, Any]] = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **words: started.append(words) or run))
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    for first in (1, 3):
-        train(tmp_path, first, first + 1, save_every=2, wandb="project")
-    assert started[0] == started[1] and started[0]["mode"] == "offline"
-    assert started[0]["id"] == lines(tmp_path)[0]["run"]
 
 
 def test_text_that_the_locale_cannot_encode_is_logged_with_escapes() -> None:

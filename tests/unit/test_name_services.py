@@ -48,7 +48,11 @@ def test_without_names_rank_0_puts_and_all_meet_at_one_barrier(mpiexec: Start) -
     assert manager.recv(1 << 16).count(b"cmd=barrier_in") == 1
 
 
-def test_a_refused_name_makes_the_service_unavailable(mpiexec: Start) -> None:
+def test_a_refused_name_or_a_closed_connection_makes_the_service_unavailable(mpiexec: Start) -> None:
+    environ, manager = mpiexec(end="")
+    manager.shutdown(socket.SHUT_WR)
+    with pytest.raises(NameServiceUnavailable, match="mpiexec closed the PMI connection"):
+        PublishedNames(environ)
     environ, _ = mpiexec(INIT, "cmd=publish_result rc=1 msg=key_already_published")
     with pytest.raises(NameServiceUnavailable, match="key_already_published"):
         PublishedNames(environ).publish("x", 9)
@@ -60,13 +64,6 @@ def test_an_unusable_pmi_fd_makes_the_service_and_mpi_unavailable() -> None:
             with pytest.raises(NameServiceUnavailable, match=f"PMI_FD='{value}' is not usable") as caught:
                 PublishedNames({"PMI_FD": value})
             assert caught.value.affects_mpi
-
-
-def test_an_mpiexec_that_closes_the_connection_is_unavailable(mpiexec: Start) -> None:
-    environ, manager = mpiexec(end="")
-    manager.shutdown(socket.SHUT_WR)
-    with pytest.raises(NameServiceUnavailable, match="mpiexec closed the PMI connection"):
-        PublishedNames(environ)
 
 
 def test_a_response_cut_short_is_a_launch_error_with_the_command(mpiexec: Start) -> None:

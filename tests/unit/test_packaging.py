@@ -136,7 +136,10 @@ def test_the_name_of_a_class_is_that_of_one_class() -> None:
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-def test_git_ignores_venv_where_it_is_a_link(tmp_path: Path) -> None:
+def test_git_ignores_venv_where_it_is_a_link_and_scripts_are_executable(tmp_path: Path) -> None:
+    for script in (*ROOT.glob("scripts/*"), ROOT / "jobs" / "slurm.sh", ROOT / "jobs" / "pbs.sh"):
+        if script.is_file() and script.read_bytes().startswith(b"#!"):
+            assert os.access(script, os.X_OK), script
     shutil.copy(ROOT / ".gitignore", tmp_path)
     for name in (".venv", ".mpi"):
         (tmp_path / name).symlink_to("/nowhere")

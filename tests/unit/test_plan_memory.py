@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -25,11 +26,11 @@ from utils.tools.plan.traced import largest_batch, trace_factory
 
 
 class CountedRun(TorchDispatchMode):
-    """Count the bytes of all storages that operations read or write."""
+    """Count the bytes of all storages that operations read or write. FSDP resizes storages that stay."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.peak = 0
         self.known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,20 +40,14 @@ class CountedRun(TorchDispatchMode):
 
     def add(self, *trees: object) -> None:
         tensors = [item for item in tree_iter(trees) if isinstance(item, torch.Tensor)]
-        for part in [part for tensor in tensors for part in self.parts(tensor)]:
-            if (storage := part.untyped_storage()) not in self.known:
-                self.known.add(storage)
-                size = (storage.nbytes() + 511) // 512 * 512
-                self.live += size
-                weakref.finalize(storage, self.remove, size)
-        self.peak = max(self.peak, self.live)
+        self.known.update(part.untyped_storage() for tensor in tensors for part in self.parts(tensor))
+        self.peak = max(self.peak, sum((storage.nbytes() + 511) // 512 * 512 for storage in self.known))
 
     @staticmethod
     def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if isinstance(tensor, DTensor):
+            return (tensor._local_tensor,)
         return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-
-    def remove(self, size: int) -> None:
-        self.live -= size
 
 
 def counted_peak(case: Case, ddp_options: dict[str, Any] | None = None) -> int:

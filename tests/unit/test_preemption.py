@@ -125,7 +125,7 @@ def test_nothing_is_left_behind() -> None:
     wait_until(lambda: all(map(operator.le, resources(), before)), "threads and descriptors to end")
 
 
-def test_only_one_is_open_and_it_belongs_to_the_main_thread(stop: StopSignal) -> None:
+def test_only_one_is_open_in_the_main_thread_and_bad_arguments_are_refused(stop: StopSignal) -> None:
     in_a_thread = pytest.raises(RuntimeError, match="in the thread 'loader_0'.* main")
     with ThreadPoolExecutor(1, "loader") as threads, in_a_thread:
         threads.submit(StopSignal).result()
@@ -133,13 +133,9 @@ def test_only_one_is_open_and_it_belongs_to_the_main_thread(stop: StopSignal) ->
         StopSignal()
     stop.close()
     StopSignal().close()
-
-
-@pytest.mark.parametrize(("argument", "value"), [
-    ("save_seconds", -1), ("margin", float("nan")), ("rank_timeout", 1e9)])
-def test_bad_arguments_are_refused(argument: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=argument):
-        StopSignal(**{argument: value})
+    for argument, value in (("save_seconds", -1), ("margin", float("nan")), ("rank_timeout", 1e9)):
+        with pytest.raises(ValueError, match=argument):
+            StopSignal(**{argument: value})
 
 
 def test_a_forked_child_does_not_stop_its_parent(stop: StopSignal) -> None:

@@ -42,22 +42,16 @@ def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, e
     assert [option for option in found if option.startswith(replaced) or option == extra] == [extra]
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("signal_seconds", 60), ("output", "log-%j.out"), ("output", "/home/a:b"), ("output", "\u00e9.out"),
-    ("dependency", "afterok:1?afterok:2")])
-def test_what_pbs_does_not_support_is_refused(field: str, value: Any) -> None:
+@pytest.mark.parametrize(("scheduler", "field", "value"), [
+    *((Pbs(), *row) for row in (("signal_seconds", 60), ("output", "log-%j.out"), ("output", "/home/a:b"),
+                                ("output", "\u00e9.out"), ("dependency", "afterok:1?afterok:2"))),
+    *((SlurmScheduler(), *row) for row in (
+        ("nodes", 0), ("gpus_per_node", -1), ("command", ("-x",)), ("command", ("",)), ("launcher", ""),
+        ("environment", {"UID": "0"}), ("environment", {"A B": "1"}), ("directives", ("gpu",)),
+        ("setup", ("echo \\",)), ("setup", ("a\nb",))))])
+def test_a_value_that_cannot_be_used_is_refused(scheduler: Scheduler, field: str, value: Any) -> None:
     with pytest.raises(JobError) as refused:
-        Pbs().directives(Job(("a.py",), **{field: value}))
-    assert refused.value.field == field
-
-
-@pytest.mark.parametrize(("field", "value"), [
-    ("nodes", 0), ("gpus_per_node", -1), ("command", ("-x",)), ("command", ("",)), ("launcher", ""),
-    ("environment", {"UID": "0"}), ("environment", {"A B": "1"}), ("directives", ("gpu",)), ("setup", ("echo \\",)),
-    ("setup", ("a\nb",))])
-def test_a_value_that_cannot_be_used_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(JobError) as refused:
-        SlurmScheduler().render(Job(**{"command": ("a.py",), field: value}), TEMPLATE)
+        scheduler.render(Job(**{"command": ("a.py",), field: value}), TEMPLATE)
     assert refused.value.field == field and str(refused.value).startswith(f"{field}: ")
 
 

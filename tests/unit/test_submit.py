@@ -239,12 +239,6 @@ def test_resubmit_submits_the_same_job_again(login: Login, tmp_path: Path, monke
     assert records.read(second).submit_folder == str(login.folder)
 
 
-def test_scripts_that_a_person_runs_are_executable() -> None:
-    for script in (*ROOT.glob("scripts/*"), ROOT / "jobs" / "slurm.sh", ROOT / "jobs" / "pbs.sh"):
-        if script.is_file() and script.read_bytes().startswith(b"#!"):
-            assert os.access(script, os.X_OK), script
-
-
 def test_missing_scheduler_leaves_nothing_behind(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     done = login.submit("run", "--site", "generic-pbs", "--no-check", "train.py")

@@ -10,32 +10,21 @@ from utils.host.cores import Core, format_ranges, parse_ranges, pci_node, read_t
 from utils.host.gpus import intel_addresses, nvidia_address, visible_gpu_addresses
 
 
-def test_core_has_its_threads_and_its_node(tmp_path: Path) -> None:
-    write_tree(tmp_path, "polaris")
-    topology = read_topology(tmp_path)
+def test_online_cores_have_their_threads_and_their_node(tmp_path: Path) -> None:
+    """A host without sysfs has no topology, one without NUMA nodes is one group."""
+    assert read_topology(tmp_path) is pci_node("0000:01:00.0", tmp_path) is None
+    write_tree(tmp_path / "polaris", "polaris")
+    topology = read_topology(tmp_path / "polaris")
     assert topology is not None and len(topology.cores) == 32
     assert topology.cores[0] == Core((0, 32), 0) and topology.cores[13] == Core((13, 45), 1)
     assert topology.to_text().startswith("0:0+32,1+33,2+34,3+35,4+36,")
-
-
-def test_offline_cpus_are_left_out(tmp_path: Path) -> None:
-    write_tree(tmp_path, "polaris")
-    (tmp_path / "sys/devices/system/cpu/online").write_text("0-30\n")
-    topology = read_topology(tmp_path)
-    assert topology is not None and [core.cpus for core in topology.cores] == [(cpu,) for cpu in range(31)]
-
-
-def test_host_without_numa_is_one_group(tmp_path: Path) -> None:
-    cpu = tmp_path / "sys/devices/system/cpu"
-    cpu.mkdir(parents=True)
-    (cpu / "online").write_text("0-2\n")
-    topology = read_topology(tmp_path)
-    assert topology is not None and topology.to_text() == "0:0,1,2"
-
-
-def test_host_without_sysfs_has_no_topology(tmp_path: Path) -> None:
-    assert read_topology(tmp_path) is None
-    assert pci_node("0000:01:00.0", tmp_path) is None
+    for name, online, text in (("polaris", "0-30", "0:0,1,2,3,4,5,6,"), ("no numa", "0-2", "0:0,1,2")):
+        cpu = tmp_path / name / "sys/devices/system/cpu"
+        cpu.mkdir(parents=True, exist_ok=True)
+        (cpu / "online").write_text(f"{online}\n")
+        topology = read_topology(tmp_path / name)
+        assert topology is not None and topology.to_text().startswith(text)
+        assert [core.cpus for core in topology.cores] == [(cpu,) for cpu in range(31 if name == "polaris" else 3)]
 
 
 @pytest.mark.parametrize(("text", "numbers"), [

@@ -67,7 +67,7 @@ def test_expected_network(tmp_path: Path) -> None:
     assert expected_network({"DDPKIT_NETWORK": "AWS Libfabric"}, tmp_path) == CXI
 
 
-def test_log_is_read_and_no_variable_stays() -> None:
+def test_log_is_read_and_no_variable_stays(tmp_path: Path) -> None:
     """Also where NCCL cannot start. NCCL keeps the file open: it is /dev/null afterwards."""
     before = {"NCCL_DEBUG_FILE": "mine.%p", "NCCL_CONF_FILE": "/none"}
     environ = dict(before)
@@ -79,9 +79,7 @@ def test_log_is_read_and_no_variable_stays() -> None:
     with file:
         assert os.readlink(f"/proc/self/fd/{file.fileno()}") == os.devnull
     assert log == SOCKET and environ == before
-
-
-def test_log_of_the_user_is_left_alone(tmp_path: Path) -> None:
+    # The log of the user is left alone.
     (tmp_path / "nccl.conf").write_text("NCCL_DEBUG=WARN\n")
     for environ in ({"NCCL_DEBUG": "WARN"}, {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}):
         with log_of_nccl(True, dict(environ)) as log:
