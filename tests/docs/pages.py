@@ -8,6 +8,7 @@ number, "..." for any text, or, alone on a line, for any lines.
 """
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.cluster.hosts import killed_at_end, wait_until
 from tests.launch.launchers import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,6 +156,16 @@ def copy_kit(folder: Path) -> Path:
 
 def path_with_python(path: str) -> str:
     return f"{Path(sys.executable).parent}:{path}"
+
+
+@contextlib.contextmanager
+def warm_python(folder: Path, environ: Mapping[str, str]) -> Iterator[str]:
+    """Start warm_python.py; return a search path whose `python` is that one."""
+    server = [sys.executable, str(Path(__file__).with_name("warm_python.py")), str(folder)]
+    process = subprocess.Popen(server, env=environ, start_new_session=True)
+    with killed_at_end(process):  # type: ignore[arg-type]
+        wait_until((folder / "ready").exists, "a Python with torch", process, seconds=60)
+        yield f"{folder}:{environ['PATH']}"
 
 
 def shell_options() -> Mapping[str, object]:

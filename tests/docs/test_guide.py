@@ -22,15 +22,16 @@ HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path]) -> Iterator[Shell]:
-    """A shell in a copy of the kit, whose mpiexec is that of MPICH."""
+    """A shell in a copy of the kit, whose mpiexec is that of MPICH, and whose Python has imported torch."""
     folder = tmp_path_factory.mktemp("guide")
     environ = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
     environ |= {"PATH": pages.path_with_python(f"{need('mpich').parent}:{os.environ['PATH']}"), "LANG": "C.UTF-8",
                 "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(["bash"], cwd=pages.copy_kit(folder), env=environ, text=True, start_new_session=True,
-                               **pages.shell_options())  # type: ignore[call-overload]
-    with killed_at_end(process):
-        yield Shell(process)
+    with pages.warm_python(folder, environ) as warm:
+        process = subprocess.Popen(["bash"], cwd=pages.copy_kit(folder), env={**environ, "PATH": warm}, text=True,
+                                   start_new_session=True, **pages.shell_options())  # type: ignore[call-overload]
+        with killed_at_end(process):
+            yield Shell(process)
 
 
 @pytest.mark.parametrize("name", pages.with_commands("here"))
