@@ -184,7 +184,7 @@ def another_launch() -> Session:
 @pytest.mark.parametrize(("banner", "expected"), [
     (b"", "it accepts connections but sends nothing; another program runs there"),
     (b"SSH-2.0-OpenSSH_9.2\r\n", "it sent no message; another program runs there"),
-    (bytes(another_launch().output), "it does not know the secret of this launch")])
+    (bytes(another_launch().output), "it does not know the secret of this launch. Check")])
 def test_another_program_at_master_port_is_named(banner: bytes, expected: str) -> None:
     with contextlib.ExitStack() as clients, socket.create_server(("", 0)) as other:
         other.settimeout(0.1)

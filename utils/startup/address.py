@@ -225,6 +225,11 @@ def _join(
                 shown = name if name == address else f"{name} ({address})"
                 failures.pop(name, None)
                 failures[name] = f"{shown} port {port}: {found}"
+                if endpoints.loopback and "secret" in str(found):
+                    failures[name] += (
+                        f" (ranks that have a /dev/shm of their own, in containers, need "
+                        f"{secret.FILE}=<a private file that they share>)"
+                    )
                 if found.unresponsive:
                     attempts += 3  # another program has the likeliest port: try the others soon
                 continue
