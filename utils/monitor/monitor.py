@@ -310,6 +310,10 @@ class Monitor:
             self._acknowledged.add(peer.rank)  # it needs no report any more
             connection.send({"kind": "ack"})
             self._first_cause = self._first_cause or message["first_cause"]
+            if self._watch is not None and self._inspecting_since is not None:
+                self._watch.restart()  # it was late, and is not any more
+                self._inspecting_since, self._positions_requested = None, False
+                self._of_hang = {}
             if self._rank != 0:  # nobody responds any more
                 self._response.set()
         elif kind == "ack":
