@@ -130,7 +130,8 @@ def secret(port: int, size: int) -> Secret:
 
 def test_a_rank_that_ends_is_named_at_once(port: int) -> None:
     launch = start(0, size=5, port=port, timeout=3) | start(1, 3, size=5, port=port)
-    with contextlib.closing(channel.connect("127.0.0.1", port, secret(port, 5), "rank", index=2, size=5)) as peer:
+    peer = channel.prove(connected(port), secret(port, 5), "rank", index=2, size=5, seconds=LIMIT)
+    with contextlib.closing(peer):
         peer.send({"kind": "report", "value": {"host": "there", "pid": 77}})
     for one in launch.values():
         assert "rank 2 on there (pid 77) ended while the ranks were starting" in cause(one)
