@@ -102,6 +102,16 @@ def test_only_a_credential_of_this_user_is_a_secret(
         read_credential("MUNGE:...")
 
 
+def test_a_container_may_map_the_user_to_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = 1000 + os.getuid()
+    monkeypatch.setattr(secret.process, "read", lambda path: b"         0       1000      65536\n")
+    program = tmp_path / "munge"
+    program.write_text('#!/bin/sh\ncat > /dev/null\necho "$*"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert secret.credential(b"key") == f"--restrict-uid={outer} --ttl=-1"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_start_without_the_required_secret_fails_before_it_listens(rank: int) -> None:
     launcher: Launcher = next(one for one in LAUNCHERS if one.name == "env")

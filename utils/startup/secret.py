@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ..host import process
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import launch_rank
@@ -53,16 +54,26 @@ def has_munge() -> bool:
 
 def credential(key: bytes) -> str:
     """Return a MUNGE credential with a key, which this user alone can read. Raises OSError."""
-    return _run(["munge", f"--restrict-uid={os.getuid()}", "--ttl=-1"], key.hex())
+    return _run(["munge", f"--restrict-uid={_outer_uid()}", "--ttl=-1"], key.hex())
 
 
 def read_credential(text: str) -> bytes:
     """Return the key in a credential of this user. Raises OSError if it is not one."""
     found = _run(["unmunge", "--keys=UID", "--numeric"], text, accepted=(0, _REPLAYED))
     metadata, _, payload = found.partition("\n\n")
-    if metadata.split() != ["UID:", str(os.getuid())]:
+    if metadata.split() != ["UID:", str(_outer_uid())]:
         raise OSError(f"it is of another user ({' '.join(metadata.split())[:60]})")
     return bytes.fromhex(payload)
+
+
+def _outer_uid() -> int:
+    """Return this user's id outside of a container that maps it to another: munged sees that."""
+    uid = os.getuid()
+    for line in process.read("/proc/self/uid_map").splitlines():  # user_namespaces(7)
+        inside, outside, count = map(int, line.split())
+        if inside <= uid < inside + count:
+            return outside + uid - inside
+    return uid
 
 
 def _run(words: list[str], text: str, accepted: tuple[int, ...] = (0,)) -> str:
