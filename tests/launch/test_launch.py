@@ -220,6 +220,18 @@ def test_process_groups_have_all_ranks_or_end_the_launch(job: Job, by: str, word
         assert re.findall(r"group of (\d)", done.output) == [str(size)] * size, done.output
 
 
+def test_the_ranks_of_another_launch_are_not_taken_for_its_own(job: Job) -> None:
+    """Open MPI's mpiexec sends the ranks of other hosts no variable that it is not told to send."""
+    job.nodes = ["h1", "h2"]
+    other = {"DDPKIT_LAUNCH_RANK": "1/2", "TORCHELASTIC_RUN_ID": "1", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
+    with subprocess.Popen(["sleep", "60"], env=other) as worker:
+        try:
+            done = job.run("openmpi4", "sleep", "2")
+        finally:
+            worker.kill()
+    assert done.status == 0, done.output
+
+
 @pytest.mark.parametrize(("by", "fault", "status", "first"), [
     ("ssh", "raise:1", 1, "rank 1 on h2 failed: ValueError: the loss is not a number"),
     ("ssh", "interface:1", 1, "rank 1 on h2.*GLOO_SOCKET_IFNAME=ib7"),

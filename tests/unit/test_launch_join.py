@@ -66,7 +66,7 @@ class Joining:
     def __init__(self, notices: RankNotices, loop: EventLoop) -> None:
         self.notices, self.loop = notices, loop
         self.received: dict[Channel, list[Message]] = {}  # by each rank's end of its connection
-        self.server = JoinServer(planned(), notices, loop, LaunchResult())
+        self.server = JoinServer(planned(), "12-ab", notices, loop, LaunchResult())
 
     def connect(self, *, secret: str = "", **values: Any) -> Channel:
         addresses, port, right = parse_address(self.notices.variables[VARIABLE])

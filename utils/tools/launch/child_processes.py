@@ -72,8 +72,7 @@ class Processes:
         to; empty: those of this process.
         """
         index = len(self._children) + len(self._unstarted)
-        launches = [environ.get(LAUNCH_VARIABLE), self._id]
-        environ = {**environ, LAUNCH_VARIABLE: "/".join(filter(None, launches))}
+        environ = {**environ, LAUNCH_VARIABLE: launch_path(environ, self._id)}
 
         def bind() -> None:
             with suppress(OSError):  # without the binding, the process is slower, not wrong
@@ -209,6 +208,11 @@ def _signal(pids: Iterable[int], number: int) -> None:
     for pid in list(pids):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def launch_path(environ: Mapping[str, str], launch_id: str) -> str:
+    """Return the value of LAUNCH_VARIABLE below a launch: the launches around it, and itself."""
+    return "/".join(filter(None, [environ.get(LAUNCH_VARIABLE), launch_id]))
 
 
 def find_processes(launch_id: str, started: Iterable[int]) -> list[int]:

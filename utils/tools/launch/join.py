@@ -16,6 +16,7 @@ from ...connection import Message
 from ...host import network
 from ...job.notation import short_name
 from . import rank_environment as environment
+from .child_processes import LAUNCH_VARIABLE, launch_path
 from .host_ranks import RankMask
 from .launch_connection import LaunchServer, RankNotices, address_of_rank_0, peer_address
 from .launch_plan import Plan
@@ -48,9 +49,16 @@ class JoinServer(LaunchServer):
     started the watch there, until that ends. handled: see KINDS, by such a rank.
     """
 
-    def __init__(self, plan: Plan, notices: RankNotices, loop: Loop, result: LaunchResult) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        launch_id: str,
+        notices: RankNotices,
+        loop: Loop,
+        result: LaunchResult,
+    ) -> None:
         super().__init__(notices, loop)
-        self._plan, self._result = plan, result
+        self._plan, self._id, self._result = plan, launch_id, result
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
         self._limit = time.monotonic() + START_SECONDS
@@ -117,6 +125,8 @@ class JoinServer(LaunchServer):
         own_addresses = set(network.local_addresses())
         num_hosts = len({one.host for one in ranks})
         variables_of = rank_variables(self._joined, own_addresses)
+        # An mpiexec need not have sent it to the other hosts.
+        launches = launch_path(self._plan.environ, self._id)
         by_host: dict[str, list[JoinedRank]] = {}  # by local rank
         for rank in sorted(variables_of, key=lambda rank: int(variables_of[rank]["LOCAL_RANK"])):
             by_host.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank])
@@ -127,7 +137,7 @@ class JoinServer(LaunchServer):
             self.clients[rank].send(
                 {
                     "kind": "variables",
-                    "variables": variables,
+                    "variables": {**variables, LAUNCH_VARIABLE: launches},
                     "num_hosts": num_hosts,
                     "cores": [one.cores for one in on_host],
                     "watched_ranks": len(on_host) if self._plan.is_watched else 0,

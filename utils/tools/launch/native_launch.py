@@ -39,7 +39,7 @@ class NativeLaunch:
         self._launch, self._plan, self._result = launch, launch.plan, launch.result
         self._processes, self._notices, self._loop = launch.processes, launch.notices, launch.loop
         self._program = os.path.basename(launch.plan.method.path)
-        self._ranks = JoinServer(launch.plan, launch.notices, launch.loop, launch.result)
+        self._ranks = JoinServer(launch.plan, launch.id, launch.notices, launch.loop, launch.result)
         self._errors = SrunErrors(None)
         self._rank_failed_at: float | None = None
         self._held: set[int] = set()  # signals for which not all ranks have a handler yet

@@ -138,7 +138,7 @@ def _join(peer: Channel, report: Message) -> Message | None:
     peer.send(report, CONNECT_SECONDS)
     response = peer.receive_one(_ANSWER_SECONDS)
     if response and response.get("processes"):
-        launch_id = os.environ.get(LAUNCH_VARIABLE, "").rpartition("/")[2]
+        launch_id = response["variables"][LAUNCH_VARIABLE].rpartition("/")[2]
         _report_on_ranks(peer, launch_id, response)
     peer.close()
     return response if response and "variables" in response else None
