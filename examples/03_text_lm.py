@@ -13,7 +13,7 @@ each step of 8 ranks (TOKENS holds train.bin and val.bin: tokens as unsigned 16-
     --steps 600000 --eval-every 2000 --save-every 1000 --checkpoints runs/gpt2
 
 With `--checkpoints FOLDER` the same command resumes a run that was stopped or killed (see
-05_survive.py), and `python scripts/plot.py FOLDER` draws its loss and speed. Add `--backend gloo`
+05_survive.py), and `ddpkit plot FOLDER` draws its loss and speed. Add `--backend gloo`
 to train on CPUs.
 """
 

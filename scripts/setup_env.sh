@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository with the packages that the examples and submit.py need (torch, numpy, pyyaml) and ddpkit. It may be
+# Makes .venv in the repository with the packages that the examples and ddpkit submit need (torch, numpy, pyyaml) and ddpkit. It may be
 # run again: a complete .venv is left as it is, and an interrupted installation is repeated.
 #
 #   scripts/setup_env.sh [--tests]

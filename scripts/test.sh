@@ -74,7 +74,7 @@ mpiexec.openmpi openmpi-bin    the system's Open MPI
 slurmctld       slurm-wlm      srun and sbatch
 munged          munge          srun and sbatch
 libpmix.so      libpmix-dev    srun --mpi=pmix
-chromium        chromium       the page of plan.py
+chromium        chromium       the page of ddpkit plan
 shellcheck      shellcheck     the check of the shell scripts
 TABLE
 }

@@ -1,7 +1,7 @@
 """Train on two ranks, one of which has a slow loader, and measure the steps of each rank.
 
-./scripts/launch.py -n 2 docs/guide/slow_rank.py
-python scripts/plot.py steps.csv
+ddpkit launch -n 2 docs/guide/slow_rank.py
+ddpkit plot steps.csv
 """
 
 import sys

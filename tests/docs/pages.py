@@ -149,13 +149,17 @@ def copy_kit(folder: Path) -> Path:
     programs = kit / ".venv" / "bin"  # as setup_env.sh makes it, which takes minutes
     programs.mkdir(parents=True)
     (programs / "activate").write_text(f"PATH='{programs}':$PATH\n")
-    (programs / "ddpkit").write_text(f"#!/bin/sh\nexec {sys.executable} '{kit}/utils' \"$@\"\n")
+    (programs / "import").mkdir()
+    (programs / "import" / "ddpkit").symlink_to(kit / "utils")
+    (programs / "ddpkit").write_text(
+        f"#!/bin/sh\nPYTHONPATH='{programs}/import' exec {sys.executable} '{kit}/utils' \"$@\"\n")
     (programs / "ddpkit").chmod(0o755)
     return kit
 
 
-def path_with_python(path: str) -> str:
-    return f"{Path(sys.executable).parent}:{path}"
+def path_with_python(path: str, kit: Path) -> str:
+    """Return the search path of a shell in which the environment of a copy of the kit is activated."""
+    return f"{kit}/.venv/bin:{Path(sys.executable).parent}:{path}"
 
 
 @contextlib.contextmanager

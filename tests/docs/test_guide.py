@@ -25,10 +25,11 @@ def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path])
     """A shell in a copy of the kit, whose mpiexec is that of MPICH, and whose Python has imported torch."""
     folder = tmp_path_factory.mktemp("guide")
     environ = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
-    environ |= {"PATH": pages.path_with_python(f"{need('mpich').parent}:{os.environ['PATH']}"), "LANG": "C.UTF-8",
+    kit = pages.copy_kit(folder)
+    environ |= {"PATH": pages.path_with_python(f"{need('mpich').parent}:{os.environ['PATH']}", kit), "LANG": "C.UTF-8",
                 "OMP_NUM_THREADS": "1"}
     with pages.warm_python(folder, environ) as warm:
-        process = subprocess.Popen(["bash"], cwd=pages.copy_kit(folder), env={**environ, "PATH": warm}, text=True,
+        process = subprocess.Popen(["bash"], cwd=kit, env={**environ, "PATH": warm}, text=True,
                                    start_new_session=True, **pages.shell_options())  # type: ignore[call-overload]
         with killed_at_end(process):
             yield Shell(process)
@@ -38,7 +39,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path])
 def test_commands_write_what_the_page_shows(shell: Shell, name: str) -> None:
     found = pages.steps(GUIDE / name, "here")
     if not HAS_MATPLOTLIB:
-        found = [step for step in found if "scripts/plot.py" not in step.command]
+        found = [step for step in found if "ddpkit plot" not in step.command]
         for step in found:
             step.command = re.sub(r" --png \S+", "", step.command)
     shell.follow(found)

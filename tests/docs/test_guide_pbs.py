@@ -22,7 +22,7 @@ def test_commands_write_what_the_page_shows(pbs: Pbs, name: str) -> None:
     owner = local.stat().st_uid
     for path in [kit, *kit.rglob("*")]:
         os.chown(path, owner, -1)
-    environ = {"PATH": pages.path_with_python(LOGIN_PATH)}
+    environ = {"PATH": pages.path_with_python(LOGIN_PATH, kit)}
     if isinstance(pbs, PbsCluster):  # which has no /etc/pbs.conf, and may run where sbatch is installed
         environ["PBS_CONF_FILE"] = pbs.write(f"{folder}/pbs.conf", "PBS_EXEC=/opt/pbs\n")
     command = pbs.command(HEAD, ["bash"], USER, f"{folder}/ddp-kit", environ)

@@ -15,7 +15,7 @@ from tests.docs.pages import GUIDE, Shell
 @pytest.mark.parametrize("name", pages.with_commands("slurm"))
 def test_commands_write_what_the_page_shows(slurm: SlurmCluster, name: str, tmp_path: Path) -> None:
     kit = pages.copy_kit(slurm.work / tmp_path.name)
-    environ = {"PATH": pages.path_with_python(slurm.environment["PATH"]), "OMP_NUM_THREADS": "1",
+    environ = {"PATH": pages.path_with_python(slurm.environment["PATH"], kit), "OMP_NUM_THREADS": "1",
                "USER": getpass.getuser()}
     with killed_at_end(slurm.start(["bash"], cwd=kit, env=environ, **pages.shell_options())) as process:
         Shell(process).follow(pages.steps(GUIDE / name, "slurm"), seconds=180)

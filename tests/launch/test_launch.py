@@ -112,7 +112,7 @@ def test_ranks_start_with_environment_and_arguments(job: Job, by: str, launcher:
             f"threads {threads}, folder {job.folder}, arguments ['a b']")
         assert done.line(f"public rank {rank} ") == f"public rank {rank} of 3, {place} on {host}, node {rank // 2}"
     if not by:
-        assert "launch.py: 3 ranks on 2 hosts (1 to 2 each) by ssh" in done.output
+        assert "ddpkit launch: 3 ranks on 2 hosts (1 to 2 each) by ssh" in done.output
 
 
 @pytest.mark.parametrize(("by", "when"), [("intel", "before"), ("openmpi5", "after")])
@@ -243,7 +243,7 @@ def test_the_last_line_names_what_failed_first(job: Job, by: str, fault: str, st
     done = job.run(by, str(RANK_PROGRAM), "--torch", "--fault", fault)
     assert done.status == status and "probably" not in done.output, done.output
     last = done.output.splitlines()[-1]
-    assert re.match(f"launch.py: the ranks report what failed first: {first}", last), done.output
+    assert re.match(f"ddpkit launch: the ranks report what failed first: {first}", last), done.output
 
 
 def test_a_killed_agent_takes_its_ranks_and_the_launch_with_it(job: Job) -> None:
@@ -273,7 +273,7 @@ def test_a_host_that_is_cut_off_ends_the_launch(job: Job, by: str) -> None:
             job.lab.hosts.set_link("h2", "up")
     assert done.status == 1, done.output
     last = done.output.splitlines()[-1]
-    assert re.match(r"launch.py: the ranks report what failed first: .*rank 1 on h2 .*its network is cut", last), (
+    assert re.match(r"ddpkit launch: the ranks report what failed first: .*rank 1 on h2 .*its network is cut", last), (
         done.output)
 
 

@@ -112,7 +112,7 @@ def test_the_job_ends_with_the_status_of_the_first_rank_that_failed_and_names_it
         launches: Launches, fault: str, code: str, cause: str) -> None:
     job = launches.submit("-N2 -n3", launches.rank("", "--wait", "--fault", fault))
     assert launches.slurm.wait(job, 60)["ExitCode"] == code, launches.slurm.output(job)
-    own = [line for line in launches.slurm.output(job).splitlines() if line.startswith("launch.py: ")]
+    own = [line for line in launches.slurm.output(job).splitlines() if line.startswith("ddpkit launch: ")]
     assert cause in own[-1] and not any("srun was" in line for line in own), own
 
 
@@ -151,7 +151,7 @@ def test_a_host_that_is_cut_off_is_left_before_slurm_notices(need: Callable[[str
         wait_until(lambda: not any(map(process.start_time, pids)), "the end of the ranks on both hosts", seconds=60)
         slurm.wait_for(job, {"COMPLETING"}, 60)  # Slurm waits for the other host
         last = slurm.output(job).splitlines()[-1]
-        assert re.match(r"launch.py: the ranks report .* rank 1 on node2 .*its network is cut", last), slurm.output(job)
+        assert re.match(r"ddpkit launch: the ranks report .* rank 1 on node2 .*its network is cut", last), last
         assert slurm.run(["srun", "-w", "node1", "hostname"]).output.splitlines()[-1] == "node1"
 
 
@@ -179,7 +179,7 @@ def test_a_saved_run_is_distinguished_from_a_failed_one(launches: Launches, by: 
     # Side by side
     saves, fails = (launches.submit("-N2 -n2", launches.line(by, str(script), what)) for what in ("saves", "fails"))
     assert launches.slurm.wait(saves)["ExitCode"] == "75:0", launches.slurm.output(saves)
-    lines = [line for line in launches.slurm.output(saves).splitlines() if line.startswith("launch.py: ")]
+    lines = [line for line in launches.slurm.output(saves).splitlines() if line.startswith("ddpkit launch: ")]
     assert "all ranks have saved" in lines[-1] and not any("ended" in line for line in lines), lines
     assert launches.slurm.wait(fails)["ExitCode"] not in ("0:0", "75:0"), launches.slurm.output(fails)
     assert "all ranks have saved" not in launches.slurm.output(fails)

@@ -50,18 +50,18 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
 @pytest.mark.parametrize(("text", "expected"), [
     (f"Traceback (most recent call last):\n{OOM}\nrank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
      "rank 1 on n1 stops, because rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
-     "launch.py: rank 3 ended with exit status 1\n", ("cuda_oom", 3, "n2", False)),
+     "ddpkit launch: rank 3 ended with exit status 1\n", ("cuda_oom", 3, "n2", False)),
     ("ValueError: 7\nrank 1 on n1 failed: ValueError: 7\n"
      "rank 0 on n1 stops, because rank 1 on n1 failed: ValueError: 7", ("python_exception", 1, "n1", None)),
     (f"{LOST}rank 0 on n1 stops, because rank 2 on n2 (pid 7) died without a message. It was probably killed\n"
-     "launch.py: rank 2 was ended by SIGKILL (exit status 137)\n", ("killed", 2, "n2", None)),
-    ("launch.py: rank 2 on n2 was ended by SIGSEGV (exit status 139)", ("crash", 2, "n2", None)),
+     "ddpkit launch: rank 2 was ended by SIGKILL (exit status 137)\n", ("killed", 2, "n2", None)),
+    ("ddpkit launch: rank 2 on n2 was ended by SIGSEGV (exit status 139)", ("crash", 2, "n2", None)),
     ("/usr/bin/python3: No module named x", ("program_error", None, None, False)),
     ("/spool/slurm_script: line 19: exec: ddpkit: not found", ("program_error", None, None, False)),
     (f"rank 0 on n1 stops, because {HANG}", ("kit_message", 5, "n3", None)),
     ("rank 0 on n1 stops, because a collective failed on rank 3 on n2: x", ("kit_message", 3, "n2", None)),
     ("rank 0 on n1 stops, because rank 3 on n2 (pid 7) does not respond: its process is stopped by a signal\n"
-     "launch.py: error: rank 0 on n1 ended with exit status 1", ("kit_message", 3, "n2", None)),
+     "ddpkit launch: error: rank 0 on n1 ended with exit status 1", ("kit_message", 3, "n2", None)),
     ("rank 0 on n1 stops, because rank 3 on n2 left by sys.exit(). The ranks have uneven work: give each the same",
      ("uneven_work", 3, "n2", False)),
     (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
@@ -73,7 +73,9 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
      "srun: error: n2: task 4: Segmentation fault (core dumped)\n", ("crash", 4, "n2", None)),
     ("The ranks hang: no progress for 36 s.\n  rank 3 on n2 (pid 7) does not respond: the host is down or its network "
      "is cut\n  rank 0-2 on n1: in collective 7, all_reduce; at train.py\n", ("kit_message", 3, "n2", None)),
-    ("launch.py: the ranks report what failed first: rank 3 on n2 failed: ValueError: 7. Rank 3 on n2 ended with "
+    ("ddpkit launch: error: there is no file nothere.py in /home/u. Expected the script to start. Check its path",
+     ("command_error", None, None, False)),
+    ("ddpkit launch: the ranks report what failed first: rank 3 on n2 failed: ValueError: 7. Rank 3 on n2 ended with "
      "exit status 1", ("python_exception", 3, "n2", None)),
     ("LaunchError: this rank (n1, pid 7) does not start. Look for the message of rank 0\n"
      "LaunchError: rank 3 on n2 (pid 8) cannot start: CUDA error: out of memory", ("cuda_oom", 3, "n2", None)),
@@ -170,7 +172,7 @@ def test_reader_that_has_ended_is_no_error(words: list[str]) -> None:
 
 START = "4 ranks on 2 hosts by launch.py, backend gloo, rank 0 at 10.0.0.1:29500\n"
 TERMINATE = "terminate called without an active exception\n"
-ABORTED = "launch.py: error: rank 3 on n2 was ended by SIGABRT (exit status 134)"
+ABORTED = "ddpkit launch: error: rank 3 on n2 was ended by SIGABRT (exit status 134)"
 
 
 @pytest.mark.parametrize(("text", "status", "words"), [
@@ -187,7 +189,7 @@ def test_abort_at_the_end_of_the_interpreter(text: str, status: int, words: str)
 @pytest.mark.parametrize("text", [
     "slurm epilog: State: FAILED (exit code 1)", "Exit_status = 271", "ExitCode=1:0", "  exitcode  : 1 (pid: 7)",
     "mpirun detected that one or more processes exited with non-zero status", "MPI_ABORT was invoked on rank 0",
-    "launch.py: error: torchrun on n2 ended with exit status 1", "submit.py: job 7: failed, exit status 2",
+    "ddpkit launch: error: torchrun on n2 ended with exit status 1", "ddpkit submit: job 7: failed, exit status 2",
     "2026-11-22 12:00:00 ERROR trainer: gave up", "train.py: error: argument --lr: invalid float value: 'x'",
     "rank 3 on n2 failed: SystemExit: 7", "rank 3 on n2 failed: Unusual: 7", "FATAL: no such module"])
 def test_sign_of_a_failure_is_never_no_failure(text: str) -> None:
@@ -199,7 +201,7 @@ def test_sign_of_a_failure_is_never_no_failure(text: str) -> None:
     "", START, IPV6 + 300 * "step\n", "srun: error: unpack_header: protocol_version 65363 not supported",
     "n1:1:2 [0] NCCL INFO NET/Plugin: dlerror=libnccl-net.so: cannot open shared object file: No such file or "
     "directory No plugin found (libnccl-net.so), using internal implementation",
-    "launch.py: 4 ranks on 2 hosts (n1, n2) by srun\n", "Exit_status = 0", "finished with exit status 0",
+    "ddpkit launch: 4 ranks on 2 hosts (n1, n2) by srun\n", "Exit_status = 0", "finished with exit status 0",
     "rank 0 on n1 starts step 1", "  rank 0-3 on n1, n2: in collective 7", "[rank 3/8 n2] WARNING: slow",
     "12:00:00 ERROR retry\n" + 300 * "step\n", "[rank 0/8 n1] ERROR: cannot save step 5\n" + 300 * "step\n"])
 def test_job_that_went_well_has_no_failure(text: str) -> None:
@@ -255,7 +257,7 @@ def test_message_of_the_kit_is_understood(
         get_logger("test").error("%s", said)
     output = capsys.readouterr().err
     # The cause comes before its consequences.
-    ended = "" if kind == "launch.py" else "launch.py: error: rank 1 on n1 ended with exit status 1\n"
+    ended = "" if kind == "launch.py" else "ddpkit launch: error: rank 1 on n1 ended with exit status 1\n"
     found = diagnose([(io.BytesIO((output + ended).encode()), "job.out")])
     assert found is not None and exit_status(found) != 0, output
     assert (found.cause.name, found.rank, found.host) == (cause, rank, host), output

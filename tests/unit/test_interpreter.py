@@ -156,7 +156,8 @@ def test_old_python_alone_is_an_error_that_says_what_to_do(
     shutil.copytree(kit, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv"))
     done = run(pythons["old"], tmp_path, command, "--help", PATH=f"{pythons['old']}/bin")
     assert done.returncode == 1
-    assert f"{Path(command).name}: error: this is Python 3.9" in done.stderr
+    name = "ddpkit" if command.startswith("utils") else f"ddpkit {Path(command).stem}"
+    assert f"{name}: error: this is Python 3.9" in done.stderr
     assert "Expected Python 3.10 or newer" in done.stderr
 
 
@@ -186,7 +187,7 @@ def test_bench_restarts_under_a_python_with_torch(kit: Path, pythons: dict[str, 
     assert done.returncode == 1 and "ddpkit is installed for it alone. Expected both in one Python" in done.stderr
     shutil.copytree(kit, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv"))
     done = run(pythons["base"], tmp_path, "scripts/bench.py", "--help")
-    assert done.returncode == 1 and done.stderr.startswith("bench.py: error: no Python for the ranks:")
+    assert done.returncode == 1 and done.stderr.startswith("ddpkit bench: error: no Python for the ranks:")
 
 
 def test_plan_without_torch_is_an_error_that_says_what_to_do(

@@ -69,7 +69,7 @@ def test_copy_needs_one_other_line(job: Submitted, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])[:2] == [["launch", "train.py"], str(job.folder)]
 
     job.replace("exec ddpkit launch", f"exec '{ROOT}/scripts/launch.py' --help")  # where ddpkit is not installed
-    assert "usage: launch.py" in job.run("train.py").stdout
+    assert "usage: ddpkit launch" in job.run("train.py").stdout
 
 
 @pytest.mark.parametrize(("missing", "status", "sentence"), [
@@ -106,7 +106,7 @@ def test_pbs_job_without_args_ends_with_a_sentence() -> None:
     done = subprocess.run([str(ROOT / "scripts" / "launch.py")], capture_output=True, text=True, timeout=60,
                           env={**os.environ, "PBS_ENVIRONMENT": "PBS_BATCH", "ARGS": ""})
     assert (done.returncode, done.stdout) == (2, "")
-    assert "launch.py: error: there is nothing to run: ARGS is empty or not set" in done.stderr
+    assert "ddpkit launch: error: there is nothing to run: ARGS is empty or not set" in done.stderr
 
 
 @pytest.mark.parametrize("home", [True, False])

@@ -70,9 +70,9 @@ def test_rank_0_alone_reads_standard_input(tmp_path: Path, script: str, expected
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["/opt/bin/mpiexec.hydra", "-n", "2", "x"], "is mpiexec.hydra.* launch.py --launcher mpiexec train.py"),
-    (["torchrun", "x.py"], "the command is torchrun.* as in launch.py --torchrun train.py"),
-    (["-m", "torch.distributed.run", "x.py"], "the command runs torch.distributed.run.* launch.py --torchrun"),
+    (["/opt/bin/mpiexec.hydra", "-n", "2", "x"], "is mpiexec.hydra.* ddpkit launch --launcher mpiexec train.py"),
+    (["torchrun", "x.py"], "the command is torchrun.* as in ddpkit launch --torchrun train.py"),
+    (["-m", "torch.distributed.run", "x.py"], "the command runs torch.distributed.run.* ddpkit launch --torchrun"),
     (["--launcher", "/no/mpiexec", "x"],
      "--launcher is /no/mpiexec, which does not exist. Expected the path of an mpiexec"),
     (["--launcher", "/bin/true", "x"],
@@ -82,7 +82,7 @@ def test_rank_0_alone_reads_standard_input(tmp_path: Path, script: str, expected
     ([], "no script is given"), (["-m"], "-m needs the name of a module"),
     (["--", "-N", "2", "train.py"], "Options of sbatch and qsub go before the job script"),
     (["-n", "2", "sh", "-c", 'exec "$@"', "sh", *LAUNCH, "package/module.py"],
-     "launch.py itself was started as rank [01] of 2 by launch.py")])
+     "ddpkit launch was started as rank [01] of 2 by ddpkit launch")])
 def test_what_cannot_be_started_is_refused(folder: Path, words: list[str], message: str) -> None:
     done = launch(*words, folder=folder)
     assert done.returncode == 2 and not done.stdout and re.search(message, done.stderr), done.stderr
@@ -134,7 +134,7 @@ def test_ranks_form_groups_with_each_other(words: list[str], status: int, text: 
 def test_launch_py_under_pbsdsh_is_refused(folder: Path) -> None:
     task = {"PBS_JOBID": "7.head", "PBS_TASKNUM": "20000001", "PBS_NODENUM": "1"}
     done = launch("package/module.py", folder=folder, **task)
-    assert done.returncode == 2 and "launch.py itself was started by pbsdsh or pbs_tmrsh" in done.stderr
+    assert done.returncode == 2 and "ddpkit launch was started by pbsdsh or pbs_tmrsh" in done.stderr
 
 
 def test_output_of_each_rank_is_labelled_or_in_its_own_file_and_a_shell_can_handle_a_stop(folder: Path) -> None:

@@ -162,7 +162,7 @@ def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.Monk
     monkeypatch.setattr(socket.socket, "accept", refused)
     joining.connect(rank=0)
     joining.loop.run_once(1.0)
-    assert "3 of 3 ranks did not join: ranks 0, 1, 2, because launch.py may open no more" in joining.server.problem
+    assert "3 of 3 ranks did not join: ranks 0, 1, 2, because ddpkit launch may open no more" in joining.server.problem
 
 
 @pytest.mark.parametrize("wrong", ["0123456789abcdef", "\u00e9", "\udcff"])

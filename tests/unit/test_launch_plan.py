@@ -81,9 +81,9 @@ def test_an_open_pipe_without_data_is_no_input() -> None:
 
 
 @pytest.mark.parametrize(("plan", "note"), [
-    (pbs(ranks=(8, 8), gpus=(4, 4)), "for one rank on each gpu give launch.py --ntasks-per-node 4"),
+    (pbs(ranks=(8, 8), gpus=(4, 4)), "for one rank on each gpu give ddpkit launch --ntasks-per-node 4"),
     (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True),
-     "requests 1 rank but 2 gpus on n1. for one rank on each gpu give launch.py --ntasks-per-node 2"),
+     "requests 1 rank but 2 gpus on n1. for one rank on each gpu give ddpkit launch --ntasks-per-node 2"),
     (pbs(ranks=(1, 1), gpus_here=4), "pbs job 7 does not report how many gpus"),
     (slurm(cores=(2, 1)), "the 2 ranks on n2 share 1 core, all that the job has there. for more, request --cpus-per-"),
     (pbs(cores=(2, 1)), "all that the job has there. for more, request ncpus; for fewer ranks, mpiprocs"),

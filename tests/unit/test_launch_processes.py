@@ -216,7 +216,8 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
     result.conclude(FirstCause("rank 1 on n3 ended without a report. It was killed", 1))
     printed = capsys.readouterr().err.splitlines()
     name = signal.Signals(number).name
-    assert printed[-1].startswith(f"launch.py: error: {name}: launch.py has received it") and len(printed) == lines
+    assert printed[-1].startswith(f"ddpkit launch: error: {name}: ddpkit launch has received it")
+    assert len(printed) == lines
     assert "rank" not in printed[-1] and result.status == status
 
 
@@ -283,7 +284,7 @@ def test_last_line_is_about_the_first_failure(
     result = LaunchResult()
     for rank, ended in exit_statuses.items():
         result.process_ended(f"rank {rank}", ended, 1.0, others=True, rank=rank)
-    result.process_ended("rank 1", 143, 9.0, others=False, rank=1)  # launch.py itself has ended it
+    result.process_ended("rank 1", 143, 9.0, others=False, rank=1)  # ddpkit launch has ended it
     result.conclude(reported)
     assert result.status == status and last in capsys.readouterr().err.splitlines()[-1]
 

@@ -75,7 +75,7 @@ def test_assignments(reports: Sequence[RankReport], expected: dict[str, list[int
 
 REFUSED: dict[str, tuple[Sequence[RankReport], list[str]]] = {
     "a part of the ranks of launch.py": ([report(launch_rank="1/4", launcher="torchrun")] * 2, [
-        "torchrun has started a group of 2 ranks below rank 1 of launch.py, which has started 4 ranks",
+        "torchrun has started a group of 2 ranks below rank 1 of ddpkit launch, which started 4 ranks",
         "Expected one group of all 4", "--independent"]),
     **{name: ([report("n1"), report("n1"), report("n2", **{field: other})], [
         f"differ in {name}", f"{other}: 1 ranks, the first is rank 2 on n2", ": 2 ranks, the first is rank 0 on n1"])

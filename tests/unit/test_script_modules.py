@@ -85,7 +85,7 @@ def test_script_that_imports_the_kit_gets_the_modules_of_the_command(tmp_path: P
                                        "from utils.tools.plan.hardware import PredictionError\n"
                                        "raise PredictionError('the same')")
     done = run(tmp_path, "plan.py", "train.py")
-    assert done.returncode == 1 and done.stderr == "plan.py: error: train.py could not be traced. the same\n"
+    assert done.returncode == 1 and done.stderr == "ddpkit plan: error: train.py could not be traced. the same\n"
 
 
 @pytest.mark.parametrize("command", [["plan.py"], ["bench.py", "ddp"]], ids=" ".join)

@@ -18,7 +18,6 @@ from tests.unit.submission import Login
 from utils.tools import interpreter
 from utils.tools.submission import profiles
 from utils.tools.submission import submissions as records
-from utils.tools.submission.paths import PROGRAM
 
 REFUSAL = "sbatch: error: invalid partition specified: nosuch\n"
 
@@ -165,16 +164,16 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("run --site generic-pbs --ntasks-per-node 99 train.py", 1, "4 cores"),
     ("run -N 2 -n 3 train.py", 1, "--ntasks 3"),
     ("run -n 2 --ntasks-per-node 2 train.py", 1, "Both --ntasks"),
-    ("run list", 1, f"{PROGRAM} list"),
+    ("run list", 1, "ddpkit submit list"),
     ("run --checkpoints out train.py", 1, "Add --preflight"),
     ("run --site derecho --account p --dry-run trian.py", 0, "note: command: trian.py does not exist"),
     ("run --site polaris --queue debug --dry-run train.py", 1, "requires an account. Add --account: your project."),
     ("resubmit 7", 1, "no record of job 7"),
-    ("cancle 77", 2, f"Did you mean: {PROGRAM} cancel 77"),
-    ("--nodes 2 train.py", 2, f"Did you mean: {PROGRAM} run --nodes 2 train.py"),
-    ("'my train.py'", 2, f"Did you mean: {PROGRAM} run 'my train.py'"),
+    ("cancle 77", 2, "Did you mean: ddpkit submit cancel 77"),
+    ("--nodes 2 train.py", 2, "Did you mean: ddpkit submit run --nodes 2 train.py"),
+    ("'my train.py'", 2, "Did you mean: ddpkit submit run 'my train.py'"),
     ("", 2, "a subcommand is missing"),
-    ("run env A=1 torchrun train.py", 1, f"as in {PROGRAM} run --launcher torchrun train.py; or give --env DDPKIT_IND"),
+    ("run env A=1 torchrun train.py", 1, "as in ddpkit submit run --launcher torchrun train.py; or give --env"),
     ("run bash -c 'srun python train.py'", 1, "the command runs srun"),
     ("run --dry-run --env DDPKIT_INDEPENDENT=1 env torchrun train.py", 0, ""),
     ("run --node 2 train.py", 2, "Did you mean --nodes?")])

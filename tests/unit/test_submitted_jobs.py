@@ -76,11 +76,11 @@ def test_follow_prints_states_and_output(chain: Submission, capfd: pytest.Captur
     printed = capfd.readouterr()
     assert printed.out == "epoch 1\n"
     assert printed.err.splitlines() == [
-        "submit.py: job 1: queued (Resources)", "submit.py: job 1: queued (Priority)",
-        "submit.py: job 1: running, on n1 n2", "submit.py: job 1: completed, exit status 0"]
+        "ddpkit submit: job 1: queued (Resources)", "ddpkit submit: job 1: queued (Priority)",
+        "ddpkit submit: job 1: running, on n1 n2", "ddpkit submit: job 1: completed, exit status 0"]
     (chain.folder / "1.out").write_text("rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n")
     assert follow(chain, Status("1", "failed", 1)) == 1
-    assert "submit.py: rank 3 on n2: cuda_oom. The model" in capfd.readouterr().err
+    assert "ddpkit submit: rank 3 on n2: cuda_oom. The model" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "alone", "in_chain"), [

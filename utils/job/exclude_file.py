@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .notation import same_host
 
-VARIABLE = "DDPKIT_EXCLUDE_FILE"  # in the jobs of submit.py: the path of the file
+VARIABLE = "DDPKIT_EXCLUDE_FILE"  # in the jobs of ddpkit submit: the path of the file
 LIFETIME_SECONDS = 24 * 3600.0
 _HEADER = "# Hosts that jobs avoid: name, time, reason. Remove the lines of one to allow it."
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"

@@ -1,11 +1,11 @@
-"""Host names, units and exit statuses as Slurm, PBS and the jobs of submit.py write them."""
+"""Host names, units and exit statuses as Slurm, PBS and the jobs of ddpkit submit write them."""
 
 from __future__ import annotations
 
 import re
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again later
-STOP_FILE = "DDPKIT_STOP_FILE"  # in the jobs of submit.py: `submit stop` touches it
+STOP_FILE = "DDPKIT_STOP_FILE"  # in the jobs of ddpkit submit: `submit stop` touches it
 
 
 _ADDRESS = re.compile(r"[0-9.]+|.*:.*")  # IPv4 or IPv6: what follows a dot is no domain

@@ -32,7 +32,7 @@ RANK_VARIABLES = (  # of each rank, as torchrun names them
 # "2/4": which of the processes that launch.py has started this is, or is below. It stays where a
 # launcher below that process sets RANK and WORLD_SIZE anew.
 LAUNCH_RANK = "DDPKIT_LAUNCH_RANK"
-# Set by launch.py --independent, or by the user: processes need not form one group.
+# Set by ddpkit launch --independent, or by the user: processes need not form one group.
 INDEPENDENT = "DDPKIT_INDEPENDENT"
 
 

@@ -222,8 +222,8 @@ def _check_whole_launch(reports: Sequence[RankReport]) -> None:
             world = f"{len(reports)} rank{'s' * (len(reports) > 1)}"
             raise LaunchError(
                 f"{reports[0]['launcher']} has started a group of {world} below rank {index} of "
-                f"launch.py, which has started {count} ranks. Expected one group of all {count}. "
-                f"Leave {reports[0]['launcher']} out of the command of launch.py, or give "
+                f"ddpkit launch, which started {count} ranks. Expected one group of all {count}. "
+                f"Leave {reports[0]['launcher']} out of its command, or give "
                 f"--independent ({INDEPENDENT}=1) if each rank is a program of its own"
             )
 

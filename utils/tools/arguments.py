@@ -1,24 +1,14 @@
-"""argparse with the name by which the command was called, and suggestions for unknown options."""
+"""argparse with suggestions for unknown options."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, with a suggestion for an unknown option.
-
-    prog: such as "launch.py"; it becomes "ddpkit launch" where that command was called.
-    """
-
-    def __init__(self, prog: str | None = None, **options: Any) -> None:
-        if prog and os.path.basename(sys.argv[0]) == "ddpkit":
-            prog = re.sub(r"^(\w+)\.py", r"ddpkit \1", prog)
-        super().__init__(prog=prog, **options)
+    """argparse's parser, with a suggestion for an unknown option."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message; exit with status 2."""

@@ -1,4 +1,4 @@
-"""Draw results as PNG files with matplotlib; scripts/plot.py draws run logs and step times."""
+"""Draw results as PNG files with matplotlib; ddpkit plot draws run logs and step times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ of an evaluation. A file that ends in .csv holds the step times of a StepTimer.
 def main(words: Sequence[str] | None = None) -> int:
     """Draw the logs and return an exit status. words: the arguments; None: sys.argv."""
     parser = ArgumentParser(
-        prog="plot.py",
+        prog="ddpkit plot",
         description="Draw the logs of one or more runs, or step times, as a PNG file (needs "
         "matplotlib).",
         epilog=EPILOG,
@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
     else:
         print_result(f"{output} written")
         return 0
-    print(f"plot.py: error: {problem}", file=sys.stderr)
+    print(f"ddpkit plot: error: {problem}", file=sys.stderr)
     return 2
 
 

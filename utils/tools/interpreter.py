@@ -190,9 +190,8 @@ def restart_under_newer_python() -> NoReturn:
         newer = choose(os.environ, torch=False).path
     except InterpreterError as error:
         version = ".".join(map(str, sys.version_info[:3]))
-        command = os.path.basename(sys.argv[0])
-        if os.path.isdir(sys.argv[0]):  # a program of scripts/ has run the package
-            command = f"{sys.argv[1]}.py"
+        # A program of scripts/ has run the package as a folder.
+        command = f"ddpkit {sys.argv[1]}" if os.path.isdir(sys.argv[0]) else "ddpkit"
         sys.exit(f"{command}: error: this is Python {version} ({sys.executable}). {error}")
     restart(newer)
 

@@ -100,10 +100,10 @@ def _restart_where_installed(*modules: str) -> None:
 
 
 def _restart_with_torch(name: str) -> None:
-    """Restart under the Python that launch.py would choose where this one has no torch."""
+    """Restart under the Python that ddpkit launch would choose where this one has no torch."""
     if importlib.util.find_spec("torch") is not None:
         return
     try:
         interpreter.restart(interpreter.choose(os.environ).path)
     except interpreter.InterpreterError as error:
-        sys.exit(f"{name}.py: error: {error}")
+        sys.exit(f"ddpkit {name}: error: {error}")

@@ -1,4 +1,4 @@
-"""Implement scripts/bench.py: measure collectives, or the scaling of a training."""
+"""Implement `ddpkit bench`: measure collectives, or the scaling of a training."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "03_text_lm.py"
 _DEFAULT = "default"  # of --try
 EPILOG = """\
 Start it with any launcher, like a training:
-  torchrun --standalone --nproc-per-node 2 scripts/bench.py collectives
-  srun -N 2 --ntasks-per-node 4 --gpus-per-node 4 python scripts/bench.py collectives -b 8 -e 1G
-  python scripts/launch.py scripts/bench.py collectives --pairs
+  torchrun --standalone --nproc-per-node 2 -m ddpkit bench collectives
+  srun -N 2 --ntasks-per-node 4 --gpus-per-node 4 ddpkit bench collectives -b 8 -e 1G
+  ddpkit launch -m ddpkit bench collectives --pairs
 
 columns, as nccl-tests defines them (GB is 10^9 bytes):
   time     of one iteration: mean over the iterations and ranks, without the barrier
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog="bench.py", description="Measure collectives, or the scaling of a training."
+        prog="ddpkit bench", description="Measure collectives, or the scaling of a training."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     one = commands.add_parser(
@@ -78,7 +78,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = output.add_argument
     add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON as nccl-tests does")
     add("--png", type=Path, metavar="FILE", help="draw the bus bandwidth (needs matplotlib)")
-    add("--links", type=Path, metavar="FILE", help="write latency and bandwidth for plan.py")
+    add("--links", type=Path, metavar="FILE", help="write latency and bandwidth for ddpkit plan")
     add("--expect", type=float, metavar="GB/S", help="compare the bus bandwidth with this")
     two = commands.add_parser(
         "ddp",

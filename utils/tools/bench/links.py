@@ -1,4 +1,4 @@
-"""Measure links: of rings, for scripts/plan.py, and between each pair of hosts.
+"""Measure links: of rings, for ddpkit plan, and between each pair of hosts.
 
 A ring has 2 (n - 1) steps of one latency each, and 2 (n - 1) / n of the bytes go through its
 slowest connection.
@@ -84,7 +84,7 @@ def _all_reduces(sweep: Sweep, ranks: Participants) -> list[tuple[int, float]]:
 def write_links(
     path: Path, backend: str, hosts: int, inside: MeasuredLink | None, between: MeasuredLink | None
 ) -> None:
-    """Write the file that `plan.py --links` reads."""
+    """Write the file that `ddpkit plan --links` reads."""
     content = {
         "format": 1,
         "date": time.strftime("%Y-%m-%d"),

@@ -1,6 +1,6 @@
 """Run a training script on some of the ranks of this launch, again and again.
 
-The ranks of bench.py do not train. Each starts a process, which is a rank of a new
+The ranks of ddpkit bench do not train. Each starts a process, which is a rank of a new
 launch (RANK, WORLD_SIZE, ...), and waits for it. A trial can therefore have fewer ranks, and
 settings that take effect when a process starts.
 """

@@ -1,1 +1,1 @@
-"""Find out what is wrong with a job; scripts/doctor.py."""
+"""Find out what is wrong with a job; ddpkit doctor."""

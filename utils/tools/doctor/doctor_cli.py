@@ -32,11 +32,11 @@ exit status:
 _DESCRIPTION = """\
 Find out what is wrong with a cluster, a job or a launch.
 
-doctor.py                              check a login node or laptop
-launch.py scripts/doctor.py            check all hosts of a job; also under srun, mpiexec, torchrun
-launch.py scripts/doctor.py --quick    the same in seconds, at the top of a job script
-submit.py doctor --nodes 2             submit these checks as a job
-doctor.py logs slurm-4711.out          find out why a job failed; see doctor.py logs --help
+ddpkit doctor                              check a login node or laptop
+ddpkit launch -m ddpkit doctor             check all hosts of a job; also under srun and mpiexec
+ddpkit launch -m ddpkit doctor --quick     the same in seconds, at the top of a job script
+ddpkit submit doctor --nodes 2             submit these checks as a job
+ddpkit doctor logs slurm-4711.out          find out why a job failed
 
 Exit status of the checks: 0 good, 1 warning, 2 bad, others: doctor itself failed. Each finding is
 printed with its remedy.
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _restart_where_torch_is_installed() -> None:
-    """Restart under the Python that launch.py would choose, if no launcher has chosen this one."""
+    """Restart under the Python of ddpkit launch, if no launcher has chosen this one."""
     if importlib.util.find_spec("torch") is not None or interpreter.STARTED_BY in os.environ:
         return
     try:
@@ -79,7 +79,7 @@ def _restart_where_torch_is_installed() -> None:
 
 def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
     parser = ArgumentParser(
-        prog="doctor.py",
+        prog="ddpkit doctor",
         usage="%(prog)s [OPTION ...]\n       %(prog)s logs [OPTION ...] FILE ...",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -126,7 +126,7 @@ def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
 def _logs(words: Sequence[str]) -> int:
     """Run the subcommand `logs`; return an exit status."""
     parser = ArgumentParser(
-        prog="doctor.py logs",
+        prog="ddpkit doctor logs",
         description="Find in the output of a job which rank failed first, on which host, what "
         "that usually means, what to do, and whether a restart helps.",
         epilog=_LOGS_EPILOG,
@@ -154,7 +154,8 @@ def _logs(words: Sequence[str]) -> int:
             )
     except OSError as error:
         print(
-            f"doctor.py: error: {error.filename} cannot be read: {error.strerror}. Expected the "
+            f"ddpkit doctor: error: {error.filename} cannot be read: {error.strerror}. Expected "
+            "the "
             "output file of a job. Check the path.",
             file=sys.stderr,
         )

@@ -22,7 +22,7 @@ _HOST_NAME = re.compile(rf"(?!localhost){_WORD}")
 # "[rank3]: ", "3: " (srun --label), "[1,3]<stderr>:", "(Worker pid=7) ", "rank 3 on n2 failed: "
 _SURVIVOR = (
     rf"rank \d+ on {_WORD} (?:stops, because |is ended, because all other ranks have stopped: )"
-    r"|launch\.py: the ranks report what failed first: "
+    r"|ddpkit launch: the ranks report what failed first: "
 )
 _LABELS = re.compile(
     r"(?:\x1b\[[\d;]*m|\[(?:rank ?|default)\d+\]:? ?|\d+: |\[\d+,\d+\]<std(?:err|out)>: ?"
@@ -41,7 +41,7 @@ _KIT_ERRORS = tuple(
 # n2". A rank that only reports is "rank 1 of 8 on n1", or in parentheses.
 _KIT = re.compile(
     rf"(?P<beginning>(?:{_SURVIVOR}|rank \d+ on {_WORD} failed: |  (?=rank \d+ on \S+ \(pid )"
-    rf"|(?:launch\.py|ddpkit launch): error: "
+    rf"|ddpkit launch: error: "
     rf"|\[rank \d+/\d+ {_WORD}\] ERROR: |(?:{'|'.join(_KIT_ERRORS)}): )+)"
     r"(?P<sentence>.+)"
 )
@@ -61,7 +61,7 @@ _SPEAKER = re.compile(rf"rank (\d+) on ({_WORD}) failed: |\[rank (\d+)/\d+ ({_WO
 _REFERS = re.compile(
     r"(?:[Ll]ook for|[Ss]ee) (?:[\w']+ ){0,4}messages?\b|launcher's output|\bprobably\b"
 )
-_ENDED = re.compile(r"launch\.py: error: (?:SIG|.*\bexit status [1-9])")
+_ENDED = re.compile(r"ddpkit launch: error: (?:SIG|.*\bexit status [1-9])")
 
 _RANK_AND_HOST = tuple(
     re.compile(pattern.format(rank=r"(?P<rank>\d+)", host=rf"(?P<host>{_WORD})"))
@@ -74,7 +74,7 @@ _RANK_AND_HOST = tuple(
     )
 )
 _RANK = re.compile(
-    r"launch.py: (?:error: )?rank (\d+) (?:was|ended)|\[[Rr]ank ?(\d+)\]|^(\d+): "
+    r"ddpkit launch: (?:error: )?rank (\d+) (?:was|ended)|\[[Rr]ank ?(\d+)\]|^(\d+): "
     r"|^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
     r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
 )
@@ -86,7 +86,7 @@ _HOST = re.compile(
 )
 # Lines of launchers about the end of one process.
 _EXIT = re.compile(
-    r"srun: error: \S+: tasks? |launch.py: (?:error: )?rank \d+ (?:on \S+ )?(?:was|ended)"
+    r"srun: error: \S+: tasks? |ddpkit launch: (?:error: )?rank \d+ (?:on \S+ )?(?:was|ended)"
     r"|process rank \d+ with PID|PID \d+ RUNNING AT|: rank \d+ (?:died|exited)|Process name: \["
 )
 # Lines that say no cause, but where the job ran or which process failed.

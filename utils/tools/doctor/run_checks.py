@@ -137,7 +137,7 @@ def _launch_result(joined: JoinedDoctor) -> FindingsOfCheck:
 def _launcher_name(name: str) -> str:
     """Return the name of the launcher for the report; "" without one."""
     if name == "env" and os.environ.get(LAUNCH_VARIABLE):
-        return "launch.py"
+        return "ddpkit launch"
     return "" if name == "single" else name
 
 

@@ -100,7 +100,7 @@ class Agent:
         for message in watch.messages(now):
             self._send(message)
         self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held())
-        self._loop.take_signals()  # launch.py passes each stop on
+        self._loop.take_signals()  # ddpkit launch passes each stop on
         if self._end_requested or self._connection.closed:
             processes.end(time.monotonic())
         for number, to_workers in self._stops:
@@ -150,7 +150,8 @@ def main(arguments: Sequence[str]) -> int:
         secret = secret_of_ranks(_secret(path))
     except OSError as error:
         print(
-            f"launch.py: error: on {socket.gethostname()} {path} cannot be read: {error.strerror}. "
+            f"ddpkit launch: error: on {socket.gethostname()} {path} cannot be read: "
+            f"{error.strerror}. "
             "Expected a file that all hosts share. Have the site mount that file system there",
             file=sys.stderr,
         )
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         reached = connect(addresses.split(","), int(port), secret, "agent")
         if reached is None:
             print(
-                f"launch.py: error: on {socket.gethostname()} launch.py cannot be reached at "
+                f"ddpkit launch: error: on {socket.gethostname()} the launch cannot be reached at "
                 f"{addresses} port {port}. Expected a network between the hosts of a job. Have "
                 "the site open it",
                 file=sys.stderr,

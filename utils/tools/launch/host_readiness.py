@@ -71,7 +71,7 @@ def problem_with(folder: str, script: str, checksum: int | None) -> str:
     """Enter the folder and check the script; return what is wrong with them, empty if nothing.
 
     script: its path, relative to the folder or absolute; empty where there is none.
-    checksum: of the script on the host of launch.py.
+    checksum: of the script on the host of ddpkit launch.
     """
     try:
         os.chdir(folder)
@@ -83,7 +83,7 @@ def problem_with(folder: str, script: str, checksum: int | None) -> str:
     if found is None:
         return f"there is no readable script {script} in {folder}"
     if checksum is not None and found != checksum:
-        return f"the script {script} in {folder} differs from the one on the host of launch.py"
+        return f"the script {script} in {folder} differs from the one on the host of ddpkit launch"
     return ""
 
 

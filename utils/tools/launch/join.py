@@ -165,7 +165,7 @@ class JoinServer(LaunchServer):
 
     def out_of_files(self, error: OSError) -> None:
         self._fail(
-            f"{self.missing()}, because launch.py may open no more files ({error.strerror}). "
+            f"{self.missing()}, because ddpkit launch may open no more files ({error.strerror}). "
             "Expected one connection for each rank. Raise `ulimit -n` on "
             f"{socket.gethostname()}"
         )
@@ -236,7 +236,7 @@ def mismatch(plan: Plan, joined: list[JoinedRank]) -> str:
 def rank_variables(
     joined: Mapping[int, JoinedRank], own_addresses: set[str]
 ) -> dict[int, dict[str, str]]:
-    """Return the variables of each rank. own_addresses: of the host of launch.py.
+    """Return the variables of each rank. own_addresses: of the host of ddpkit launch.
 
     Hosts are numbered in the order of their lowest ranks. The local rank is that of the launcher,
     which GPU masks and core bindings follow, if it numbers the ranks of a host from 0.

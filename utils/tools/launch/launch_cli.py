@@ -35,20 +35,20 @@ from .run_plan import run
 _DESCRIPTION = """\
 Start a training script on every GPU of every host of this job.
 
-launch.py train.py --epochs 3          in a job of Slurm or PBS, or on a laptop
-launch.py -m package.module --lr 0.1   a module, as python -m would
-launch.py --torchrun train.py          one torchrun agent on each host
-launch.py --nodes 2 train.py           on the first two hosts of the job
-launch.py --launcher ssh train.py      with this launcher instead of the best available one
-launch.py --container a.sif train.py   in an image, with Apptainer or Singularity
-launch.py --dry-run train.py           print the exact commands and start nothing
+ddpkit launch train.py --epochs 3          in a job of Slurm or PBS, or on a laptop
+ddpkit launch -m package.module --lr 0.1   a module, as python -m would
+ddpkit launch --torchrun train.py          one torchrun agent on each host
+ddpkit launch --nodes 2 train.py           on the first two hosts of the job
+ddpkit launch --launcher ssh train.py      with this launcher instead of the best available one
+ddpkit launch --container a.sif train.py   in an image, with Apptainer or Singularity
+ddpkit launch --dry-run train.py           print the exact commands and start nothing
 
 Without -n or --ntasks-per-node, the tasks that the job requested start; one rank per GPU where it
 requested none. One slot on each host counts as none in PBS and with --torchrun. Each rank has
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT
 in its environment, as torchrun sets them. A command whose first word does not end in .py is run as
 it is; "python" is the Python chosen for the ranks. Under srun and on this host alone, rank 0 reads
-a file or pipe that is the standard input of launch.py. The exit status is that of the rank that
+a file or pipe that is the standard input of ddpkit launch. The exit status is that of the rank that
 failed first, and 75 when all ranks have saved after a stop.
 """
 
@@ -56,7 +56,7 @@ failed first, and 75 when all ranks have saved after a stop.
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; exit with status 2 and a message where it is wrong."""
     parser = ArgumentParser(
-        prog="launch.py",
+        prog="ddpkit launch",
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n"
         "       %(prog)s [OPTION ...] -m MODULE [ARGUMENT ...]",
         description=_DESCRIPTION,
@@ -96,14 +96,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if args.module is not None:
         args.command = ["-m", *args.module]
     if args.command == ["-m"]:
-        parser.error("-m needs the name of a module, for example: launch.py -m package.module")
+        parser.error("-m needs the name of a module, for example: ddpkit launch -m package.module")
     if not args.command:
-        parser.error("no script is given. Expected one, for example: launch.py train.py --epochs 3")
+        parser.error("no script is given. Expected one, as in: ddpkit launch train.py --epochs 3")
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run launch.py; return its exit status."""
+    """Run ddpkit launch; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words and os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
         try:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_result("\n".join(lines))
         if plan.native_launcher_starts_ranks:
             print_status(
-                f"launch.py itself also gives each rank {', '.join(RANK_VARIABLES)}; "
+                f"ddpkit launch itself also gives each rank {', '.join(RANK_VARIABLES)}; "
                 f"{os.path.basename(plan.method.path)} alone does not"
             )
         return 0
@@ -233,7 +233,7 @@ def _own_input() -> tuple[bool, bool]:
         fcntl.ioctl(0, termios.FIONREAD, waiting)
     if shared and any(waiting):
         print_status(
-            "no rank reads the standard input, which launch.py shares with the program that "
+            "no rank reads the standard input, which ddpkit launch shares with the program that "
             "started it. Redirect it from the file that rank 0 is to read, or from /dev/null"
         )
     return not shared, any(waiting)
@@ -244,16 +244,16 @@ def _check_started_once() -> None:
     found = find_launcher()
     placement, by_launcher = found.placement, found.launcher.starts_processes
     if placement.world_size > 1 and (by_launcher or os.environ.get(LAUNCH_VARIABLE)):
-        name = placement.launcher if by_launcher else "launch.py"
+        name = placement.launcher if by_launcher else "ddpkit launch"
         raise LaunchError(
-            f"launch.py itself was started as rank {placement.rank} of {placement.world_size} by "
+            f"ddpkit launch was started as rank {placement.rank} of {placement.world_size} by "
             f"{name}. It starts all ranks itself. Run it once, without a launcher"
         )
     # The job script has PBS_TASKNUM=1, and what pbsdsh has started 20000001.
     task = os.environ.get("PBS_TASKNUM", "")
     if os.environ.get("PBS_JOBID") and task not in ("", "1"):
         raise LaunchError(
-            f"launch.py itself was started by pbsdsh or pbs_tmrsh (PBS_TASKNUM={task}). It starts "
+            f"ddpkit launch was started by pbsdsh or pbs_tmrsh (PBS_TASKNUM={task}). It starts "
             "all ranks itself. Run it once, in the job script; --nodelist chooses hosts"
         )
 
@@ -261,12 +261,12 @@ def _check_started_once() -> None:
 def _check_command(args: argparse.Namespace) -> None:
     """Raise PlanError where the command is no script or program of one rank."""
     command = args.command
-    if not args.independent and (problem := refusal(command, "launch.py", "--independent")):
+    if not args.independent and (problem := refusal(command, "ddpkit launch", "--independent")):
         raise PlanError(problem)
     if command[0].startswith("-") and command[0] != "-m":
         raise PlanError(
             f"the command starts with the option {command[0]}. Expected a script or a program. "
-            "Options of sbatch and qsub go before the job script, those of launch.py before the "
+            "Options of sbatch and qsub go before the job script, those of launch before the "
             "script"
         )
     if not args.container and command[0].endswith(".py") and not os.path.isfile(command[0]):

@@ -29,7 +29,7 @@ REFUSED_SECONDS = 5.0
 KINDS: Mapping[str, Kind] = {
     **channel.KINDS,
     # The first message of an agent. index: of its host in the plan. reached: the address by which
-    # it has reached launch.py.
+    # it has reached ddpkit launch.
     "agent": Kind(1 << 12, {"index": int, "reached": str, "host": str}),
     # problem: why the ranks cannot start, or "". port: reserved on that host
     "ready": Kind(1 << 17, {"problem": str, "port": int}),
@@ -51,7 +51,7 @@ KINDS: Mapping[str, Kind] = {
         1 << 24,
         {
             "launch_id": str,
-            "host": str,  # of launch.py
+            "host": str,  # of ddpkit launch
             "environ": dict,
             "output_dir": str,
             "watched_ranks": int,  # for nested.GroupWatch
@@ -122,9 +122,9 @@ def address_of_rank_0(address: str, reached: Sequence[str], own: Collection[str]
 def connect(
     addresses: Sequence[str], port: int, secret: str, role: str
 ) -> tuple[Channel, str] | None:
-    """Connect to launch.py; return the connection and the address that worked.
+    """Connect to ddpkit launch; return the connection and the address that worked.
 
-    None where launch.py is gone, or cannot be reached within CONNECT_SECONDS.
+    None where ddpkit launch is gone, or cannot be reached within CONNECT_SECONDS.
     """
     limit = time.monotonic() + CONNECT_SECONDS
     while addresses and time.monotonic() < limit:
@@ -182,8 +182,8 @@ class RankNotices:
             except OSError as error:  # another program uses this port
                 problem = error
         raise LaunchError(
-            f"launch.py cannot listen on {address or 'this host'}: {problem.strerror}. Expected a "
-            f"free port, of {network.PORT_RANGE} if that is set. Choose another range"
+            f"ddpkit launch cannot listen on {address or 'this host'}: {problem.strerror}. "
+            f"Expected a free port, of {network.PORT_RANGE} if that is set. Choose another range"
         )
 
     def note(self, peer: Channel, message: Message) -> None:

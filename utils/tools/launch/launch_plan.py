@@ -18,7 +18,7 @@ class PlanError(RuntimeError):
 
 
 class Options(NamedTuple):
-    """The options of launch.py that decide what is started where."""
+    """The options of ddpkit launch that decide what is started where."""
 
     launcher: str = "auto"  # or one of methods.NAMES
     torchrun: bool = False  # one torchrun agent on each host starts the ranks
@@ -54,7 +54,7 @@ class ProgramFinder(Protocol):
 
 
 class HostInfo(NamedTuple):
-    """The host and the process that launch.py runs on."""
+    """The host and the process that ddpkit launch runs on."""
 
     name: str
     gpus: int
@@ -80,7 +80,7 @@ class Request(NamedTuple):
     options: Options
     allocation: Allocation | None
     host_info: HostInfo
-    environ: Mapping[str, str]  # of launch.py; for a part of a job, fitted to that part
+    environ: Mapping[str, str]  # of ddpkit launch; for a part of a job, fitted to that part
     hosts: Hosts
 
 
@@ -105,7 +105,7 @@ class Plan(NamedTuple):
     environ: Mapping[str, str]  # for the ranks, without their rank variables
     options: Options
     python: str  # path of the Python that runs the ranks
-    host: str  # name of the host of launch.py
+    host: str  # name of the host of ddpkit launch
     notes: tuple[str, ...] = ()  # for the user
 
     @property
@@ -134,7 +134,7 @@ class Plan(NamedTuple):
 
     @property
     def uses_agents(self) -> bool:
-        """Whether an agent of launch.py on each host starts the ranks or torchrun there."""
+        """Whether an agent of ddpkit launch on each host starts the ranks or torchrun there."""
         return not self.native_launcher_starts_ranks and not self.method.local
 
     @property
@@ -207,7 +207,7 @@ class Method:
             own = agent(str(index))
             command = self.reach(plan, host, own)
             words = ["/bin/sh", "-c", script, "launch", *command]
-            if command == own:  # a child of launch.py, with its environment
+            if command == own:  # a child of ddpkit launch, with its environment
                 start = AgentStart(words, (index,), {**plan.environ, **secret})
             else:
                 text = "".join(f"{value}\n" for value in secret.values())

@@ -21,12 +21,12 @@ _STOPS: dict[int, str] = {
 
 
 def print_status(text: str) -> None:
-    """Print a line of launch.py on standard error."""
-    print(f"launch.py: {text}", file=sys.stderr, flush=True)
+    """Print a line of ddpkit launch on standard error."""
+    print(f"ddpkit launch: {text}", file=sys.stderr, flush=True)
 
 
 def print_error(text: str) -> None:
-    """Print why the launch fails: doctor.py logs finds such lines by their first words."""
+    """Print why the launch fails: ddpkit doctor logs finds such lines by their first words."""
     print_status(f"error: {text}")
 
 
@@ -94,7 +94,7 @@ class LaunchResult:
         self.status, self.failed_at = status, now
         if self._stopped_by in _STOPS and self._is_after_stop(now) and not self._at_once:
             self._stop_reason = (
-                f"{signal.Signals(self._stopped_by).name}: launch.py has received it: "
+                f"{signal.Signals(self._stopped_by).name}: ddpkit launch has received it: "
                 f"{_STOPS[self._stopped_by]}"
             )
             if status in (128 + self._stopped_by, 128 + signal.SIGTERM, 128 + signal.SIGKILL):

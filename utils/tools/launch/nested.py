@@ -89,12 +89,12 @@ def refusal(words: Sequence[str], program: str, option: str) -> str:
         return ""
     name, launcher = found
     instead = f"--launcher {launcher}" if launcher else ""
-    if launcher == "torchrun" and program == "launch.py":
+    if launcher == "torchrun" and program == "ddpkit launch":
         instead = "--torchrun"
     example = " ".join(filter(None, [program, instead, "train.py"]))
     verb = "is" if os.path.basename(words[0]) == name else "runs"
     return (
-        f"the command {verb} {name}, which starts ranks itself, as launch.py does. Expected "
+        f"the command {verb} {name}, which starts ranks itself, as ddpkit launch does. Expected "
         f"the script or program of one rank. Leave {name} and its options out, as in {example}; "
         f"or give {option} if each rank is a program of its own"
     )
@@ -104,7 +104,7 @@ class GroupWatch:
     """Whether the ranks of this host form a process group of torch, seen from outside.
 
     next_look: the seconds until it is time to look again; None if there is nothing left to see.
-    formed: whether a rank has had a group, or a socket has had the port that launch.py gave to
+    formed: whether a rank has had a group, or a socket has had the port that ddpkit launch gave to
     rank 0; also where the ranks are not watched.
     """
 
@@ -120,7 +120,7 @@ class GroupWatch:
         self._late_at = self._start + LATE_SECONDS
 
     def messages(self, now: float) -> Iterator[Message]:
-        """Look if it is time; yield what launch.py is to know."""
+        """Look if it is time; yield what ddpkit launch is to know."""
         if len(self._in_group) < self._ranks and now >= self._due:
             yield from self._look()
             seconds = (now - self._start) / 20

@@ -195,7 +195,7 @@ def _ranks_per_host(
             if gpu and slot and slot != gpu:
                 notes.append(
                     f"{job_name(allocation)} requests {slot} rank{'s' * (slot > 1)} but {gpu} "
-                    f"GPU{'s' * (gpu > 1)} on {host}. For one rank on each GPU give launch.py "
+                    f"GPU{'s' * (gpu > 1)} on {host}. For one rank on each GPU give ddpkit launch "
                     f"--ntasks-per-node {gpu}"
                 )
                 break

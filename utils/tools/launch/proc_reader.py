@@ -1,4 +1,4 @@
-"""Read /proc for launch.py: the variables, threads, ports and signals of other processes."""
+"""Read /proc for ddpkit launch: the variables, threads, ports and signals of other processes."""
 
 from __future__ import annotations
 

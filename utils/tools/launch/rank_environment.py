@@ -120,7 +120,7 @@ def rank_environment(
     """Return the environment of an agent's ranks.
 
     sent: that of the launch. own: the agent's, which counts for what the scheduler has set for this
-    host. same_host: whether launch.py runs on this host.
+    host. same_host: whether ddpkit launch runs on this host.
     """
     environ = {
         name: value

@@ -30,7 +30,7 @@ from .nested import LONGEST_SECONDS, GroupWatch
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
 
-_ANSWER_SECONDS = 1e6  # launch.py ends the launch before, or the connection is lost
+_ANSWER_SECONDS = 1e6  # ddpkit launch ends the launch before, or the connection is lost
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     if reached is None:
         where = os.environ.get(VARIABLE, "").rpartition("/")[0] or "no address"
         return _fail(
-            f"launch.py cannot be reached at {where}. Expected a network between the hosts of a "
+            f"the launch cannot be reached at {where}. Expected a network between the hosts of a "
             "job, and its environment on each. Check both"
         )
     peer, address = reached
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         report["problem"] = str(error)
 
     response = _join(peer, report)
-    if response is None:  # launch.py prints the reason
+    if response is None:  # ddpkit launch prints the reason
         return 1
     os.environ.update(response["variables"])
     if os.environ.get("SLURM_JOB_ID") and launcher != "slurm":
@@ -149,7 +149,7 @@ def _all_await(pids: Iterable[int], number: int) -> bool:
 
 
 def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
-    """Start a process that reports to launch.py on the ranks of this host.
+    """Start a process that reports to ddpkit launch on the ranks of this host.
 
     It reports their groups, which signals of HELD all of them handle, and their end.
 
@@ -198,5 +198,5 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
 
 
 def _fail(text: str, status: int = 1) -> int:
-    print(f"launch.py: error: on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+    print(f"ddpkit launch: error: on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
     return status

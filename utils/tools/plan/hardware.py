@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..submission.paths import JOBS, KIT
+from ..submission.paths import JOBS
 
-PROGRAM = "plan.py" if (KIT / "scripts" / "plan.py").exists() else "ddpkit plan"
 TABLE = JOBS / "hardware.yaml"
 _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
 _OVERHEAD_SECONDS = 5e-6  # to launch a kernel; an assumption
@@ -186,7 +185,7 @@ class Hardware:
 
 
 def read_links(path: Path, gpus_per_node: int) -> tuple[Link, Link]:
-    """Read the links inside and between nodes that `bench.py collectives --links FILE` wrote.
+    """Read the links inside and between nodes that `ddpkit bench collectives --links FILE` wrote.
 
     The file has the mean latency of all messages of a ring through `hosts` nodes. Those within the
     nodes are subtracted from it. Raises PlanError.
@@ -196,7 +195,7 @@ def read_links(path: Path, gpus_per_node: int) -> tuple[Link, Link]:
         if found["format"] != 1:
             raise PredictionError(
                 f"{path} has format {found['format']!r}. Expected 1. Measure the links again with "
-                "`bench.py collectives --links FILE`."
+                "`ddpkit bench collectives --links FILE`."
             )
         inside, between = (_link(found.get(name)) for name in ("inside", "between"))
         hosts = int(found["hosts"])
@@ -207,7 +206,7 @@ def read_links(path: Path, gpus_per_node: int) -> tuple[Link, Link]:
             raise
         raise PredictionError(
             f"{path} is not a file of measured links: {error!r}. Write one with "
-            "`bench.py collectives --links FILE`."
+            "`ddpkit bench collectives --links FILE`."
         ) from None
     measured = inside or between
     if measured is None:

@@ -16,7 +16,6 @@ from ..arguments import ArgumentParser
 from ..submission import profiles
 from . import advice, traced
 from .hardware import (
-    PROGRAM,
     Accelerator,
     Hardware,
     Link,
@@ -47,10 +46,10 @@ _BATCH = "{batch}"  # in the arguments of a script
 DESCRIPTION = """\
 Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
 
-  plan.py --site perlmutter --nodes 8 train.py --batch-size 32     an unchanged script
-  plan.py --gpu h100 --batch 32 train.py --batch-size {batch}      and its largest micro-batch
-  plan.py --model my_models:gpt --batch 8 --gpu a100-40            a factory function (see below)
-  plan.py --parameters 7e9 --precision bf16 --gpus 8 --bandwidth 50e9 --compute-seconds 0.2
+  ddpkit plan --site perlmutter --nodes 8 train.py --batch-size 32  an unchanged script
+  ddpkit plan --gpu h100 --batch 32 train.py --batch-size {batch}   and its largest micro-batch
+  ddpkit plan --model my_models:gpt --batch 8 --gpu a100-40         a factory function (see below)
+  ddpkit plan --parameters 7e9 --precision bf16 --gpus 8 --bandwidth 50e9 --compute-seconds 0.2
 
 A factory function receives the size of the micro-batch, and returns (model, inputs) or (model,
 inputs, loss function). A script runs until its second optimizer step, with tensors that have shapes
@@ -66,11 +65,11 @@ def main(words: Sequence[str] | None = None) -> int:
         if args.html:
             advice.write_page(plan["inputs"], args.html)
     except (PredictionError, profiles.ProfileError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        print(f"ddpkit plan: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}. Expected a file in a writable folder"
-        print(f"{PROGRAM}: error: {problem}. Correct --html.", file=sys.stderr)
+        print(f"ddpkit plan: error: {problem}. Correct --html.", file=sys.stderr)
         return 1
     print_result(json.dumps(plan, indent=1) if args.json else advice.as_text(plan))
     return 0
@@ -78,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog=PROGRAM,
+        prog="ddpkit plan",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -128,7 +127,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help=f"standard deviation of computation time across GPUs / its mean ({SPREAD:.3f})",
     )
     where = parser.add_argument_group("where it runs")
-    where.add_argument("--site", metavar="NAME|FILE", help="a profile (see sites.py list)")
+    where.add_argument("--site", metavar="NAME|FILE", help="a profile (see ddpkit sites list)")
     where.add_argument("--gpu", metavar="TYPE", help="an accelerator of jobs/hardware.yaml")
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs on each node")
     where.add_argument("--nodes", type=int, metavar="N", help="nodes of the job")
@@ -136,7 +135,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     where.add_argument("--inside", metavar="LINK|B/S", help="link of each GPU within a node")
     where.add_argument("--between", metavar="LINK|B/S", help="links of a node: '4 slingshot-200'")
     where.add_argument("--bandwidth", metavar="B/S", help="of --inside and --between")
-    where.add_argument("--links", type=Path, metavar="FILE", help="links measured by bench.py")
+    where.add_argument("--links", type=Path, metavar="FILE", help="links measured by ddpkit bench")
     where.add_argument("--ring", action="store_true", help="rings only, as in gloo")
     out = parser.add_argument_group("what is printed")
     out.add_argument("--json", action="store_true", help="the prediction as JSON")
@@ -213,7 +212,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         if args.compute_seconds is None and gpu is not None:
             notes.append(
                 f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
-                "Measure it with bench.py ddp, and give it as --compute-seconds."
+                "Measure it with ddpkit bench ddp, and give it as --compute-seconds."
             )
     return {
         "assumed": assumed,

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from ...checkpoint import Checkpointer
 from ...host import process
 from ..script_modules import name_conflict, script_modules
-from .hardware import PROGRAM, PredictionError
+from .hardware import PredictionError
 from .trace import (
     StepsTraced,
     StepTracer,
@@ -154,7 +154,7 @@ def _time_limit(path: str, seconds: float) -> Iterator[None]:
 
     def stop() -> None:
         text = (
-            f"{PROGRAM}: error: {path} has not reached its second optimizer step within "
+            f"ddpkit plan: error: {path} has not reached its second optimizer step within "
             f"{seconds:.0f} s. Expected steps of a torch.optim optimizer. If the script only takes "
             "long to load its data, raise --trace-timeout; otherwise use --model or --parameters.\n"
         )

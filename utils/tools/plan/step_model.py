@@ -1,4 +1,4 @@
-"""Predict memory, the step of DDP and its scaling from numbers: the model of plan.py and its page.
+"""Predict memory, the step of DDP and its scaling from numbers: the model of `plan` and its page.
 
 All-reduces overlap with the backward pass.
 """

@@ -44,13 +44,13 @@ def get_scheduler(name: str | None = None) -> Scheduler:
         found = [name for name in schedulers if configured[name]] or found
     if len(found) == 2:
         raise SchedulerError(
-            "Both sbatch and qsub were found. Expected one scheduler. Name it, for submit.py with "
+            "Both sbatch and qsub were found. Expected one scheduler. Name it, for `submit` with "
             "--site generic-slurm or --site generic-pbs."
         )
     if not found:
         raise SchedulerError(
             "Neither sbatch nor qsub was found. Expected the commands of one scheduler. Run this "
-            "on a host that has them on PATH, or name the scheduler, for submit.py with "
+            "on a host that has them on PATH, or name the scheduler, for ddpkit submit with "
             "--site generic-slurm or --site generic-pbs."
         )
     return schedulers[found[0]]

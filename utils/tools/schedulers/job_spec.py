@@ -123,7 +123,7 @@ class Job:
     module_paths: tuple[str, ...] = ()  # for `module use`
     modules: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    launcher: str = "auto"  # "torchrun", or a value of launch.py --launcher
+    launcher: str = "auto"  # "torchrun", or a value of ddpkit launch --launcher
     output: str | None = None  # the log. PBS: "folder/" gives folder/JOB_ID.OU
     signal_seconds: int | None = None  # USR1 to the job script this long before the walltime
     requeue: bool | None = None  # None: the scheduler's default
@@ -179,7 +179,7 @@ class Job:
         return [*paths, *modules, *exports, *self.setup]
 
     def launch_words(self) -> str:
-        """Return the quoted arguments of launch.py: its options, "--", the command.
+        """Return the quoted arguments of ddpkit launch: its options, "--", the command.
 
         A job without a command takes the arguments of the job script, "$@".
         """

@@ -67,7 +67,7 @@ class Pbs(Scheduler):
         )
 
     def setup_lines(self, job: Job) -> list[str]:
-        """Return the shell lines that a job script runs before launch.py.
+        """Return the shell lines that a job script runs before ddpkit launch.
 
         PBS sends no signal before the end, and qsig would end the login shell around the script and
         with it the job. A process of the script sends USR1 to it.

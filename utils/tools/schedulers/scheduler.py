@@ -114,14 +114,14 @@ class Scheduler(ABC):
         """Quote a word of a directive. Raises JobError where that is impossible."""
 
     def setup_lines(self, job: Job) -> list[str]:
-        """Return the shell lines that a job script runs before launch.py."""
+        """Return the shell lines that a job script runs before ddpkit launch."""
         return job.setup_lines()
 
     def render(self, job: Job, template: str) -> str:
         """Return the job script.
 
         template: with the lines "@directives@" and "@setup@", and the word "@command@" for the
-        arguments of launch.py. What replaces them is not searched for markers.
+        arguments of ddpkit launch. What replaces them is not searched for markers.
         Raises JobError, which names the field, for a value that cannot be written into it.
         """
         options = [" ".join(map(self.quote, words)) for words in self.directives(job)]

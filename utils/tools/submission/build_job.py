@@ -19,7 +19,6 @@ from ..schedulers.job_checks import check_queue
 from ..schedulers.job_spec import OPTIONS, Job, parse_walltime
 from . import preflight, profiles
 from .following import note
-from .paths import PROGRAM
 from .profiles import Profile
 
 COMMANDS = {
@@ -30,7 +29,7 @@ COMMANDS = {
     "stop": "let running jobs save and stop, as at their time limit; StopSignal does it",
     "cancel": "cancel jobs, and what is left of their chains",
     "resubmit": "submit recorded jobs again, with the same options and a new folder",
-    "doctor": "submit a job that checks the cluster, as doctor.py does",
+    "doctor": "submit a job that checks the cluster, as ddpkit doctor does",
 }
 # Options that people put after the script by mistake, where they are passed to it.
 MISPLACED = (
@@ -100,19 +99,19 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
         if not args.module_command or args.module_command[0].startswith("-"):
             raise UsageError(
                 "-m has no module. Expected the name of a module, as in: "
-                f"{PROGRAM} run -m package.train --epochs 3"
+                "ddpkit submit run -m package.train --epochs 3"
             )
         return ("-m", *args.module_command)
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise UsageError(
             "There is no training script. Expected a script and its arguments after the options, "
-            f"as in: {PROGRAM} run --nodes 2 train.py --epochs 3"
+            "as in: ddpkit submit run --nodes 2 train.py --epochs 3"
         )
     if words[0] in COMMANDS and not os.path.exists(words[0]):
         raise UsageError(
-            f"{words[0]!r} is a subcommand of {PROGRAM}, and no file here. Leave `run` out: "
-            f"{PROGRAM} {shlex.join(words)}"
+            f"{words[0]!r} is a subcommand of ddpkit submit, and no file here. Leave `run` out: "
+            f"ddpkit submit {shlex.join(words)}"
         )
     return tuple(words)
 
@@ -254,7 +253,7 @@ def nested_launcher(job: Job) -> list[str]:
     """Return why launch.py would refuse the command of a job when it starts; [] where it may."""
     if job.environment.get(INDEPENDENT, os.environ.get(INDEPENDENT)):
         return []
-    problem = refusal(job.command, f"{PROGRAM} run", f"--env {INDEPENDENT}=1")
+    problem = refusal(job.command, "ddpkit submit run", f"--env {INDEPENDENT}=1")
     return [f"{problem}."] if problem else []
 
 
@@ -264,6 +263,6 @@ def note_misplaced_options(args: argparse.Namespace) -> None:
     for word in words[1:]:
         if word.partition("=")[0] in MISPLACED:
             note(
-                f"note: {word} comes after the script and is passed to it; options of {PROGRAM} "
-                "come before"
+                f"note: {word} comes after the script and is passed to it; options of submit come "
+                "before"
             )

@@ -12,7 +12,6 @@ from typing import BinaryIO
 from ...job.commands import SchedulerError
 from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status
-from .paths import PROGRAM
 
 # Seconds between two queries: few after a change, more while nothing happens.
 MIN_QUERY_SECONDS = 1.0
@@ -155,4 +154,4 @@ def _print_cause(files: Sequence[Path]) -> None:
 
 def note(text: str) -> None:
     """Print a line on standard error."""
-    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    print(f"ddpkit submit: {text}", file=sys.stderr, flush=True)

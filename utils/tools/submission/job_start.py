@@ -26,7 +26,6 @@ from . import bad_hosts as exclusion
 from . import preflight
 from . import submissions as records
 from .following import breaks_chain, describe, note
-from .paths import PROGRAM
 
 # For the state of the previous job, where that job has recorded nothing:
 QUERY_TIMEOUT_SECONDS = 300.0
@@ -53,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         note(
             f"not started, since {reason}. The jobs of a chain continue one that stopped after "
             f"saving (exit status {EXIT_REQUEUE}) or reached its time limit. To go on all the "
-            f"same: {PROGRAM} resubmit {job_id}"
+            f"same: ddpkit submit resubmit {job_id}"
         )
         _write_status(folder, job_id, records.NOT_STARTED if status else 0)
         return status

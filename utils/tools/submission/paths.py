@@ -1,4 +1,4 @@
-"""Find the job scripts and profiles, and the name of the command, in a checkout or installed."""
+"""Find the job scripts and profiles, in a checkout or installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ PACKAGE = Path(__file__).resolve().parents[2]  # utils/ of a checkout; site-pack
 # The folder that holds jobs/: the package where pip installed it, the checkout otherwise.
 KIT = PACKAGE if (PACKAGE / "jobs").is_dir() else PACKAGE.parent
 JOBS = KIT / "jobs"
-
-# In messages: scripts/submit.py of a checkout, or the command that pip installed.
-PROGRAM = "submit.py" if (KIT / "scripts" / "submit.py").exists() else "ddpkit submit"
 
 
 def doctor_words() -> list[str]:

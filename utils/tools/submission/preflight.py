@@ -17,7 +17,7 @@ from ..schedulers.scheduler import Scheduler
 from . import bad_hosts as exclusion
 from . import submissions as records
 from .following import note
-from .paths import PROGRAM, doctor_words
+from .paths import doctor_words
 
 MAX_RESTARTS = 10  # of one job; that many bad nodes in a row are another problem
 _GOOD, _WARNING, _BAD = range(3)  # exit statuses of doctor
@@ -81,7 +81,7 @@ def check(
             note(f"preflight: job {job_id} is back in the queue, and avoids {', '.join(bad)}")
             return EXIT_REQUEUE
     if not later:
-        note(f"preflight: submit the job again: {PROGRAM} resubmit {job_id}")
+        note(f"preflight: submit the job again: ddpkit submit resubmit {job_id}")
     return EXIT_REQUEUE
 
 

@@ -17,7 +17,6 @@ from ..schedulers.scheduler import Scheduler, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records
 from .following import Log, breaks_chain, describe, follow, note
-from .paths import PROGRAM
 from .submissions import Submission
 
 MAX_LISTED = 20  # submissions
@@ -96,7 +95,7 @@ def print_status(
         if failed_before and status.state in ("queued", "held"):
             print(
                 "  This job will refuse to start, since it continues that one. Cancel it with: "
-                f"{PROGRAM} cancel {job_id}"
+                f"ddpkit submit cancel {job_id}"
             )
         print(f"  record: {submission.folder}")
 
@@ -170,7 +169,9 @@ def stop(submission: Submission | None, job_id: str) -> int:
     (submission.folder / records.STOP).touch()
     print(f"job {job_id}: saves and stops at its next step, where the training has a StopSignal")
     if submission.after(job_id):
-        print(f"The next job of its chain continues it. To end it all: {PROGRAM} cancel {job_id}")
+        print(
+            f"The next job of its chain continues it. To end it all: ddpkit submit cancel {job_id}"
+        )
     return 0
 
 
@@ -189,7 +190,7 @@ def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> 
     elif not left:
         note(
             f"error: There is no job {job_id}, or no longer. Nothing was cancelled. "
-            f"`{PROGRAM} list` shows the jobs submitted from here."
+            f"`ddpkit submit list` shows the jobs submitted from here."
         )
         return 1
     return 0

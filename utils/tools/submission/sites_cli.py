@@ -23,20 +23,20 @@ from ..arguments import ArgumentParser
 from ..schedulers.job_spec import Job, JobError
 from . import profiles
 from .new_profile import new_profile
-from .paths import JOBS, KIT
+from .paths import JOBS
 from .profiles import Node, Profile, ProfileError, Read
 
-PROGRAM = "sites.py" if (KIT / "scripts" / "sites.py").exists() else "ddpkit sites"
-DESCRIPTION = f"""\
+DESCRIPTION = """\
 List, explain, check and write profiles of clusters, for `submit run --site`.
 
-{PROGRAM} list                      list the profiles of the kit
-{PROGRAM} show derecho              print each value with its reason, source and date
-{PROGRAM} check                     check all profiles of the kit for missing sources, duplicates,
-                                   contradictions and known problems; exit status 1 for findings
-{PROGRAM} new --output ours.yaml    write a profile from what the scheduler, the modules and the
-                                   hardware report; run it on a node with GPUs
-{PROGRAM} check ours.yaml           check a profile of your own
+ddpkit sites list                     list the profiles of the kit
+ddpkit sites show derecho             print each value with its reason, source and date
+ddpkit sites check                    check all profiles of the kit for missing sources,
+                                      duplicates, contradictions and known problems; exit
+                                      status 1 for findings
+ddpkit sites new --output ours.yaml   write a profile from what the scheduler, the modules and the
+                                      hardware report; run it on a node with GPUs
+ddpkit sites check ours.yaml          check a profile of your own
 """
 
 
@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n\n".join(explain(profiles.load(site)) for site in sites))
         return 0
     except (ProfileError, SchedulerError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        print(f"ddpkit sites: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         with contextlib.suppress(OSError):
@@ -74,8 +74,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} list | show SITE ... | check [SITE ...] | new [--output FILE]",
+        prog="ddpkit sites",
+        usage="ddpkit sites list | show SITE ... | check [SITE ...] | new [--output FILE]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -161,7 +161,7 @@ def _new(output: Path | None) -> int:
         raise ProfileError(
             f"{output} cannot be written: {error.strerror}. Give the name of a new file."
         ) from None
-    print(f"{output}: written. Complete it, then: {PROGRAM} check {output}")
+    print(f"{output}: written. Complete it, then: ddpkit sites check {output}")
     return 0
 
 

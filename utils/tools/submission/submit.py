@@ -32,7 +32,7 @@ from .build_job import (
     with_python,
 )
 from .following import follow, note
-from .paths import JOBS, PACKAGE, PROGRAM
+from .paths import JOBS, PACKAGE
 from .queries import combined_exit_status, dependency_is_over, is_over, query
 from .submissions import Submission
 
@@ -160,7 +160,7 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
     if submission is None:
         raise UsageError(
             f"There is no record of job {job_id} in {args.folder}. Name the folder that holds the "
-            f"folder of its submission with --folder, or submit it with `{PROGRAM} run`."
+            f"folder of its submission with --folder, or submit it with `ddpkit submit run`."
         )
     scheduler = get_scheduler(submission.scheduler)
     job = _job_to_resubmit(scheduler, submission)
@@ -171,7 +171,7 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(
             f"The folder {submission.submit_folder}, from which job {job_id} was submitted, cannot "
-            f"be entered: {error.strerror}. Submit the job with `{PROGRAM} run` from another one."
+            f"be entered: {error.strerror}. Submit it with `ddpkit submit run` from another one."
         ) from None
     count = len(submission.job_ids)
     return _check_and_submit(scheduler, submission.site, job, args, problems, count)
@@ -183,7 +183,7 @@ def _job_to_resubmit(scheduler: Scheduler, submission: Submission) -> Job:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
             f"{submission.folder / records.FILE} holds no job that can be submitted: {error}. "
-            f"Submit it with `{PROGRAM} run`."
+            f"Submit it with `ddpkit submit run`."
         ) from None
     if job.dependency and dependency_is_over(scheduler, job.dependency):
         note(f"note: {job.dependency} is left out; those jobs have ended")
@@ -268,8 +268,8 @@ def _withdraw(
     if remaining:
         ids = " ".join(remaining)
         return UsageError(
-            f"{error} Still in the queue: {ids}. Cancel with: {PROGRAM} cancel {ids}. The scripts "
-            f"are kept in {folder}"
+            f"{error} Still in the queue: {ids}. Cancel with: ddpkit submit cancel {ids}. The "
+            f"scripts are kept in {folder}"
         )
     if no_response:
         return UsageError(

@@ -18,21 +18,21 @@ from ..schedulers.job_spec import OPTIONS, JobError
 from . import profiles, queries
 from . import submissions as records
 from .build_job import COMMANDS, UsageError, choose_profile
-from .paths import PROGRAM, doctor_words
+from .paths import doctor_words
 from .profiles import ProfileError
 from .submit import resubmit, run
 
 SITE = "DDPKIT_SITE"  # the profile of this cluster, which a centre's module file sets
-DESCRIPTION = f"""\
+DESCRIPTION = """\
 Submit a training script as a Slurm or PBS job, and query submitted jobs.
 
-{PROGRAM} run --site derecho --account UABC0001 --nodes 4 --time 2h train.py --epochs 3
-{PROGRAM} run --nodes 2 --time 30m --follow train.py         print state and output until the end
-{PROGRAM} run --nodes 2 --time 30m -m package.train --lr 1   run a module, as python -m does
-{PROGRAM} run --site lumi --nodes 2 --dry-run train.py       print the job script; submit nothing
-{PROGRAM} run --nodes 2 --time 12h --chain 5 train.py        five jobs; each continues the last
-{PROGRAM} doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
-{PROGRAM} list | status 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
+ddpkit submit run --site derecho --account UABC0001 --nodes 4 --time 2h train.py --epochs 3
+ddpkit submit run --nodes 2 --time 30m --follow train.py    print state and output until the end
+ddpkit submit run --nodes 2 --time 30m -m package.train     run a module, as python -m does
+ddpkit submit run --site lumi --nodes 2 --dry-run train.py  print the script; submit nothing
+ddpkit submit run --nodes 2 --time 12h --chain 5 train.py   five jobs; each continues the last
+ddpkit submit doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
+ddpkit submit list | status 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
 
 Each submission has a folder, jobs-out/NAME-DATE-TIME, with its scripts, settings and output.
 Exit status: 0: completed (`status`: or not finished yet). 75: saved, to be continued. Otherwise the
@@ -62,13 +62,13 @@ def main(words: Sequence[str] | None = None) -> int:
             "was done. Check the free space and the permissions there."
         )
     except KeyboardInterrupt:
-        print(f"\n{PROGRAM}: stopped watching; submitted jobs go on", file=sys.stderr)
+        print("\nddpkit submit: stopped watching; submitted jobs go on", file=sys.stderr)
         return 130
 
 
 def _error(text: str) -> int:
     with contextlib.suppress(OSError):  # standard error may be on the full disk
-        print(f"{PROGRAM}: error: {text}", file=sys.stderr)
+        print(f"ddpkit submit: error: {text}", file=sys.stderr)
     return 1
 
 
@@ -105,13 +105,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """
     if words and words[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        print(f"usage: {PROGRAM} SUBCOMMAND ...\n\n{DESCRIPTION}\nsubcommands:")
+        print(f"usage: ddpkit submit SUBCOMMAND ...\n\n{DESCRIPTION}\nsubcommands:")
         for name, text in COMMANDS.items():
             print(f"  {name:<{width}}  {text}")
-        print(f"\nOptions of each: {PROGRAM} SUBCOMMAND --help")
+        print("\nOptions of each: ddpkit submit SUBCOMMAND --help")
         raise SystemExit(0)
     if not words or words[0] not in COMMANDS:
-        ArgumentParser(prog=PROGRAM, usage=f"{PROGRAM} SUBCOMMAND ...").error(_no_subcommand(words))
+        ArgumentParser(prog="ddpkit submit", usage="ddpkit submit SUBCOMMAND ...").error(
+            _no_subcommand(words)
+        )
     name = words[0]
     args = _parser(name).parse_args(words[1:])
     args.subcommand = name
@@ -125,7 +127,7 @@ def _no_subcommand(words: Sequence[str]) -> str:
     found = f"{words[0]!r} is not a subcommand" if words else "a subcommand is missing"
     expected = f"Expected one of: {', '.join(COMMANDS)}"
     if not words:
-        return f"{found}. {expected}. See: {PROGRAM} --help"
+        return f"{found}. {expected}. See: ddpkit submit --help"
     looks_like_script = words[0].endswith(".py") or "/" in words[0] or os.path.isfile(words[0])
     near = difflib.get_close_matches(words[0].lower(), COMMANDS, 1, 0.5)
     if looks_like_script or words[0].startswith("-"):
@@ -133,19 +135,21 @@ def _no_subcommand(words: Sequence[str]) -> str:
     elif near:
         meant = [*near, *words[1:]]
     else:
-        return f"{found}. {expected}. See: {PROGRAM} --help"
-    return f"{found}. {expected}. Did you mean: {PROGRAM} {shlex.join(meant)}"
+        return f"{found}. {expected}. See: ddpkit submit --help"
+    return f"{found}. {expected}. Did you mean: ddpkit submit {shlex.join(meant)}"
 
 
 def _parser(name: str) -> ArgumentParser:
     text = COMMANDS[name]
     parser = ArgumentParser(
-        prog=f"{PROGRAM} {name}", description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        prog=f"ddpkit submit {name}",
+        description=f"{text[0].upper()}{text[1:]}.",
+        allow_abbrev=False,
     )
     if name in ("run", "doctor"):
         _add_run_options(parser)
     if name == "doctor":
-        parser.usage = f"{PROGRAM} doctor [OPTION ...] [-- OPTION OF doctor.py ...]"
+        parser.usage = "ddpkit submit doctor [OPTION ...] [-- OPTION OF ddpkit doctor ...]"
         parser.epilog = "The options are those of `run`; --time is 10m by default."
         parser.set_defaults(name="doctor", time="10m")
     if name in ("run", "doctor"):
@@ -186,8 +190,8 @@ def _add_submission_options(add: Callable[..., object]) -> None:
 
 def _add_run_options(parser: ArgumentParser) -> None:
     parser.usage = (
-        f"{PROGRAM} run [OPTION ...] SCRIPT [ARGUMENT ...]\n"
-        f"       {PROGRAM} run [OPTION ...] -m MODULE [ARGUMENT ...]"
+        "ddpkit submit run [OPTION ...] SCRIPT [ARGUMENT ...]\n"
+        "       ddpkit submit run [OPTION ...] -m MODULE [ARGUMENT ...]"
     )
     parser.epilog = "Options come before the script. What follows the script is passed to it."
     _add_resource_options(parser.add_argument_group("resources").add_argument)
@@ -246,7 +250,7 @@ def _add_job_options(add: Callable[..., object]) -> None:
     add(
         "--preflight",
         action="store_true",
-        help="check the hosts before the training starts (doctor.py --quick). If one is bad, the "
+        help="check the hosts before the training starts (doctor --quick). If one is bad, the "
         "job is requeued, or the next one of its chain runs, without that host",
     )
     for name, use in (("--checkpoints", "write"), ("--data", "read")):

@@ -148,7 +148,7 @@ class Collectives(Check[CollectiveFacts]):
                 Level.WARNING,
                 f"all-reduces reach a bus bandwidth of {bandwidth / 1e9:.3g} GB/s; expected "
                 f"{self.expected / 1e9:.3g} (--expect)",
-                "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`); `bench.py collectives` "
+                "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`); ddpkit bench collectives "
                 "measures larger sizes, and with --pairs finds a slow link or host",
                 follows=_CAUSES,
             )
@@ -309,7 +309,7 @@ def _failure(
             f"all-reduces of {len(members)} ranks {_LATE} {_SECONDS:.0f} s on "
             f"{names_of([one.place.host for one in failed])}",
             "Look at what the check of connections has found, and at other programs on these "
-            "hosts; `bench.py collectives --pairs` finds a slow link",
+            "hosts; `ddpkit bench collectives --pairs` finds a slow link",
         )
     return Finding(
         Level.BAD,

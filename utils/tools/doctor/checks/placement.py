@@ -236,7 +236,7 @@ def _unused_hosts(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Find
             Level.WARNING,
             f"no rank runs on {names}: {len(unused)} of the {len(job.job_hosts or ())} hosts of "
             f"job {job.job_id}. Expected ranks on each",
-            "Start ranks on all hosts of the job (launch.py does), or request fewer hosts",
+            "Start ranks on all hosts of the job (ddpkit launch does), or request fewer hosts",
             hosts=tuple(unused),
         )
 
@@ -298,7 +298,7 @@ def _check_gpus(
             Level.WARNING,
             f"{len(on_host)} ranks use {len(used)} of the {available} GPUs on {host}. Expected a "
             "rank for each GPU",
-            "Start one rank per GPU (launch.py does), or request fewer GPUs",
+            "Start one rank per GPU (ddpkit launch does), or request fewer GPUs",
             hosts=(host,),
         )
 

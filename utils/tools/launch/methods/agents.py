@@ -14,7 +14,7 @@ from ..launch_plan import Method, Plan
 
 
 class Ssh(Method):
-    """ssh starts an agent on each other host; that of this host is a child of launch.py."""
+    """ssh starts an agent on each other host; that of this host is a child of ddpkit launch."""
 
     name = title = "ssh"
 
@@ -58,7 +58,7 @@ class Pbsdsh(PbsTmrsh):
 
 
 class Local(Method):
-    """launch.py itself starts the ranks, on this host alone."""
+    """ddpkit launch itself starts the ranks, on this host alone."""
 
     name = title = "local"
     local = True

@@ -217,7 +217,7 @@ class Srun(NativeMethod):
 def daemon_variables(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
     """Return the variables for the srun by which an mpiexec starts a daemon on each host.
 
-    environ: of launch.py. gpus: to request on each host, because the step gets none otherwise.
+    environ: of ddpkit launch. gpus: to request on each host, because the step gets none otherwise.
     """
     found = {}
     if environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
