@@ -14,6 +14,7 @@ from contextlib import closing
 
 from ...channel import Channel
 from ...connection import Message
+from ...launch_error import LaunchError
 from ...monitor.launch_report import VARIABLE
 from .child_processes import Processes
 from .event_loop import EventLoop
@@ -74,8 +75,12 @@ class Agent:
         if kind == "check":
             problem = problem_with(message["folder"], message["script"], message["checksum"])
             first, last = message["ports"]
-            self._port = ReservedPort(range(first, last + 1))  # for as long as this process lives
-            self._send({"kind": "ready", "problem": problem, "port": self._port.port})
+            try:
+                self._port = ReservedPort(range(first, last + 1))  # while this process lives
+            except LaunchError as error:
+                problem = problem or str(error)
+            port = self._port.port if self._port else 0
+            self._send({"kind": "ready", "problem": problem, "port": port})
         elif kind == "start":
             self._order = message
         elif kind == "signal":

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 
 from ...host import network
+from ...launch_error import LaunchError
 
 _ATTEMPTS = 200
 
@@ -23,7 +24,7 @@ class ReservedPort:
     """
 
     def __init__(self, ports: Sequence[int] = ()) -> None:
-        """Reserve one of the ports, by default of listen_ports(). OSError where none is free."""
+        """Reserve one of the ports, by default of listen_ports(); LaunchError if none is free."""
         ports = ports or network.listen_ports()
         for _ in range(_ATTEMPTS):
             port = ports[int.from_bytes(os.urandom(4), "big") % len(ports)]
@@ -34,7 +35,10 @@ class ReservedPort:
                 self.port, self._lock = port, lock
                 return
             lock.close()
-        raise OSError(f"no port of {ports[0]} to {ports[-1]} is free on {socket.gethostname()}")
+        raise LaunchError(
+            f"no port of {ports[0]} to {ports[-1]} is free on {socket.gethostname()}. Expected one "
+            f"for rank 0. Set {network.PORT_RANGE} to another range"
+        )
 
     def keep_over_exec(self) -> None:
         """Hand the reservation on to the program that replaces this one."""
@@ -61,6 +65,8 @@ def _is_free(port: int) -> bool:
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         with socket.socket(family) as probe:
+            # As the listener: connections that have ended there are no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
     except OSError:
         return False

@@ -1,0 +1,86 @@
+"""A stranger in the network of a job ends, misleads and reads nothing; a recording of its network holds no secret."""
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.hosts import killed_at_end, wait_until
+from tests.launch.launchers import ROOT, Lab, Result
+from tests.launch.test_launch import Job
+
+PORTS = "20900-20905"
+TRAINS = f"""\
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from utils import setup_distributed
+report = os.environ.get("DDPKIT_REPORT", "").rpartition("/")[2]
+with setup_distributed("gloo", hang_timeout=30) as dist:
+    Path(sys.argv[1], f"{{dist.rank}}.secret").write_text(report)
+    last = time.monotonic() + 5
+    while dist.all_reduce_mean(float(time.monotonic() < last)) == 1:
+        time.sleep(0.01)
+    mean = dist.all_reduce_mean(float(dist.rank))
+print(f"rank {{dist.rank}}: mean {{mean}}")
+"""
+# Writes all that passes the interface to a file, until it is killed.
+RECORDS = """\
+import socket, sys
+opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+opened.bind(("eth0", 0))
+with open(sys.argv[1], "wb", buffering=0) as file:
+    while True:
+        file.write(opened.recv(1 << 16))
+"""
+
+
+@pytest.fixture
+def job(lab: Lab) -> Iterator[Job]:
+    folder = lab.hosts.folder / "an attacked job"
+    folder.mkdir()
+    (folder / "trains.py").write_text(TRAINS)
+    (folder / "secret").write_text("5ec2e7-of-the-file")
+    (folder / "secret").chmod(0o600)
+    yield Job(lab, folder, ["h1", "h2"])
+    shutil.rmtree(folder)
+
+
+def run(job: Job, by: str) -> Result:
+    if by == "doctor":
+        return job.run("ssh", str(ROOT / "scripts" / "doctor.py"), "--quick", DDPKIT_PORT_RANGE=PORTS,
+                       OMP_NUM_THREADS="1")
+    if by != "by hand":
+        return job.run(by, "trains.py", str(job.folder), DDPKIT_PORT_RANGE=PORTS)
+    # Rank 0 waits three seconds for rank 1.
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": job.lab.hosts.address["h1"], "MASTER_PORT": PORTS[:5],
+           "DDPKIT_SECRET_FILE": str(job.folder / "secret"), "DDPKIT_REQUIRE_SECRET": "1"}
+    words = [sys.executable, str(job.folder / "trains.py"), str(job.folder)]
+    return job.lab.together([("h1", words, {**env, "RANK": "0"}),
+                             ("h2", ["bash", "-c", 'sleep 3; exec "$@"', "rank 1", *words], {**env, "RANK": "1"})])
+
+
+@pytest.mark.parametrize("by", ["by hand", "ssh", "openmpi5", "torchrun", "doctor"])
+def test_a_stranger_ends_misleads_and_reads_nothing(job: Job, by: str) -> None:
+    """Nor does he find a secret in a recording. An mpiexec sends the environment of the ranks, as it always does."""
+    hosts, recording = job.lab.hosts, job.folder / "recording"
+    words = [str(ROOT / "tests" / "launch" / "attacker.py"), str(job.folder), *PORTS.split("-"),
+             hosts.address["h1"], hosts.address["h2"]]
+    with (killed_at_end(hosts.popen("h2", [sys.executable, "-c", RECORDS, str(recording)])),
+          killed_at_end(hosts.popen("h3", [sys.executable, *words])) as attacker):
+        wait_until(recording.exists, "the recording")
+        done = run(job, by)
+        (job.folder / "stop").touch()
+        attacker.wait(60)
+    attacks, recorded = json.loads((job.folder / "attacks").read_text()), recording.read_bytes()
+    assert done.status == 0 and attacks["connections"] > 30, f"{attacks}\n{done.output}"
+    assert "forged" not in done.output and b"hello " in recorded
+    if by != "doctor":
+        means = [line for line in done.output.splitlines() if ": mean " in line]
+        assert sorted(means) == ["rank 0: mean 0.5", "rank 1: mean 0.5"], done.output
+    secrets = {file.read_text() for file in job.folder.glob("*secret")} - {""}
+    assert secrets and not any(secret in attacks["heard"] for secret in secrets)
+    assert by == "openmpi5" or not any(secret.encode() in recorded for secret in secrets)
