@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from . import __version__, coordination
+from .consistency import TrainingWatch
+from .coordination import StoreCommunicator
 from .host import device, gloo
 from .host import nccl_log as transport
 from .host.cores import bind_process, parse_ranges
@@ -47,6 +49,7 @@ from .startup.address import Rendezvous
 from .startup.reports import RankReport, make_report
 from .startup.store import rendezvous
 
+CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off
 START_UP_SECONDS = 100.0
 _OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
 _log = get_logger(__name__)
@@ -74,6 +77,7 @@ class Distributed:
     master_port: int
     _shutdown: failure.Shutdown = field(repr=False)
     _reported_progress: int = field(default=0, init=False, repr=False)
+    _watch: TrainingWatch | None = field(default=None, init=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -122,6 +126,8 @@ class Distributed:
         of the same host, and one of them may still save. Otherwise, and when a rank has failed,
         it waits at most 20 s.
         """
+        if self._watch is not None:
+            self._watch.close()
         self._shutdown.close()
         coordination.departed_ranks = dict  # those of this job are no ranks of a later one
 
@@ -134,6 +140,8 @@ class Distributed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._shutdown.exit(error)
         coordination.departed_ranks = dict
 
@@ -146,6 +154,7 @@ def setup_distributed(
     collective_timeout: float | None = None,
     hang_timeout: float | None = None,
     bind: Literal["auto", False] = "auto",
+    check_training: bool = True,
 ) -> Distributed:
     """Join this process to the launch that started it, pin its GPU, and bind it to nearby cores.
 
@@ -166,6 +175,8 @@ def setup_distributed(
         same value on all ranks.
     bind: "auto" binds this process to its share of the cores, as described below. False keeps the
         cores that the launcher has set. The value must be the same on all ranks.
+    check_training: report a training that goes wrong without an error, as described below. The
+        same value on all ranks.
 
     What it does to the process:
     - With more than one rank it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
@@ -191,6 +202,11 @@ def setup_distributed(
       dies during the start, when this rank hangs and all others have stopped, or when a host does
       not respond for 60 s and this rank then waits in a collective for 20 s, or enters none for
       five minutes.
+    - With check_training, and without DDPKIT_CHECK_TRAINING=0, it registers a hook that torch calls
+      after each step of an optimizer, and replaces DataLoader.__iter__ and the __next__ of its
+      iterators by functions that call them. It compares samples of the parameters after optimizer
+      steps 1, 2, 4, ... 1024, 2048, 3072, ..., and the first batches of three epochs. An ERROR
+      then says which ranks differ, or train on the same data, and why; the training goes on.
     - It enables faulthandler, which prints the Python stacks when a signal such as SIGABRT kills
       the process.
     - It ends the process with status 1 when the ranks hang, if hang_timeout is given, and when the
@@ -216,6 +232,8 @@ def setup_distributed(
         raise
     if job.world_size > 1:
         _set_rank_variables(job, detection.launcher)
+        if check_training and os.environ.get(CHECK_TRAINING) != "0":
+            _check_training(job)
     return job
 
 
@@ -337,6 +355,13 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
             )
         recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
         monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
+
+
+def _check_training(job: Distributed) -> None:
+    """Compare the training of the ranks until the job is closed."""
+    # A wait of the script in its store would hold this one up.
+    store = job.store.clone()  # type: ignore[attr-defined]
+    job._watch = TrainingWatch(StoreCommunicator("training", job.rank, job.world_size, store))
 
 
 def _bind(cpus: str) -> None:

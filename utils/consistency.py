@@ -1,0 +1,481 @@
+"""Notice a training that goes wrong without an error, and say on which rank and why.
+
+Each rank samples its parameters after some of its optimizer steps, and the first batch of each
+epoch. A thread compares the samples of all ranks over the store of the process group, without a
+collective. A difference is logged once, as an ERROR; the training goes on.
+
+Off: setup_distributed(check_training=False), or DDPKIT_CHECK_TRAINING=0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import math
+import queue
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .coordination import CoordinationError
+from .log import get_logger
+
+if TYPE_CHECKING:
+    from .coordination import StoreCommunicator
+
+_log = get_logger(__name__)
+_RUNS, _RUN_LENGTH = 64, 16  # of a tensor: runs of adjacent elements
+_DIGITS = 8  # hexadecimal, of a digest
+_CHECKED_EPOCHS = 3
+_CLOSE_SECONDS = 5.0
+# What a sampler of one rank has in common with those of the others, and what it has not.
+_SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
+_SHOWN = 8  # ranks in a message
+
+
+# What one rank reports ----------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """Elements of tensors of one dtype and device, on their way to the CPU."""
+
+    numbers: list[int]  # of the tensors
+    sizes: list[int]  # elements of each
+    values: Tensor
+    event: torch.Event | None
+
+
+def take_sample(tensors: Sequence[Tensor]) -> list[Sample]:
+    """Queue copies of some elements of each tensor to the CPU; do not wait for them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(number)
+    samples = []
+    for (device, _), numbers in groups.items():
+        parts = [_some_elements(tensors[number]) for number in numbers]
+        on_gpu = device.type == "cuda"
+        values = torch.cat(parts).to("cpu", non_blocking=on_gpu)
+        event = torch.cuda.current_stream(device).record_event() if on_gpu else None
+        samples.append(Sample(numbers, [part.numel() for part in parts], values, event))
+    return samples
+
+
+def _some_elements(tensor: Tensor) -> Tensor:
+    flat = tensor.detach()
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    count = flat.numel()
+    if count <= _RUNS * _RUN_LENGTH or not flat.is_contiguous():
+        return flat.flatten()[: _RUNS * _RUN_LENGTH]
+    return flat.as_strided((_RUNS, _RUN_LENGTH), (count // _RUNS, 1)).flatten()
+
+
+def digests(samples: Sequence[Sample], count: int) -> tuple[str, bool]:
+    """Wait for the copies; return the digests of all tensors in one string, and if all are finite.
+
+    The bits of a NaN are arbitrary: all NaNs are equal here.
+    """
+    found, finite = [0] * count, True
+    for sample in samples:
+        if sample.event is not None:
+            sample.event.synchronize()
+        values = sample.values
+        values = values.double() if values.is_floating_point() else values.long()
+        if values.is_floating_point():
+            finite = finite and bool(values.isfinite().all())
+            values = values.masked_fill(values.isnan(), math.nan)
+        for number, part in zip(sample.numbers, values.split_with_sizes(sample.sizes), strict=True):
+            found[number] = zlib.crc32(part.numpy().tobytes())
+    return "".join(f"{one:0{_DIGITS}x}" for one in found), finite
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group that are plain values, on the CPU."""
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {}
+        for name, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+                value = value.item()
+            if isinstance(value, (bool, int, float, str)) or (
+                isinstance(value, (tuple, list))
+                and all(isinstance(one, (int, float)) for one in value)
+            ):
+                plain[name] = value
+        groups.append(plain)
+    return groups
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of a loader that has the settings of DistributedSampler; None if none."""
+    for one in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0)):
+        if all(hasattr(one, name) for name in ("num_replicas", "rank")):
+            return one
+    return None
+
+
+def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what the ranks compare about a loader: JSON values."""
+    sampler = sampler_of(loader)
+    found: dict[str, Any] = {"is_divided": sampler is not None, "batch_size": loader.batch_size}
+    with contextlib.suppress(TypeError, NotImplementedError):
+        found["length"] = len(loader.dataset)  # type: ignore[arg-type]
+        found["batches"] = len(loader)
+    if sampler is not None:
+        found["part"] = sampler.rank
+        found |= {name: getattr(sampler, name, None) for name in _SETTINGS}
+    return found
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, which may be nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from tensors_in(one)
+
+
+# What all ranks have reported ---------------------------------------------------------------------
+
+
+def parameter_problem(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    """Return what differs between the ranks after one optimizer step, and the parameter's number.
+
+    reports: by rank: "settings", "shapes", "digests", "finite". ("", -1) where all is well.
+    """
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        for number, (ours, theirs) in enumerate(
+            zip(first["settings"], report["settings"], strict=False)
+        ):
+            for name in ours.keys() & theirs.keys():
+                if ours[name] != theirs[name]:
+                    return (
+                        f"{name} of parameter group {number} is {theirs[name]} on rank {rank} and "
+                        f"{ours[name]} on rank 0. Give the optimizers of all ranks the same "
+                        "settings, and step their schedulers alike"
+                    ), -1
+    for rank, report in enumerate(reports):
+        if report["shapes"] != first["shapes"]:
+            return _other_parameters(rank), -1
+        if report["digests"] != first["digests"]:
+            pairs = zip(_split(first["digests"]), _split(report["digests"]), strict=True)
+            number = next(number for number, (ours, theirs) in enumerate(pairs) if ours != theirs)
+            return f"differs on rank {rank} from rank 0", number
+    bad = [rank for rank, report in enumerate(reports) if not report["finite"]]
+    if bad:
+        return (
+            f"a parameter has become NaN or infinite on {_ranks(bad)}. Look for the step at which "
+            "the loss did: lower the learning rate, or clip the gradients"
+        ), -1
+    return "", -1
+
+
+def _other_parameters(rank: int) -> str:
+    """Return a message; "" for the optimizer inside of a sharded one."""
+    names = (type(one).__name__ for one in gc.get_objects())
+    if "ZeroRedundancyOptimizer" in names:
+        return ""
+    return (
+        f"the optimizer of rank {rank} has other parameters than that of rank 0. Freeze the same "
+        "parameters on all ranks, and give their optimizers the same ones, in the same order"
+    )
+
+
+def _split(text: str) -> list[str]:
+    return [text[start : start + _DIGITS] for start in range(0, len(text), _DIGITS)]
+
+
+def data_problem(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is wrong with the data of an epoch; "" where all is well.
+
+    reports: by rank, from describe_loader(), with "batch", the digest of the first batch.
+    """
+    world_size, divided = len(reports), {report["is_divided"] for report in reports}
+    same: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        if report.get("batch"):
+            same.setdefault(report["batch"], []).append(rank)
+    twins = max(same.values(), key=len, default=[])
+    if divided == {False} and len(twins) == world_size and not _has_groups():
+        return (
+            f"all {world_size} ranks train on the same batches: the DataLoader does not divide the "
+            "data. Give it sampler=DistributedSampler(data, job.world_size, job.rank)"
+        )
+    if divided != {True}:
+        return ""
+    for name in ("length", "batch_size", *_SETTINGS):
+        values = [report.get(name) for report in reports]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                return (
+                    f"{name} of the data is {value} on rank {rank} and {values[0]} on rank 0. "
+                    "Expected the same on all ranks, or they train on overlapping parts, or on "
+                    "different numbers of batches"
+                )
+    parts: dict[Any, list[int]] = {}
+    for rank, report in enumerate(reports):
+        parts.setdefault(report["part"], []).append(rank)
+    twins = max((ranks for ranks in parts.values()), key=len)
+    has_same_batch = len({reports[rank].get("batch") for rank in twins}) == 1
+    if len(twins) > 1 and has_same_batch and not _has_groups():
+        replicas = reports[0]["num_replicas"]
+        return (
+            f"{_ranks(twins)} train on the same part of the data, {reports[twins[0]]['part']} of "
+            f"{replicas}; there are {world_size} ranks. Give DistributedSampler "
+            "num_replicas=job.world_size and rank=job.rank"
+        )
+    return ""
+
+
+def _has_groups() -> bool:
+    """Whether the script divides the ranks itself, as for tensor parallelism."""
+    return torch.distributed.distributed_c10d.get_pg_count() > 2
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + ", ..." * (len(ranks) > _SHOWN)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def describe_divergence(problem: str, parameter: Tensor) -> str:
+    """Return a message about a parameter that differs, with the likely reason.
+
+    Searches the objects of this process, which takes some tens of milliseconds.
+    """
+    found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    wrapped = [one for one in found if isinstance(one, DistributedDataParallel)]
+    names = [
+        name
+        for module in [*(one.module for one in wrapped), *found]
+        for name, one in module.named_parameters()
+        if one is parameter
+    ]
+    name = max(names, key=len, default="a parameter").removeprefix("module.")
+    owners = [ddp for ddp in wrapped if any(one is parameter for one in ddp.parameters())]
+    if not owners:
+        reason = (
+            "No DistributedDataParallel contains it, so that its gradients are not averaged. Wrap "
+            "the model: ddp = DDP(model, device_ids=job.device_ids), and train with ddp(x)"
+        )
+    elif not any(getattr(ddp, "_lazy_init_ran", True) for ddp in owners):
+        reason = (
+            "The model was called directly, not through DistributedDataParallel, so that gradients "
+            "are not averaged. Train with ddp(x), not model(x) or ddp.module(x)"
+        )
+    elif any(getattr(ddp, "_delay_all_reduce_params", ()) for ddp in owners):
+        reason = "DistributedDataParallel leaves it to delay_all_reduce_named_params"
+    else:
+        reason = (
+            "Its gradients are not averaged, or one rank changes them or the parameter afterwards. "
+            "Load weights and freeze or unfreeze parameters before the model is wrapped; train "
+            "with ddp(x), not ddp.module(x); clip and step alike on all ranks"
+        )
+    return f"{name} {problem}. {reason}"
+
+
+# Watching -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Epoch:
+    """One pass over a loader."""
+
+    loader: DataLoader[Any]
+    description: dict[str, Any]
+    batch: list[Sample] | None = None  # of the first batch
+    count: int = 0  # tensors of the batch
+
+
+class TrainingWatch:
+    """Compares the training of this rank with that of the others, from now to close().
+
+    Only the main thread trains; one thread talks to the store.
+    """
+
+    def __init__(self, communicator: StoreCommunicator) -> None:
+        self._communicator = communicator
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._loaders: weakref.WeakKeyDictionary[DataLoader[Any], list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
+        self.iterator: Any = None  # that has yielded the last batch
+        self._reported: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+        _patch(self)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Stop watching. What has been sampled is still compared. A second call does nothing."""
+        atexit.unregister(self.close)
+        self._handle.remove()
+        _patch(None)
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(_CLOSE_SECONDS)
+            self._thread = None
+
+    # The main thread
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called by torch after each step of any optimizer."""
+        if torch.compiler.is_compiling():
+            return
+        count = self._optimizers.get(optimizer)
+        if count is None:
+            count = self._optimizers[optimizer] = [len(self._optimizers), 0, 1]
+        count[1] += 1
+        if count[1] == count[2]:
+            count[2] = next_checked(count[1])
+            self._check_parameters(optimizer, count[0], count[1])
+        if self.epochs and (epoch := self.epochs.pop(self.iterator, None)) is not None:
+            self._check_epoch(epoch)
+
+    def _check_parameters(self, optimizer: Optimizer, number: int, step: int) -> None:
+        parameters = [
+            one
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided and one.numel()
+        ]
+        if _is_capturing() or any(one.device.type == "meta" for one in parameters):
+            return
+        report = {
+            "settings": settings_of(optimizer),
+            "shapes": zlib.crc32(str([(one.shape, one.dtype) for one in parameters]).encode()),
+        }
+        samples = take_sample(parameters)
+        topic = f"step/{number}/{step}"
+        self._send(lambda: self._report_parameters(topic, report, samples, parameters))
+
+    def _check_epoch(self, epoch: _Epoch) -> None:
+        """Compare a loader whose batches are trained on."""
+        number, begun, last_order = self._loaders[epoch.loader]
+        order = epoch.description.get("epoch")
+        if epoch.description.get("shuffle") and begun and order == last_order:
+            self._send(lambda: self._log_once("set_epoch", _same_order(begun + 1)))
+        self._loaders[epoch.loader] = [number, begun + 1, order]
+        if begun < _CHECKED_EPOCHS:
+            self._send(lambda: self._report_epoch(f"data/{number}/{begun}", epoch))
+
+    def _send(self, task: Callable[[], object]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="training checks", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    def begin_epoch(self, loader: DataLoader[Any], iterator: Any) -> None:
+        """Note that the script iterates over a loader."""
+        with contextlib.suppress(TypeError):  # an iterator without weak references
+            self.epochs[iterator] = _Epoch(loader, describe_loader(loader))
+        self._loaders.setdefault(loader, [len(self._loaders), 0, None])
+
+    def first_batch(self, iterator: Any, batch: object) -> None:
+        """Sample the first batch of an iterator."""
+        epoch = self.epochs.get(iterator)
+        if epoch is None or epoch.batch is not None or _is_capturing():
+            return
+        tensors = [one for one in tensors_in(batch) if one.layout == torch.strided]
+        tensors = tensors if self._loaders[epoch.loader][1] < _CHECKED_EPOCHS else []
+        epoch.batch, epoch.count = take_sample(tensors), len(tensors)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while (task := self._tasks.get()) is not None:
+                task()
+        except CoordinationError:  # the store is gone: the training ends
+            pass
+
+    def _report_epoch(self, topic: str, epoch: _Epoch) -> None:
+        report = {**epoch.description, "batch": digests(epoch.batch or [], epoch.count)[0]}
+        self._communicator.report(
+            topic, report, lambda reports: self._log_once("data", data_problem(reports))
+        )
+
+    def _report_parameters(
+        self,
+        topic: str,
+        report: dict[str, Any],
+        samples: list[Sample],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        found, finite = digests(samples, len(parameters))
+
+        def conclude(reports: list[dict[str, Any]]) -> None:
+            problem, number = parameter_problem(reports)
+            if number >= 0 and "parameters" not in self._reported:
+                problem = describe_divergence(problem, parameters[number])
+            self._log_once("parameters", problem)
+
+        self._communicator.report(topic, {**report, "digests": found, "finite": finite}, conclude)
+
+    def _log_once(self, subject: str, problem: str) -> None:
+        if problem and subject not in self._reported:
+            self._reported.add(subject)
+            if self._communicator.count(f"reported/{subject}") > 1:  # by another rank
+                return
+            _log.error("%s. (To switch this check off: %s=0)", problem, "DDPKIT_CHECK_TRAINING")
+
+
+def _same_order(number: int) -> str:
+    return (
+        f"epoch {number} has the order of the data of the one before: sampler.set_epoch() "
+        "was not called. Call it at the start of each epoch"
+    )
+
+
+def next_checked(step: int) -> int:
+    """Return the next step whose parameters are compared: 1, 2, 4, 8, ..., 1024, 2048, 3072, ..."""
+    return 2 * step if step < 1024 else step + 1024
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+_original_iter, _original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+
+def _patch(watch: TrainingWatch | None) -> None:
+    """Let a watch see which loaders are iterated; None: undo that."""
+    if watch is None:
+        DataLoader.__iter__ = _original_iter  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = _original_next  # type: ignore[method-assign]
+        return
+
+    def iterate(loader: DataLoader[Any]) -> Any:
+        iterator = _original_iter(loader)
+        watch.begin_epoch(loader, iterator)
+        return iterator
+
+    def advance(iterator: _BaseDataLoaderIter) -> Any:
+        batch = _original_next(iterator)
+        watch.iterator = iterator
+        if watch.epochs:
+            watch.first_batch(iterator, batch)
+        return batch
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = advance  # type: ignore
