@@ -223,6 +223,7 @@ def test_running_job_is_queried_and_cancelled_with_its_chain(jobs: Jobs) -> None
     ("slurm", "--no-check --directive=--constraint=foo", ["Invalid feature specif", "job.sh"]),
     ("slurm", "--queue short --time 5:00:00 --nodes 5 --gpus-per-node 3", ["00:10:00", "nodes: 5", "GPUs", "nothing"]),
     ("pbs", "--no-check --queue nosuch", ["nknown queue", "-q nosuch"]),
+    ("pbs", "--nodes 9 --gpus-per-node 0", ["nodes: 9 is more than the", "nothing was submitted"]),
 ], indirect=["jobs"])
 def test_job_that_cannot_run_is_refused_with_the_reason(jobs: Jobs, words: str, messages: Sequence[str]) -> None:
     """Before the submission, or by the scheduler, whose message is shown with the script."""

@@ -97,8 +97,13 @@ def from_environment(name: str, environment: Mapping[str, str]) -> str:
 
 
 def qstat(server: Server, call: Call) -> int:
-    """qstat -x -f -F json JOB, and qstat -f -w JOB, without its Resource_List."""
-    options, [name] = getopt.getopt(call.words, "fF:wx")
+    """qstat -x -f -F json JOB; qstat -f -w JOB, without its Resource_List; qstat -Qf and -Bf, for one queue."""
+    options, names = getopt.getopt(call.words, "BfF:Qwx")
+    if ("-Q", "") in options or ("-B", "") in options:
+        queue = {"queue_type": "Execution", "enabled": "True", "started": "True"}
+        json.dump({"Queue": {"workq": queue}, "Server": {"pbs-head": {"default_queue": "workq"}}}, call.out)
+        return 0
+    [name] = names
     job = server.find(name)
     if ("-F", "json") in options:
         json.dump({"Jobs": {job.id: job.shown()}}, call.out)
