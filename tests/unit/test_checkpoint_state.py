@@ -272,7 +272,7 @@ class Broken:
 
 ITSELF: dict[str, Any] = {}
 ITSELF["again"] = ITSELF
-SHARDED = "sharded over.*torch.distributed.checkpoint"
+SHARDED = r"expected .* whole on every rank.*(fully_shard\(\)|torch.distributed.checkpoint)"
 REFUSED: list[tuple[Any, str]] = [
     (lambda: 0, " is of type builtins.function"), (object, " is of type builtins.type"),
     (ITSELF, ".* nested more than 100 levels deep"),

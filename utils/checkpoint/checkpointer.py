@@ -49,7 +49,9 @@ class Checkpointer:
     A state is a nest of dictionaries, lists and tuples of: objects with state_dict() and
     load_state_dict() (models, optimizers, schedulers, scalers, samplers; a DDP or compiled model is
     saved as the plain model), tensors, numpy arrays, numbers, strings, None. pack.py has the
-    complete list. The state is written once, as rank 0 has it, and restored on all ranks, except:
+    complete list. DTensors (FSDP2, HSDP, tensor parallelism) are saved in slices, each by one rank,
+    and loaded into any number of ranks and any layout. The rest of the state is written once, as
+    rank 0 has it, and restored on all ranks, except:
 
     - Every rank writes and restores its own PerRank(...) parts, its global random number generators
       (Python, torch, the GPU, numpy; they need not be named), and the buffers of modules up to
@@ -256,7 +258,13 @@ class Checkpointer:
         rank = self._ranks.rank
         share = share_out(packed, rank, self._ranks.world_size)
         sample = ReplicaSample(packed)
-        self._snapshot.take({**share, **packed.local, **packed.mine})
+        slices = {
+            f"{name}@{','.join(map(str, shard.box.offsets))}": (name, shard)
+            for name, shard in packed.shards.items()
+            if shard.is_written
+        }
+        parts = {name: shard.local for name, (_, shard) in slices.items()}
+        self._snapshot.take({**share, **packed.local, **packed.mine, **parts})
 
         metadata: RankMetadata = {
             "random": pack(random_states()).tree,
@@ -274,6 +282,7 @@ class Checkpointer:
             _digest_of_shapes(step, packed),
             sample,
             replicated=bool(share) or rank == 0,
+            slices={key: (name, *shard.box) for key, (name, shard) in slices.items()},
             metric=number if finite else None,
             retry_until=retry_until,
         )
@@ -396,4 +405,4 @@ def _digest_of_shapes(step: int, packed: Packed) -> str:
         for kind, tensors in kinds.items()
         for name, tensor in tensors.items()
     ]
-    return digest([step, shapes])
+    return digest([step, shapes, packed.shapes])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
 from .entries import StateError, Tree
-from .format import Manifest
+from .format import Manifest, SliceEntry
 from .rank_file import read_rank_file
 from .restore import Restorer
 from .rng import read_random_states
+from .slices import Box, assemble, layouts, like, shard_of, tensor_entries
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _KEY = "ddpkit"  # of the kit's part in the metadata of a file
 _SHOWN_MISMATCHES = 8
@@ -75,7 +80,7 @@ def load(
     parts: keys of the saved state; default: all.
     Raises Damaged, Unreadable, StateError, OSError or CheckpointError.
     """
-    contents = Contents(folder, manifest, rank, world_size, parts)
+    contents = Contents(folder, manifest, rank, world_size, parts, state)
     restorer = Restorer(state, contents.tree, contents.tensors, contents.own)
     if restorer.mismatches:
         shown = "; ".join(restorer.mismatches[:_SHOWN_MISMATCHES])
@@ -101,6 +106,7 @@ class Contents:
         rank: int | None,
         world_size: int,
         parts: Collection[str] | None,
+        state: Any = None,
     ) -> None:
         self.tree: Tree = None
         self.tensors: dict[str, Tensor] = {}
@@ -110,35 +116,101 @@ class Contents:
         metadata_by_rank: dict[int, RankMetadata] = {}
         chosen: set[str] = set()
 
+        sharded = any(entry["slices"] for entry in manifest["files"])
+        needed = _Needed()
+
         def choose(metadata: dict[str, str]) -> set[str]:
+            trees: RankMetadata = json.loads(metadata[_KEY])
             if self.tree is None:  # rank 0's file, which is the first, has the tree
-                whole = json.loads(metadata[_KEY])["tree"]
-                self.tree, self.part_names = _cut(whole, parts or ())
+                self.tree = trees["tree"]
+                if parts is not None:
+                    self.tree, self.part_names = _cut(self.tree, parts)
                 chosen.update(_strings(self.tree))
-            return chosen
+                needed.find(self.tree, state)
+            own = _strings(trees["own"]) if is_same_size else set()
+            return chosen | own | needed.keys(entry["slices"])
 
         for number, entry in enumerate(manifest["files"]):
             all_ranks = rank is not None and not is_same_size  # their generators are needed
-            if not (entry["replicated"] or number in (0, rank) or all_ranks):
+            has_slices = number > 0 and bool(needed.keys(entry["slices"]))
+            if not (entry["replicated"] or number in (0, rank) or all_ranks or has_slices):
                 continue
-            raw, held = read_rank_file(folder, entry, None if parts is None else choose)
+            selects = sharded or parts is not None
+            raw, held = read_rank_file(folder, entry, choose if selects else None)
             metadata = metadata_by_rank[number] = json.loads(raw[_KEY])
+            if number == 0 and not selects:
+                self.tree = metadata["tree"]
+                needed.find(self.tree, state)
+            needed.take(held, entry["slices"])
             if is_same_size and number == rank:
                 of_this_rank = held
             else:
                 local = set(metadata["local"])
                 self.tensors.update((name, one) for name, one in held.items() if name not in local)
-            if number == 0 and parts is None:
-                self.tree = metadata["tree"]
 
         # Local tensors have the same names in the files of all ranks.
         self.tensors.update(of_this_rank)
+        needed.assemble(self.tensors)
         self.own: dict[str, Tree] | None = None
         ranks: list[int] = []
         if rank is not None:
             ranks = [rank] if is_same_size else sorted(metadata_by_rank)
             self.own = metadata_by_rank[rank]["own"] if is_same_size else None
         self.random = [read_random_states(metadata_by_rank[one]["random"]) for one in ranks]
+
+
+class _Needed:
+    """The boxes of sharded tensors that this rank needs, and what was read of them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, dict[str, Any]] = {}  # trees, by name
+        self._layouts: dict[str, DTensor] = {}  # of the present state; others are needed whole
+        self._boxes: dict[str, Box] = {}
+        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
+
+    def find(self, tree: Tree, state: Any) -> None:
+        """Find out which boxes the present state needs."""
+        self._entries = {entry["tensor"]: entry for entry in tensor_entries(tree)}
+        if "torch.distributed.tensor" in sys.modules:
+            shapes = {name: entry["shape"] for name, entry in self._entries.items()}
+            # The comparison with the state reports other shapes.
+            self._layouts = {
+                name: layout
+                for name, layout in layouts(state, tree).items()
+                if list(layout.shape) == shapes[name]
+            }
+        for name, entry in self._entries.items():
+            box = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
+            if (layout := self._layouts.get(name)) is not None:
+                box = shard_of(layout, (name,)).box
+            self._boxes[name] = box
+
+    def keys(self, slices: Mapping[str, SliceEntry]) -> set[str]:
+        """Return the names of a file's slices that are needed."""
+        return {
+            key
+            for key, (name, offsets, sizes) in slices.items()
+            if name in self._boxes
+            and self._boxes[name].overlap(Box(tuple(offsets), tuple(sizes))) is not None
+        }
+
+    def take(self, held: dict[str, Tensor], slices: Mapping[str, SliceEntry]) -> None:
+        """Remove the slices from the tensors of a file, and keep them."""
+        for key, (name, offsets, sizes) in slices.items():
+            if (part := held.pop(key, None)) is not None:
+                box = Box(tuple(offsets), tuple(sizes))
+                self._parts.setdefault(name, []).append((box, part))
+
+    def assemble(self, tensors: dict[str, Tensor]) -> None:
+        """Add the sharded tensors, and give all of them the layouts of the present state."""
+        for name, entry in self._entries.items():
+            layout = self._layouts.get(name)
+            if name in tensors and layout is not None:  # it was whole
+                whole = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
+                self._parts[name] = [(whole, tensors[name])]
+            if "sharded" in entry or layout is not None:
+                local = assemble(entry, self._boxes[name], self._parts.pop(name, []))
+                tensors[name] = local if layout is None else like(layout, local)
 
 
 def _cut(tree: Tree, parts: Collection[str]) -> tuple[Tree, list[str]]:

@@ -7,11 +7,14 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Path = tuple[object, ...]  # the keys that lead to an entry of the state
 Tree = Any  # what JSON holds: plain data as itself, everything else as {tag: content}
@@ -145,8 +148,7 @@ _NUMPY_NAMES = (
     "float16 float32 float64 complex64 complex128"
 ).split()
 
-_FSDP_CLASSES = ("FullyShardedDataParallel", "FSDPModule")  # FSDP1; what fully_shard() makes
-_SAVE_SHARDED = "Save sharded states with torch.distributed.checkpoint, as examples/07_fsdp.py does"
+_SHARD_FULLY = "Use fully_shard() (FSDP2), whose DTensors are saved in slices"
 
 
 def check_depth(path: Path) -> None:
@@ -181,7 +183,8 @@ def check_tensor(value: Tensor, path: Path) -> None:
 
     dtype = str(value.dtype).removeprefix("torch.")
     special = not _is_strided(value) or value.is_quantized
-    if special or dtype not in DTYPES or type(value) not in (Tensor, torch.nn.Parameter):
+    plain = type(value) in (Tensor, torch.nn.Parameter) or is_sharded(value)
+    if special or dtype not in DTYPES or not plain:
         kind = "quantised " if value.is_quantized else "nested " if value.is_nested else ""
         raise StateError(
             f"{show_path(path)} is a {kind}{type(value).__name__} of {dtype} and layout "
@@ -244,24 +247,29 @@ def check_state(state: Any) -> None:
 
 
 def _check_whole_tensor(value: Tensor, path: Path) -> None:
-    if type(value).__module__.startswith("torch.distributed"):
+    if type(value).__module__.startswith("torch.distributed") and not is_sharded(value):
         raise StateError(
-            f"{show_path(path)} is a {type(value).__name__}, sharded over the ranks (FSDP, tensor "
-            f"parallelism); expected tensors that are whole on every rank. {_SAVE_SHARDED}"
+            f"{show_path(path)} is a {type(value).__name__}; expected a tensor that is whole on "
+            f"every rank, or a DTensor. {_SHARD_FULLY}"
         )
 
 
 def _check_whole_module(module: torch.nn.Module, path: Path) -> None:
     for name, part in module.named_modules():
         # By name: an import of torch.distributed.fsdp would take longer than a small load.
-        names = {cls.__name__ for cls in type(part).__mro__}
-        if not names.isdisjoint(_FSDP_CLASSES):
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__):
             raise StateError(
-                f"{show_path((*path, name) if name else path)} is sharded over the ranks by FSDP; "
-                f"expected a module that is whole on every rank. {_SAVE_SHARDED}"
+                f"{show_path((*path, name) if name else path)} is sharded over the ranks by FSDP1; "
+                f"expected a module that is whole on every rank, or FSDP2. {_SHARD_FULLY}"
             )
     for name, parameter in module.named_parameters():
         _check_whole_tensor(parameter, (*path, name))
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor. Does not import torch.distributed.tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _is_strided(value: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-FORMAT = 3  # raise it whenever one version of the kit would misread checkpoints of another
+FORMAT = 4  # raise it whenever one version of the kit would misread checkpoints of another
 MANIFEST = "manifest.json"
 
 # Tensors of all other types are stored as bytes; their type is in the tree of the state.
@@ -40,6 +40,10 @@ class Unreadable(Exception):
     """A checkpoint may be intact, but this process cannot use it."""
 
 
+# A slice of a sharded tensor: the tensor's name, and the slice's offsets and sizes in it.
+SliceEntry = tuple[str, Sequence[int], Sequence[int]]
+
+
 class FileEntry(TypedDict):
     """A rank's file in the manifest."""
 
@@ -47,6 +51,7 @@ class FileEntry(TypedDict):
     size: int  # bytes
     blocks: Sequence[Sequence[Any]]  # (bytes, checksum) of each block
     replicated: bool  # whether it holds a part of the state that all ranks need
+    slices: Mapping[str, SliceEntry]  # of sharded tensors, by their names in the file
 
 
 class Manifest(TypedDict):

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import base64
 import collections
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,12 +34,17 @@ from .entries import (
     check_tensor,
     check_type,
     is_dense,
+    is_sharded,
     plain_key,
     show_path,
     state_of,
     unwrap,
 )
 from .optimizers import describe_parameters, parameter_names
+from .slices import Shard, shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Tensors = dict[str, Tensor]  # by their names in the file
 
@@ -58,6 +63,8 @@ class Packed:
     main: Tensors = field(default_factory=dict)  # rank 0 writes it, as rank 0 has it
     local: Tensors = field(default_factory=dict)  # each rank writes its own: small buffers
     mine: Tensors = field(default_factory=dict)  # each rank writes its own: PerRank parts
+    shards: dict[str, Shard] = field(default_factory=dict)  # of sharded tensors, by their names
+    shapes: dict[str, list[int]] = field(default_factory=dict)  # of these tensors, whole
     # of the optimizers of replicated parameters: equal on all ranks
     settings: dict[str, Tree] = field(default_factory=dict)
 
@@ -222,6 +229,8 @@ class _Packer:
     def _tensor(self, value: Tensor, path: Path, target: Tensors) -> Tree:
         check_tensor(value, path)
         value = value.detach()
+        if is_sharded(value):
+            return self._sharded(value, path)
         memory = (
             value.data_ptr(),
             value.dtype,
@@ -243,10 +252,28 @@ class _Packer:
             tree["stride"] = list(value.stride())  # channels_last and the like
         return tree
 
+    def _sharded(self, value: DTensor, path: Path) -> Tree:
+        shard = shard_of(value, path)
+        memory = (shard.local.untyped_storage().data_ptr(), value.shape, value.dtype)
+        name = self._named.get(memory) if memory[0] else None  # tied weights
+        if name is None:
+            name = self._named[memory] = self._free_name(show_path(path, "state"))
+            self._packed.shards[name] = shard
+            self._packed.shapes[name] = list(value.shape)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": name, "dtype": dtype, "shape": list(value.shape), "sharded": True}
+
     def _free_name(self, name: str) -> str:
         # {"a": {"b": x}, "a/b": y}, or the keys 1 and "1". safetensors reserves "__metadata__".
         packed = self._packed
-        taken = (packed.common, packed.main, packed.local, packed.mine, {"__metadata__"})
+        taken: tuple[Collection[str], ...] = (
+            packed.common,
+            packed.main,
+            packed.local,
+            packed.mine,
+            packed.shards,
+            {"__metadata__"},
+        )
         free, count = name, 1
         while any(free in names for names in taken):
             count += 1

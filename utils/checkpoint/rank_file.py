@@ -20,6 +20,7 @@ from .format import (
     SAFETENSORS_TYPES,
     Damaged,
     FileEntry,
+    SliceEntry,
     TensorPlace,
     Unreadable,
     parse_header,
@@ -45,6 +46,7 @@ def write_rank_file(
     metadata: dict[str, str],
     *,
     replicated: bool,
+    slices: dict[str, SliceEntry],
 ) -> FileEntry:
     """Write one rank's file, sync it, and return its entry for the manifest.
 
@@ -63,6 +65,7 @@ def write_rank_file(
         "size": header.numel() + data.numel(),
         "blocks": checksums(header) + data_checksums.result(),
         "replicated": replicated,
+        "slices": slices,
     }
 
 

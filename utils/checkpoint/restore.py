@@ -18,6 +18,7 @@ from .entries import (
     check_module,
     check_optimizer,
     check_tensor,
+    is_sharded,
     plain_key,
     show_path,
     state_of,
@@ -150,7 +151,7 @@ class Restorer:
             self._mismatch(
                 path, f"is {_type_and_shape(state)}, but was saved as {_type_and_shape(saved)}"
             )
-        elif state.numel():
+        elif state.numel() and not is_sharded(state):
             memory = (
                 state.data_ptr(),
                 state.device,

@@ -13,7 +13,7 @@ from . import storage
 from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata, render_metadata
 from .folder import CheckpointFolder, LaterStep
-from .format import FileEntry, rank_file_name
+from .format import FileEntry, SliceEntry, rank_file_name
 from .rank_file import write_rank_file
 from .replicas import ReplicaSample, find_divergence
 from .snapshot import Snapshot
@@ -39,6 +39,7 @@ class SaveJob:
     digest: str  # of the step, names, shapes and types, which have to be equal on all ranks
     sample: ReplicaSample  # of the values that have to be equal on all ranks
     replicated: bool  # whether this rank's file holds a part of the state that all ranks need
+    slices: dict[str, SliceEntry]  # that this rank writes, by their names in its file
     metric: float | None
     retry_until: float  # time.monotonic() of rank 0
 
@@ -158,6 +159,7 @@ def _write_file(
             job.checksums,
             render_metadata(job.metadata),
             replicated=job.replicated,
+            slices=job.slices,
         )
         replicas = job.sample.digests()
         return {"entry": entry, "digest": job.digest, "replicas": replicas, "failure": None}

@@ -21,6 +21,7 @@ from .entries import (
     Tree,
     check_depth,
     is_dense,
+    is_sharded,
     show_path,
 )
 
@@ -113,6 +114,8 @@ class Unpacker:
             return self._copied[key]
 
         found = self._tensors[name]
+        if is_sharded(found):
+            return found
         if found.dtype is not dtype:  # safetensors does not have the type
             if found.dtype is not torch.uint8:
                 raise ValueError(f"its tensor is of type {found.dtype}; expected {dtype}")
