@@ -22,7 +22,7 @@ from utils.tools.main import COMMANDS, main
 # Subcommands that share an entry share a list.
 LISTS = (["launch"], ["submit run"], ["submit status", "submit list", "submit logs", "submit stop", "submit cancel",
           "submit resubmit"], ["submit doctor"], ["doctor"], ["doctor logs"], ["plan"], ["bench ddp"],
-          ["bench collectives"], ["sites"], ["plot"])
+          ["bench collectives"], ["sites"], ["checkpoints"], ["plot"])
 SAME_AS_RUN = "submit doctor"  # its options are those of `submit run`
 MODULES = {"": ["Distributed", "LaunchError", "setup_distributed"], "checkpoint": [], "data": [],
            "metrics": ["Metrics"], "preemption": [], "training": []}  # []: what __init__.py imports

@@ -80,10 +80,10 @@ def test_wrong_elements_are_counted() -> None:
 def test_table_of_each_operation_once_json_and_links(tmp_path: Path) -> None:
     saved, measured = tmp_path / "new" / "results.json", tmp_path / "other" / "links.json"
     done = python("scripts/bench.py", "collectives", "-b", "1000", "-e", "64K", "-n", "3", "-J", str(saved),
-                  "--links", str(measured), "--expect", "100", *operations.OPERATIONS, "broadcast", ranks=2)
+                  "--links", str(measured), *operations.OPERATIONS, "broadcast", ranks=2)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("all_reduce reaches ") and "% of the expected" in last
+    assert last.startswith("all_reduce reaches ")
     assert last.endswith("all results are correct.")
     found = json.loads(saved.read_text())
     rows = {(row["collective"], row["size"]): row for row in found["results"]}
@@ -121,8 +121,6 @@ def test_one_rank_is_refused(one_rank: None, capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    *((["collectives", "--expect", value], f"--expect is {value}. Expected a bandwidth above 0 GB/s")
-      for value in ("0", "-1", "nan")),
     (["collectives", "-n", "0"], "expected 0 < -b <= -e"),
     (["collectives", "-b", "8", "-e", "4"], "expected 0 < -b <= -e"),
     (["ddp", "--steps", "0", "x.py"], "expected --batch"),

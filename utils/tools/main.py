@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": "find out what is wrong with a job",
     "bench": "measure collectives, links between hosts, how a training scales, and its settings",
     "plan": "predict memory, step time and scaling of a training",
+    "checkpoints": "list, verify and export the checkpoints of a training",
     "plot": "draw the logs of training runs, or step times, as a picture",
     "explain": "print which launcher started this process, and why",
 }
@@ -59,6 +60,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from .bench import bench_cli as bench
 
         return bench.main(arguments)
+    if name == "checkpoints":
+        _restart_with_torch(name)
+        from . import checkpoints_cli as checkpoints
+
+        return checkpoints.main(arguments)
     if name == "plot":
         from . import charts
 
@@ -78,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())
     options = "Options: ddpkit COMMAND --help. Version: ddpkit --version"
     return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\n{options}"
 

@@ -79,7 +79,6 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON as nccl-tests does")
     add("--png", type=Path, metavar="FILE", help="draw the bus bandwidth (needs matplotlib)")
     add("--links", type=Path, metavar="FILE", help="write latency and bandwidth for ddpkit plan")
-    add("--expect", type=float, metavar="GB/S", help="compare the bus bandwidth with this")
     two = commands.add_parser(
         "ddp",
         help="measure how a training scales, and where its time goes",
@@ -119,8 +118,6 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         one.error(f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}")
     if not 0 < args.minbytes <= args.maxbytes or args.iters < 1:
         one.error("expected 0 < -b <= -e, and -n at least 1. Correct them")
-    if args.expect is not None and not args.expect > 0:
-        one.error(f"--expect is {args.expect:g}. Expected a bandwidth above 0 GB/s")
     args.operations = list(dict.fromkeys(args.operations))  # each once
     return args
 
@@ -189,8 +186,7 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Participants) -> i
         plural = "s" * (job.num_nodes > 1)
         title = f"{job.backend}, {job.world_size} ranks on {job.num_nodes} host{plural}"
         draw_lines(args.png, lines, title=title, x="bytes", y="bus bandwidth, GB/s", log=True)
-    expected = args.expect * 1e9 if args.expect else None
-    _log.info(collectives.summary(results, missing, expected))
+    _log.info(collectives.summary(results, missing))
     return 1 if not results or any(result.wrong for result in results) else 0
 
 

@@ -254,13 +254,8 @@ def describe_rank(ranks: Participants) -> dict[str, Any]:
     }
 
 
-def summary(
-    results: Sequence[CollectiveResult], missing: Sequence[str], expected: float | None
-) -> str:
-    """Return the last line, a summary of bandwidth, latency and correctness.
-
-    expected: bytes per second of bus bandwidth.
-    """
+def summary(results: Sequence[CollectiveResult], missing: Sequence[str]) -> str:
+    """Return the last line, a summary of bandwidth, latency and correctness."""
     if not results:
         return f"Nothing was measured: {'; '.join(missing)}."
     best = max(results, key=lambda result: (result.operation == "all_reduce", result.bus_bandwidth))
@@ -268,7 +263,6 @@ def summary(
         (result for result in results if result.operation == best.operation),
         key=lambda result: result.size,
     )
-    share = f", {best.bus_bandwidth / expected:.0%} of the expected" if expected else ""
     wrong = [result for result in results if result.wrong]
     correct = (
         f"WRONG RESULTS in {', '.join(sorted({result.operation for result in wrong}))}"
@@ -276,7 +270,7 @@ def summary(
         else "all results are correct"
     )
     sentence = (
-        f"{best.operation} reaches {best.bus_bandwidth / 1e9:.3g} GB/s of bus bandwidth{share}, "
+        f"{best.operation} reaches {best.bus_bandwidth / 1e9:.3g} GB/s of bus bandwidth, "
         f"and takes {first.seconds * 1e6:.0f} us for {first.size} bytes; {correct}"
     )
     return f"{'; '.join([sentence, *missing])}."

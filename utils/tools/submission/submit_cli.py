@@ -167,7 +167,9 @@ def _parser(name: str) -> ArgumentParser:
     if name in ("status", "list"):
         parser.add_argument("--json", action="store_true", help="print a line of JSON for each job")
     if name == "logs":
-        parser.add_argument("--follow", action="store_true", help="print output until the job ends")
+        parser.add_argument(
+            "--follow", action="store_true", help="print state and output until the job ends"
+        )
     if name == "resubmit":
         _add_submission_options(parser.add_argument)
     _add_folder(parser.add_argument)

@@ -1,0 +1,97 @@
+"""List, verify and export the checkpoints of a training, without changing their folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import CheckpointError, export_safetensors
+from ..checkpoint.disk import explain
+from ..checkpoint.format import Damaged, Unreadable
+from ..checkpoint.rank_file import read_rank_file
+from ..checkpoint.storage import checkpoint_names, read_manifest
+from ..log import print_result
+from .arguments import ArgumentParser
+
+DESCRIPTION = """\
+List, verify and export the checkpoints of a training. Nothing in their folder changes.
+
+ddpkit checkpoints list checkpoints                             steps, ranks, sizes and metrics
+ddpkit checkpoints verify checkpoints                           read all bytes, compare checksums
+ddpkit checkpoints export checkpoints model.safetensors         one part of the newest, whole
+
+Exit status: 0; 1 for a damaged checkpoint, or none.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a subcommand; return its exit status."""
+    parser = ArgumentParser(
+        prog="ddpkit checkpoints",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=("list", "verify", "export"))
+    parser.add_argument("folder", type=Path, help="of the Checkpointer")
+    parser.add_argument("file", type=Path, nargs="?", help="export: the file to write")
+    parser.add_argument("--step", type=int, help="default: all; export: the newest")
+    parser.add_argument("--part", default="model", help='export: key of the state ("model")')
+    parser.add_argument("--json", action="store_true", help="list, verify: a line of JSON for each")
+    args = parser.parse_args(words)
+    if (args.action == "export") != (args.file is not None):
+        parser.error("export needs a file, and the others have none")
+    try:
+        if args.action == "export":
+            step = export_safetensors(args.folder, args.file, part=args.part, step=args.step)
+            print_result(f"{args.file}: {args.part} of step {step}")
+            return 0
+        return _report(args.folder, args.step, args.action == "verify", args.json)
+    except CheckpointError as error:
+        problem = str(error)
+    except FileNotFoundError:
+        problem = f"there is no folder {args.folder}. Expected that of a Checkpointer"
+    except OSError as error:
+        problem = f"{args.folder}: {explain(error)}"
+    print(f"ddpkit checkpoints: error: {problem}", file=sys.stderr)
+    return 1
+
+
+def _report(folder: Path, step: int | None, verify: bool, as_json: bool) -> int:
+    names = checkpoint_names(folder)
+    found = [_describe(folder / name, verify) for name in names]
+    if step is not None:
+        found = [one for one in found if one.get("step") == step]
+    if not found:
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(
+            f"there is no {wanted} in {folder}. Expected the folder of a training"
+        )
+    for one in found:
+        problem = one.get("problem")
+        text = f"{one['name']}  {one.get('ranks', '?')} ranks  {one.get('bytes', 0) / 1e6:.1f} MB"
+        metric = one.get("metric")
+        text += f"  metric {metric:g}" if metric is not None else ""
+        text += f"  {problem}" if problem else "  intact" if verify else ""
+        print_result(json.dumps(one) if as_json else text)
+    return int(any("problem" in one for one in found))
+
+
+def _describe(path: Path, verify: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": path.name}
+    try:
+        manifest = read_manifest(path)
+        found |= {
+            "step": manifest["step"],
+            "ranks": manifest["world_size"],
+            "bytes": sum(entry["size"] for entry in manifest["files"]),
+            "metric": manifest["metric"],
+        }
+        for entry in manifest["files"] if verify else ():
+            read_rank_file(path, entry)
+    except (Damaged, Unreadable) as error:
+        found["problem"] = f"{'damaged' if isinstance(error, Damaged) else 'unreadable'}: {error}"
+    return found
