@@ -36,13 +36,16 @@ def wait_for_progress(folder: Path) -> None:
     wait_until(lambda: bool(set(folder.glob("step-*")) - before), "a checkpoint", seconds=100)
 
 
+SHARDED = str(ROOT / "tests" / "faults" / "sharded.py")
+
+
 @pytest.mark.parametrize("words", [
     ["--kills", "2", "--ranks", "3", *SURVIVE, "--epochs", "1"],  # the sum of two is the same in either order
-    ["--kills", "2", "--ranks", "4", str(ROOT / "tests" / "faults" / "sharded.py")],
+    *(["--kills", "2", "--ranks", "4", SHARDED, *more] for more in ([], ["--zero"])),
     ["--kills", "2", "--log", str(ROOT / "examples" / "03_text_lm.py"), "--steps", "60"],
     *(["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--epochs", "1", "--compile", where,
        "--compiler", compiler] for where, compiler in (("inside", "inductor"), ("outside", "aot_eager"))),
-], ids=["plain", "sharded", "log", "compiled inside", "compiled outside"])
+], ids=["plain", "sharded", "zero", "log", "compiled inside", "compiled outside"])
 def test_ranks_killed_at_random_moments(words: list[str]) -> None:
     """kills.py does it as often as it is asked to."""
     kills = [sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words]

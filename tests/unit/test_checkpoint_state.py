@@ -272,7 +272,7 @@ class Broken:
 
 ITSELF: dict[str, Any] = {}
 ITSELF["again"] = ITSELF
-SHARDED = r"expected .* whole on every rank.*(fully_shard\(\)|torch.distributed.checkpoint)"
+SHARDED = r"expected .* whole on every rank.*(fully_shard\(\)|PerRank\(zero.optim\))"
 REFUSED: list[tuple[Any, str]] = [
     (lambda: 0, " is of type builtins.function"), (object, " is of type builtins.type"),
     (ITSELF, ".* nested more than 100 levels deep"),

@@ -205,8 +205,8 @@ def check_optimizer(value: Any, path: Path) -> None:
     if type(value).__name__ == "ZeroRedundancyOptimizer":
         raise StateError(
             f"{show_path(path)} is a ZeroRedundancyOptimizer, whose state is sharded over the "
-            "ranks; expected an optimizer that is whole on every rank. Use one, or "
-            "torch.distributed.checkpoint"
+            "ranks; expected an optimizer that is whole on every rank. Put PerRank(zero.optim) in "
+            "its place, which resumes on the same number of ranks"
         )
     if isinstance(value, torch.optim.Optimizer):
         for number, group in enumerate(value.param_groups):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .entries import walk
+from .entries import PerRank, walk
 from .format import TensorPlace, place_tensors
 from .pack import Packed
 
@@ -32,7 +32,13 @@ def replicated_parameters(state: Any) -> frozenset[int]:
     if not (dist.is_available() and dist.is_initialized()):
         return frozenset()
     values = [value for _, value in walk(state)]
-    optimizers = (value for value in values if isinstance(value, torch.optim.Optimizer))
+    per_rank = (one.value for one in values if isinstance(one, PerRank))
+    own = {id(value) for part in per_rank for _, value in walk(part)}  # as of a sharded optimizer
+    optimizers = (
+        value
+        for value in values
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in own
+    )
     modules = (value for value in values if isinstance(value, torch.nn.Module))
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     trained = {id(parameter) for group in groups for parameter in group["params"]}
