@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit fr
 # Before torch: a stop signal that arrives while torch loads is then held, not lost.
 from utils import setup_distributed
 from utils.checkpoint import Checkpointer
-from utils.data import ResumableDataLoader, ResumableDistributedSampler, sample_seed
+from utils.data import resumable_loader, sample_seed
 from utils.log import get_logger
 from utils.preemption import StopSignal, requeue, shield_worker
 from utils.training import accumulate, batched, linear_warmup, prime_ddp_buckets, split_batch
@@ -67,10 +67,10 @@ def make_model() -> nn.Module:
     )
 
 
-def global_batches(sampler, loader, epochs, accumulation):
+def global_batches(loader, epochs, accumulation):
     """Iterate over the rest of the training, as lists of `accumulation` micro-batches."""
-    for epoch in range(sampler.epoch, epochs):
-        sampler.set_epoch(epoch)
+    for epoch in range(loader.sampler.epoch, epochs):
+        loader.sampler.set_epoch(epoch)
         yield from batched(loader, accumulation)
 
 
@@ -89,11 +89,11 @@ def main() -> int:
     ):
         split = split_batch(GLOBAL_BATCH, job.world_size, MAX_MICRO_BATCH)
         data = Images()
-        sampler = ResumableDistributedSampler(data, job.world_size, job.rank, with_epoch=True)
-        loader = ResumableDataLoader(
+        loader = resumable_loader(
             data,
+            job,
             split.micro_batch,
-            sampler=sampler,
+            with_epoch=True,
             num_workers=2,
             worker_init_fn=shield_worker,  # workers ignore the stop signal
         )
@@ -107,7 +107,7 @@ def main() -> int:
         step, last_step = found.step if found else 0, args.epochs * len(data) // GLOBAL_BATCH
         log.info(f"resuming after step {step}" if found else f"starting in {args.folder}")
 
-        for micro_batches in global_batches(sampler, loader, args.epochs, split.accumulation):
+        for micro_batches in global_batches(loader, args.epochs, split.accumulation):
             total = torch.zeros((), device=job.device)
             for (images, classes), weight in accumulate(ddp, micro_batches):
                 scores = ddp(images.to(job.device))

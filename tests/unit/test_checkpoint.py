@@ -294,3 +294,15 @@ def test_files_follow_the_rules_of_safetensors(folder: Path, tmp_path: Path) -> 
             (tmp_path / "nowhere" / "file", "model", "cannot write")):
         with pytest.raises(CheckpointError, match=words):
             export_safetensors(folder, file, part=part)
+
+
+def test_a_thread_that_cannot_start_costs_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks learn it at once: they would wait for this one until the time limit."""
+    with Checkpointer(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                checkpoints.save(1, {"x": torch.ones(3)})
+        assert "can't start new thread" in str(checkpoints.failure)
+        checkpoints.save_and_wait(2, {"x": torch.ones(3)})
+    assert list_steps(tmp_path) == [2]

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from utils.checkpoint import Checkpointer, PerRank
-from utils.data import Permutation, ResumableDataLoader, ResumableDistributedSampler, sample_seed
+from utils.data import Permutation, ResumableDataLoader, ResumableDistributedSampler, resumable_loader, sample_seed
 
 
 class Data(Dataset[Any]):
@@ -218,6 +218,16 @@ def test_a_loop_that_continues_a_replaced_pass_is_refused() -> None:
         next(second)
     assert sorted(got + samples(one)) == list(range(125))
     assert set(multiprocessing.active_children()) - others == workers and len(workers) == 2
+
+
+def test_loader_and_sampler_are_made_in_one_call() -> None:
+    """For this rank of a job, with the arguments of both."""
+    job = SimpleNamespace(rank=1, world_size=2)
+    loader = resumable_loader(TensorDataset(torch.arange(8)), job, 2, shuffle=False, seed=7, drop_last=True)  # type: ignore[arg-type]
+    assert [batch[0].tolist() for batch in loader] == [[1, 3], [5, 7]]
+    assert (loader.sampler.seed, loader.state_dict()["position"]) == (7, 8)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="sampler is a DistributedSampler; expected a ResumableDistributedSampler"):
+        ResumableDataLoader(loader.dataset, sampler=DistributedSampler(loader.dataset, 2, 1))  # type: ignore[arg-type]
 
 
 def test_the_epoch_reaches_persistent_workers() -> None:

@@ -292,10 +292,8 @@ class Checkpointer:
         self._ended.clear()
         try:
             threading.Thread(target=self._run, args=(job,), daemon=True, name="checkpoint").start()
-        except RuntimeError:  # the limit of processes
-            self._own_part_written.set()
-            self._ended.set()
-            raise
+        except RuntimeError:  # the limit of processes: the other ranks wait for this one
+            self._run(job)
 
     def _run(self, job: SaveJob | RefusedJob) -> None:
         """Write the checkpoint, in the background thread."""

@@ -5,12 +5,43 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .sampler import ResumableDistributedSampler, SamplerState, WorkerSeeds
+
+if TYPE_CHECKING:
+    from ..distributed import Distributed
+
+
+def resumable_loader(
+    dataset: Dataset[Any],
+    job: Distributed,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    with_epoch: bool = False,
+    **options: Any,
+) -> ResumableDataLoader:
+    """Return a ResumableDataLoader whose sampler, `loader.sampler`, divides the data by the ranks.
+
+    job: from setup_distributed(). batch_size: samples per batch and rank. The sampler gets shuffle,
+    seed, drop_last and with_epoch; the loader gets the other options.
+    """
+    sampler = ResumableDistributedSampler(
+        dataset,  # type: ignore[arg-type]
+        job.world_size,
+        job.rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        with_epoch=with_epoch,
+    )
+    return ResumableDataLoader(dataset, batch_size, sampler=sampler, **options)
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -48,6 +79,11 @@ class ResumableDataLoader(DataLoader[Any]):
         generator: torch.Generator | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(sampler, ResumableDistributedSampler):
+            raise TypeError(
+                f"sampler is a {type(sampler).__name__}; expected a ResumableDistributedSampler, "
+                "which knows its position. resumable_loader() makes both"
+            )
         if num_workers and not in_order:
             raise ValueError(
                 "in_order is False; expected True, the default. Batches that arrive in any order "
