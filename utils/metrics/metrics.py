@@ -18,6 +18,7 @@ metrics.jsonl has every step once, however often the training is killed. scripts
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import time
@@ -57,6 +58,7 @@ class Metrics:
     wandb: also write a run of this project, in folder/wandb. It is offline unless WANDB_MODE says
         otherwise, and remains one run after restarts.
 
+    The first value that is NaN or infinite is an ERROR in the output, with its step and rank.
     Rank 0 warns if a package is missing or the log cannot be written; neither ends the training.
     """
 
@@ -85,6 +87,7 @@ class Metrics:
             self._output = _Output(Path(folder), dist.world_size, tensorboard, wandb)
 
         self._pending: list[_Record] = []  # steps whose values have not been read
+        self._reported_problem = False
         self._unprinted: list[_Record] = []  # steps since the last progress line
         self._step: int | None = None  # the last one that was logged
         self._steps, self._seconds = 0, 0.0  # that were read
@@ -119,7 +122,7 @@ class Metrics:
             seconds = now - self._step_start
             self._pending.append(_Record(step, time.time(), seconds, self._data_seconds))
             self._step, self._step_start, self._data_seconds = step, now, 0.0
-        self._pending[-1].add(values, self._dist.world_size)
+        self._pending[-1].add(values, self._dist.world_size, self._dist.rank)
 
     def flush(self, *, sync: bool = False) -> None:
         """Read the values that are pending, write and print them. sync: until they are on disk."""
@@ -129,6 +132,9 @@ class Metrics:
             record.wait()
             if self._dist.is_main:
                 record.read()
+                if not self._reported_problem and (problem := record.problem()):
+                    self._reported_problem = True
+                    _log.error("%s", problem)
         self._last_flush = time.perf_counter()
         if records and self._dist.device.type != "cpu":  # the GPU computed these steps until now
             drained = self._last_flush - start
@@ -253,8 +259,9 @@ class _Record:
         self.values: dict[str, float] = {}  # without those of the tensors, until read()
         # Names, their values in one tensor, and its sum over all ranks, in the background.
         self._tensors: list[tuple[list[str], torch.Tensor, torch.distributed.Work | None]] = []
+        self._bad_ranks = self._sum_of_bad_ranks = 0.0
 
-    def add(self, values: Mapping[str, torch.Tensor | float], world_size: int) -> None:
+    def add(self, values: Mapping[str, torch.Tensor | float], world_size: int, rank: int) -> None:
         tensors: dict[str, torch.Tensor] = {}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -266,7 +273,9 @@ class _Record:
             return
         joined, work = torch.stack(list(tensors.values())), None
         if world_size > 1:
-            joined /= world_size
+            # Also which ranks have a value that is not finite: their number, and the sum of them.
+            bad = (~joined.isfinite()).any().float()
+            joined = torch.cat([joined / world_size, torch.stack([bad, bad * rank])])
             work = torch.distributed.all_reduce(joined, async_op=True)
         self._tensors.append((list(tensors), joined, work))
 
@@ -282,9 +291,27 @@ class _Record:
 
     def read(self) -> None:
         """Read the values of the tensors."""
-        for names, joined, _ in self._tensors:
-            self.values.update(zip(names, joined.tolist(), strict=True))
+        for names, joined, work in self._tensors:
+            found = joined.tolist()
+            if work is not None:
+                *found, self._bad_ranks, self._sum_of_bad_ranks = found
+            self.values.update(zip(names, found, strict=True))
         self._tensors.clear()
+
+    def problem(self) -> str:
+        """Return which values are not finite, and on which rank; "" if all are. After read()."""
+        names = [name for name, value in self.values.items() if not math.isfinite(value)]
+        if not names:
+            return ""
+        ranks = ""
+        if self._bad_ranks == 1:
+            ranks = f" on rank {self._sum_of_bad_ranks:.0f}"
+        elif self._bad_ranks > 1:
+            ranks = f" on {self._bad_ranks:.0f} ranks"
+        return (
+            f"{', '.join(names)} of step {self.step} is not finite{ranks}. Lower the learning rate "
+            "or clip the gradients; look at the batch of that step"
+        )
 
 
 class _Output:
