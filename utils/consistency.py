@@ -308,7 +308,8 @@ class TrainingWatch:
     Only the main thread trains; one thread talks to the store.
     """
 
-    def __init__(self, communicator: StoreCommunicator) -> None:
+    def __init__(self, communicator: StoreCommunicator | None) -> None:
+        """communicator: None for one rank, whose training is compared with none."""
         self._communicator = communicator
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]] = (
@@ -327,7 +328,9 @@ class TrainingWatch:
 
     def close(self) -> None:
         """Stop watching. What has been sampled is still compared. A second call does nothing."""
+        global watch
         atexit.unregister(self.close)
+        watch = None if watch is self else watch
         self._handle.remove()
         _patch(None)
         if self._thread is not None:
@@ -345,7 +348,7 @@ class TrainingWatch:
         if count is None:
             count = self._optimizers[optimizer] = [len(self._optimizers), 0, 1]
         count[1] += 1
-        if count[1] == count[2]:
+        if count[1] == count[2] and self._communicator is not None:
             count[2] = next_checked(count[1])
             self._check_parameters(optimizer, count[0], count[1])
         if self.epochs and (epoch := self.epochs.pop(self.iterator, None)) is not None:
@@ -378,7 +381,32 @@ class TrainingWatch:
         if begun < _CHECKED_EPOCHS:
             self._send(lambda: self._report_epoch(f"data/{number}/{begun}", epoch))
 
+    def missing_from(self, state: Sequence[object]) -> list[str]:
+        """Return what this training uses, and a state does not hold: it restarts at a resume.
+
+        state: all values in the state, at any depth.
+        """
+        held = {id(one) for one in state} | {id(getattr(one, "optim", None)) for one in state}
+        dicts = [one for one in state if isinstance(one, dict)]  # also of state_dict()
+        missing = []
+        for optimizer in self._optimizers:
+            name = type(optimizer).__name__
+            inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
+            is_held = id(optimizer) in held or inner is not None and id(inner) in held
+            if not is_held and not any("param_groups" in one for one in dicts):
+                missing.append(f"the optimizer {name}")
+            schedules = [one for one in state if getattr(one, "optimizer", None) is optimizer]
+            has_schedule = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+            if has_schedule and not schedules and not any("last_epoch" in one for one in dicts):
+                missing.append(f"the learning-rate scheduler of {name}")
+        for loader, (_, epochs, _) in self._loaders.items():
+            if epochs and hasattr(loader, "state_dict") and id(loader) not in held:
+                missing.append(f"the {type(loader).__name__}")
+        return missing
+
     def _send(self, task: Callable[[], object]) -> None:
+        if self._communicator is None:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="training checks", daemon=True)
             self._thread.start()
@@ -409,6 +437,7 @@ class TrainingWatch:
             pass
 
     def _report_epoch(self, topic: str, epoch: _Epoch) -> None:
+        assert self._communicator is not None
         report = {**epoch.description, "batch": digests(epoch.batch or [], epoch.count)[0]}
         self._communicator.report(
             topic, report, lambda reports: self._log_once("data", data_problem(reports))
@@ -421,6 +450,7 @@ class TrainingWatch:
         samples: list[Sample],
         parameters: Sequence[Tensor],
     ) -> None:
+        assert self._communicator is not None
         found, finite = digests(samples, len(parameters))
 
         def conclude(reports: list[dict[str, Any]]) -> None:
@@ -434,6 +464,7 @@ class TrainingWatch:
     def _log_once(self, subject: str, problem: str) -> None:
         if problem and subject not in self._reported:
             self._reported.add(subject)
+            assert self._communicator is not None
             if self._communicator.count(f"reported/{subject}") > 1:  # by another rank
                 return
             _log.error("%s. (To switch this check off: %s=0)", problem, "DDPKIT_CHECK_TRAINING")
@@ -455,6 +486,7 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+watch: TrainingWatch | None = None  # of this process, while its job is open
 _original_iter, _original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
 
 

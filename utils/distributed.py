@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import __version__, coordination
+from . import __version__, consistency, coordination
 from .consistency import TrainingWatch
 from .coordination import StoreCommunicator
 from .host import device, gloo
@@ -232,8 +232,8 @@ def setup_distributed(
         raise
     if job.world_size > 1:
         _set_rank_variables(job, detection.launcher)
-        if check_training and os.environ.get(CHECK_TRAINING) != "0":
-            _check_training(job)
+    if check_training and os.environ.get(CHECK_TRAINING) != "0":
+        job._watch = consistency.watch = TrainingWatch(_communicator(job))
     return job
 
 
@@ -357,11 +357,12 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
         monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
 
 
-def _check_training(job: Distributed) -> None:
-    """Compare the training of the ranks until the job is closed."""
+def _communicator(job: Distributed) -> StoreCommunicator | None:
+    if job.world_size == 1:
+        return None
     # A wait of the script in its store would hold this one up.
     store = job.store.clone()  # type: ignore[attr-defined]
-    job._watch = TrainingWatch(StoreCommunicator("training", job.rank, job.world_size, store))
+    return StoreCommunicator("training", job.rank, job.world_size, store)
 
 
 def _bind(cpus: str) -> None:

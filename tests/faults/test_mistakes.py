@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,37 @@ def test_a_loss_that_is_not_finite_is_reported_once_with_step_and_rank() -> None
     errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
     assert done.returncode == 0 and len(errors) == 1, done.stderr
     assert "loss of step 7 is not finite on rank 1." in errors[0]
+
+
+STATE = """\
+import sys, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from utils import setup_distributed
+from utils.checkpoint import Checkpointer
+from utils.data import resumable_loader
+with setup_distributed("gloo") as job, Checkpointer(sys.argv[1]) as checkpoints:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(other.parameters())]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 2)
+    loader = resumable_loader(TensorDataset(torch.ones(8, 2)), job, 2)
+    for (inputs,) in loader:
+        model(inputs).sum().backward()
+        for one in (*optimizers, schedule):
+            one.step()
+    state = {"model": model, "optimizer": optimizers[0]}
+    if sys.argv[2] == "all":
+        state |= {"second": [optimizers[1]], "schedule": schedule, "loader": loader}
+    if sys.argv[2] == "plain":
+        state = {"all": [one.state_dict() for one in (model, *optimizers, schedule)], "loader": loader}
+    checkpoints.save_and_wait(1, state)
+"""
+
+
+@pytest.mark.parametrize(("state", "said"), [
+    ("part", "lacks the learning-rate scheduler of SGD, the optimizer Adam, the ResumableDataLoader:"), ("all", ""),
+    ("plain", "")])
+def test_what_the_saved_state_lacks_is_named(state: str, said: str, tmp_path: Path) -> None:
+    done = python("-c", STATE, str(tmp_path), state)
+    warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
+    assert done.returncode == 0 and len(warnings) == bool(said) and all(said in line for line in warnings), done.stderr

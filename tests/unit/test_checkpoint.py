@@ -306,3 +306,24 @@ def test_a_thread_that_cannot_start_costs_one_save(tmp_path: Path, monkeypatch: 
         assert "can't start new thread" in str(checkpoints.failure)
         checkpoints.save_and_wait(2, {"x": torch.ones(3)})
     assert list_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(("scheduled", "said"), [
+    (False, "optimizer: lr 0.1, here 0.5; optimizer: momentum"), (True, "")])
+def test_settings_that_the_checkpoint_replaces_are_named(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, scheduled: bool, said: str) -> None:
+    """A learning rate that a scheduler has changed is none: that is compared with the one it began with."""
+    caplog.set_level("INFO")
+    for lr, momentum in ((0.1, 0.9), (0.1 if scheduled else 0.5, 0.9 if scheduled else 0.0)):
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr, momentum=momentum)
+        state: dict[str, Any] = {"optimizer": optimizer}
+        if scheduled:
+            state["schedule"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with Checkpointer(tmp_path) as checkpoints:
+            if checkpoints.load_latest(state) is None:
+                optimizer.step()
+                if scheduled:
+                    state["schedule"].step()
+                checkpoints.save_and_wait(1, state)
+    found = [record.getMessage() for record in caplog.records if "with other settings" in record.getMessage()]
+    assert len(found) == bool(said) and all(said in message for message in found)

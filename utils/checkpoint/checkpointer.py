@@ -15,11 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .. import consistency
 from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
 from .checksums import BackgroundChecksums
-from .contents import CheckpointError, RankMetadata, Restored
-from .entries import StateError, check_state
+from .contents import CheckpointError, RankMetadata, Restored, versions
+from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention
 from .load import digest, load_on_all_ranks, restore
 from .pack import Packed, pack
@@ -122,7 +123,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._unraised: CheckpointError | None = None  # a failure that no call has raised yet
         self._try_again = False  # whether save_and_wait() has time for it, the same on all ranks
-        self._closed = False
+        self._closed = self._checked_state = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -255,6 +256,7 @@ class Checkpointer:
         finite = number is not None and math.isfinite(number)
 
         packed = pack(state, replicated_parameters(state))
+        self._note_missing(state)
         rank = self._ranks.rank
         share = share_out(packed, rank, self._ranks.world_size)
         sample = ReplicaSample(packed)
@@ -273,6 +275,7 @@ class Checkpointer:
         }
         if rank == 0:
             metadata["tree"] = packed.tree
+            metadata["versions"] = versions()
         return SaveJob(
             step,
             turn,
@@ -286,6 +289,18 @@ class Checkpointer:
             metric=number if finite else None,
             retry_until=retry_until,
         )
+
+    def _note_missing(self, state: Any) -> None:
+        """Log once what the training uses, and the state lacks."""
+        if self._checked_state or consistency.watch is None or self._ranks.rank:
+            return
+        self._checked_state = True
+        values = [unwrap(value) for _, value in walk(state)]
+        if missing := consistency.watch.missing_from(values):
+            _log.warning(
+                "the saved state lacks %s: it starts anew after a resume. Put it into the state",
+                ", ".join(missing),
+            )
 
     def _start(self, job: SaveJob | RefusedJob) -> None:
         self._own_part_written.clear()

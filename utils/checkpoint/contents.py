@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
 from torch import Tensor
 
 from .entries import StateError, Tree
@@ -47,6 +49,7 @@ class RankMetadata(TypedDict, total=False):
     own: dict[str, Tree]  # of the rank's PerRank parts
     local: list[str]  # tensors that only this rank restores; none are listed for rank 0
     random: Tree  # states of the rank's random number generators
+    versions: dict[str, str]  # in the file of rank 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,21 @@ class LoadedCheckpoint:
     world_size: int
     restorer: Restorer
     random: list[dict[str, Any]]  # of this rank, or of all ranks if their number has changed
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what decides the bits of a training."""
+    return {"torch": torch.__version__, "Python": platform.python_version()}
+
+
+def changed_versions(saved: Mapping[str, str]) -> list[str]:
+    """Return the versions that differ: "torch 2.13.0, here 2.15.0"."""
+    return [
+        f"{name} {saved[name]}, here {here}"
+        for name, here in versions().items()
+        if name in saved and saved[name] != here
+    ]
 
 
 def render_metadata(trees: RankMetadata) -> dict[str, str]:
@@ -89,7 +107,13 @@ def load(
             f"the state does not match: {shown}{f'; and {more} more' if more > 0 else ''}. "
             "Resume with what was saved, or start in another folder"
         )
-    return LoadedCheckpoint(manifest["step"], manifest["world_size"], restorer, contents.random)
+    return LoadedCheckpoint(
+        manifest["step"],
+        manifest["world_size"],
+        restorer,
+        contents.random,
+        contents.versions,
+    )
 
 
 class Contents:
@@ -111,6 +135,7 @@ class Contents:
         self.tree: Tree = None
         self.tensors: dict[str, Tensor] = {}
         self.part_names: list[str] = []
+        self.versions: dict[str, str] = {}
         is_same_size = rank is not None and manifest["world_size"] == world_size
         of_this_rank: dict[str, Tensor] = {}
         metadata_by_rank: dict[int, RankMetadata] = {}
@@ -142,6 +167,7 @@ class Contents:
                 self.tree = metadata["tree"]
                 needed.find(self.tree, state)
             needed.take(held, entry["slices"])
+            self.versions |= metadata.get("versions", {})
             if is_same_size and number == rank:
                 of_this_rank = held
             else:

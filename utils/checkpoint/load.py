@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 from ..coordination import StoreCommunicator
 from ..log import get_logger
-from .contents import CheckpointError, LoadedCheckpoint, Restored, load
+from .contents import CheckpointError, LoadedCheckpoint, Restored, changed_versions, load
 from .entries import StateError
 from .folder import CheckpointFolder
 from .format import Damaged, Unreadable
@@ -34,6 +34,7 @@ class _Report(TypedDict):
     detail: str  # the reason, or a digest of the manifest
 
 
+_SHOWN_CHANGES = 8
 _PRECEDENCE = ("gone", "error", "damaged")
 
 
@@ -93,6 +94,13 @@ def restore(
             f"cannot restore step {loaded.step} in {folder.path} on {ranks.name}: {error}"
         ) from error
 
+    changes = [*loaded.restorer.changes, *changed_versions(loaded.versions)]
+    if changes and ranks.rank == 0:
+        _log.info(
+            "step %d was saved with other settings: %s. The saved ones are used, but for versions",
+            loaded.step,
+            "; ".join(changes[:_SHOWN_CHANGES]),
+        )
     if loaded.world_size == ranks.world_size:
         missing = restore_random_states(loaded.random[0])
         if missing:

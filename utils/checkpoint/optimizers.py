@@ -67,6 +67,25 @@ def find_mismatch(
     return ""
 
 
+def changed_settings(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str
+) -> list[str]:
+    """Return the settings that differ from the saved ones: "optimizer: lr 0.01, here 0.1".
+
+    Where a scheduler changes the learning rate, the one that it began with is compared.
+    """
+    found = []
+    groups = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    for number, (group, saved_group) in enumerate(groups):
+        place = f"{where} group {number}" if len(optimizer.param_groups) > 1 else where
+        for name, value in saved_group.items():
+            is_plain = isinstance(value, (bool, int, float, str, tuple))
+            is_scheduled = name == "lr" and "initial_lr" in saved_group
+            if is_plain and not is_scheduled and name in group and group[name] != value:
+                found.append(f"{place}: {name} {value}, here {group[name]}")
+    return found
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state_dict() and keep the types of its tensors."""
     optimizer.load_state_dict(saved)

@@ -25,7 +25,7 @@ from .entries import (
     unwrap,
     walk,
 )
-from .optimizers import find_mismatch, load_optimizer, parameter_names
+from .optimizers import changed_settings, find_mismatch, load_optimizer, parameter_names
 from .unpack import Unpacker, holds_objects, kind_of, tag_of
 
 _SHOWN_KEYS = 5
@@ -43,6 +43,7 @@ class Restorer:
         self, state: Any, tree: Tree, tensors: Mapping[str, Tensor], own: dict[str, Tree] | None
     ) -> None:
         self.mismatches: list[str] = []
+        self.changes: list[str] = []  # settings that the checkpoint has otherwise, and replaces
         self._own = own
         self._actions: list[tuple[Path, Callable[[], object]]] = []
         self._by_memory: dict[tuple[object, ...], tuple[Path, Tensor]] = {}
@@ -188,6 +189,8 @@ class Restorer:
             return
         if mismatch := find_mismatch(state, self._names, tree["parameters"]):
             self._mismatch(path, mismatch)
+        else:
+            self.changes += changed_settings(state, saved, show_path(path))
         self._actions.append((path, lambda: load_optimizer(state, saved)))
 
     def _match_module(self, module: torch.nn.Module, tree: dict[str, Tree], path: Path) -> Any:
