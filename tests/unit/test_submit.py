@@ -97,16 +97,18 @@ def test_submission_keeps_script_settings_commit_and_id(login: Login) -> None:
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m first"):
         subprocess.run(["git", *command.split()], check=True, env={**os.environ, "HOME": str(login.folder)})
     (login.folder / "new").touch()
-    done = login.submit("run", "--nodes", "3", "--env", "TEXT=\udcff\n'\"", "train.py", "--lr", "0.1")
+    done = login.submit("run", "--nodes", "3", "--env", "TEXT=\udcff\n'\"", "--env", "HOME", "train.py", "--lr",
+                        "0.1")
     assert (done.status, done.out) == (0, "101\n") and "note: " not in done.err
     [folder] = login.submissions()
-    assert folder.name.startswith("train-20")
+    assert folder.name.startswith("train-20") and folder.stat().st_mode & 0o777 == 0o700
     assert login.commands.calls("sbatch") == [["sbatch", "--parsable", str(folder / "job.sh")]]
 
     record = json.loads((folder / "submission.json").read_text())
     assert record["job_ids"] == ["101"] and record["submit_folder"] == str(login.folder)
     assert record["job"]["nodes"] == 3 and record["job"]["command"] == ["train.py", "--lr", "0.1"]
     assert record["job"]["environment"]["TEXT"] == "\udcff\n'\""
+    assert record["job"]["environment"]["HOME"] == os.environ["HOME"]
     assert len(record["git"]["commit"]) == 40 and record["git"]["dirty"] is True
     script = (folder / "job.sh").read_text()
     assert f'#SBATCH "--output={folder}/%j.out"' in script and "-- train.py --lr 0.1" in script
@@ -158,7 +160,7 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("run tool", 1, "Write ./tool"),
     ("run --nodes 2", 1, "no training script"),
     ("run -m --lr 1", 1, "-m has no module"),
-    ("run --env A train.py", 1, "NAME=VALUE"),
+    ("run --env NOT_SET train.py", 1, "NOT_SET is not set here. Expected NAME=VALUE"),
     ("run --chain 0 train.py", 1, "--chain is 0"),
     ("run --queue @ train.py", 1, "--partition"),
     ("run --site generic-pbs --ntasks-per-node 99 train.py", 1, "4 cores"),

@@ -187,11 +187,12 @@ def _environment(args: argparse.Namespace, profile: Profile, ranks: int) -> dict
     environment = profile.exports(args.nodes, ranks)
     for text in args.env:
         name, equals, value = text.partition("=")
-        if not equals:
+        if not equals and name not in os.environ:
             raise UsageError(
-                f"--env {text} has no value. Expected NAME=VALUE. Write --env {text}=VALUE."
+                f"--env {text}: {text} is not set here. Expected NAME=VALUE, or the name of a "
+                f"variable to pass on. Write --env {text}=VALUE, or export it first."
             )
-        environment[name] = value
+        environment[name] = value if equals else os.environ[name]
     return environment
 
 

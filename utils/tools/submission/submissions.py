@@ -71,12 +71,16 @@ class Submission:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Make the folder PARENT/NAME-DATE-TIME, which did not exist before. Raises OSError."""
+    """Make the folder PARENT/NAME-DATE-TIME, which did not exist before. Raises OSError.
+
+    Only this user may enter it: scripts and records may hold secrets that --env has.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
         folder = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
         try:
-            folder.mkdir(parents=True)
+            parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return folder

@@ -275,7 +275,13 @@ def _add_environment_options(add: Callable[..., object]) -> None:
         metavar="LINE",
         help="shell line to run before the ranks, for example 'source venv/bin/activate'",
     )
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable; without a value that of this shell",
+    )
     add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
     add(
         "-m",
