@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _RUNS, _RUN_LENGTH = 64, 16  # of a tensor: runs of adjacent elements
-_DIGITS = 8  # hexadecimal, of a digest
+DIGITS = 8  # hexadecimal, of a digest
 _CHECKED_EPOCHS = 3
 _CLOSE_SECONDS = 5.0
 # What a sampler of one rank has in common with those of the others, and what it has not.
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
     numbers: list[int]  # of the tensors
     sizes: list[int]  # elements of each
     values: Tensor
-    event: torch.Event | None
+    event: tuple[torch.device, torch.Event] | None  # of a copy from a GPU
 
 
 def take_sample(tensors: Sequence[Tensor]) -> list[Sample]:
@@ -67,18 +67,24 @@ def take_sample(tensors: Sequence[Tensor]) -> list[Sample]:
         parts = [_some_elements(tensors[number]) for number in numbers]
         on_gpu = device.type == "cuda"
         values = torch.cat(parts).to("cpu", non_blocking=on_gpu)
-        event = torch.cuda.current_stream(device).record_event() if on_gpu else None
-        samples.append(Sample(numbers, [part.numel() for part in parts], values, event))
+        sizes = [part.numel() for part in parts]
+        event = (device, torch.cuda.current_stream(device).record_event()) if on_gpu else None
+        samples.append(Sample(numbers, sizes, values, event))
     return samples
 
 
 def _some_elements(tensor: Tensor) -> Tensor:
-    flat = tensor.detach()
-    flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    count = flat.numel()
-    if count <= _RUNS * _RUN_LENGTH or not flat.is_contiguous():
-        return flat.flatten()[: _RUNS * _RUN_LENGTH]
-    return flat.as_strided((_RUNS, _RUN_LENGTH), (count // _RUNS, 1)).flatten()
+    """Return runs of elements, in the order in which they are in memory."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    is_dense = tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+    tensor = tensor if is_dense else tensor.contiguous()
+    count = tensor.numel()
+    if count <= _RUNS * _RUN_LENGTH:
+        return tensor.as_strided((count,), (1,))
+    return tensor.as_strided((_RUNS, _RUN_LENGTH), (count // _RUNS, 1)).flatten()
 
 
 def digests(samples: Sequence[Sample], count: int) -> tuple[str, bool]:
@@ -89,15 +95,20 @@ def digests(samples: Sequence[Sample], count: int) -> tuple[str, bool]:
     found, finite = [0] * count, True
     for sample in samples:
         if sample.event is not None:
-            sample.event.synchronize()
-        values = sample.values
-        values = values.double() if values.is_floating_point() else values.long()
-        if values.is_floating_point():
-            finite = finite and bool(values.isfinite().all())
-            values = values.masked_fill(values.isnan(), math.nan)
-        for number, part in zip(sample.numbers, values.split_with_sizes(sample.sizes), strict=True):
+            device, event = sample.event
+            # In a thread that has chosen no GPU, a call of CUDA makes a context on GPU 0:
+            # https://github.com/meta-pytorch/torchcomms/pull/777
+            with torch.cuda.device(device):
+                event.synchronize()
+        # One at a time: torch starts threads for more elements, which takes longer.
+        parts = sample.values.split_with_sizes(sample.sizes)
+        for number, part in zip(sample.numbers, parts, strict=True):
+            if part.is_floating_point():
+                part = part.double()
+                finite = finite and bool(part.isfinite().all())
+                part = part.masked_fill(part.isnan(), math.nan)
             found[number] = zlib.crc32(part.numpy().tobytes())
-    return "".join(f"{one:0{_DIGITS}x}" for one in found), finite
+    return "".join(f"{one:0{DIGITS}x}" for one in found), finite
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -198,7 +209,7 @@ def _other_parameters(rank: int) -> str:
 
 
 def _split(text: str) -> list[str]:
-    return [text[start : start + _DIGITS] for start in range(0, len(text), _DIGITS)]
+    return [text[start : start + DIGITS] for start in range(0, len(text), DIGITS)]
 
 
 def data_problem(reports: Sequence[Mapping[str, Any]]) -> str:

@@ -93,10 +93,11 @@ def other_seed_without_ddp(job: Distributed) -> None:
 
 
 @mistake("The model was called directly")
-def model_called_instead_of_ddp(job: Distributed) -> None:
+def model_called_instead_of_ddp(job: Distributed) -> object:
     model = new_model()
     ddp = DDP(model)
     train(job, model=model, call=lambda inputs: ddp.module(inputs))
+    return ddp
 
 
 @mistake("The model was called directly")

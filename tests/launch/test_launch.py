@@ -166,7 +166,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_nothing_runs(job: Job) -> No
 
 
 MISMATCHES = {"folder": "a job/work", "script": "there is no readable script train.py in",
-              "same script": "the script train.py in .* differs from the one on the host of launch.py"}
+              "same script": "the script train.py in .* differs from the one on the host of ddpkit launch"}
 
 
 @pytest.mark.parametrize(("by", "lacks"), [

@@ -48,12 +48,12 @@ def load(folder: Path) -> int:
 
 
 def test_the_checksum_is_the_same_in_all_releases() -> None:
-    """Constants, because later releases of torch and of the kit read today's checkpoints."""
+    """CRC-32, as zlib and others compute it: constants, because later releases read today's checkpoints."""
     words = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
     for block, expected in (
-            (torch.zeros(1, dtype=torch.uint8), "58e23afbc10e51114427bf6065612751"),
-            (words, "a2e8430fd8c2de6733dfadc4509d692d"),
-            ((torch.arange(10_001) % 251).to(torch.uint8), "35c78dae7e12144fb99fd8f993a2f6f5")):
+            (torch.zeros(1, dtype=torch.uint8), "d202ef8d"),
+            (words, "05b0360d"),
+            ((torch.arange(10_001) % 251).to(torch.uint8), "ea7f9679")):
         assert checksum(block) == expected
 
 

@@ -20,6 +20,7 @@ from tests.unit.programs import ROOT
 from utils.host import network, process
 from utils.host.cores import parse_ranges
 from utils.job import exclude_file
+from utils.launch_error import LaunchError
 from utils.monitor.launch_report import VARIABLE
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
@@ -199,7 +200,7 @@ def test_reservation_lasts_as_long_as_the_program_that_inherits_it() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as holder:
         wait_until(lambda: process.name(holder.pid) == "cat", "cat")
         socket.create_server(("", 31000)).close()  # by the program itself
-        with pytest.raises(OSError, match="no port of 31000 to 31000 is free"):
+        with pytest.raises(LaunchError, match="no port of 31000 to 31000 is free"):
             ReservedPort([31000])
         holder.communicate()
     ReservedPort([31000]).close()

@@ -2,8 +2,9 @@
 
 What Checkpointer.save() does, and what it writes, in this order:
 
-1. Copy: the state is taken apart into a plain tree and tensors (pack.py), and the tensors are
-   copied into preallocated memory (snapshot.py). Then save() returns. The rest is done in a
+1. Copy: the state is taken apart into a plain tree and tensors (pack.py; of a sharded tensor the
+   slice of this rank: slices.py), and the tensors are copied into preallocated memory
+   (snapshot.py). Then save() returns. The rest is done in a
    background thread (save.py).
 2. Rank 0 makes the folder .saving-HOST.../ under a temporary name (storage.py: begin).
 3. Each rank writes rank-00000.safetensors, rank-00001.safetensors, ... into it, and syncs its file
