@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import math
 import queue
@@ -73,6 +74,15 @@ def take_sample(tensors: Sequence[Tensor]) -> list[Sample]:
     return samples
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense and whole: not sharded, nested, sparse or quantised."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    )
+
+
 def _some_elements(tensor: Tensor) -> Tensor:
     """Return runs of elements, in the order in which they are in memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -107,7 +117,7 @@ def digests(samples: Sequence[Sample], count: int) -> tuple[str, bool]:
                 part = part.double()
                 finite = finite and bool(part.isfinite().all())
                 part = part.masked_fill(part.isnan(), math.nan)
-            found[number] = zlib.crc32(part.numpy().tobytes())
+            found[number] = zlib.crc32(ctypes.string_at(part.data_ptr(), part.nbytes))
     return "".join(f"{one:0{DIGITS}x}" for one in found), finite
 
 
@@ -140,7 +150,7 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return what the ranks compare about a loader: JSON values."""
     sampler = sampler_of(loader)
     found: dict[str, Any] = {"is_divided": sampler is not None, "batch_size": loader.batch_size}
-    with contextlib.suppress(TypeError, NotImplementedError):
+    with contextlib.suppress(Exception):  # of any data set
         found["length"] = len(loader.dataset)  # type: ignore[arg-type]
         found["batches"] = len(loader)
     if sampler is not None:
@@ -330,7 +340,7 @@ class TrainingWatch:
             weakref.WeakKeyDictionary()
         )
         self.epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
-        self.iterator: Any = None  # that has yielded the last batch
+        self.iterator: Callable[[], Any] = lambda: None  # that has yielded the last batch
         self._reported: set[str] = set()
         self._thread: threading.Thread | None = None
         self._handle = register_optimizer_step_post_hook(self._stepped)
@@ -362,17 +372,15 @@ class TrainingWatch:
         if count[1] == count[2] and self._communicator is not None:
             count[2] = next_checked(count[1])
             self._check_parameters(optimizer, count[0], count[1])
-        if self.epochs and (epoch := self.epochs.pop(self.iterator, None)) is not None:
+        iterator = self.iterator() if self.epochs else None
+        if iterator is not None and (epoch := self.epochs.pop(iterator, None)) is not None:
             self._check_epoch(epoch)
 
     def _check_parameters(self, optimizer: Optimizer, number: int, step: int) -> None:
         parameters = [
-            one
-            for group in optimizer.param_groups
-            for one in group["params"]
-            if type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided and one.numel()
+            one for group in optimizer.param_groups for one in group["params"] if is_plain(one)
         ]
-        if _is_capturing() or any(one.device.type == "meta" for one in parameters):
+        if _is_capturing():
             return
         report = {
             "settings": settings_of(optimizer),
@@ -434,7 +442,7 @@ class TrainingWatch:
         epoch = self.epochs.get(iterator)
         if epoch is None or epoch.batch is not None or _is_capturing():
             return
-        tensors = [one for one in tensors_in(batch) if one.layout == torch.strided]
+        tensors = [one for one in tensors_in(batch) if is_plain(one)]
         tensors = tensors if self._loaders[epoch.loader][1] < _CHECKED_EPOCHS else []
         epoch.batch, epoch.count = take_sample(tensors), len(tensors)
 
@@ -515,7 +523,7 @@ def _patch(watch: TrainingWatch | None) -> None:
 
     def advance(iterator: _BaseDataLoaderIter) -> Any:
         batch = _original_next(iterator)
-        watch.iterator = iterator
+        watch.iterator = weakref.ref(iterator)  # which ends its workers with its last reference
         if watch.epochs:
             watch.first_batch(iterator, batch)
         return batch
