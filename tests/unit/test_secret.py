@@ -50,12 +50,14 @@ def test_ranks_of_one_host_share_a_private_file(folder: Path) -> None:
 @pytest.mark.parametrize("prepare", [
     lambda folder: folder.mkdir(mode=0o755), lambda folder: folder.symlink_to("/tmp"), Path.touch,
     lambda folder: os.chown(folder.mkdir() or folder, 12345, -1) if os.getuid() == 0 else folder.mkdir(mode=0o770)])
-def test_a_folder_that_another_user_has_made_is_not_used(folder: Path, prepare: object) -> None:
+def test_a_folder_that_another_user_has_made_is_not_used(
+        folder: Path, prepare: object, caplog: pytest.LogCaptureFixture) -> None:
     previous = os.umask(0)
     prepare(folder)  # type: ignore[operator]
     os.umask(previous)
     before = list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
     assert find_secret({}, HERE, "srun:7:0") == "" and not before
+    assert f"cannot share a secret in {folder}: " in caplog.text and HERE.rank == 0
 
 
 def test_a_file_in_place_of_the_secret_is_not_followed(folder: Path, tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from ..host import process
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import launch_rank
+from ..log import get_logger
 from ..monitor.launch_report import VARIABLE, parse_address
 
+_log = get_logger(__name__)
 FILE = "DDPKIT_SECRET_FILE"  # a file that all ranks can read and no other user
 REQUIRED = "DDPKIT_REQUIRE_SECRET"  # "1": ranks without a secret do not start
 _LONGEST = 4096  # bytes of a file
@@ -42,8 +44,17 @@ def find_secret(environ: Mapping[str, str], placement: Placement, identity: str)
     ):
         return secret
     if placement.on_one_host and identity:
-        with contextlib.suppress(OSError):  # without a folder of its own
+        try:
             return _of_this_host(_path(identity))
+        except OSError as error:
+            if placement.rank == 0:
+                _log.warning(
+                    "the ranks of this host cannot share a secret in %s: %s. Expected a folder of "
+                    "this user, mode 0700. Remove it, or set %s",
+                    _folder(),
+                    error.strerror or error,
+                    FILE,
+                )
     return ""
 
 
