@@ -15,6 +15,7 @@ import ctypes
 import gc
 import math
 import queue
+import sys
 import threading
 import weakref
 import zlib
@@ -80,6 +81,7 @@ def is_plain(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        and not hasattr(tensor, "_fsdp_flattened")  # by FSDP1
     )
 
 
@@ -265,8 +267,10 @@ def data_problem(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _has_groups() -> bool:
-    """Whether the script divides the ranks itself, as for tensor parallelism."""
-    return torch.distributed.distributed_c10d.get_pg_count() > 2
+    """Whether ranks may differ on purpose, as with tensor parallelism: what they hold, and read."""
+    others = ("deepspeed", "megatron")
+    is_divided = torch.distributed.distributed_c10d.get_pg_count() > 1
+    return is_divided or any(name in sys.modules for name in others)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -380,7 +384,7 @@ class TrainingWatch:
         parameters = [
             one for group in optimizer.param_groups for one in group["params"] if is_plain(one)
         ]
-        if _is_capturing():
+        if _is_capturing() or _has_groups():
             return
         report = {
             "settings": settings_of(optimizer),

@@ -427,6 +427,21 @@ def fully_sharded(job: Distributed) -> None:
 
 
 @healthy
+def fully_sharded_by_fsdp_1(job: Distributed) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    model = FullyShardedDataParallel(new_model(), use_orig_params=True, device_id=torch.device("cpu"))
+    train(job, model=model, wrap=False)
+
+
+@healthy
+def tensor_parallelism_by_hand(job: Distributed) -> None:
+    group = dist.new_group([0, 1])
+    torch.manual_seed(job.rank)
+    train(job, model=nn.Linear(8, 1), wrap=False, loader=DataLoader(DATA, 16), lr=0.01 * (1 + job.rank))
+    dist.destroy_process_group(group)
+
+
+@healthy
 def autocast(job: Distributed) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         train(job)
