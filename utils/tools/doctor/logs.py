@@ -302,9 +302,12 @@ def describe(found: Diagnosis | None) -> str:
     if found is None:
         return "No failure was found. No line matches a symptom in the table of causes."
     first, cause = found.finding, found.cause
+    unknown = "the output does not show which rank or host failed first"
+    if cause.name == "command_error":
+        unknown = "no rank was started"
     lines = [
         f"Cause:    {cause.name}",
-        f"Failed:   {_where(found) or 'the output does not show which rank or host failed first'}",
+        f"Failed:   {_where(found) or unknown}",
         f"Line:     {first.file}:{first.line_number}: {first.line.strip()[:300]}",
         f"Meaning:  {cause.meaning}",
         f"Check:    {cause.check}",
