@@ -13,10 +13,12 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import itertools
 import math
 import queue
 import sys
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +44,7 @@ _RUNS, _RUN_LENGTH = 64, 16  # of a tensor: runs of adjacent elements
 DIGITS = 8  # hexadecimal, of a digest
 _CHECKED_EPOCHS = 3
 _CLOSE_SECONDS = 5.0
+_LEAVE_SECONDS, _LEAVE_POLL_SECONDS = 2.0, 0.002
 # What a sampler of one rank has in common with those of the others, and what it has not.
 _SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
 _SHOWN = 8  # ranks in a message
@@ -347,14 +350,21 @@ class TrainingWatch:
         self.iterator: Callable[[], Any] = lambda: None  # that has yielded the last batch
         self._reported: set[str] = set()
         self._thread: threading.Thread | None = None
+        self._has_left = False
+        # Each rank uses its optimizers and loaders in the same order; some have ended meanwhile.
+        self._numbers, self._numbers_of_loaders = itertools.count(), itertools.count()
         self._handle = register_optimizer_step_post_hook(self._stepped)
         _patch(self)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
-    def close(self) -> None:
-        """Stop watching. What has been sampled is still compared. A second call does nothing."""
+    def close(self, *, orderly: bool = True) -> None:
+        """Stop watching. What has been sampled is still compared. A second call does nothing.
+
+        orderly: the other ranks close, too. Rank 0, which may serve the store, waits for them a
+        moment: torch prints a warning for each call to a store that is gone.
+        """
         global watch
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         watch = None if watch is self else watch
         self._handle.remove()
         _patch(None)
@@ -362,6 +372,20 @@ class TrainingWatch:
             self._tasks.put(None)
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
+        communicator, has_left, self._has_left = self._communicator, self._has_left, True
+        if communicator is None or has_left or not orderly:
+            return
+        with contextlib.suppress(CoordinationError):
+            left, deadline = communicator.count("left"), time.monotonic() + _LEAVE_SECONDS
+            while not communicator.rank and left < communicator.world_size:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LEAVE_POLL_SECONDS)
+                left = communicator.count("left", 0)
+
+    def _close_at_exit(self) -> None:
+        # sys.last_type is set by an exception that nobody has caught.
+        self.close(orderly=not hasattr(sys, "last_type"))
 
     # The main thread
 
@@ -371,7 +395,7 @@ class TrainingWatch:
             return
         count = self._optimizers.get(optimizer)
         if count is None:
-            count = self._optimizers[optimizer] = [len(self._optimizers), 0, 1]
+            count = self._optimizers[optimizer] = [next(self._numbers), 0, 1]
         count[1] += 1
         if count[1] == count[2] and self._communicator is not None:
             count[2] = next_checked(count[1])
@@ -439,7 +463,8 @@ class TrainingWatch:
         """Note that the script iterates over a loader."""
         with contextlib.suppress(TypeError):  # an iterator without weak references
             self.epochs[iterator] = _Epoch(loader, describe_loader(loader))
-        self._loaders.setdefault(loader, [len(self._loaders), 0, None])
+        if loader not in self._loaders:
+            self._loaders[loader] = [next(self._numbers_of_loaders), 0, None]
 
     def first_batch(self, iterator: Any, batch: object) -> None:
         """Sample the first batch of an iterator."""

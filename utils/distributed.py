@@ -141,7 +141,7 @@ class Distributed:
         trace: TracebackType | None,
     ) -> None:
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close(orderly=error is None or isinstance(error, SystemExit))
         self._shutdown.exit(error)
         coordination.departed_ranks = dict
 

@@ -350,6 +350,19 @@ def stream_of_each_rank(job: Distributed) -> None:
 
 
 @healthy
+def one_training_after_the_other(job: Distributed) -> None:
+    """The optimizer of the first has ended on one rank, and on the other one not yet."""
+    kept = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * (1 + seed))
+        if job.is_main:
+            kept.append(optimizer)
+        train(job, model=model, optimizer=optimizer, epochs=1)
+
+
+@healthy
 def uneven_batches(job: Distributed) -> None:
     data = TensorDataset(*(one[job.rank : 256 - 64 * job.rank : 2] for one in DATA.tensors))
     model = new_model()

@@ -76,7 +76,7 @@ def test_a_stranger_ends_misleads_and_reads_nothing(job: Job, by: str) -> None:
         (job.folder / "stop").touch()
         attacker.wait(60)
     attacks, recorded = json.loads((job.folder / "attacks").read_text()), recording.read_bytes()
-    assert done.status == 0 and attacks["connections"] > 30, f"{attacks}\n{done.output}"
+    assert done.status == 0 and attacks["connections"] > 10, f"{attacks}\n{done.output}"
     assert "forged" not in done.output and b"hello " in recorded
     if by != "doctor":
         means = [line for line in done.output.splitlines() if ": mean " in line]
