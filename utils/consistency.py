@@ -44,7 +44,7 @@ _RUNS, _RUN_LENGTH = 64, 16  # of a tensor: runs of adjacent elements
 DIGITS = 8  # hexadecimal, of a digest
 _CHECKED_EPOCHS = 3
 _CLOSE_SECONDS = 5.0
-_LEAVE_SECONDS, _LEAVE_POLL_SECONDS = 2.0, 0.002
+_LEAVE_SECONDS, _LEAVE_POLL_SECONDS = 0.5, 0.002
 # What a sampler of one rank has in common with those of the others, and what it has not.
 _SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
 _SHOWN = 8  # ranks in a message

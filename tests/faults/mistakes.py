@@ -451,6 +451,7 @@ def tensor_parallelism_by_hand(job: Distributed) -> None:
     group = dist.new_group([0, 1])
     torch.manual_seed(job.rank)
     train(job, model=nn.Linear(8, 1), wrap=False, loader=DataLoader(DATA, 16), lr=0.01 * (1 + job.rank))
+    dist.barrier(group)  # the other rank may still be connecting
     dist.destroy_process_group(group)
 
 
