@@ -1,4 +1,4 @@
-"""A stranger in the job's network, who knows no secret: talks to every port that the kit may listen on.
+"""An attacker in the job's network, who knows no secret: talks to every port that the kit may listen on.
 
 python attacker.py FOLDER FIRST LAST ADDRESS...    until FOLDER/stop exists; writes FOLDER/attacks: what it heard
 """

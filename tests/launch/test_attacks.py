@@ -1,4 +1,4 @@
-"""A stranger in the network of a job ends, misleads and reads nothing; a recording of its network holds no secret."""
+"""An attacker in the network of a job ends, misleads and reads nothing; a recording of its network holds no secret."""
 from __future__ import annotations
 
 import json
