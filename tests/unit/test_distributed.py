@@ -74,7 +74,7 @@ def test_network_of_nccl_is_printed(one_rank: None, monkeypatch: pytest.MonkeyPa
 
 
 HELLO = """
-import time
+import sys, time
 import torch.distributed as dist
 from utils import setup_distributed
 
@@ -85,7 +85,7 @@ def slow(*args, **options):  # as where a rank connects later than the others: i
         time.sleep(3)
         options["store"].add("connected", 1)
 dist.init_process_group = slow
-print("hello from rank", setup_distributed("gloo").rank)
+sys.stdout.write(f"hello from rank {setup_distributed('gloo').rank}\\n")  # at once: the other rank prints, too
 """
 
 
