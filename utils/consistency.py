@@ -296,12 +296,12 @@ def describe_divergence(problem: str, parameter: Tensor) -> str:
     ]
     name = max(names, key=len, default="a parameter").removeprefix("module.")
     owners = [ddp for ddp in wrapped if any(one is parameter for one in ddp.parameters())]
-    if not owners:
+    if names and not owners:
         reason = (
             "No DistributedDataParallel contains it, so that its gradients are not averaged. Wrap "
             "the model: ddp = DDP(model, device_ids=job.device_ids), and train with ddp(x)"
         )
-    elif not any(getattr(ddp, "_lazy_init_ran", True) for ddp in owners):
+    elif owners and not any(getattr(ddp, "_lazy_init_ran", True) for ddp in owners):
         reason = (
             "The model was called directly, not through DistributedDataParallel, so that gradients "
             "are not averaged. Train with ddp(x), not model(x) or ddp.module(x)"

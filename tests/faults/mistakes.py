@@ -30,6 +30,7 @@ from utils.data import ResumableDataLoader, ResumableDistributedSampler
 
 MISTAKES: dict[str, tuple[Callable[[Distributed], object], str]] = {}
 HEALTHY: dict[str, Callable[[Distributed], object]] = {}
+KEPT: list[object] = []  # what a scenario trains, until its messages are written: they name modules
 INPUTS = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True))
 
@@ -62,6 +63,7 @@ def train(job: Distributed, *, model: nn.Module | None = None, call: Callable[[T
     """Train a small model; each argument replaces a part of a right training."""
     model = new_model() if model is None else model
     called = call or (DDP(model) if wrap else model)
+    KEPT.extend((model, called))
     loader = DataLoader(DATA, batch_size=16, sampler=sampler(job)) if loader is None else loader
     optimizer = optimizer or torch.optim.SGD(model.parameters(), **{"lr": 0.01, "momentum": 0.9, **settings})
     for epoch in range(epochs):
@@ -497,9 +499,9 @@ def main() -> None:
             consistency._log.addHandler(messages)
             store = job.store.clone()  # type: ignore[attr-defined]
             watch = TrainingWatch(StoreCommunicator(f"scenario {number}", job.rank, job.world_size, store))
-            kept = (MISTAKES[name][0] if name in MISTAKES else HEALTHY[name])(job)
+            KEPT.append((MISTAKES[name][0] if name in MISTAKES else HEALTHY[name])(job))
             watch.close()
-            del kept
+            KEPT.clear()
             consistency._log.removeHandler(messages)
             gathered: list[Any] = [None] * job.world_size
             dist.all_gather_object(gathered, messages.found)
