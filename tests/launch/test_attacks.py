@@ -64,7 +64,7 @@ def run(job: Job, by: str) -> Result:
 
 
 @pytest.mark.parametrize("by", ["by hand", "ssh", "openmpi5", "torchrun", "doctor"])
-def test_a_stranger_ends_misleads_and_reads_nothing(job: Job, by: str) -> None:
+def test_an_attacker_ends_misleads_and_reads_nothing(job: Job, by: str) -> None:
     """Nor does he find a secret in a recording. An mpiexec sends the environment of the ranks, as it always does."""
     hosts, recording = job.lab.hosts, job.folder / "recording"
     words = [str(ROOT / "tests" / "launch" / "attacker.py"), str(job.folder), *PORTS.split("-"),

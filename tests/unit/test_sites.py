@@ -80,7 +80,8 @@ def test_values_are_taken_as_they_are_written() -> None:
     (TOP + "? [a]\n: b\n", 3, ["a list"]),
     ("", None, ["empty"]), ("scheduler: pbs\n", None, ["'title' is missing"]), ("- a\n", None, ["a list"]),
     ("!!python/object/apply:os.system ['true']\n", None, ["a list"]), ("\0", None, ["not YAML"]),
-    ("title: \udcff\n", None, ["not UTF-8"]),
+    ("title: \udcff\n", None, ["not UTF-8"]), ("#" * (1 << 21), None, ["more than 1048576 bytes"]),
+    ("title: &a [*a]\n", 1, ["a list"]), ("title: " + "[" * 50_000, None, ["not YAML"]),
 ])
 def test_mistake_in_a_profile_is_named(text: str, line: int | None, words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"

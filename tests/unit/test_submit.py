@@ -107,12 +107,14 @@ def test_submission_keeps_script_settings_commit_and_id(login: Login) -> None:
     record = json.loads((folder / "submission.json").read_text())
     assert record["job_ids"] == ["101"] and record["submit_folder"] == str(login.folder)
     assert record["job"]["nodes"] == 3 and record["job"]["command"] == ["train.py", "--lr", "0.1"]
-    assert record["job"]["environment"]["TEXT"] == "\udcff\n'\""
-    assert record["job"]["environment"]["HOME"] == os.environ["HOME"]
+    assert (folder / "environment").stat().st_mode & 0o777 == 0o600
+    variables = (folder / "environment").read_bytes().split(b"\0")
+    assert {b"TEXT=\xff\n'\"", os.fsencode(f"HOME={os.environ['HOME']}"), os.fsencode(f"PYTHON={sys.executable}")} < {
+        *variables}
     assert len(record["git"]["commit"]) == 40 and record["git"]["dirty"] is True
     script = (folder / "job.sh").read_text()
     assert f'#SBATCH "--output={folder}/%j.out"' in script and "-- train.py --lr 0.1" in script
-    assert f"export PYTHON={sys.executable}\n" in script
+    assert not any("\\377" in text or "TEXT=" in text for text in (script, json.dumps(record)))
 
     assert login.submit("run", "train.py").status == 0  # in the same second, perhaps
     assert len(login.submissions()) == 2
@@ -233,6 +235,7 @@ def test_resubmit_submits_the_same_job_again(login: Login, tmp_path: Path, monke
     login.commands.add("scontrol", error="slurm_load_jobs error: Invalid job id specified", status=1)
     assert login.submit(*again).status == 0
     first, second = login.submissions()
+    assert (first / "environment").read_bytes() == (second / "environment").read_bytes()
     for number in (1, 2):
         before, after = ((folder / f"job-{number}.sh").read_bytes().replace(os.fsencode(folder), b"FOLDER")
                          for folder in (first, second))

@@ -14,13 +14,13 @@ import os
 import re
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -265,24 +265,27 @@ def entered_collectives() -> int | None:
 def write_hang_report(rank: int, folder: str, cause: str) -> None:
     """Write the Python stacks of all threads and the last collectives of this rank to a file.
 
-    The file goes to `folder`, or to the folder for temporary files where that is not writable.
-    folder: "" for no file. torchrun's agent gets the cause in any case.
+    folder: "" for no file. Where it is not writable, stderr gets all. torchrun's agent gets the
+    cause in any case.
     """
     name = f"rank{rank}-{socket.gethostname()}.txt"
-    temporary = os.path.join(tempfile.gettempdir(), os.path.basename(folder))
-    for place in (folder, temporary) if folder else ():
+    if folder:
         try:
-            os.makedirs(place, exist_ok=True)
-            with open(os.path.join(place, name), "w", encoding="utf-8") as file:
-                file.write(f"{cause}\n\nStacks, innermost frame first:\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-                file.write(f"\n{show_collectives()}")
+            os.makedirs(folder, exist_ok=True)
+            with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                _write_stacks(file, cause)
         except OSError as error:
-            _log.error("no hang report in %s: %s", place, error.strerror)
-            continue
-        break
+            _log.error("no hang report in %s: %s", folder, error.strerror)
+            with contextlib.suppress(OSError):
+                _write_stacks(sys.stderr, cause)
     _write_error_file(cause, is_root_cause=False)
+
+
+def _write_stacks(file: TextIO, cause: str) -> None:
+    file.write(f"{cause}\n\nStacks, innermost frame first:\n\n")
+    file.flush()
+    faulthandler.dump_traceback(file, all_threads=True)
+    file.write(f"\n{show_collectives()}")
 
 
 def _write_error_file(cause: str, *, is_root_cause: bool) -> None:

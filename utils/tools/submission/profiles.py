@@ -143,6 +143,7 @@ def parse(text: str, path: Path) -> Profile:
 
 # YAML with line numbers ---------------------------------------------------------------------------
 
+_LONGEST = 1 << 20  # bytes of a site file
 Node = Any  # of PyYAML: its id is "scalar", "sequence" or "mapping"
 Read = Callable[[Node, str], Any]  # (node, key for messages) -> value
 _T = TypeVar("_T")
@@ -151,7 +152,13 @@ _T = TypeVar("_T")
 def read_text(path: Path) -> str:
     """Read a YAML file. Raises ProfileError."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise ProfileError(
+                f"{path} has more than {_LONGEST} bytes. Expected a site file. Check the path."
+            )
+        return content.decode()
     except OSError as error:
         raise ProfileError(
             f"The site file {path} cannot be read: {error.strerror}. Expected the path of a YAML "

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from ..schedulers.job_spec import Job
 
 FILE = "submission.json"
+ENVIRONMENT = "environment"  # the variables of the job: what --env has may be secret
 LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.OU
 
 # Recorded in place of an exit status:
@@ -57,13 +59,18 @@ class Submission:
     def job(self) -> Job:
         """Return the submitted job, without the dependencies of a chain.
 
-        Raises OSError, ValueError, KeyError or TypeError where it cannot be read.
+        Raises OSError, ValueError, KeyError or TypeError where it cannot be read, or is of another
+        user, whose command it would be.
         """
+        if self.folder.stat().st_uid != os.getuid():
+            raise ValueError(f"{self.folder} belongs to another user")
         known = {field.name for field in dataclasses.fields(Job)}
         recorded = json.loads((self.folder / FILE).read_text(encoding="utf-8"))["job"]
         values: dict[str, Any] = {name: recorded[name] for name in known & set(recorded)}
         for name, value in values.items():
             values[name] = tuple(value) if isinstance(value, list) else value
+        variables = os.fsdecode((self.folder / ENVIRONMENT).read_bytes()).split("\0")[:-1]
+        values["environment"] = dict(variable.split("=", 1) for variable in variables)
         return Job(**values)
 
 
@@ -73,18 +80,32 @@ class Submission:
 def new_folder(parent: Path, name: str) -> Path:
     """Make the folder PARENT/NAME-DATE-TIME, which did not exist before. Raises OSError.
 
-    Only this user may enter it: scripts and records may hold secrets that --env has.
+    Only this user may enter it: what --env and the output have may be secret.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
         folder = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
         try:
             parent.mkdir(parents=True, exist_ok=True)
+            if parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                raise PermissionError(0, "any user can replace what is in it (chmod o-w)")
             folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return folder
     raise FileExistsError(f"{parent} holds a thousand folders {name}-{stamp}")
+
+
+def write_environment(folder: Path, environment: Mapping[str, str]) -> Path:
+    """Write the variables of a job to a file that nobody else can read; return its path.
+
+    Each is NAME=VALUE and a zero byte, as in /proc/PID/environ (proc(5)). Raises OSError.
+    """
+    path = folder / ENVIRONMENT
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "wb") as file:
+        file.writelines(os.fsencode(f"{name}={value}\0") for name, value in environment.items())
+    return path
 
 
 def write(
@@ -96,17 +117,21 @@ def write(
     job_ids: Sequence[str],
     dependencies: Sequence[str | None],
 ) -> None:
-    """Write submission.json atomically. dependencies: one for each job id. Raises OSError."""
+    """Write submission.json atomically, without the values of variables. Raises OSError.
+
+    dependencies: one for each job id.
+    """
     values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    names = {f"{name}={value}": name for name, value in values.pop("environment").items()}
     record: dict[str, Any] = {
         "job_ids": list(job_ids),
         "scheduler": scheduler,
         "site": site,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "submit_folder": os.getcwd(),
-        "command_line": sys.argv,
+        "command_line": [names.get(word.removeprefix("--env="), word) for word in sys.argv],
         "dependencies": list(dependencies),
-        "job": {**values, "environment": dict(job.environment)},
+        "job": values,
         "git": git_state(Path.cwd()),
     }
     _replace(folder / FILE, json.dumps(record, indent=2, ensure_ascii=True))

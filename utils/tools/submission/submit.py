@@ -180,7 +180,7 @@ def _resubmit(job_id: str, args: argparse.Namespace) -> int:
 def _job_to_resubmit(scheduler: Scheduler, submission: Submission) -> Job:
     try:
         job = submission.job()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
             f"{submission.folder / records.FILE} holds no job that can be submitted: {error}. "
             f"Submit it with `ddpkit submit run`."
@@ -234,6 +234,10 @@ def _submit_each(
     """Submit the jobs of a chain; job_ids receives their ids."""
     output = _output(scheduler, folder)
     submitted = exclusion.avoid_bad_hosts(scheduler, job, folder.parent)
+    environment = records.write_environment(folder, job.environment)
+    read = f"while IFS= read -rd '' variable; do export \"$variable\"; done < {quote(str(environment))}"
+    setup = (read, *job.setup)
+    submitted = dataclasses.replace(submitted, environment={}, setup=setup)
     dependencies: list[str | None] = []
     for number in range(count):
         previous = job_ids[-1] if job_ids else ""

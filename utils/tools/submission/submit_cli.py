@@ -280,7 +280,7 @@ def _add_environment_options(add: Callable[..., object]) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="environment variable; without a value that of this shell",
+        help="environment variable; NAME alone takes its value from this shell, unseen by ps",
     )
     add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
     add(
