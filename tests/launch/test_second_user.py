@@ -73,8 +73,8 @@ def victim() -> Iterator[Victim]:
     project, temporary = open_folder(0o755), open_folder(0o1777)
     try:
         (project / "train.py").write_text(TRAINS)
-        done = submit(project, "run", "--site", "generic-pbs", "--no-check", "--launcher", "ssh", "--env", "TOKEN", "--env",
-                      f"FOLDER={project}/checkpoints", "--ntasks-per-node", "2", "train.py", TOKEN=TOKEN)
+        done = submit(project, "run", "--site", "generic-pbs", "--no-check", "--launcher", "ssh", "--env", "TOKEN",
+                      "--env", f"FOLDER={project}/checkpoints", "--ntasks-per-node", "2", "train.py", TOKEN=TOKEN)
         assert done.returncode == 0, done.stderr
         [folder] = (project / "jobs-out").iterdir()
         (project / "hosts").write_text(os.uname().nodename)
@@ -109,7 +109,7 @@ ATTACKS = {
     "stop the job": "touch '{0.folder}/stop'",
     "add a submission": "mkdir '{0.project}/jobs-out/train-1'",
     "replace a checkpoint": "mv '{0.project}/checkpoints' '{0.project}/old'",
-    "write into a checkpoint": "for file in $(find '{0.project}/checkpoints' -type f -writable); do exit 0; done; false",
+    "write into a checkpoint": "find '{0.project}/checkpoints' -type f -writable | grep .",
     "list the secrets": f"ls /dev/shm/ddpkit-{os.getuid()}",
     "find a file in shared memory": f"find /dev/shm -path '*ddpkit-{os.getuid()}*' -type f -readable | grep .",
     "find a temporary file": "find '{0.temporary}' -type f -readable | grep .",
