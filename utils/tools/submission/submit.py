@@ -234,8 +234,8 @@ def _submit_each(
     """Submit the jobs of a chain; job_ids receives their ids."""
     output = _output(scheduler, folder)
     submitted = exclusion.avoid_bad_hosts(scheduler, job, folder.parent)
-    environment = records.write_environment(folder, job.environment)
-    read = f"while IFS= read -rd '' variable; do export \"$variable\"; done < {quote(str(environment))}"
+    environment = quote(str(records.write_environment(folder, job.environment)))
+    read = f"while IFS= read -rd '' variable; do export \"$variable\"; done < {environment}"
     setup = (read, *job.setup)
     submitted = dataclasses.replace(submitted, environment={}, setup=setup)
     dependencies: list[str | None] = []
