@@ -36,6 +36,7 @@ class Job:
     lab: Lab
     folder: Path
     nodes: list[str] = field(default_factory=lambda: ["h1", "h1", "h2"])
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def env(self) -> dict[str, str]:
@@ -59,13 +60,19 @@ class Job:
     def start(self, by: str, *words: str, folder: Path | None = None, **more: str) -> subprocess.Popen[str]:
         """Start launch.py on h1. Entering a host changes the working folder."""
         launch = launch_py(by, self.lab.need)
-        return self.lab.hosts.popen("h1", ["env", "-C", str(folder or self.folder), *launch, *words],
-                                    env={**self.env, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.started.append(self.lab.hosts.popen(
+            "h1", ["env", "-C", str(folder or self.folder), *launch, *words], env={**self.env, **more},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return self.started[-1]
 
     def wait_for_ranks(self) -> list[int]:
         """Process ids of all ranks, once they all run."""
         files = [self.folder / str(rank) for rank in range(len(self.nodes))]
-        wait_until(lambda: all(file.exists() for file in files), "all ranks", seconds=60)
+        try:
+            wait_until(lambda: all(file.exists() for file in files), "all ranks", seconds=60)
+        except RuntimeError:
+            os.killpg(self.started[-1].pid, signal.SIGKILL)
+            pytest.fail(f"not all ranks have started: {self.started[-1].communicate(timeout=30)[0]}")
         return [int(file.read_text()) for file in files]
 
     def signals(self, rank: int) -> list[str]:
