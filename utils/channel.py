@@ -34,7 +34,6 @@ _CONNECT_SECONDS = 3.0
 _EVICTION_SECONDS = 1.0  # a peer proves itself sooner
 _PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
 _OF_PROOF = ("hello", "challenge", "proof")
-GUARDED = "state"
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 _ENCODE = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode  # one order at both ends
 _DECODE = json.JSONDecoder().decode
@@ -93,7 +92,7 @@ KINDS: dict[str, Kind] = {
     "challenge": Kind(2048, {"nonce": _hex(32), "proof": _hex(64), "credential": str}),
     "proof": Kind(256, {"proof": _hex(64)}),
     "ack": Kind(64, {}),
-    "ask": Kind(64, {"about": _one_of("missing", "position"), "ends": bool}),
+    "ask_missing": Kind(64, {}),
     # To launch.py.
     "notice": Kind(
         1 << 14,
@@ -113,8 +112,8 @@ KINDS: dict[str, Kind] = {
     "connected": Kind(64, {}),
     "start_failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "beat": Kind(1 << 14, {"progress": int, "entered": int, "location": str}),
-    "position": Kind(1 << 20, {"position": or_none(list)}),
-    GUARDED: Kind(1 << 14, {"state": list, "ends": bool}),  # of the guard at the other end
+    "ask_position": Kind(1 << 14, {"ends": bool, "pids": list}),
+    "position": Kind(1 << 20, {"position": or_none(list), "states": list}),
     "failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "query": Kind(64, {"about": _one_of("lost", "timeout")}),
     "cause": Kind(_CAUSE_LIMIT, {"cause": str}),
@@ -205,7 +204,7 @@ class Session:
             return None
         body = bytes(self._input[end + 1 : end + 1 + length])
         del self._input[: end + 1 + length]
-        if self.is_open and not hmac.compare_digest(mac, self._mac(self._sender(kind), kind, body)):
+        if self.is_open and not hmac.compare_digest(mac, self._mac(self._other, kind, body)):
             raise ProtocolError("its message was changed on the way")
         try:
             fields = _DECODE(body.decode())
@@ -278,31 +277,12 @@ class Session:
         mac = self._mac(self.name, kind, body) if self.is_open else "-"
         return f"{kind} {len(body)} {mac}\n".encode() + body
 
-    def _sender(self, kind: str) -> str:
-        return guard_of(self._other) if kind == GUARDED else self._other
-
     def _mac(self, sender: str, kind: str, body: bytes) -> str:
         """Return the MAC of the next message of a sender."""
         number = self._counters.get(sender, 0) + 1
         self._counters[sender] = number
-        return _mac(self.key, sender, number, kind, body)
-
-
-def _mac(key: bytes, sender: str, number: int, kind: str, body: bytes) -> str:
-    head = f"{sender} {number} {kind} ".encode()
-    return hmac.digest(key, head + body, "sha256")[:16].hex()
-
-
-def guard_of(name: str) -> str:
-    """Return the sender's name of the process that may write in place of an end."""
-    return f"guard of {name}"
-
-
-def guarded_frame(key: bytes, name: str, number: int, fields: Message) -> bytes:
-    """Return the bytes of that process's n-th message, from 1 on. name: of the end."""
-    body = _ENCODE(fields).encode()
-    mac = _mac(key, guard_of(name), number, GUARDED, body)
-    return f"{GUARDED} {len(body)} {mac}\n".encode() + body
+        head = f"{sender} {number} {kind} ".encode()
+        return hmac.digest(self.key, head + body, "sha256")[:16].hex()
 
 
 class Loop:

@@ -209,8 +209,9 @@ def setup_distributed(
       then says which ranks differ, or train on the same data, and why; the training goes on.
     - It enables faulthandler, which prints the Python stacks when a signal such as SIGABRT kills
       the process.
-    - It ends the process with status 1 when the ranks hang, if hang_timeout is given, and when the
-      start takes 10 % longer than `timeout`.
+    - It ends the process with status 1 when the start takes 10 % longer than `timeout` and, if
+      hang_timeout is given, when the ranks hang. faulthandler.dump_traceback_later() then prints
+      the stacks of a rank that holds the GIL for more than half of that.
 
     Raises LaunchError when the ranks cannot start together: on every rank, with the cause; also
     where torch is older than 2.8.

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.unit.programs import ROOT
 from utils.host import process
-from utils.monitor.guard import cpu_use
 from utils.tools.launch.proc_reader import environment
 
 
@@ -82,7 +83,14 @@ def test_process_that_runs_uses_a_core_and_one_that_waits_none() -> None:
     with (subprocess.Popen([*words, "run"], stdout=subprocess.PIPE) as runs,
           subprocess.Popen([*words, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waits):
         assert runs.stdout and runs.stdout.readline() and waits.stdout and waits.stdout.readline()
-        use = [cpu_use(runs.pid), cpu_use(waits.pid)]
+        before, start = [process.schedule(pid, pid) for pid in (runs.pid, waits.pid)], time.monotonic()
+        time.sleep(0.25)
+        after, seconds = [process.schedule(pid, pid) for pid in (runs.pid, waits.pid)], time.monotonic() - start
+        assert process.why_stopped(runs.pid) == ""
+        runs.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        assert process.why_stopped(runs.pid) == "stopped by a signal (SIGSTOP or SIGTSTP)"
         runs.kill()
         waits.kill()
+    use = [(sum(late[:2]) - sum(early[:2])) / seconds for early, late in zip(before, after, strict=True)]
     assert use[0] > 0.5 and use[1] < 0.2, use

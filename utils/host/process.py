@@ -85,6 +85,15 @@ def status(pid: int) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
+def why_stopped(pid: int) -> str:
+    """Return why a process does not run: "stopped by a signal" or that of a debugger, else ""."""
+    found = status(pid)
+    tracer = int(found.get("TracerPid", "0"))
+    if tracer:
+        return f"held by a debugger ({name(tracer)}, pid {tracer})"
+    return "stopped by a signal (SIGSTOP or SIGTSTP)" if found.get("State", "")[:1] == "T" else ""
+
+
 def command_line(pid: int) -> str:
     """Return the words of a command, separated by spaces; empty where there is no such process.
 

@@ -54,11 +54,10 @@ class Work(NamedTuple):
 
 
 class ProcessState(NamedTuple):
-    """The state of a rank that does not respond, as its guard sees it."""
+    """The state of a rank that does not respond, as another rank of its host sees it."""
 
-    text: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"
-    is_busy: bool
-    location: str = ""  # of its main thread, now
+    why_stopped: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"; "" where it runs
+    cpu_seconds: float  # of its main thread
 
 
 class Position(NamedTuple):

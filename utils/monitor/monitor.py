@@ -9,6 +9,7 @@ or times out queries rank 0 for the cause. No torch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import os
 import selectors
@@ -20,11 +21,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..channel import GUARDED, LONGEST_CAUSE, Channel
+from ..channel import LONGEST_CAUSE, Channel
 from ..connection import Message
 from ..host import process
 from ..job import exclude_file
-from .guard import Guard
 from .hang import (
     Collective,
     Group,
@@ -111,13 +111,12 @@ class Monitor:
         self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
 
         self._watch: HangWatch | None = None
-        self._guard: Guard | None = None
         self._next_heartbeat = 0.0
         self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
         self._inspecting_since: float | None = None
         self._of_hang: dict[int, Position] = {}  # the positions that show a hang
-        self._states: dict[int, ProcessState] = {}  # of processes that do not respond
-        self._stacks_requested: set[int] = set()  # from the guards of these ranks
+        self._states: dict[int, ProcessState] = {}  # of ranks that do not respond
+        self._silent: dict[int, int | None] = {}  # such processes of this host, by their ids
         self._hang_announced = False
 
         self._acknowledged: set[int] = set()
@@ -164,8 +163,6 @@ class Monitor:
         """Look for hangs from now on, and end this process when the ranks hang."""
         with self._lock:
             self._watch = watch
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # only a witness more
-                self._guard = Guard([one for one in self._peers if not one.closed])
         self._wake()
 
     def leave(self, cause: str) -> None:
@@ -186,8 +183,8 @@ class Monitor:
         self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
         if self._hang_announced:  # while the main thread was in native code: another one ends this
             time.sleep(2 * _REPORT_SECONDS)
-        if self._guard:
-            self._guard.dismiss()
+        if self._watch:
+            faulthandler.cancel_dump_traceback_later()
         self._left = True
         self._wake()
 
@@ -335,19 +332,19 @@ class Monitor:
         elif kind == "beat" and self._watch is not None:
             beat = Heartbeat(message["progress"], message["entered"], message["location"])
             self._watch.receive(peer.rank, beat)
-        elif kind == "ask":
+        elif kind == "ask_position":
+            states = self._read_states(message["pids"])
             position = self._position(message["ends"])
-            connection.send({"kind": "position", "position": position})
-        elif kind == "position" and message["position"]:
-            entered, location, last, work, groups = message["position"]
-            groups = {name: Group(*group) for name, group in groups.items()}
-            self._positions[peer.rank] = Position(
-                entered, location, tuple(last), Work(*work), groups
-            )
-        elif kind == GUARDED:
-            self._states[peer.rank] = ProcessState(*message["state"])
-            if message["ends"]:
-                self._stacks_requested.discard(peer.rank)
+            connection.send({"kind": "position", "position": position, "states": states})
+        elif kind == "position":
+            host = _host(peer.host)
+            self._note_states(host, message["states"])
+            if message["position"]:
+                entered, location, last, work, groups = message["position"]
+                groups = {name: Group(*group) for name, group in groups.items()}
+                self._positions[peer.rank] = Position(
+                    entered, location, tuple(last), Work(*work), groups
+                )
 
     def _handle_end(self, connection: Channel, peer: Peer) -> None:
         self._acknowledged.add(peer.rank)
@@ -455,11 +452,38 @@ class Monitor:
         running = sorted(set(self._hosts) - set(self._departed))
         if not self._positions_requested:
             self._positions_requested = True
-            self._send_all({"kind": "ask", "about": "position", "ends": ends})
+            silent: dict[str, list[int]] = {}
+            for rank in running:
+                if self._watch and self._watch.has_missed_beats(rank):
+                    pid = self._hosts[rank].rpartition("pid ")[2].rstrip(")")
+                    silent.setdefault(_host(self._hosts[rank]), []).append(int(pid))
+            for connection, peer in self._peers.items():
+                pids = silent.get(_host(peer.host), [])
+                connection.send({"kind": "ask_position", "ends": ends, "pids": pids})
+            here = self._this_host()
+            self._note_states(here, self._read_states(silent.get(here, [])))
             position = self._position(ends)
             if position:
                 self._positions[self._rank] = position
         return running
+
+    def _read_states(self, pids: list[int]) -> list[tuple[int, str, float]]:
+        """Return the states of ranks of this host that are silent; see ProcessState."""
+        states = []
+        for pid in pids:
+            if process.name(pid) == process.name(os.getpid()):  # else of another PID namespace
+                self._silent[pid] = process.start_time(pid)
+                work = process.schedule(pid, pid)  # of the main thread: those of gloo never rest
+                seconds = work.run_seconds + work.ready_seconds
+                states.append((pid, process.why_stopped(pid), seconds))
+        return states
+
+    def _note_states(self, host: str, states: list[tuple[int, str, float]]) -> None:
+        ranks = {name: rank for rank, name in self._hosts.items()}
+        for pid, why_stopped, cpu_seconds in states:
+            rank = ranks.get(f"{host} (pid {pid})")
+            if rank is not None:
+                self._states[rank] = ProcessState(why_stopped, cpu_seconds)
 
     def _position(self, ends: bool) -> Position | None:
         entered = self.entered_collectives()
@@ -472,7 +496,7 @@ class Monitor:
         return Position(entered, main_thread_location(), tuple(last), work, groups)
 
     def _this_host(self) -> str:
-        return self._hosts[self._rank].partition(" ")[0]
+        return _host(self._hosts[self._rank])
 
     # Hangs and lost hosts ------------------------------------------------------------------------
 
@@ -504,6 +528,9 @@ class Monitor:
                 watch.restart()
             self._next_heartbeat = now + watch.interval
             entered = self.entered_collectives() or 0
+            # Shows the line of a rank that cannot run this thread. It runs without the GIL.
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
+                faulthandler.dump_traceback_later(watch.limit / 2 + 2 * watch.interval)
             heartbeat = Heartbeat(self.progress(), entered, main_thread_location())
             watch.receive(self._rank, heartbeat)
             self._send_all({"kind": "beat", **heartbeat._asdict()})
@@ -536,14 +563,14 @@ class Monitor:
         running = self._request_positions(ends=bool(self._of_hang))
         is_late = now - (self._inspecting_since or now) > _DECIDE_SECONDS
         missing = unreported(self._positions, self._of_hang or running)
-        if (missing or self._stacks_requested) and not is_late:
+        if missing and not is_late:
             return
 
         if self._of_hang:  # with the locations of collectives, where they have arrived
             self._positions = {**self._of_hang, **self._positions}
             known = self._first_cause if self._waits() else ""  # from rank 0, before it left
             self._announce_hang(
-                known or watch.describe(self._positions, self._hosts, self._departed, self._states)
+                known or watch.describe(self._positions, self._hosts, self._departed)
             )
             return
         cause = watch.find_cause(self._positions, self._hosts, self._departed, self._states)
@@ -552,7 +579,6 @@ class Monitor:
         watch.notice = ""
         if cause:
             self._of_hang = dict(self._positions)
-            self._stacks_requested = self._states.keys() - self._positions.keys()
             self._request_again(now)
         else:
             self._inspecting_since, self._positions_requested = None, False
@@ -561,8 +587,6 @@ class Monitor:
         self._inspecting_since = now
         self._positions_requested = False
         self._positions.clear()
-        if not self._of_hang:
-            self._states.clear()
 
     def _announce_hang(self, cause: str) -> None:
         """Print what is known of a hang, and end all ranks."""
@@ -597,10 +621,10 @@ class Monitor:
         file = os.environ.get(exclude_file.VARIABLE)
         if self._rank != 0 or not file:
             return
-        reachable = {self._hosts[0].partition(" ")[0]}
+        reachable = {_host(self._hosts[0])}
         unreachable: set[str] = set()
         for connection, peer in self._peers.items():
-            name = peer.host.partition(" ")[0]
+            name = _host(peer.host)
             (unreachable if connection.is_unacknowledged() else reachable).add(name)
         unreachable -= reachable
         if unreachable and 2 * len(unreachable) < len(unreachable | reachable):
@@ -621,6 +645,9 @@ class Monitor:
             writer.start()
             writer.join(_REPORT_SECONDS)  # the file system may be what hangs
             time.sleep(1 + (self._rank == 0))  # until the other ranks have written theirs
+            for pid, started in self._silent.items():
+                if started and process.start_time(pid) == started:
+                    process.kill([pid], process.session(pid))
             if self._leaving:  # the main thread has reported it
                 process.end(1)
             _exit_with(f"rank {self._rank} on {socket.gethostname()} stops, because {reason}")
@@ -670,6 +697,11 @@ def _cut(cause: str) -> str:
     return cause[:LONGEST_CAUSE]
 
 
+def _host(name: str) -> str:
+    """Return "node17" for "node17 (pid 4711)"."""
+    return name.partition(" ")[0]
+
+
 class _Query(NamedTuple):
     """A rank's query for the cause, which waits for rank 0's response."""
 
@@ -687,5 +719,3 @@ def _close_in_child(reference: weakref.ref[Monitor]) -> None:
     monitor = reference()
     if monitor is not None:
         monitor._close_sockets()
-        if monitor._guard:
-            monitor._guard.close()

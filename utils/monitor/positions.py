@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .guard import BUSY_CPU
 from .hang import (
     Position,
     ProcessState,
@@ -25,6 +24,7 @@ from .hang import (
 )
 
 BUSY_FACTOR = 3
+BUSY_CPU = 0.2  # of a core
 _BUSY_MEGABYTES, _BUSY_GPU = 1.0, 0.2  # per second
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
@@ -32,8 +32,8 @@ _IDLE_MEGABYTES = 1.0  # read and written between two inspections
 # Within the limit: what a stopped process does not read must not fill its kernel's buffer, which
 # holds a thousand and more.
 _MOST_HEARTBEATS = 300
+_STOPPED_OR_BUSY = "stopped, or busy in native code"
 _RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
-_UNKNOWN = ProcessState("", False)
 
 
 class Heartbeat(NamedTuple):
@@ -73,8 +73,10 @@ class HangWatch:
         self._heartbeats: dict[int, Heartbeat] = {}
         self._received: dict[int, float] = {}
         self._first: dict[int, Position] = {}  # positions at the first inspection
+        self._first_states: dict[int, ProcessState] = {}
         self._first_time = 0.0
         self._busy: dict[int, str] = {}  # ranks and what they work with
+        self._silent: dict[int, tuple[str, bool]] = {}  # state of these ranks; whether busy
         self._noticed = False
         self.notice = ""  # that a rank is busy: to be printed once
 
@@ -103,6 +105,11 @@ class HangWatch:
         received = self._received.get(rank, self._clock() - self.seconds_without_progress())
         return self._clock() - received > max(self.limit / 2, 2 * self.interval)
 
+    def has_missed_beats(self, rank: int) -> bool:
+        """Whether a rank that can run its thread would have sent a heartbeat by now."""
+        received = self._received.get(rank, self._clock())
+        return self._clock() - received > 2 * self.interval
+
     def find_cause(
         self,
         positions: Mapping[int, Position],
@@ -113,9 +120,10 @@ class HangWatch:
         """Return the cause of a hang; "" where there is none, or none yet.
 
         positions: of the ranks that have responded. hosts: of all ranks, "node17 (pid 4711)".
-        departed: ranks that have left, and why. states: of processes that do not respond.
+        departed: ranks that have left, and why. states: of ranks that do not respond.
         """
         first, elapsed = self._first, self._clock() - self._first_time
+        before, self._first_states = self._first_states, dict(states)
         self._first, self._first_time = dict(positions), self._clock()
         running = [rank for rank in sorted(hosts) if rank not in departed]
         missing = unreported(positions, running)
@@ -131,7 +139,7 @@ class HangWatch:
                 rank in first and _is_idle(first[rank], position, elapsed)
                 for rank, position in positions.items()
             )
-            return self.describe(positions, hosts, departed, states) if is_idle else ""
+            return self.describe(positions, hosts, departed) if is_idle else ""
         awaited = set(late(positions, running))
         others = [wait.awaited for its_waits in waiting.values() for wait in its_waits]
         if self._recorded:  # waiting takes no CPU then
@@ -145,21 +153,32 @@ class HangWatch:
             for rank in sorted(awaited & first.keys() & positions.keys())
             if (use := _use(first[rank], positions[rank], elapsed))
         }
-        native = {rank: states[rank].text for rank in missing if states.get(rank, _UNKNOWN).is_busy}
+        self._silent = {
+            rank: _use_of_silent(before.get(rank), states[rank], elapsed)
+            for rank in missing
+            if rank in states
+        }
+        names = [_name(host) for host in hosts.values()]
+        native = {
+            rank: text
+            for rank in missing
+            for text, is_busy in [self._silent.get(rank, (_STOPPED_OR_BUSY, True))]
+            # A host of which no rank responds is down, or has but one.
+            if is_busy and (rank in states or names.count(_name(hosts[rank])) == 1)
+        }
         is_waited_for = native.keys() == set(missing) and not describe_mismatch(positions, hosts)
         if (busy or native) and is_waited_for:
             if self.seconds_without_progress() < BUSY_FACTOR * self.limit:
-                self._notice({**busy, **native}, positions, hosts, states)
+                self._notice({**busy, **native}, positions, hosts)
                 return ""
         self._busy = busy
-        return self.describe(positions, hosts, departed, states)
+        return self.describe(positions, hosts, departed)
 
     def describe(
         self,
         positions: Mapping[int, Position],
         hosts: Mapping[int, str],
         departed: Mapping[int, str],
-        states: Mapping[int, ProcessState],
     ) -> str:
         """Return the cause of the hang that find_cause() has found, from these positions."""
         running = [rank for rank in sorted(hosts) if rank not in departed]
@@ -174,7 +193,7 @@ class HangWatch:
         left = next(causes, "")
         if left and not late(positions, running):
             return left
-        cause = describe(positions, hosts, running, self._describe_silent(missing, hosts, states))
+        cause = describe(positions, hosts, running, self._describe_silent(missing, hosts))
         return cause + "".join(f". Rank {rank} is {use}" for rank, use in self._busy.items())
 
     def _none_waits(self, positions: Mapping[int, Position], running: list[int]) -> bool:
@@ -194,14 +213,12 @@ class HangWatch:
         busy: Mapping[int, str],
         positions: Mapping[int, Position],
         hosts: Mapping[int, str],
-        states: Mapping[int, ProcessState],
     ) -> None:
         if self._noticed:
             return
         self._noticed = True
         places = {rank: f"last seen at {beat.location}" for rank, beat in self._heartbeats.items()}
         places |= {rank: f"at {position.location}" for rank, position in positions.items()}
-        places |= {rank: f"at {state.location}" for rank, state in states.items() if state.location}
         ranks = "; ".join(
             f"rank {rank} on {hosts[rank]} is {use} {places.get(rank, '')}"
             for rank, use in list(busy.items())[:8]
@@ -219,22 +236,18 @@ class HangWatch:
         self._first = {}
         self._noticed = False
 
-    def _describe_silent(
-        self, missing: list[int], hosts: Mapping[int, str], states: Mapping[int, ProcessState]
-    ) -> dict[int, str]:
+    def _describe_silent(self, missing: list[int], hosts: Mapping[int, str]) -> dict[int, str]:
         """Return what is known of the ranks that do not respond."""
         responding_hosts = {_name(hosts[rank]) for rank in hosts if rank not in missing}
         known = {}
         for rank in missing:
-            state = "it is stopped, or busy in native code"
-            if rank in states:
-                state = f"its process is {states[rank].text}"
+            state = f"it is {_STOPPED_OR_BUSY}"
+            if rank in self._silent:
+                state = f"its process is {self._silent[rank][0]}"
             elif _name(hosts[rank]) not in responding_hosts:
                 state = "no rank of this host does, so the host is down or its network is cut"
             known[rank] = state
-            if location := states.get(rank, _UNKNOWN).location:
-                known[rank] += f". It is at {location}"
-            elif rank in self._heartbeats:
+            if rank in self._heartbeats:
                 beat = self._heartbeats[rank]
                 known[rank] += (
                     f". Its last report: {beat.entered} collectives entered, at {beat.location}"
@@ -276,6 +289,18 @@ def _use(before: Position, now: Position, seconds: float) -> str:
     )
     found = ", ".join(use for is_busy, use in uses if is_busy)
     return f"busy ({found})" if found else ""
+
+
+def _use_of_silent(
+    before: ProcessState | None, now: ProcessState, seconds: float
+) -> tuple[str, bool]:
+    """Return what a process that does not respond does, and whether it is busy."""
+    if now.why_stopped:
+        return now.why_stopped, False
+    cores = (now.cpu_seconds - before.cpu_seconds) / seconds if before else 0.0
+    if cores > BUSY_CPU:
+        return f"busy in native code ({100 * cores:.0f} % of a core)", True
+    return "in native code", False
 
 
 def _difference(before: Position, now: Position) -> tuple[float, float]:

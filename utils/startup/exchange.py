@@ -123,7 +123,7 @@ class RendezvousServer(PeerServer):
 
     def receive(self, peer: Channel, message: Message) -> None:
         """Handle a message. Raises LaunchError when the start fails by it."""
-        if message["kind"] == "ask" and not self._refusal:
+        if message["kind"] == "ask_missing" and not self._refusal:
             raise LaunchError(self._missing_ranks())
         if message["kind"] != "report":
             return
@@ -266,7 +266,7 @@ def _wait_for_answer(peer: Channel, deadline: float) -> Message | None:
     """
     with contextlib.suppress(TimeoutError):
         return peer.receive_one(max(0.1, deadline - time.monotonic()))
-    peer.send({"kind": "ask", "about": "missing", "ends": True})
+    peer.send({"kind": "ask_missing"})
     with contextlib.suppress(TimeoutError):
         return peer.receive_one(5.0)
     return None
