@@ -344,7 +344,6 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
     monitor.read_collectives = lambda ends: collectives.read_collectives(locations=ends)
     monitor.progress = lambda: collectives.total_collectives() + job._reported_progress
     monitor.write_report = functools.partial(failure.write_hang_report, job.rank)
-    monitor.gpu_use = functools.partial(device.utilization, job.device)
     if hang_timeout is not None:
         has_recorder = collectives.has_recorder()
         if not has_recorder and job.is_main:

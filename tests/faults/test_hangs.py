@@ -168,12 +168,11 @@ BEHIND_3, BUSY_3 = (rf"rank 3 on h3 \(pid 103\) {words}.*" for words in ("did no
     ([[*WAITING[:2], other_call(operation="barrier"), position(6, work)] for work in (0.0, 50.0)], False,
      r".*rank 2 on h2 \(pid 102\) entered another collective 7.*"),
     # What counts as busy
-    *(([[*WAITING, position(6)._replace(work=one)] for one in (Work(gpu=work.gpu), work)], True, cause)
+    *(([[*WAITING, position(6)._replace(work=one)] for one in (Work(), work)], True, cause)
       for work, cause in (
         *((work, rf"rank 3 on h3 \(pid 103\) is busy \({use}\) at train.py, line 7, in main\. ((?!did not enter).)*"
                  r"after 300 s((?!did not enter).)*") for work, use in (
-            (Work(cpu_seconds=12.0), "24 % of a core"), (Work(megabytes=200.0), "4 MB/s"),
-            (Work(gpu=0.5), "GPU 50 %"))),
+            (Work(cpu_seconds=12.0), "24 % of a core"), (Work(megabytes=200.0), "4 MB/s"))),
         *((work, r"rank 3 on h3 \(pid 103\) did not enter collective 7((?!busy).)*")
           for work in (Work(cpu_seconds=8.0), Work(waits_for_disk=True))))),
 ])

@@ -62,14 +62,3 @@ def test_gpus_that_torch_cannot_use_are_reported(
     accelerator("cuda", uuids)
     monkeypatch.setattr(device, "count_gpus", lambda: gpus)
     assert ("has 4 GPU(s)" in device.unused_gpus()) == warned
-
-
-def test_use_of_a_gpu_is_known_where_torch_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: torch.device) -> int:
-        raise ModuleNotFoundError("pynvml does not seem to be installed")
-
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda _: 40)
-    assert device.utilization(gpu) == 0.4 and device.utilization(torch.device("cpu")) == 0
-    monkeypatch.setattr(torch.cuda, "utilization", missing)
-    assert device.utilization(gpu) == 0

@@ -5,10 +5,8 @@ The visible devices are those that the scheduler's mask leaves. The mask itself 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
 from typing import Any
 
 import torch
@@ -68,24 +66,6 @@ def pin(device: torch.device) -> None:
     """Make `device` the current one of this process."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
-
-
-def utilization(device: torch.device) -> float:
-    """Return how much of the last second a GPU was in use, 0 to 1; 0 where torch does not know.
-
-    torch needs nvidia-ml-py or amdsmi for it.
-    """
-    found = [0.0]
-
-    def read() -> None:
-        with contextlib.suppress(Exception):  # of these packages
-            found[0] = torch.cuda.utilization(device) / 100
-
-    if device.type == "cuda":
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        thread.join(1.0)  # the driver of a faulty GPU may not respond
-    return found[0]
 
 
 def unused_gpus() -> str:

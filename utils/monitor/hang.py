@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import NamedTuple, TypedDict
 
@@ -50,7 +50,6 @@ class Work(NamedTuple):
     cpu_seconds: float = 0.0
     megabytes: float = 0.0  # read and written
     waits_for_disk: bool = False  # now
-    gpu: float = 0.0  # how much of the last second its GPU was in use, 0 to 1
 
 
 class ProcessState(NamedTuple):
@@ -263,30 +262,21 @@ def _describe_unknown(
 ) -> str:
     """Return what is known if all ranks wait: for each other, or for an unknown cause."""
     waiting = waits(positions, running)
-    waiters: dict[int, set[int]] = {}
-    for rank, its_waits in waiting.items():
-        for wait in its_waits:
-            for other in wait.awaited:
-                waiters.setdefault(other, set()).add(rank)
-
-    # The last rank from which no earlier one is reached lies where the waits end: those that it
-    # waits for wait for it in turn, or it is the only one.
-    end, seen = -1, set[int]()
-    for rank in sorted(waiting):
-        if rank not in seen:
-            end, seen = rank, seen | _reachable(rank, lambda r: waiters.get(r, ()))
-    circle = _reachable(end, lambda r: [o for wait in waiting.get(r, ()) for o in wait.awaited])
+    awaited = {
+        rank for its_waits in waiting.values() for wait in its_waits for rank in wait.awaited
+    }
     shown = [
-        f"rank {rank} on {hosts[rank]} waits{_for(wait)} in {_show(wait.call, positions[rank])}"
-        for rank in sorted(circle & waiting.keys())
-        for wait in waiting[rank][:1]
+        f"rank {rank} on {hosts[rank]} waits{_for(its_waits[0])} in "
+        f"{_show(its_waits[0].call, positions[rank])}"
+        for rank, its_waits in sorted(waiting.items())
+        if rank in awaited or its_waits[0].call["between_two"]
     ]
-    if len(circle) > 1 or (end in waiting and waiting[end][0].call["between_two"]):
+    if shown:
         return (
             "unknown: every rank that others wait for also waits. Check that these ranks enter the "
             f"same collectives in the same order: {'; '.join(shown[:_SHOWN_RANKS])}"
         )
-    call = waiting[end][0].call if end in waiting else None
+    call = next((its_waits[0].call for its_waits in waiting.values()), None)
     last = _number(call) if call else f"collective {_last_collective(positions)}"
     reasons = ["one was late"]
     if call and call["operation"] in _WITH_ROOT:
@@ -297,15 +287,6 @@ def _describe_unknown(
         f"a collective timed out although all ranks have entered {last} by now: "
         f"{', or '.join(reasons)}"
     )
-
-
-def _reachable(start: int, following: Callable[[int], Iterable[int]]) -> set[int]:
-    reached, unvisited = {start}, [start]
-    for rank in unvisited:  # grows
-        new = set(following(rank)) - reached
-        reached |= new
-        unvisited += new
-    return reached
 
 
 def describe_waiting(positions: Mapping[int, Position]) -> str:

@@ -86,7 +86,6 @@ class Monitor:
         # The last of them, oldest first, with or without locations, and the process groups.
         self.read_collectives: Callable[[bool], tuple[list[Collective], dict[str, Group]]]
         self.read_collectives = lambda locations: ([], {})
-        self.gpu_use: Callable[[], float] = lambda: 0.0  # of the last second, 0 to 1
         # A number that grows with this rank's progress.
         self.progress: Callable[[], int] = lambda: 0
         # Writes this rank's file; its arguments are a folder, "" for none, and the cause.
@@ -492,7 +491,7 @@ class Monitor:
         last, groups = self.read_collectives(ends)
         if last and self._has_timed_out:  # an exception has ended the wait
             last[-1]["blocks"] = True
-        work = Work(*process.work_done(), self.gpu_use())
+        work = Work(*process.work_done())
         return Position(entered, main_thread_location(), tuple(last), work, groups)
 
     def _this_host(self) -> str:

@@ -25,7 +25,7 @@ from .hang import (
 
 BUSY_FACTOR = 3
 BUSY_CPU = 0.2  # of a core
-_BUSY_MEGABYTES, _BUSY_GPU = 1.0, 0.2  # per second
+_BUSY_MEGABYTES = 1.0  # per second
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
 _IDLE_MEGABYTES = 1.0  # read and written between two inspections
@@ -285,7 +285,6 @@ def _use(before: Position, now: Position, seconds: float) -> str:
     uses = (
         (cpu > BUSY_CPU * seconds, f"{100 * cpu / seconds:.0f} % of a core"),
         (megabytes > _BUSY_MEGABYTES * seconds, f"{megabytes / seconds:.0f} MB/s"),
-        (min(before.work.gpu, now.work.gpu) > _BUSY_GPU, f"GPU {100 * now.work.gpu:.0f} %"),
     )
     found = ", ".join(use for is_busy, use in uses if is_busy)
     return f"busy ({found})" if found else ""
