@@ -35,6 +35,7 @@ Query = Callable[..., Ended]
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MIN_QUERY_SECONDS", "MAX_QUERY_SECONDS", "LOG_SECONDS"):
         monkeypatch.setattr(following, name, 0.01)
+    monkeypatch.setattr(following, "NO_RESPONSE_SECONDS", 1.0)
 
 
 @pytest.fixture
@@ -83,6 +84,17 @@ def test_follow_prints_states_and_output(chain: Submission, capfd: pytest.Captur
     assert "ddpkit submit: rank 3 on n2: cuda_oom. The model" in capfd.readouterr().err
 
 
+def test_output_is_printed_once_where_its_file_is_found_by_another_path(
+        chain: Submission, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server names the whole path; without a history only the working folder shows the file."""
+    (chain.folder / "train.o1").write_text("epoch 1\n")
+    monkeypatch.chdir(chain.folder)
+    paths = iter([[chain.folder / "train.o1"]])
+    following.follow(Scripted({"1": [Status("1", "running"), Status("1", "unknown")]}).status,
+                     lambda job_id: next(paths, [Path("train.o1")]), ["1"])
+    assert capfd.readouterr().out == "epoch 1\n"
+
+
 @pytest.mark.parametrize(("status", "alone", "in_chain"), [
     (DONE, 0, 0), (Status("1", "failed", 42), 42, 42), (Status("1", "failed", 0), 1, 1),
     (Status("1", "cancelled"), 1, 1), (PREEMPTED, 1, 0), (Status("1", "timeout", 0), 1, 0),
@@ -98,7 +110,7 @@ def test_exit_status_of_follow(status: Status, alone: int, in_chain: int, chain:
 
 def test_scheduler_that_is_down_is_queried_again(chain: Submission, job: InJob, monkeypatch: pytest.MonkeyPatch,
                                                  capfd: pytest.CaptureFixture[str]) -> None:
-    assert follow(chain, [DOWN, DOWN, DOWN, DONE]) == 0
+    assert follow(chain, [*[DOWN] * 20, DONE]) == 0
     with pytest.raises(SchedulerError):
         follow(chain, DOWN)
     assert "Trying again" in capfd.readouterr().err
@@ -182,6 +194,15 @@ def test_cancel_ends_a_chain(job_id: str, states: str, cancelled: list[str], cha
     assert scheduler.cancelled == cancelled  # the last first, so that none starts
     assert done.status == 0 and re.findall(r"^job (\d): cancelled$", done.out, re.MULTILINE) == cancelled
     assert ("already ended" in done.out) == (states.split()[int(job_id) - 1] in ("stopped", "completed", "cancelled"))
+
+
+def test_cancelled_job_that_the_scheduler_forgets_stays_cancelled(chain: Submission, query: Query) -> None:
+    """PBS without a history: the job's script then records the status of the signal."""
+    query("cancel 1", scripted("running queued queued"))
+    records.write_status(chain.folder, "1", 143)
+    assert query("status 1", scripted("unknown unknown unknown")).out.startswith("job 1: cancelled")
+    records.write_status(chain.folder, "1", 75)  # it has saved
+    assert query("status 1", scripted("unknown unknown unknown")).out.startswith("job 1: stopped")
 
 
 @pytest.mark.parametrize(("requested", "found"), [("12", True), ("12.head", True), ("12.other", False), ("1", False)])

@@ -238,6 +238,9 @@ def _query_status(job_id: str) -> Status:
     status = _job_status(job_id, job)
     if status.scheduler_state == "H" and job.get("depend"):
         return replace(status, reason=_why_held_forever(job) or status.reason)
+    if "too many failed attempts" in status.reason:
+        folder = "the folder of its output or its working folder is missing on the hosts"
+        return replace(status, reason=f"{status.reason}: most often {folder}; then cancel it")
     return status
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from ..schedulers.scheduler import Status
 # Seconds between two queries: few after a change, more while nothing happens.
 MIN_QUERY_SECONDS = 1.0
 MAX_QUERY_SECONDS = 10.0
-MAX_FAILED_QUERIES = 10  # in a row; a scheduler that restarts is away for a minute or so
+NO_RESPONSE_SECONDS = 120.0  # a scheduler that restarts is away for a minute or so
 LOG_SECONDS = 0.5  # between two reads of the output
 
 
@@ -26,7 +27,7 @@ class Log:
     def __init__(self, files: Callable[[], list[Path]], out: BinaryIO) -> None:
         self._files = files
         self._out = out
-        self._offsets: dict[Path, int] = {}
+        self._offsets: dict[tuple[int, int], int] = {}  # by device and inode
 
     def print_new(self) -> bool:
         """Print what is new; return whether there was something."""
@@ -34,13 +35,15 @@ class Log:
         for path in self._files():
             try:
                 with path.open("rb") as file:
-                    file.seek(self._offsets.get(path, 0))
+                    found_file = os.fstat(file.fileno())
+                    key = found_file.st_dev, found_file.st_ino
+                    file.seek(self._offsets.get(key, 0))
                     data = file.read()
             except OSError:
                 continue  # a file server may show it a little later
             self._out.write(data)
             self._out.flush()
-            self._offsets[path] = self._offsets.get(path, 0) + len(data)
+            self._offsets[key] = self._offsets.get(key, 0) + len(data)
             found = found or bool(data)
         return found
 
@@ -104,15 +107,15 @@ def _follow_one(
 ) -> Status:
     log = Log(lambda: logs(job_id), sys.stdout.buffer)
     shown = ""
-    failures = 0
+    failing_since: float | None = None
     pause = MIN_QUERY_SECONDS
     while True:
         try:
             status = query(job_id)
-            failures = 0
+            failing_since = None
         except SchedulerError as error:
-            failures += 1
-            if failures == MAX_FAILED_QUERIES:
+            failing_since = failing_since or time.monotonic()
+            if time.monotonic() - failing_since >= NO_RESPONSE_SECONDS:
                 raise
             note(f"{error} Trying again.")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -13,13 +14,18 @@ from pathlib import Path
 from ...job import exclude_file
 from ...job.commands import SchedulerError
 from ...job.notation import EXIT_REQUEUE
-from ..schedulers.scheduler import Scheduler, Status, state_of_exit
+from ..schedulers.scheduler import Scheduler, State, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records
 from .following import Log, breaks_chain, describe, follow, note
 from .submissions import Submission
 
 MAX_LISTED = 20  # submissions
+_STATES: dict[str, State] = {
+    records.TIME_LIMIT: "timeout",
+    records.HOST_LOST: "node_fail",
+    records.CANCELLED: "cancelled",
+}
 _COLUMNS = ("job", "state", "submitted", "name", "folder")
 
 
@@ -62,8 +68,7 @@ def _recorded_status(submission: Submission | None, job_id: str) -> Status | Non
         )
     reason = "recorded by the job; the scheduler does not know it"
     if isinstance(recorded, str):
-        lost = recorded == records.HOST_LOST
-        return Status(job_id, "node_fail" if lost else "timeout", reason=reason)
+        return Status(job_id, _STATES[recorded], reason=reason)
     return Status(job_id, state_of_exit(recorded), recorded, reason)
 
 
@@ -184,6 +189,9 @@ def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> 
     left = [one for one in reversed(chain) if not is_over(statuses[one])]
     for one in left:
         scheduler.cancel(one)
+        if submission is not None:
+            with contextlib.suppress(OSError):  # the scheduler knows it, too, for a while
+                records.write_status(submission.folder, one, records.CANCELLED)
         print(f"job {one}: cancelled")
     if statuses[job_id].ended:
         print(f"{describe(statuses[job_id])}; it had already ended")
@@ -226,10 +234,11 @@ def print_logs(
         return follow(partial(query, scheduler, submission), files, [job_id])
     found = files(job_id)
     if not found:
+        status = scheduler.status(job_id)
+        later = "Wait with --follow. " if status.state in ("queued", "running") else ""
         note(
-            f"error: No output was found of {describe(scheduler.status(job_id))}. Try again later, "
-            "or wait with --follow. For a job submitted from another folder, run this command "
-            "there, or name its folder with --folder."
+            f"error: No output was found of {describe(status)}. {later}For a job submitted from "
+            "another folder, run this command there, or name its folder with --folder."
         )
         return 1
     Log(lambda: found, sys.stdout.buffer).print_new()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...job.notation import EXIT_REQUEUE
 from ..schedulers.job_spec import Job
 
 FILE = "submission.json"
@@ -26,6 +27,7 @@ TIME_LIMIT = "time limit"  # the time limit was reached
 HOST_LOST = "host lost"  # a host failed, or was cut off
 STOP = "stop"  # a file in the folder of a submission: the running job saves and stops
 NOT_STARTED = "not started"  # the job before it in the chain had failed
+CANCELLED = "cancelled"  # by `ddpkit submit cancel`
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,12 @@ def find(parent: Path, job_id: str) -> Submission | None:
 
 
 def write_status(folder: Path, job_id: str, status: int | str) -> None:
-    """Record the exit status of a job, or one of the words above. Raises OSError."""
+    """Record the exit status of a job, or one of the words above. Raises OSError.
+
+    A job that was cancelled and then fails stays cancelled.
+    """
+    if read_status(folder, job_id) == CANCELLED and status not in (0, EXIT_REQUEUE):
+        return
     _replace(_status_path(folder, job_id), str(status))
 
 
@@ -219,7 +226,7 @@ def read_status(folder: Path, job_id: str) -> int | str | None:
         return None
     if text.isdecimal():
         return int(text)
-    return text if text in (TIME_LIMIT, HOST_LOST, NOT_STARTED) else None
+    return text if text in (TIME_LIMIT, HOST_LOST, NOT_STARTED, CANCELLED) else None
 
 
 def _status_path(folder: Path, job_id: str) -> Path:
