@@ -74,7 +74,7 @@ class Report:
         reasons: dict[str, str] = {}
         for one in self.results:
             for finding in one.findings:
-                for host in finding.hosts if finding.exclude else ():
+                for host in finding.hosts if finding.exclude and finding.level is Level.BAD else ():
                     reasons.setdefault(host, f"{one.name}: {finding.message}")
         return reasons
 
