@@ -48,6 +48,7 @@ def test_healthy_training_has_no_cause_and_its_efficiency_counts_backward_passes
     assert scaling.find_causes(point) == []
     assert scaling.explain(point, []) == ("95% efficiency (weak scaling) on 4 ranks, computing 90% of the time: "
                                           "no problem found.")
+    assert scaling.explain(weak_scaling(reports(), 1.0), []).endswith("or with more --steps.")
     assert weak_scaling(reports(0.2, passes=2), 0.1).efficiency == pytest.approx(1)
 
 

@@ -66,14 +66,15 @@ def test_restart_drops_later_steps_and_a_torn_line(tmp_path: Path, first: int, t
     assert read_run(tmp_path).seams == [3] * (first == 4)
 
 
-def test_save_writes_the_steps_before_it_and_close_the_rest(tmp_path: Path) -> None:
-    """Also where a training fails."""
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_save_writes_the_steps_before_it_and_close_the_rest(error: type[BaseException], tmp_path: Path) -> None:
+    """Also where a training fails, or stops by sys.exit()."""
     train(tmp_path, 1, 7, save_every=5)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
-    with pytest.raises(ZeroDivisionError), Metrics(ONE_RANK, tmp_path) as metrics:
+    with pytest.raises(error), Metrics(ONE_RANK, tmp_path) as metrics:
         metrics.log(6, loss=torch.tensor(float("nan")))
         metrics.log(6, held_out_loss=2.0)
-        raise ZeroDivisionError
+        raise error
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert lines(tmp_path)[-1]["held_out_loss"] == 2.0 and lines(tmp_path)[-1]["loss"] is None
 

@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 import csv
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.faults.programs import run_ranks
 from utils.tools import charts
-from utils.training.step_timer import append, describe_slowest, split
+from utils.training.step_timer import StepTimer, append, describe_slowest, split
 
 HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
 
@@ -69,3 +72,14 @@ def test_slow_rank_of_a_training_is_named(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     output = run_ranks(tmp_path, str(program), (4, []))
     assert "steps 1 to 10: rank 2 on " in output and "steps 11 to 20: rank 2 on " in output, output
+
+
+def test_times_of_a_gpu_are_means_over_the_steps_that_were_measured(tmp_path: Path) -> None:
+    """Every eighth step, of windows of ten: two steps of the first and one of the second."""
+    dist = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
+    timer = StepTimer(dist, every=10, file=str(tmp_path / "steps.csv"))
+    timer._sample = 8
+    for _ in timer.batches(range(20)):
+        time.sleep(0.01)
+    rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
+    assert [0.009 < float(row["computation"]) < 0.018 for row in rows] == [True, True], rows

@@ -37,6 +37,7 @@ from .trackers import TensorBoard, Tracker, TrackerMissing, WeightsAndBiases
 
 _log = get_logger(__name__)
 _LONGEST_DELAY_SECONDS = 5.0  # until a step is in the log, also where steps are long
+_EXIT_SECONDS = 5.0  # that values of the other ranks have to arrive at sys.exit()
 
 
 class Metrics:
@@ -189,7 +190,10 @@ class Metrics:
     ) -> None:
         if error is None:
             self.close()
-        elif isinstance(error, Exception):  # the last losses may show what went wrong
+        elif isinstance(error, (Exception, SystemExit)):  # the last losses may show what went wrong
+            end = time.monotonic() + (_EXIT_SECONDS if isinstance(error, SystemExit) else 0)
+            while not all(one.is_complete() for one in self._pending) and time.monotonic() < end:
+                time.sleep(0.01)
             self._pending = [record for record in self._pending if record.is_complete()]
             with contextlib.suppress(Exception):
                 self.close()

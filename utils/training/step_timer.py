@@ -67,6 +67,7 @@ class StepTimer:
         self._sample = min(every, _GPU_SAMPLE) if dist.device.type != "cpu" else 1
         self._step = 0
         self._sums = [0.0, 0.0, 0.0]  # seconds of the measured steps: step, data, exchange
+        self._measured = 0  # steps
         self._hosts: list[str] = [""] * dist.world_size
         if dist.world_size > 1:
             torch.distributed.all_gather_object(self._hosts, socket.gethostname())
@@ -85,6 +86,7 @@ class StepTimer:
             if self._is_measured():
                 self._sums[0] += self._now() - start
                 self._sums[1] += data
+                self._measured += 1
             self._step += 1
             if self._step % self._every == 0:
                 self._compare()
@@ -107,9 +109,9 @@ class StepTimer:
 
     def _compare(self) -> None:
         """Gather three numbers of each rank; print and record on rank 0."""
-        measured = -(-self._every // self._sample)
-        sums = torch.tensor(self._sums, dtype=torch.float64, device=self._dist.device) / measured
-        self._sums = [0.0, 0.0, 0.0]
+        sums = torch.tensor(self._sums, dtype=torch.float64, device=self._dist.device)
+        sums /= self._measured
+        self._sums, self._measured = [0.0, 0.0, 0.0], 0
         gathered = [torch.empty_like(sums) for _ in self._hosts]
         if len(gathered) > 1:
             torch.distributed.all_gather(gathered, sums)

@@ -13,6 +13,7 @@ from .trials import Trials
 from .worker import Settings, TrialReport
 
 LOW = 0.9  # efficiency below which causes are named
+HIGH = 1.25  # above which the measurement on one rank was disturbed
 _LEAST = 0.05  # share of a step; a cause that costs less is not named
 _MIB = 1 << 20
 
@@ -137,6 +138,11 @@ def find_causes(point: MeasuredPoint, links: Links | None = None) -> list[Scalin
 def explain(point: MeasuredPoint, causes: Sequence[ScalingCause]) -> str:
     """Return the summary: the efficiency and its likeliest causes."""
     start = f"{point.efficiency:.0%} efficiency ({point.kind} scaling) on {point.ranks} ranks"
+    if point.efficiency > HIGH:
+        return (
+            f"{start}: a step of one rank took longer than expected. Nothing follows from that: "
+            "measure again on hosts without other work, or with more --steps."
+        )
     if not causes and point.efficiency >= LOW:
         return f"{start}, computing {point.compute / point.step:.0%} of the time: no problem found."
     if not causes:

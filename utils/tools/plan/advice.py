@@ -122,7 +122,7 @@ def memory_advice(
 
 
 def scaling_advice(
-    work: Workload, network: Network, gpus: int, gradient_bytes: int, fit: Fit
+    work: Workload, network: Network, gpus: int, gradient_bytes: float, fit: Fit
 ) -> list[str]:
     """Return what to do about scaling. gradient_bytes: of one element of a gradient."""
     if not fit.ddp:
@@ -153,7 +153,7 @@ def scaling_advice(
         )
     if fit.free is None:
         texts.append("Where memory is free, a larger micro-batch has the same effect.")
-    if gradient_bytes == 4:
+    if gradient_bytes > 3:
         compressed = work.compressed(2).step(network, gpus)
         texts.append(f"A bf16 or fp16 communication hook halves the bytes: {_range(compressed)}.")
     if step.low_efficiency < LEAST and fit.free and not factors:

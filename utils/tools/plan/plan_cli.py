@@ -143,6 +143,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(words)
     if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
         parser.error("expected one of SCRIPT, --model and --parameters")
+    for name in ("precision", "optimizer", "accumulate"):
+        if args.script and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} is for --model and --parameters: a script itself decides that")
     counts = ("parameters", "batch", "accumulate", "shard", "gpus", "nodes", "gpus_per_node")
     for name in counts:
         value = getattr(args, name)
@@ -207,7 +210,9 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         notes.append(f"No step time: give {gpu_option}--compute-seconds.")
     else:
         points = scaling(work, network, curve_sizes(gpus))
-        gradient_bytes = PRECISIONS[args.precision].gradient
+        gradient_bytes = float(PRECISIONS[args.precision].gradient)
+        if args.script and trace:  # which decides on the precision
+            gradient_bytes = work.gradient_bytes / trace.num_parameters
         texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
         if args.compute_seconds is None and gpu is not None:
             notes.append(

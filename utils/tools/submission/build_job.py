@@ -153,8 +153,8 @@ def _share_of_cores(profile: Profile, ranks: int) -> int | None:
     if not 1 <= ranks <= cores:
         raise UsageError(
             f"{ranks} ranks per node are more than the {cores} cores per node of the profile "
-            f"{profile.name} (cores_per_node). Give fewer --ntasks-per-node or --gpus-per-node, or the right "
-            "number of cores with --cpus-per-task."
+            f"{profile.name} (cores_per_node). Give fewer --ntasks-per-node or --gpus-per-node, or "
+            "the right number of cores with --cpus-per-task."
         )
     return cores // ranks
 

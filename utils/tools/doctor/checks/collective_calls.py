@@ -126,6 +126,7 @@ class Collectives(Check[CollectiveFacts]):
             return
         trials = [one for one in members if one.facts.trial]
         if not trials:
+            yield Finding(Level.GOOD, "not run: the ranks are on one host, which has no GPUs")
             return
         bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
         findings = [*_wrong_sums(trials), *_networks(trials), *_slow_gpus(trials)]
