@@ -79,6 +79,15 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
      ("command_error", None, None, False)),
     ("ddpkit launch: the ranks report what failed first: rank 3 on n2 failed: ValueError: 7. Rank 3 on n2 ended with "
      "exit status 1", ("python_exception", 3, "n2", None)),
+    ("[rank3]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711\n"
+     "ddpkit launch: error: rank 3 on n4 ended with exit status 1, the others will be ended\n"
+     "ddpkit launch: before that, rank 1 on n2 had ended with exit status 0", ("left_early", 1, "n2", False)),
+    (f"[rank3]: {OOM}\nddpkit launch: error: rank 3 on n4 ended with exit status 1\n"
+     "ddpkit launch: before that, rank 1 on n2 had ended with exit status 0", ("cuda_oom", 3, "n4", False)),
+    ("ddpkit launch: error: rank 0 on n1 ended with exit status 2\nddpkit submit: preflight: the training is not "
+     "started on n3. Jobs avoid these hosts for a day", ("bad_host", None, "n3", True)),
+    ("ddpkit launch: error: rank 0 on n1 ended with exit status 2\nddpkit submit: preflight: the training is not "
+     "started, because of the findings marked BAD above", ("preflight", None, "n1", False)),
     ("LaunchError: this rank (n1, pid 7) does not start. Look for the message of rank 0\n"
      "LaunchError: rank 3 on n2 (pid 8) cannot start: CUDA error: out of memory", ("cuda_oom", 3, "n2", None)),
     (f"10%|#\r[rank4]: {OOM}\r20%", ("cuda_oom", 4, None, False)),

@@ -66,6 +66,7 @@ _ENDED = re.compile(r"ddpkit launch: error: (?:SIG|.*\bexit status [1-9])")
 _RANK_AND_HOST = tuple(
     re.compile(pattern.format(rank=r"(?P<rank>\d+)", host=rf"(?P<host>{_WORD})"))
     for pattern in (
+        "before that, rank {rank} on {host}",
         r"rank {rank} on {host}(?: \(pid \d+\))? (?:failed|was ended|ended)",
         "srun: error: {host}: task {rank}:",
         r"process rank {rank} with PID \S+ on node {host}",  # Open MPI
@@ -74,7 +75,7 @@ _RANK_AND_HOST = tuple(
     )
 )
 _RANK = re.compile(
-    r"ddpkit launch: (?:error: )?rank (\d+) (?:was|ended)|\[[Rr]ank ?(\d+)\]|^(\d+): "
+    r"ddpkit launch: (?:error: |before that, )?rank (\d+) (?:was|ended|had)|\[[Rr]ank ?(\d+)\]|^(\d+): "
     r"|^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
     r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
 )
@@ -158,7 +159,7 @@ def match(line: str, kit: KitMessage | None = None) -> tuple[FailureCause, str |
                     cause = _GPU_HELD
                 if kit and kit.sentence and cause.level <= CauseLevel.HINT:
                     return _as_said(cause, kit), None
-                host = found["host"] if "host" in regex.groupindex else None
+                host = found["host"].rstrip(".") if "host" in regex.groupindex else None
                 return cause, host if host and _HOST_NAME.fullmatch(host) else None
     return None
 
