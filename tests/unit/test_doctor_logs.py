@@ -66,6 +66,9 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
      ("uneven_work", 3, "n2", False)),
     (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
     (LOST + TORCHRUN.replace("n7", "n6").replace("_08", "_09") + TORCHRUN, ("killed", 5, "n7", None)),
+    (TORCHRUN.replace("n7", "n6").replace("5 (", "0 (").replace("SIGKILL", "SIGTERM") + TORCHRUN
+     + "ddpkit launch: error: torchrun on n7 ended with exit status 1, the others will be ended\n",
+     ("killed", 5, "n7", None)),
     (IPV6 + WATCHDOG.format(0, "08:34:00"), ("watchdog_timeout", None, None, None)),
     ("n1:1:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n2<5912>\n"
      "[n1:1 :0:98] Caught signal 11 (Segmentation fault)\n", ("peer_died", None, "n2", None)),

@@ -276,7 +276,7 @@ CAUSES = (
           ("The ranks have uneven work",)),
     FailureCause("left_early", False, _CONSEQUENCE,
           "A rank ended with exit status 0 while others still trained, and then failed.",
-          "What that rank does less often: batches, epochs, a return or a sys.exit() before the end.",
+          "What that rank does less often: batches, epochs, an early return or sys.exit().",
           "Give each rank the same number of batches, and let all ranks end after the same step.",
           ("before that, rank ... had ended with exit status 0",)),
     FailureCause("bad_host", True, _CAUSE,

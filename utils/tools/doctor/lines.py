@@ -75,8 +75,8 @@ _RANK_AND_HOST = tuple(
     )
 )
 _RANK = re.compile(
-    r"ddpkit launch: (?:error: |before that, )?rank (\d+) (?:was|ended|had)|\[[Rr]ank ?(\d+)\]|^(\d+): "
-    r"|^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
+    r"ddpkit launch: (?:error: |before that, )?rank (\d+) (?:was|ended|had)"
+    r"|\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
     r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
 )
 # "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
@@ -90,6 +90,7 @@ _EXIT = re.compile(
     r"srun: error: \S+: tasks? |ddpkit launch: (?:error: )?rank \d+ (?:on \S+ )?(?:was|ended)"
     r"|process rank \d+ with PID|PID \d+ RUNNING AT|: rank \d+ (?:died|exited)|Process name: \["
 )
+AGENT_ENDED = re.compile(rf"ddpkit launch: error: torchrun on ({_WORD}) (?:was|ended)")
 # Lines that say no cause, but where the job ran or which process failed.
 CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  time  ", "  host  ",
            "  rank  ", "Process name: [", "RUNNING AT", " ranks on ", "closing signal SIGTERM",

@@ -14,7 +14,15 @@ from functools import cache
 from typing import BinaryIO
 
 from .causes import CauseLevel, FailureCause
-from .lines import keywords, kit_message, match, rank_and_host, reports_abort, reports_exit
+from .lines import (
+    AGENT_ENDED,
+    keywords,
+    kit_message,
+    match,
+    rank_and_host,
+    reports_abort,
+    reports_exit,
+)
 
 EXIT_RESTART = 1
 EXIT_NO_RESTART = 3
@@ -112,6 +120,7 @@ class _Reader:
         self._host_of_rank: dict[int, str] = {}
         self._first_exit: _Exit | None = None
         self._root_causes: list[_Exit] = []  # of torchrun's agents
+        self._first_agent = ""  # the host of the agent that ended first
         self._num_lines: list[int] = []  # of each file
         self._num_ranks = self._num_aborts = 0  # as the kit prints at the start; of std::terminate
         self._other_failure = self._ranks_were_ended = False  # besides aborts; by a launcher
@@ -169,6 +178,8 @@ class _Reader:
                 latest.time = line.partition(":")[2].strip()
             latest.rank = rank if latest.rank is None else latest.rank
             latest.host = latest.host or host
+        elif (agent := AGENT_ENDED.search(line)) is not None:
+            self._first_agent = self._first_agent or agent[1]
         elif reports_exit(line) and not in_torchrun_summary and self._first_exit is None:
             self._first_exit = _Exit(rank, host)
 
@@ -217,7 +228,11 @@ class _Reader:
 
         rank = next((rank for rank, _ in named if rank is not None), None)
         host = next((host for one, host in named if host and one in (rank, None)), None)
-        first_exit = min(self._root_causes, key=lambda one: one.time, default=self._first_exit)
+        first_exit = min(
+            self._root_causes,
+            key=lambda one: (one.time, one.host != self._first_agent),  # torchrun counts seconds
+            default=self._first_exit,
+        )
         exit_rank, exit_host = (first_exit.rank, first_exit.host) if first_exit else (None, None)
         if rank is None and (host is None or exit_host in (None, host)):
             rank, host = exit_rank, host or exit_host
