@@ -20,9 +20,10 @@ from tests.docs.pages import ROOT
 from utils.tools.main import COMMANDS, main
 
 # Subcommands that share an entry share a list.
-LISTS = (["launch"], ["submit run"], ["submit status", "submit list", "submit logs", "submit stop", "submit cancel",
-          "submit resubmit"], ["submit doctor"], ["doctor"], ["doctor logs"], ["plan"], ["bench ddp"],
-          ["bench collectives"], ["sites"], ["checkpoints"], ["plot"])
+LISTS = (["launch"], ["submit run"],
+         [f"submit {name}" for name in ("status", "list", "watch", "logs", "stop", "cancel", "resubmit")],
+         ["submit doctor"], ["doctor"], ["doctor logs"], ["plan"], ["bench ddp"], ["bench collectives"], ["sites"],
+         ["checkpoints"], ["plot"])
 SAME_AS_RUN = "submit doctor"  # its options are those of `submit run`
 MODULES = {"": ["Distributed", "LaunchError", "setup_distributed"], "checkpoint": [], "data": [],
            "metrics": ["Metrics"], "preemption": [], "training": []}  # []: what __init__.py imports

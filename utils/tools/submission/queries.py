@@ -226,9 +226,8 @@ def print_logs(
     """Print the output of a job; with follow_job until it has ended. Return an exit status."""
 
     def files(job_id: str) -> list[Path]:
-        if submission is not None:
-            return submission.logs(job_id)
-        return _output_without_record(scheduler.status(job_id))
+        status = Status(job_id, "unknown") if submission else scheduler.status(job_id)
+        return output_files(submission, status)
 
     if follow_job:
         return follow(partial(query, scheduler, submission), files, [job_id])
@@ -245,8 +244,10 @@ def print_logs(
     return 0
 
 
-def _output_without_record(status: Status) -> list[Path]:
-    """Find the output of a job that has no record here."""
+def output_files(submission: Submission | None, status: Status) -> list[Path]:
+    """Find the output of a job, which may have no record here."""
+    if submission is not None:
+        return submission.logs(status.job_id)
     if status.output and Path(status.output).is_file():
         return [Path(status.output)]
     number = records.job_number(status.job_id)

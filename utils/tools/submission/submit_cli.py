@@ -15,7 +15,7 @@ from ...job.commands import SchedulerError
 from ..arguments import ArgumentParser
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, JobError
-from . import profiles, queries
+from . import profiles, queries, watch
 from . import submissions as records
 from .build_job import COMMANDS, UsageError, choose_profile
 from .paths import doctor_words
@@ -32,7 +32,7 @@ ddpkit submit run --nodes 2 --time 30m -m package.train     run a module, as pyt
 ddpkit submit run --site lumi --nodes 2 --dry-run train.py  print the script; submit nothing
 ddpkit submit run --nodes 2 --time 12h --chain 5 train.py   five jobs; each continues the last
 ddpkit submit doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
-ddpkit submit list | status 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
+ddpkit submit list | status 1234 | watch 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
 
 Each submission has a folder, jobs-out/NAME-DATE-TIME, with its scripts, settings and output.
 Exit status: 0: completed (`status`: or not finished yet). 75: saved, to be continued. Otherwise the
@@ -79,9 +79,23 @@ def _run(args: argparse.Namespace) -> int:
         return queries.print_list(args.folder, get_scheduler, args.json)
     if args.subcommand == "resubmit":
         return resubmit(args)
+    if args.subcommand == "watch":
+        return max(_watch(args, job_id) for job_id in args.job_ids)
     if args.subcommand == "stop":
         return max(queries.stop(records.find(args.folder, one), one) for one in args.job_ids)
     return queries.combined_exit_status([_query(args, job_id) for job_id in args.job_ids])
+
+
+def _watch(args: argparse.Namespace, job_id: str) -> int:
+    submission = records.find(args.folder, job_id)
+    name = submission.scheduler if submission else choose_profile(args.site).scheduler
+    scheduler = get_scheduler(name)
+    job_ids = submission.job_ids if submission else (job_id,)
+    statuses = [queries.query_or_recorded(scheduler, submission, one) for one in job_ids]
+    files = [queries.output_files(submission, status) for status in statuses]
+    found = watch.judge(statuses, [run for one in files for run in watch.read_runs(one)])
+    watch.show(job_id, found, as_json=args.json)
+    return found.exit_status
 
 
 def _query(args: argparse.Namespace, job_id: str) -> int:
@@ -157,14 +171,14 @@ def _parser(name: str) -> ArgumentParser:
     if name != "list":
         printed = "as printed by submit or the scheduler"
         parser.add_argument("job_ids", nargs="+", metavar="JOB_ID", help=printed)
-    if name in ("status", "logs", "cancel"):
+    if name in ("status", "watch", "logs", "cancel"):
         parser.add_argument(
             "--site",
             metavar="NAME|FILE",
             default=os.environ.get(SITE) or None,
             help="for a job that has no record in --folder",
         )
-    if name in ("status", "list"):
+    if name in ("status", "list", "watch"):
         parser.add_argument("--json", action="store_true", help="print a line of JSON for each job")
     if name == "logs":
         parser.add_argument(
