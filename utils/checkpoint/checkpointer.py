@@ -22,6 +22,7 @@ from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata, Restored, versions
 from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention
+from .interval import SaveInterval
 from .load import digest, load_on_all_ranks, restore
 from .pack import Packed, pack
 from .replicas import ReplicaSample
@@ -80,6 +81,8 @@ class Checkpointer:
     keep_every: steps that are multiples of it stay as well.
     keep_best: number of checkpoints with the best metric that stay as well.
     best: "min" or "max", whether the lowest or the highest metric is the best.
+    every: for is_due(): steps between two saves; "auto" computes them from the time that a save
+        costs the training and from mtbf_hours, the mean time between failures of the job.
     timeout: seconds in which all ranks must finish a save or a load.
 
     Attributes: failure is the CheckpointError of the last save that has ended, or None if it is
@@ -97,11 +100,14 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: int = 0,
         best: str = "min",
+        every: int | str | None = None,
+        mtbf_hours: float = 24.0,
         timeout: float = 1800.0,
     ) -> None:
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}; expected a number above 0")
         retention = Retention(keep, keep_every, keep_best, best)
+        self._interval = SaveInterval(every, mtbf_hours)
         self.folder = Path(folder).absolute()
         self.seconds: float | None = None
         self.failure: CheckpointError | None = None
@@ -132,6 +138,13 @@ class Checkpointer:
         atexit.register(self._close_without_raising)
 
     # --- saving
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step, by `every`; the same on all ranks.
+
+        All ranks call it after the same steps. Raises ValueError without `every`.
+        """
+        return self._interval.is_due(step)
 
     def save(self, step: int, state: Any, *, metric: float | None = None) -> None:
         """Copy the state and write it in the background. All ranks call it at the same step.
@@ -221,6 +234,7 @@ class Checkpointer:
                 "save() was called after close(). Close the Checkpointer at the end of the training"
             )
         self._check_ranks()
+        called = time.monotonic()
         self._join()
         previous, self._unraised = self._unraised, None
         if isinstance(previous, PermanentError):
@@ -238,6 +252,7 @@ class Checkpointer:
             self._start(RefusedJob(turn, problem))
             raise
         self._start(job)
+        self._interval.end(job.step, time.monotonic() - called)
 
     def _prepare(
         self,
@@ -252,6 +267,7 @@ class Checkpointer:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step is {step}; expected 0 or more")
+        interval = self._interval.begin(step)
         number = None if metric is None else float(metric)
         finite = number is not None and math.isfinite(number)
 
@@ -288,6 +304,7 @@ class Checkpointer:
             slices={key: (name, *shard.box) for key, (name, shard) in slices.items()},
             metric=number if finite else None,
             retry_until=retry_until,
+            interval=interval,
         )
 
     def _note_missing(self, state: Any) -> None:
@@ -318,6 +335,7 @@ class Checkpointer:
                 job, self._snapshot, self._ranks, self._folder, self._own_part_written.set
             )
             self._try_again = result.try_again
+            self._interval.agreed = result.interval or self._interval.agreed
             if result.error is not None:
                 raise result.error
             if isinstance(job, SaveJob):

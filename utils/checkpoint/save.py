@@ -42,6 +42,7 @@ class SaveJob:
     slices: dict[str, SliceEntry]  # that this rank writes, by their names in its file
     metric: float | None
     retry_until: float  # time.monotonic() of rank 0
+    interval: int  # steps between saves, as rank 0 proposes
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RefusedJob:
     turn: int
     problem: str
     retry_until: float = 0.0
+    interval: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class SaveResult:
 
     error: CheckpointError | None
     try_again: bool  # whether there is time to save this step again
+    interval: int  # that of rank 0; 0 where it could not save
 
 
 class _Failure(TypedDict):
@@ -71,6 +74,7 @@ class _Begun(TypedDict):
 
     temporary: str  # name of the temporary folder
     failure: _Failure | None
+    interval: int
 
 
 class _Report(TypedDict):
@@ -127,20 +131,23 @@ def write_checkpoint(
     if (failure := decision["failure"]) is not None:
         is_permanent = failure["severity"] == "permanent"
         error = (PermanentError if is_permanent else CheckpointError)(failure["error"])
-    return SaveResult(error, decision["try_again"])
+    return SaveResult(error, decision["try_again"], begun["interval"])
 
 
 def _begin(job: SaveJob | RefusedJob, ranks: StoreCommunicator, folder: CheckpointFolder) -> _Begun:
     """Make the temporary folder on rank 0."""
+    temporary, failure = "", None
     if isinstance(job, RefusedJob):
-        return {"temporary": "", "failure": _refusal(job)}
-    try:
-        return {"temporary": folder.begin(job.step).name, "failure": None}
-    except LaterStep as error:
-        return {"temporary": "", "failure": {"error": str(error), "severity": "permanent"}}
-    except OSError as error:
-        message = folder.explain(f"cannot save step {job.step}", error)
-        return {"temporary": "", "failure": {"error": message, "severity": "temporary"}}
+        failure = _refusal(job)
+    else:
+        try:
+            temporary = folder.begin(job.step).name
+        except LaterStep as error:
+            failure = _Failure(error=str(error), severity="permanent")
+        except OSError as error:
+            message = folder.explain(f"cannot save step {job.step}", error)
+            failure = _Failure(error=message, severity="temporary")
+    return {"temporary": temporary, "failure": failure, "interval": job.interval}
 
 
 def _write_file(
