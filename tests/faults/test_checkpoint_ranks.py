@@ -163,7 +163,7 @@ def one_finds_damage(dist: Distributed, checkpoints: Checkpointer) -> None:
     dist.barrier()
     found = checkpoints.load_latest(state_of(dist.rank))
     assert found is not None and found.step == 1
-    assert sorted(os.listdir(checkpoints.folder)) == ["step-000000001", "step-000000002.damaged"]
+    assert sorted(os.listdir(checkpoints.folder)) == [".lock", "step-000000001", "step-000000002.damaged"]
     assert gather(logged("rank-00001.safetensors has"))[0] == 1
 
 
@@ -177,7 +177,7 @@ def one_disk_is_full(dist: Distributed, checkpoints: Checkpointer) -> None:
     error = common_error(checkpoints)
     disk.system = os
     assert all(text in error for text in ("cannot save step 3", "on rank 1 on", "No space left"))
-    assert sorted(os.listdir(checkpoints.folder)) == ["step-000000001", "step-000000002.damaged"]
+    assert sorted(os.listdir(checkpoints.folder)) == [".lock", "step-000000001", "step-000000002.damaged"]
     dist.barrier()
     checkpoints.save_and_wait(4, state)
     assert list_steps(checkpoints.folder) == [1, 4]

@@ -8,19 +8,21 @@ import random
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.cluster.hosts import killed_at_end
 from tests.unit.checkpoint_states import ChangedDisk
-from utils.checkpoint import Checkpointer, CheckpointError, disk, owner
+from tests.unit.programs import ROOT
+from utils.checkpoint import Checkpointer, CheckpointError, disk, list_steps, lock
 from utils.checkpoint.checksums import checksum
 from utils.checkpoint.format import FORMAT, MANIFEST, rank_file_name, render_manifest
-from utils.host import process
 
 FILE = rank_file_name(0)
 
@@ -152,7 +154,7 @@ class UnsafeDisk:
         """The bytes of a file, or the inodes in a folder by their names."""
         file = self.opened[inode]
         if stat.S_ISDIR(os.fstat(file).st_mode):
-            return {entry.name: entry.stat().st_ino for entry in os.scandir(file)}
+            return {entry.name: entry.stat().st_ino for entry in os.scandir(file) if entry.name != lock.NAME}
         return os.pread(file, 1 << 20, 0)
 
     def restart(self, inode: int, target: Path, names: bool) -> None:
@@ -229,7 +231,7 @@ def test_a_refusing_disk_is_explained_and_costs_one_save(
             with pytest.raises(CheckpointError, match="cannot save step 4"):
                 checkpoints.save_and_wait(4, state(4.0), retry_seconds=0)
         assert all(text in str(error.value) for text in ("step 2", str(tmp_path), "rank 0 on"))
-        assert "unlink" in calls or os.listdir(tmp_path) == ["step-000000001"], "the temporary folder is gone"
+        assert "unlink" in calls or sorted(os.listdir(tmp_path)) == [lock.NAME, "step-000000001"], "no folder is left"
         checkpoints.save_and_wait(5, state(5.0))
         assert checkpoints.failure is None
     assert os.listdir(tmp_path) == ["step-000000005"] and load(tmp_path) == 5
@@ -260,38 +262,66 @@ def test_links_are_deleted_and_their_targets_stay(tmp_path: Path) -> None:
     assert load(archive) == 1
 
 
-def test_interrupted_saves_are_removed_and_nothing_else(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    fields = dict(zip(("host", "boot", "namespace", "pid", "start"), owner.owner().split("."), strict=True))
-    listdir = os.listdir
+def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    kept, removed = [".mine", "step-1", "notes"], [".saving-0123", ".deleting-0123"]
+    for name in (*kept, *removed):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    assert load(tmp_path) == 0
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
 
-    def saving(**changes: Any) -> str:
-        return f".saving-{'.'.join(map(str, {**fields, **changes}.values()))}.0123"
 
-    def with_stale_handle(path: Path) -> list[str]:
-        if path.name == stale:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return listdir(path)
+JOB = """\
+import sys, time
+from utils.checkpoint import Checkpointer
+checkpoints = Checkpointer(sys.argv[1])
+checkpoints.save(1, {})
+checkpoints.wait()
+print("saved", flush=True)
+time.sleep(60)
+"""
 
-    monkeypatch.setattr(os, "listdir", with_stale_handle)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    with killed_at_end(subprocess.Popen(["sleep", "60"], text=True, start_new_session=True)) as running:
-        of_running = saving(pid=running.pid, start=process.start_time(running.pid))
-        old, stale = saving(host="elsewhere"), saving(host="stale")  # the newest file of the latter may be new
-        kept = [of_running, old, stale, saving(host="there"), saving(namespace="1"), ".mine", "step-1", "notes"]
-        removed = [saving(), saving(pid=ended.pid), saving(pid=running.pid), saving(boot="00000000"), ".deleting-0123"]
-        for name in (*kept, *removed):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "file").write_text("x")
-            for path in (tmp_path / name / "file", tmp_path / name):
-                os.utime(path, (1, 1) if name in (old, stale) else None)
-        assert load(tmp_path) == 0
-        assert sorted(os.listdir(tmp_path)) == sorted(kept)
 
-        save(tmp_path, 1)  # the time of its own folder shows that another one is old
-        kept[kept.index(old)] = "step-000000001"
-        assert sorted(os.listdir(tmp_path)) == sorted(kept)
-        assert "another process is saving" in caplog.text
-    save(tmp_path, 2)
-    assert of_running not in os.listdir(tmp_path)
+def test_second_job_in_a_folder_is_refused_until_the_first_has_ended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it leaves its lock file, which does not stand in the way."""
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.3)
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    environ = {**os.environ, "SLURM_JOB_ID": "4711"}
+    with killed_at_end(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)) as first:
+        assert first.stdout.readline() == "saved\n"
+        (tmp_path / ".saving-0123").mkdir()  # of that job
+        words = rf"is in use by pid {first.pid} on \S+, job 4711; expected one job"
+        with Checkpointer(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=words):
+            checkpoints.load_latest({})
+        with pytest.raises(CheckpointError, match=words), Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save_and_wait(2, {})
+        assert sorted(os.listdir(tmp_path)) == [".lock", ".saving-0123", "step-000000001"]
+        assert list_steps(tmp_path) == [1]
+        first.kill()
+        first.wait()
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.load_latest({}).step == 1
+    assert os.listdir(tmp_path) == ["step-000000001"]
+
+
+def test_lock_is_shared_within_a_process_and_made_again_with_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Checkpointer(folder) as one:
+        one.save_and_wait(1, {})
+        with Checkpointer(folder) as other:
+            other.save_and_wait(2, {})
+        assert lock.is_held(folder)
+        shutil.rmtree(folder)
+        one.save_and_wait(3, {})
+        assert lock.is_held(folder)
+    assert os.listdir(folder) == ["step-000000003"]
+
+
+def test_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an interrupted save left stays there: another job might be saving."""
+    monkeypatch.setattr(lock.fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    (tmp_path / ".saving-0123").mkdir()
+    save(tmp_path, 1)
+    assert load(tmp_path) == 1 and (tmp_path / ".saving-0123").exists()
+

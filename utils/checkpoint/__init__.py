@@ -6,7 +6,7 @@ What Checkpointer.save() does, and what it writes, in this order:
    slice of this rank: slices.py), and the tensors are copied into preallocated memory
    (snapshot.py). Then save() returns. The rest is done in a
    background thread (save.py).
-2. Rank 0 makes the folder .saving-HOST.../ under a temporary name (storage.py: begin).
+2. Rank 0, which has locked the folder (lock.py), makes .saving-.../ in it (storage.py: begin).
 3. Each rank writes rank-00000.safetensors, rank-00001.safetensors, ... into it, and syncs its file
    and the folder (rank_file.py). Checksums of 4 MiB blocks are computed meanwhile (checksums.py).
 4. Each rank reports size and checksums of its file to rank 0 (../coordination.py).

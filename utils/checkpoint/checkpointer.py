@@ -75,7 +75,8 @@ class Checkpointer:
     rounds it up to a power of two, and in torch 2.13 does not do so with
     PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64.
 
-    folder: on a file system that all hosts share; made if it is missing; for one job at a time.
+    folder: on a file system that all hosts share; made if it is missing; for one job at a time: a
+        second one is refused while the process of rank 0 of the first one runs (lock.py).
         Other programs read it with list_steps(), load_part() and export_safetensors().
     keep: number of checkpoints that stay. With 2 or more, one is left if the last is damaged.
     keep_every: steps that are multiples of it stay as well.
@@ -118,7 +119,7 @@ class Checkpointer:
                 f"cannot create a Checkpointer: {error}. Create it after setup_distributed(). "
                 "A program that a rank starts uses load_part(), or unsets WORLD_SIZE"
             ) from error
-        self._folder = CheckpointFolder(self.folder, retention, self._ranks.name, timeout)
+        self._folder = CheckpointFolder(self.folder, retention, self._ranks.name)
 
         self._turn = 0  # number of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
@@ -199,6 +200,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._snapshot = Snapshot()
+            self._folder.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -225,6 +227,8 @@ class Checkpointer:
             if not self._ended.wait(_OTHER_RANKS_TIMEOUT):
                 self._ranks.cancel()
                 self._ended.wait(_OTHER_RANKS_TIMEOUT)
+        if os.getpid() == self._pid:
+            self._folder.close()
         if self._unraised is not None and self._ranks.rank != 0:  # rank 0 has logged it
             _log.error("%s", self._unraised)
 
@@ -358,7 +362,6 @@ class Checkpointer:
             self.failure.__cause__ = error
         if isinstance(job, SaveJob):  # save() itself has raised the problem of a RefusedJob
             self._unraised = self.failure
-        self._folder.forget()
         if self._ranks.rank == 0:
             _log.error("%s", error)
 
@@ -391,7 +394,7 @@ class Checkpointer:
         the same. On three or more ranks the bits are the same only if
         training.prime_ddp_buckets() was called before this.
 
-        What a running process writes into the folder stays; what a killed one left is removed. A
+        What interrupted saves left is removed. Refused while another job uses the folder. A
         program that is not the training uses load_part(), which changes nothing in the folder.
 
         state: nested as the one that was saved. Objects, tensors, generators, containers and numpy

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..log import get_logger
-from . import disk, storage
+from . import disk, lock, storage
 from .format import Damaged, FileEntry, Unreadable
 
 _log = get_logger(__name__)
-_TWO_JOBS = "two jobs use the same checkpoint folder. Use a separate folder for each job"
 
 
 class LaterStep(Exception):
@@ -44,17 +43,13 @@ class CheckpointFolder:
 
     path: absolute.
     rank_name: of this rank in messages, such as "rank 0 on node7".
-    timeout_seconds: after which a save on another host is over.
     """
 
-    def __init__(
-        self, path: Path, retention: Retention, rank_name: str, timeout_seconds: float
-    ) -> None:
+    def __init__(self, path: Path, retention: Retention, rank_name: str) -> None:
         self.path = path
         self._retention = retention
         self._rank_name = rank_name
-        self._timeout_seconds = timeout_seconds
-        self._expected: set[str] | None = None  # checkpoints; None: not known
+        self._is_locked = False
         self._metrics: dict[str, float | None] = {}  # by the name of the checkpoint
 
     def explain(self, what: str, error: OSError) -> str:
@@ -64,16 +59,15 @@ class CheckpointFolder:
     # --- at a save
 
     def begin(self, step: int) -> Path:
-        """Make the temporary folder of a save. Raises OSError or LaterStep."""
+        """Make the temporary folder of a save. Raises OSError, LaterStep or FolderInUse."""
         if not self.path.is_dir():
             self.path.mkdir()  # not its parents: their file system may not be mounted
             _log.warning(
                 "%s was removed during the training, with the checkpoints in it; it is made again",
                 self.path,
             )
+        self._lock()
         names = storage.checkpoint_names(self.path)
-        if self._expected is None:
-            self._expected = set(names)
         later = [name for name in names if storage.step_of(name) > step]
         if later:
             raise LaterStep(
@@ -81,22 +75,13 @@ class CheckpointFolder:
                 "load_latest() would load it. Expected no later step. Load it before training, or "
                 "move it"
             )
-        temporary = storage.begin(self.path)
-        self._remove_leftovers(temporary)
-        return temporary
+        self._remove_leftovers()
+        return storage.begin(self.path)
 
     def commit(
         self, temporary: Path, step: int, files: Sequence[FileEntry], metric: float | None
     ) -> str:
         """Make the files of all ranks a checkpoint; return its name. Raises OSError."""
-        unexpected = set(storage.checkpoint_names(self.path)) - (self._expected or set())
-        if unexpected:
-            _log.warning(
-                "%s in %s was not written by this run: %s",
-                max(unexpected),
-                self.path,
-                _TWO_JOBS,
-            )
         name = storage.commit(temporary, step, files, metric)
         self._metrics[name] = metric
         return name
@@ -106,17 +91,12 @@ class CheckpointFolder:
         with contextlib.suppress(OSError):
             disk.remove(temporary)
 
-    def forget(self) -> None:
-        """Look at the folder again before the next save."""
-        self._expected = None
-
     def delete_old(self) -> None:
         """Delete the checkpoints that need not be kept. An OSError is logged."""
         retention = self._retention
         try:
             best = self._best_names() if retention.keep_best else []
             storage.delete_old(self.path, retention.keep, retention.keep_every, best)
-            self._expected = set(storage.checkpoint_names(self.path))
         except OSError as error:
             _log.warning("%s", self.explain("cannot delete an old checkpoint", error))
 
@@ -147,29 +127,36 @@ class CheckpointFolder:
     def list(self) -> list[str]:
         """Remove what interrupted saves left; return the names of the checkpoints, oldest first.
 
-        Raises OSError.
+        Raises OSError or FolderInUse.
         """
-        names = storage.checkpoint_names(self.path)
+        self._lock()
         self._remove_leftovers()
-        self._expected = set(names)
-        return names
+        return storage.checkpoint_names(self.path)
 
     def quarantine(self, name: str, reason: str) -> None:
         """Rename a damaged checkpoint so that it is not read again, and log it."""
         try:
             what = f"It is quarantined as {storage.quarantine(self.path, name).name}"
-            self._expected = set(storage.checkpoint_names(self.path))
         except OSError as error:
             what = f"It could not be renamed: {error.strerror}"
         _log.warning("damaged checkpoint %s. %s; the one before is loaded", reason, what)
 
-    def _remove_leftovers(self, temporary: Path | None = None) -> None:
+    # --- one job at a time
+
+    def _lock(self) -> None:
+        """Lock the folder until close(), also where it was removed and made again."""
+        if not (self._is_locked and lock.is_held(self.path)):
+            self._is_locked = lock.acquire(self.path)
+
+    def close(self) -> None:
+        """Let another job use the folder."""
+        if self._is_locked:
+            self._is_locked = False
+            lock.release(self.path)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what interrupted saves left, where no other job can be saving."""
         try:
-            running = storage.remove_leftovers(self.path, temporary, self._timeout_seconds)
+            storage.remove_leftovers(self.path, self._is_locked)
         except OSError as error:
             _log.warning("%s", self.explain("cannot remove what an interrupted save left", error))
-        else:
-            if running and temporary is not None:
-                _log.warning(
-                    "another process is saving in %s (%s): %s", self.path, running[0], _TWO_JOBS
-                )

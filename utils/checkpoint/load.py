@@ -15,6 +15,7 @@ from .contents import CheckpointError, LoadedCheckpoint, Restored, changed_versi
 from .entries import StateError
 from .folder import CheckpointFolder
 from .format import Damaged, Unreadable
+from .lock import FolderInUse
 from .reader import ATTEMPTS, PAUSE_SECONDS, show_steps
 from .rng import derive_random_states, restore_random_states
 from .storage import read_manifest, step_of
@@ -138,6 +139,8 @@ def _list(folder: CheckpointFolder, step: int | None) -> _Listing:
     """List the checkpoints on rank 0."""
     try:
         names = folder.list()
+    except FolderInUse as error:
+        return {"names": [], "error": str(error)}
     except OSError as error:
         return {"names": [], "error": folder.explain("cannot look for checkpoints", error)}
     if step is None:

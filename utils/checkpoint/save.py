@@ -14,6 +14,7 @@ from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata, render_metadata
 from .folder import CheckpointFolder, LaterStep
 from .format import FileEntry, SliceEntry, rank_file_name
+from .lock import FolderInUse
 from .rank_file import write_rank_file
 from .replicas import ReplicaSample, find_divergence
 from .snapshot import Snapshot
@@ -142,7 +143,7 @@ def _begin(job: SaveJob | RefusedJob, ranks: StoreCommunicator, folder: Checkpoi
     else:
         try:
             temporary = folder.begin(job.step).name
-        except LaterStep as error:
+        except (LaterStep, FolderInUse) as error:
             failure = _Failure(error=str(error), severity="permanent")
         except OSError as error:
             message = folder.explain(f"cannot save step {job.step}", error)

@@ -6,7 +6,6 @@ A power cut at any moment leaves a checkpoint complete under its name, or not th
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import secrets
@@ -17,7 +16,6 @@ from . import disk
 from .format import FORMAT, MANIFEST, FileEntry, Manifest, parse_manifest, render_manifest
 from .format import Damaged as Damaged
 from .format import Unreadable as Unreadable
-from .owner import is_running, is_this_process, owner
 from .rank_file import open_regular_file
 
 # step-000001200, and step-000001200-2 when that step was saved a second time
@@ -58,7 +56,7 @@ def newest_by_step(names: Sequence[str]) -> dict[int, str]:
 
 def begin(folder: Path) -> Path:
     """Make an empty folder for the files of one checkpoint. Its name is temporary."""
-    temporary = folder / f"{_SAVING}{owner()}.{secrets.token_hex(8)}"
+    temporary = folder / f"{_SAVING}{secrets.token_hex(8)}"
     disk.system.mkdir(temporary)
     _open_folders.add(temporary)
     return temporary
@@ -170,44 +168,13 @@ def delete_old(
         raise failure
 
 
-def remove_leftovers(
-    folder: Path, reference: Path | None = None, timeout_seconds: float = 0.0
-) -> list[str]:
-    """Delete what interrupted saves and deletions left. Return what running processes write.
-
-    What a process on another host began stays, unless `reference` shows that it is old.
-
-    reference: a new file in the folder. Its modification time comes from the file server, and so
-        does that of the other folder, which has not changed for timeout_seconds if it is old.
-    """
-    running = []
+def remove_leftovers(folder: Path, with_saves: bool) -> None:
+    """Delete what interrupted deletions left and, where no other process saves, what saves left."""
     for name in os.listdir(folder):
         path = folder / name
-        if name.startswith(_DELETING):
+        is_save = with_saves and name.startswith(_SAVING) and path not in _open_folders
+        if is_save or name.startswith(_DELETING):
             disk.remove(path)
-        elif name.startswith(_SAVING) and path not in _open_folders:
-            writer = name.removeprefix(_SAVING)
-            alive = is_running(writer) and not is_this_process(writer)
-            if alive is None and reference is not None:
-                alive = os.lstat(reference).st_mtime - _last_change(path) <= timeout_seconds
-            if alive:
-                running.append(name)
-            elif alive is False:
-                disk.remove(path)
-    return running
-
-
-def _last_change(folder: Path) -> float:
-    """Return the newest modification time; that of a folder that cannot be read is never old."""
-    times = [0.0]
-    try:
-        times.append(os.lstat(folder).st_mtime)
-        times += [os.lstat(folder / name).st_mtime for name in os.listdir(folder)]
-    except FileNotFoundError:  # it was removed meanwhile
-        pass
-    except OSError:  # such as a stale handle of NFS: another job may write there
-        return math.inf
-    return max(times)
 
 
 def _next_name(folder: Path, step: int) -> str:
