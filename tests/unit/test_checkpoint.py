@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,6 +25,7 @@ from tests.unit.programs import python
 from utils import coordination
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank, disk, export_safetensors, list_steps, load_part
 from utils.checkpoint.format import rank_file_name
+from utils.data import resumable_loader
 
 
 def test_a_save_runs_while_the_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,3 +320,18 @@ def test_settings_that_the_checkpoint_replaces_are_named(
                 checkpoints.save_and_wait(1, state)
     found = [record.getMessage() for record in caplog.records if "with other settings" in record.getMessage()]
     assert len(found) == bool(said) and all(said in message for message in found)
+
+
+@pytest.mark.parametrize(("options", "dynamic", "is_warned"), [
+    ({}, None, True), ({"drop_last": True}, None, False), ({}, False, False), ({"batch_size": 5}, None, False)])
+def test_short_batch_of_a_compiled_model_is_noticed_once(
+        options: dict[str, Any], dynamic: bool | None, is_warned: bool, tmp_path: Path,
+        caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run compiles for the short batch at another step."""
+    data = torch.utils.data.TensorDataset(torch.zeros(10, 1))
+    loader = resumable_loader(data, SimpleNamespace(world_size=1, rank=0), **{"batch_size": 4, **options})
+    state = {"model": torch.compile(nn.Linear(1, 1), dynamic=dynamic), "loader": loader}
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+    assert caplog.text.count("torch.compile(dynamic=False)") == is_warned

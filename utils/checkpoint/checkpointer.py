@@ -11,9 +11,13 @@ import operator
 import os
 import threading
 import time
+from collections.abc import Sized
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
 
 from .. import consistency
 from ..coordination import CoordinationError, StoreCommunicator
@@ -276,7 +280,7 @@ class Checkpointer:
         finite = number is not None and math.isfinite(number)
 
         packed = pack(state, replicated_parameters(state))
-        self._note_missing(state)
+        self._check_once(state)
         rank = self._ranks.rank
         share = share_out(packed, rank, self._ranks.world_size)
         sample = ReplicaSample(packed)
@@ -311,13 +315,20 @@ class Checkpointer:
             interval=interval,
         )
 
-    def _note_missing(self, state: Any) -> None:
-        """Log once what the training uses, and the state lacks."""
-        if self._checked_state or consistency.watch is None or self._ranks.rank:
+    def _check_once(self, state: Any) -> None:
+        """Log what the training uses, and the state lacks, and what may change the last bits."""
+        if self._checked_state or self._ranks.rank:
             return
         self._checked_state = True
-        values = [unwrap(value) for _, value in walk(state)]
-        if missing := consistency.watch.missing_from(values):
+        values = [value for _, value in walk(state)]
+        if any(map(_has_short_batch, values)) and any(map(_may_be_compiled_again, values)):
+            _log.warning(
+                "the last batch of an epoch is shorter: torch.compile then compiles again with "
+                "dynamic shapes, a resumed run does so at another step, and its last bits may "
+                "differ. Use drop_last=True, or torch.compile(dynamic=False)"
+            )
+        watch = consistency.watch
+        if watch and (missing := watch.missing_from([unwrap(value) for value in values])):
             _log.warning(
                 "the saved state lacks %s: it starts anew after a resume. Put it into the state",
                 ", ".join(missing),
@@ -392,7 +403,8 @@ class Checkpointer:
         over a DataLoader draws from torch's generator, once more if an epoch is resumed in its
         middle: give the DataLoader a generator of its own, so that all other random numbers stay
         the same. On three or more ranks the bits are the same only if
-        training.prime_ddp_buckets() was called before this.
+        training.prime_ddp_buckets() was called before this, and with torch.compile only if all
+        batches have one size (drop_last=True) or with dynamic=False.
 
         What interrupted saves left is removed. Refused while another job uses the folder. A
         program that is not the training uses load_part(), which changes nothing in the folder.
@@ -429,6 +441,23 @@ class Checkpointer:
         except CoordinationError as error:
             raise CheckpointError(f"cannot load from {self.folder}: {error}") from error
         return None if loaded is None else restore(loaded, self._ranks, self._folder)
+
+
+def _has_short_batch(value: object) -> bool:
+    return (
+        isinstance(value, DataLoader)
+        and value.batch_size is not None
+        and not value.drop_last
+        and isinstance(value.sampler, Sized)
+        and len(value.sampler) % value.batch_size != 0
+    )
+
+
+def _may_be_compiled_again(value: object) -> bool:
+    """Whether a module is compiled, and not with dynamic=False (private API)."""
+    modules = value.modules() if isinstance(value, torch.nn.Module) else ()
+    contexts = (getattr(module, "dynamo_ctx", None) for module in modules)
+    return any(one is not None and getattr(one, "_dynamic", None) is not False for one in contexts)
 
 
 def _digest_of_shapes(step: int, packed: Packed) -> str:

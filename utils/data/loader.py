@@ -30,7 +30,7 @@ def resumable_loader(
     """Return a ResumableDataLoader whose sampler, `loader.sampler`, divides the data by the ranks.
 
     job: from setup_distributed(). batch_size: samples per batch and rank. The sampler gets shuffle,
-    seed, drop_last and with_epoch; the loader gets the other options.
+    seed, drop_last and with_epoch; the loader gets the other options, and drop_last, too.
     """
     sampler = ResumableDistributedSampler(
         dataset,  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def resumable_loader(
         drop_last=drop_last,
         with_epoch=with_epoch,
     )
-    return ResumableDataLoader(dataset, batch_size, sampler=sampler, **options)
+    return ResumableDataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **options)
 
 
 class ResumableDataLoader(DataLoader[Any]):
