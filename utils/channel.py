@@ -112,16 +112,18 @@ KINDS: dict[str, Kind] = {
     "connected": Kind(64, {}),
     "start_failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "beat": Kind(1 << 14, {"progress": int, "entered": int, "location": str}),
-    "ask_position": Kind(1 << 14, {"ends": bool, "pids": list}),
-    "position": Kind(1 << 20, {"position": or_none(list), "states": list}),
+    "ask_position": Kind(64, {"ends": bool}),
+    "position": Kind(1 << 20, {"position": or_none(list)}),
+    "ask_states": Kind(1 << 14, {"pids": list}),
+    "states": Kind(1 << 16, {"states": list}),
     "failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "query": Kind(64, {"about": _one_of("lost", "timeout")}),
     "cause": Kind(_CAUSE_LIMIT, {"cause": str}),
     "left": Kind(_CAUSE_LIMIT, {"cause": str, "first_cause": str}),
     "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str}),
     "end": Kind(_CAUSE_LIMIT, {"cause": str}),
-    # Of doctor.
     "alive": Kind(64, {}),
+    # Of doctor.
     "gather": Kind(
         1 << 24,
         {"topic": str, "value": _anything, "seconds": float, "ranks": or_none(list)},

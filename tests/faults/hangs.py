@@ -224,7 +224,8 @@ class HangLab:
         with contextlib.suppress(RuntimeError):
             wait_until((folder / "fault").exists, "the fault", seconds=60)
         if kind in ("stopped", "cut-host"):
-            wait_until((folder / "ready").exists, "the fault", seconds=20)
+            ready = folder / "ready"
+            wait_until(lambda: ready.exists() and ready.read_text(), "the fault", seconds=20)
             time.sleep(min(2, 0.4 * limit))  # the fault comes from outside while the rank is at that line
             if kind == "stopped":
                 os.kill(int((folder / "ready").read_text()), signal.SIGSTOP)

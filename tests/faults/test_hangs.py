@@ -92,6 +92,8 @@ def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
     assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* does not respond to h3", result.output)
     stopped = hang_lab.run("stopped", limit=0, seconds=15, lost_seconds=6)
     assert stopped.statuses == [None] * 8 and "does not respond" not in stopped.output, stopped.output
+    words = r"rank 5 on h3 \(pid (\d+)\) has sent nothing .*: its process is stopped by .* run kill -CONT \1 there"
+    assert len(re.findall(words, stopped.output)) == 1, stopped.output
 
 
 def test_pauses_are_no_hang(hang_lab: HangLab) -> None:

@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import killed_at_end, wait_until
-from tests.launch.launchers import ROOT, Lab, Result
+from tests.cluster.hosts import Hosts, killed_at_end, wait_until
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import ROOT, Lab, Result, launch_py
 from tests.launch.test_launch import Job
 
 PORTS = "20900-20905"
@@ -65,22 +68,45 @@ def run(job: Job, by: str) -> Result:
 
 @pytest.mark.parametrize("by", ["by hand", "ssh", "openmpi5", "torchrun", "doctor"])
 def test_an_attacker_ends_misleads_and_reads_nothing(job: Job, by: str) -> None:
-    """Nor does he find a secret in a recording. An mpiexec sends the environment of the ranks, as it always does."""
-    hosts, recording = job.lab.hosts, job.folder / "recording"
-    words = [str(ROOT / "tests" / "launch" / "attacker.py"), str(job.folder), *PORTS.split("-"),
-             hosts.address["h1"], hosts.address["h2"]]
-    with (killed_at_end(hosts.popen("h2", [sys.executable, "-c", RECORDS, str(recording)])),
-          killed_at_end(hosts.popen("h3", [sys.executable, *words])) as attacker):
+    attack(job.lab.hosts, job.folder, ("h1", "h2", "h3"), by, lambda: run(job, by))
+
+
+@pytest.mark.parametrize("by", ["srun", "bare srun"])
+def test_an_attacker_of_a_slurm_job(slurm: SlurmCluster, by: str, need: Callable[[str], Path]) -> None:
+    """From a node that is not of the job; also where the ranks have MUNGE alone."""
+    folder = slurm.folder / "attacked"
+    folder.mkdir()
+    try:
+        (folder / "trains.py").write_text(TRAINS)
+        start = launch_py("srun", need) if by == "srun" else ["srun", "--export=ALL", sys.executable]
+        command = shlex.join([*start, str(folder / "trains.py"), str(folder)])
+        attack(slurm, folder, ("node1", "node2", "node4"), by, lambda: slurm.batch(
+            "-N2 --ntasks-per-node=1", f"export DDPKIT_PORT_RANGE={PORTS} DDPKIT_REQUIRE_SECRET=1", command))
+    finally:
+        shutil.rmtree(folder)
+
+
+def attack(hosts: Hosts, folder: Path, names: tuple[str, str, str], by: str, job: Callable[[], Result]) -> None:
+    """Run a job on the first two hosts and an attacker on the third; check the job's result and what was heard.
+
+    No recording holds a secret. An mpiexec sends the environment of the ranks, as it always does.
+    """
+    first, second, third = names
+    recording = folder / "recording"
+    words = [str(ROOT / "tests" / "launch" / "attacker.py"), str(folder), *PORTS.split("-"),
+             hosts.address[first], hosts.address[second]]
+    with (killed_at_end(hosts.popen(second, [sys.executable, "-c", RECORDS, str(recording)])),
+          killed_at_end(hosts.popen(third, [sys.executable, *words])) as attacker):
         wait_until(recording.exists, "the recording")
-        done = run(job, by)
-        (job.folder / "stop").touch()
+        done = job()
+        (folder / "stop").touch()
         attacker.wait(60)
-    attacks, recorded = json.loads((job.folder / "attacks").read_text()), recording.read_bytes()
+    attacks, recorded = json.loads((folder / "attacks").read_text()), recording.read_bytes()
     assert done.status == 0 and attacks["connections"] > 10, f"{attacks}\n{done.output}"
     assert "forged" not in done.output and b"hello " in recorded
     if by != "doctor":
         means = [line for line in done.output.splitlines() if ": mean " in line]
         assert sorted(means) == ["rank 0: mean 0.5", "rank 1: mean 0.5"], done.output
-    secrets = {file.read_text() for file in job.folder.glob("*secret")} - {""}
-    assert secrets and not any(secret in attacks["heard"] for secret in secrets)
+    secrets = {file.read_text() for file in folder.glob("*secret")} - {""}
+    assert (secrets or by == "bare srun") and not any(secret in attacks["heard"] for secret in secrets)
     assert by == "openmpi5" or not any(secret.encode() in recorded for secret in secrets)

@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -148,3 +151,21 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     for monitor in ranks[1:]:
         monitor.leave("")
     assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err
+
+
+# A rank that is killed, as for lack of memory, while a worker of it waits for a disk.
+KILLED = """\
+import os, signal, subprocess, sys, time
+from utils.monitor.guard import Guard
+guard = Guard([])
+worker = subprocess.Popen(["sleep", "600"])
+subprocess.run([sys.executable, "-c", "import utils.monitor.guard"])  # takes as long as the start of the guard
+time.sleep(3)  # it looks twice a second
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_guard_ends_the_workers_of_a_killed_rank() -> None:
+    """They hold the output open: without a guard, this would wait for ten minutes."""
+    done = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == -signal.SIGKILL

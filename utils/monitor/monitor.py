@@ -18,13 +18,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from ..channel import LONGEST_CAUSE, Channel
 from ..connection import Message
 from ..host import process
 from ..job import exclude_file
+from .guard import Guard
 from .hang import (
     Collective,
     Group,
@@ -44,6 +45,7 @@ from .positions import BUSY_FACTOR, HangWatch, Heartbeat
 
 HUNG_RANK_TIMEOUT = 10.0
 HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
+_ALIVE_SHARE = 1 / 3  # of that: how often ranks report without a HangWatch that they are alive
 _ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
 _REPORT_SECONDS = 10.0  # that a hung rank has for its files
 _DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
@@ -110,12 +112,15 @@ class Monitor:
         self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
 
         self._watch: HangWatch | None = None
+        self._guard: Guard | None = None
         self._next_heartbeat = 0.0
+        self._next_alive = time.monotonic()
+        self._alive: dict[int, float] = {}  # when ranks reported that
+        self._found_stopped: set[int] = set()
         self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
         self._inspecting_since: float | None = None
         self._of_hang: dict[int, Position] = {}  # the positions that show a hang
         self._states: dict[int, ProcessState] = {}  # of ranks that do not respond
-        self._silent: dict[int, int | None] = {}  # such processes of this host, by their ids
         self._hang_announced = False
 
         self._acknowledged: set[int] = set()
@@ -162,6 +167,8 @@ class Monitor:
         """Look for hangs from now on, and end this process when the ranks hang."""
         with self._lock:
             self._watch = watch
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # only a help more
+                self._guard = Guard([one.fileno() for one in self._peers if not one.closed])
         self._wake()
 
     def leave(self, cause: str) -> None:
@@ -184,6 +191,8 @@ class Monitor:
             time.sleep(2 * _REPORT_SECONDS)
         if self._watch:
             faulthandler.cancel_dump_traceback_later()
+        if self._guard:
+            self._guard.dismiss()
         self._left = True
         self._wake()
 
@@ -273,6 +282,8 @@ class Monitor:
             if self._hung:
                 self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
             self._watch_lost_hosts()
+            if self._watch is None:
+                self._watch_stopped_ranks()
             self._watch_ranks()
             others = {peer.rank for peer in self._peers.values()}
             if self._leaving and self._acknowledged >= others:
@@ -283,7 +294,7 @@ class Monitor:
         if self._queries or self._inspecting_since is not None:
             return 0.05
         if self._watch is None:
-            return 1.0 if self._lost else None
+            return 1.0 if self._lost else max(0.0, self._next_alive - time.monotonic())
         if self._leaving or self._hang_announced:  # there are no more heartbeats
             return 0.2
         return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
@@ -331,19 +342,21 @@ class Monitor:
         elif kind == "beat" and self._watch is not None:
             beat = Heartbeat(message["progress"], message["entered"], message["location"])
             self._watch.receive(peer.rank, beat)
+        elif kind == "alive":
+            self._alive[peer.rank] = time.monotonic()
+        elif kind == "ask_states":
+            connection.send({"kind": "states", "states": self._read_states(message["pids"])})
+        elif kind == "states":
+            self._note_states(_host(peer.host), message["states"])
         elif kind == "ask_position":
-            states = self._read_states(message["pids"])
             position = self._position(message["ends"])
-            connection.send({"kind": "position", "position": position, "states": states})
-        elif kind == "position":
-            host = _host(peer.host)
-            self._note_states(host, message["states"])
-            if message["position"]:
-                entered, location, last, work, groups = message["position"]
-                groups = {name: Group(*group) for name, group in groups.items()}
-                self._positions[peer.rank] = Position(
-                    entered, location, tuple(last), Work(*work), groups
-                )
+            connection.send({"kind": "position", "position": position})
+        elif kind == "position" and message["position"]:
+            entered, location, last, work, groups = message["position"]
+            groups = {name: Group(*group) for name, group in groups.items()}
+            self._positions[peer.rank] = Position(
+                entered, location, tuple(last), Work(*work), groups
+            )
 
     def _handle_end(self, connection: Channel, peer: Peer) -> None:
         self._acknowledged.add(peer.rank)
@@ -424,7 +437,12 @@ class Monitor:
         if missing and not last_chance:
             return ""
         self._hung = {*late(self._positions, running), *missing}
-        return describe(self._positions, self._hosts, running)
+        stopped = {
+            rank: f"its process is {state.why_stopped}"
+            for rank, state in self._states.items()
+            if rank in missing and state.why_stopped
+        }
+        return describe(self._positions, self._hosts, running, stopped)
 
     def _mismatch_is_known(self, last_chance: bool) -> bool:
         """Find out whether the ranks entered different collectives; False while that is unknown.
@@ -451,27 +469,31 @@ class Monitor:
         running = sorted(set(self._hosts) - set(self._departed))
         if not self._positions_requested:
             self._positions_requested = True
-            silent: dict[str, list[int]] = {}
-            for rank in running:
-                if self._watch and self._watch.has_missed_beats(rank):
-                    pid = self._hosts[rank].rpartition("pid ")[2].rstrip(")")
-                    silent.setdefault(_host(self._hosts[rank]), []).append(int(pid))
-            for connection, peer in self._peers.items():
-                pids = silent.get(_host(peer.host), [])
-                connection.send({"kind": "ask_position", "ends": ends, "pids": pids})
-            here = self._this_host()
-            self._note_states(here, self._read_states(silent.get(here, [])))
+            if self._watch:
+                self._ask_states(filter(self._watch.has_missed_beats, running))
+            self._send_all({"kind": "ask_position", "ends": ends})
             position = self._position(ends)
             if position:
                 self._positions[self._rank] = position
         return running
+
+    def _ask_states(self, silent: Iterable[int]) -> None:
+        """Find out from the other ranks of their hosts what ranks do that send nothing."""
+        pids: dict[str, list[int]] = {}
+        for rank in silent:
+            pid = self._hosts[rank].rpartition("pid ")[2].rstrip(")")
+            pids.setdefault(_host(self._hosts[rank]), []).append(int(pid))
+        for connection, peer in self._peers.items():
+            if on_host := pids.get(_host(peer.host)):
+                connection.send({"kind": "ask_states", "pids": on_host})
+        here = self._this_host()
+        self._note_states(here, self._read_states(pids.get(here, [])))
 
     def _read_states(self, pids: list[int]) -> list[tuple[int, str, float]]:
         """Return the states of ranks of this host that are silent; see ProcessState."""
         states = []
         for pid in pids:
             if process.name(pid) == process.name(os.getpid()):  # else of another PID namespace
-                self._silent[pid] = process.start_time(pid)
                 work = process.schedule(pid, pid)  # of the main thread: those of gloo never rest
                 seconds = work.run_seconds + work.ready_seconds
                 states.append((pid, process.why_stopped(pid), seconds))
@@ -481,8 +503,19 @@ class Monitor:
         ranks = {name: rank for rank, name in self._hosts.items()}
         for pid, why_stopped, cpu_seconds in states:
             rank = ranks.get(f"{host} (pid {pid})")
-            if rank is not None:
-                self._states[rank] = ProcessState(why_stopped, cpu_seconds)
+            if rank is None:
+                continue
+            self._states[rank] = ProcessState(why_stopped, cpu_seconds)
+            # Of rank 0, one other rank reports it.
+            if why_stopped and not self._watch and rank not in self._found_stopped:
+                self._found_stopped.add(rank)
+                if self._rank == (0 if rank else 1):
+                    sys.stderr.write(
+                        f"rank {rank} on {self._hosts[rank]} has sent nothing for some time: its "
+                        f"process is {why_stopped}, and the others wait for it. To continue it, "
+                        f"run kill -CONT {pid} there\n"
+                    )
+                    sys.stderr.flush()
 
     def _position(self, ends: bool) -> Position | None:
         entered = self.entered_collectives()
@@ -516,6 +549,20 @@ class Monitor:
         cause = "; ".join(cause for _, cause in sorted(self._lost.items())[:8])
         found = f"no response for {HOST_LOST_SECONDS} s, then no collective for {seconds:.0f} s"
         self._end_all(f"A host is lost: {found}.\n  {cause}\n", cause)
+
+    def _watch_stopped_ranks(self) -> None:
+        """Report that this rank is alive, and look for ranks that do not."""
+        now, interval = time.monotonic(), HOST_LOST_SECONDS * _ALIVE_SHARE
+        if now < self._next_alive or self._leaving or self._hang_announced:
+            return
+        if now > self._next_alive + interval:  # this process was stopped, perhaps with all others
+            self._alive.clear()
+        self._next_alive = now + interval
+        self._send_all({"kind": "alive"})
+        others = [peer.rank for peer in self._peers.values() if peer.rank not in self._departed]
+        self._ask_states(
+            rank for rank in others if now - self._alive.setdefault(rank, now) > 2 * interval
+        )
 
     def _watch_ranks(self) -> None:
         """Send a heartbeat when it is time, and look for a hang: rank 0, or this rank alone."""
@@ -644,9 +691,6 @@ class Monitor:
             writer.start()
             writer.join(_REPORT_SECONDS)  # the file system may be what hangs
             time.sleep(1 + (self._rank == 0))  # until the other ranks have written theirs
-            for pid, started in self._silent.items():
-                if started and process.start_time(pid) == started:
-                    process.kill([pid], process.session(pid))
             if self._leaving:  # the main thread has reported it
                 process.end(1)
             _exit_with(f"rank {self._rank} on {socket.gethostname()} stops, because {reason}")
@@ -718,3 +762,5 @@ def _close_in_child(reference: weakref.ref[Monitor]) -> None:
     monitor = reference()
     if monitor is not None:
         monitor._close_sockets()
+        if monitor._guard:
+            monitor._guard.close()

@@ -145,14 +145,19 @@ class Recorder:
         scale = torch.amp.GradScaler.scale
 
         def timed_load(loader: DataLoader[Any]) -> Iterator[Any]:
-            batches = load(loader)
+            batches, is_first = load(loader), True
             while True:
                 start = time.perf_counter()
                 try:
                     batch = next(batches)
                 except StopIteration:
                     return
-                self._data_seconds += time.perf_counter() - start
+                seconds = time.perf_counter() - start
+                if is_first:  # workers start, once an epoch, and epochs of a trial are short
+                    self._wait_seconds += seconds
+                else:
+                    self._data_seconds += seconds
+                is_first = False
                 yield batch
 
         def recorded_backward(loss: torch.Tensor, *args: Any, **options: Any) -> None:

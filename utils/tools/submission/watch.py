@@ -29,7 +29,7 @@ _STEP = re.compile(rb"\bstep[ =:]{1,8}(\d{1,12})\b", re.IGNORECASE)
 _PREFLIGHT = re.compile(rb"^doctor: ", re.MULTILINE)  # this start was one of doctor
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """One run of the training. step: the last that it printed; None where it prints none."""
 
     step: int | None
@@ -42,7 +42,7 @@ class Run(NamedTuple):
         return "" if name == "terminated" else name
 
 
-class Finding(NamedTuple):
+class JobVerdict(NamedTuple):
     """What is to be done, and why."""
 
     verdict: Verdict
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
         return 0 if self.is_complete else EXIT_STATUS[self.verdict]
 
 
-def read_runs(files: Sequence[Path]) -> Iterator[Run]:
+def read_runs(files: Sequence[Path]) -> Iterator[TrainingRun]:
     """Yield the runs of the training in the output of one job, the first one first."""
     for path in sorted(files):
         try:
@@ -71,53 +71,55 @@ def read_runs(files: Sequence[Path]) -> Iterator[Run]:
             if _PREFLIGHT.search(text):
                 continue
             steps = [int(found[1]) for found in _STEP.finditer(text)]
-            yield Run(max(steps, default=None), diagnose([(io.BytesIO(text), path.name)]))
+            yield TrainingRun(max(steps, default=None), diagnose([(io.BytesIO(text), path.name)]))
 
 
-def judge(statuses: Sequence[Status], runs: Sequence[Run]) -> Finding:
+def judge(statuses: Sequence[Status], runs: Sequence[TrainingRun]) -> JobVerdict:
     """Return what is to be done about a chain of jobs, or about one job.
 
     statuses: of its jobs, in order. runs: all that its jobs have printed.
     """
     if done := [one for one in statuses if one.state == "completed"]:
-        return Finding("STOP", [f"job {done[0].job_id} has completed the training"], "", True)
+        return JobVerdict("STOP", [f"job {done[0].job_id} has completed the training"], "", True)
     active = next((one for one in statuses if not one.ended and one.state != "unknown"), None)
     ended = list(runs[:-1] if active and active.state in ("running", "ending") else runs)
     last = active or statuses[-1]
     begun = [one for one in statuses if one.ended and one.state != "never_ran"]
     evidence = [describe(one) for one in dict.fromkeys([*begun[-1:], last])]
     if not active and begun and begun[-1].state == "cancelled" and not _was_preempted(begun[-1]):
-        return Finding("STOP", [*evidence, "it was cancelled"])
+        return JobVerdict("STOP", [*evidence, "it was cancelled"])
 
     for problem in (_no_progress(ended), _error_of_user(ended, repeated=active is not None)):
         if problem:
             action = "Correct it first"
             if active:
                 action += f", and end what is left: ddpkit submit cancel {active.job_id}"
-            return Finding("STOP", [*evidence, problem], action)
+            return JobVerdict("STOP", [*evidence, problem], action)
     if suspect := _suspect_host(ended):
         evidence.append(suspect)
     if active is None and not begun and statuses[-1].state == "unknown":
-        return Finding("STOP", [*evidence, "neither the scheduler nor a record knows how it ended"])
+        return JobVerdict(
+            "STOP", [*evidence, "neither the scheduler nor a record knows how it ended"]
+        )
 
     resubmit = f"ddpkit submit resubmit {statuses[0].job_id}"
     if active is None:
         if ended and (failure := ended[-1].failure) and begun and begun[-1].state == "failed":
             evidence.append(summary(failure))
-        return Finding("RESTART", evidence, resubmit)
+        return JobVerdict("RESTART", evidence, resubmit)
     if reason := _why_stranded(statuses, active):
         action = f"ddpkit submit cancel {active.job_id} && {resubmit}"
-        return Finding("RESTART", [*evidence, f"stranded: {reason}"], action)
+        return JobVerdict("RESTART", [*evidence, f"stranded: {reason}"], action)
     if ended:
         evidence.append(f"{len(ended)} run{'s' * (len(ended) > 1)} before")
-    return Finding("RUNNING", evidence)
+    return JobVerdict("RUNNING", evidence)
 
 
 def _was_preempted(status: Status) -> bool:
     return status.scheduler_state == "PREEMPTED"
 
 
-def _no_progress(ended: Sequence[Run]) -> str:
+def _no_progress(ended: Sequence[TrainingRun]) -> str:
     """Return that the last runs did not come further than those before; "" if they did."""
     shows_steps = any(run.step is not None for run in ended)
     furthest, without = -1, 0
@@ -134,7 +136,7 @@ def _no_progress(ended: Sequence[Run]) -> str:
     return f"restart storm: the last {without} runs failed. Causes: {shown}"
 
 
-def _error_of_user(ended: Sequence[Run], *, repeated: bool) -> str:
+def _error_of_user(ended: Sequence[TrainingRun], *, repeated: bool) -> str:
     """Return an error that a restart does not mend. repeated: two runs in a row have to show it."""
     last = [run.failure for run in ended[-2 if repeated else -1 :] if run.failure]
     hopeless = [failure for failure in last if failure.cause.restart is False]
@@ -144,7 +146,7 @@ def _error_of_user(ended: Sequence[Run], *, repeated: bool) -> str:
     return f"a restart does not help: {summary(hopeless[-1])}"
 
 
-def _suspect_host(ended: Sequence[Run]) -> str:
+def _suspect_host(ended: Sequence[TrainingRun]) -> str:
     """Return a host that was at fault in several runs."""
     failures = [run.failure for run in ended if run.failure and run.failure.host]
     hosts = Counter(one.host for one in failures if one.cause.restart is not False)
@@ -166,7 +168,7 @@ def _why_stranded(statuses: Sequence[Status], active: Status) -> str:
     )
 
 
-def show(job_id: str, found: Finding, *, as_json: bool) -> None:
+def show(job_id: str, found: JobVerdict, *, as_json: bool) -> None:
     """Print a finding: a line of JSON, or the verdict and an indented line for each evidence."""
     if as_json:
         print(json.dumps({"job": job_id, **found._asdict()}))
