@@ -28,7 +28,7 @@ with setup_distributed("gloo") as dist, Checkpointer(sys.argv[1], every="auto", 
 
 
 def lost_share(interval: float, cost: float, mtbf: float) -> float:
-    """Expected share of the time that is lost with exponential failures (Daly 2006, equation 13, without restarts)."""
+    """Expected share of the time that is lost where times to failures are exponential and restarts take no time."""
     return mtbf * math.expm1((interval + cost) / mtbf) / interval - 1
 
 

@@ -6,6 +6,7 @@ or its host ends, so that the lock of a dead job does not stand in the way.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -60,8 +61,9 @@ def acquire(folder: Path) -> bool:
         os.close(file)
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
     text = f"pid {os.getpid()} on {socket.gethostname()}{f', job {job}' if job else ''}\n"
-    os.ftruncate(file, 0)
-    os.pwrite(file, text.encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk
+        os.ftruncate(file, 0)
+        os.pwrite(file, text.encode(), 0)
     if path in _held:  # the folder was removed and made again
         os.close(_held[path][0])
     _held[path] = file, 1

@@ -344,6 +344,8 @@ class Monitor:
             self._watch.receive(peer.rank, beat)
         elif kind == "alive":
             self._alive[peer.rank] = time.monotonic()
+            self._states.pop(peer.rank, None)
+            self._found_stopped.discard(peer.rank)
         elif kind == "ask_states":
             connection.send({"kind": "states", "states": self._read_states(message["pids"])})
         elif kind == "states":
@@ -510,10 +512,11 @@ class Monitor:
             if why_stopped and not self._watch and rank not in self._found_stopped:
                 self._found_stopped.add(rank)
                 if self._rank == (0 if rank else 1):
+                    remedy = f". To continue it, run kill -CONT {pid} there"
                     sys.stderr.write(
                         f"rank {rank} on {self._hosts[rank]} has sent nothing for some time: its "
-                        f"process is {why_stopped}, and the others wait for it. To continue it, "
-                        f"run kill -CONT {pid} there\n"
+                        f"process is {why_stopped}, and the others wait for it"
+                        f"{remedy if why_stopped.startswith('stopped') else ''}\n"
                     )
                     sys.stderr.flush()
 
@@ -633,6 +636,8 @@ class Monitor:
         self._inspecting_since = now
         self._positions_requested = False
         self._positions.clear()
+        if not self._of_hang:
+            self._states.clear()
 
     def _announce_hang(self, cause: str) -> None:
         """Print what is known of a hang, and end all ranks."""
