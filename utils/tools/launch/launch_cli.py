@@ -134,9 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{os.path.basename(plan.method.path)} alone does not"
             )
         return 0
-    print_status(lines[0])
-    if len(lines) > 1:
-        print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
+    if not plan.method.local:
+        print_status(lines[0])
+        if len(lines) > 1:
+            print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
     try:
         return run(plan)
     except LaunchError as error:  # it cannot listen
@@ -182,7 +183,7 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
         environ.pop("PYTHON", None)  # that of the image
     chosen = interpreter.choose(environ, torch=needs_torch)
     os.environ.pop(interpreter.STARTED_BY, None)  # for this start only
-    if needs_torch:
+    if needs_torch and (chosen.path != sys.executable or chosen.passed_over):
         print_status(str(chosen))
     return chosen.path
 

@@ -276,5 +276,5 @@ def describe(plan: Plan) -> Iterator[str]:
     hosts = f"{len(plan.hosts)} hosts ({each})" if len(plan.hosts) > 1 else plan.hosts[0]
     agents = ", with one torchrun agent on each" if plan.options.torchrun else ""
     ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    yield f"{ranks} on {hosts} {plan.method.describe()}{agents}"
+    yield f"{ranks} on {hosts} {plan.method.describe()}".rstrip() + agents
     yield from plan.notes

@@ -64,4 +64,4 @@ class Local(Method):
     local = True
 
     def describe(self) -> str:
-        return "alone"
+        return ""
