@@ -4,6 +4,8 @@ Each rank samples its parameters after some of its optimizer steps, and the firs
 epoch. A thread compares the samples of all ranks over the store of the process group, without a
 collective. A difference is logged once, as an ERROR; the training goes on.
 
+Not noticed: a rank that makes no step of its optimizer, which then has nothing to compare.
+
 Off: setup_distributed(check_training=False), or DDPKIT_CHECK_TRAINING=0.
 """
 

@@ -34,7 +34,7 @@ FOR_EVER = {"slurm": Status("2", "held", reason="DependencyNeverSatisfied: the j
             "pbs": Status("2", "held", reason="waits for ever for 1.head (afterok), which was deleted")}
 LOST_HOST = {"slurm": Status("1", "node_fail"), "pbs": Status("1", "failed", 137)}
 
-# Statuses of the jobs of a chain, their output, the verdict and its exit status, and words of the evidence.
+# Statuses of the jobs of a chain, their output, the decision and its exit status, and words of the evidence.
 HISTORIES = {
     "runs": ([RUNNING], [CHECK + START + steps(10, 200)], "RUNNING", 0, "job 1: running"),
     "waits": ([QUEUED], [], "RUNNING", 0, r"job 1: queued \(Priority\)"),
@@ -66,7 +66,7 @@ HISTORIES = {
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 @pytest.mark.parametrize("history", HISTORIES)
 def test_history(history: str, scheduler: str, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses, output, verdict, exit_status, evidence = HISTORIES[history]
+    statuses, output, decision, exit_status, evidence = HISTORIES[history]
     folder = login.folder / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
     ids = [str(number) for number in range(1, len(statuses) + 1)]
@@ -77,7 +77,7 @@ def test_history(history: str, scheduler: str, login: Login, monkeypatch: pytest
     use_scheduler(monkeypatch, Scripted({job_id: replace(one[scheduler], job_id=job_id)
                                          for job_id, one in zip(ids, statuses, strict=True)}))
     done = login.submit("watch", "1")
-    assert done.status == exit_status and done.out.startswith(f"{verdict} 1\n"), done
+    assert done.status == exit_status and done.out.startswith(f"{decision} 1\n"), done
     assert re.search(evidence, done.out, re.DOTALL), done.out
     found = json.loads(login.submit("watch", "--json", "1").out)
-    assert found["verdict"] == verdict and found["job"] == "1" and found["evidence"]
+    assert found["decision"] == decision and found["job"] == "1" and found["evidence"]

@@ -19,8 +19,8 @@ from ..doctor.logs import Diagnosis, diagnose, summary
 from ..schedulers.scheduler import Status
 from .following import breaks_chain, describe
 
-Verdict = Literal["RUNNING", "RESTART", "STOP"]
-EXIT_STATUS: dict[Verdict, int] = {"RUNNING": 0, "RESTART": 1, "STOP": 3}  # as of `doctor logs`
+Decision = Literal["RUNNING", "RESTART", "STOP"]
+EXIT_STATUS: dict[Decision, int] = {"RUNNING": 0, "RESTART": 1, "STOP": 3}  # as of `doctor logs`
 
 _MOST_RUNS = 3  # that end one after the other without progress
 _MOST_BYTES = 64 << 20  # of an output file, from its end
@@ -42,10 +42,10 @@ class TrainingRun(NamedTuple):
         return "" if name == "terminated" else name
 
 
-class JobVerdict(NamedTuple):
+class JobDecision(NamedTuple):
     """What is to be done, and why."""
 
-    verdict: Verdict
+    decision: Decision
     evidence: list[str]
     action: str = ""  # a command, or what to correct
     is_complete: bool = False
@@ -53,7 +53,7 @@ class JobVerdict(NamedTuple):
     @property
     def exit_status(self) -> int:
         """0 also for a training that is complete."""
-        return 0 if self.is_complete else EXIT_STATUS[self.verdict]
+        return 0 if self.is_complete else EXIT_STATUS[self.decision]
 
 
 def read_runs(files: Sequence[Path]) -> Iterator[TrainingRun]:
@@ -74,31 +74,31 @@ def read_runs(files: Sequence[Path]) -> Iterator[TrainingRun]:
             yield TrainingRun(max(steps, default=None), diagnose([(io.BytesIO(text), path.name)]))
 
 
-def judge(statuses: Sequence[Status], runs: Sequence[TrainingRun]) -> JobVerdict:
+def judge(statuses: Sequence[Status], runs: Sequence[TrainingRun]) -> JobDecision:
     """Return what is to be done about a chain of jobs, or about one job.
 
     statuses: of its jobs, in order. runs: all that its jobs have printed.
     """
     if done := [one for one in statuses if one.state == "completed"]:
-        return JobVerdict("STOP", [f"job {done[0].job_id} has completed the training"], "", True)
+        return JobDecision("STOP", [f"job {done[0].job_id} has completed the training"], "", True)
     active = next((one for one in statuses if not one.ended and one.state != "unknown"), None)
     ended = list(runs[:-1] if active and active.state in ("running", "ending") else runs)
     last = active or statuses[-1]
     begun = [one for one in statuses if one.ended and one.state != "never_ran"]
     evidence = [describe(one) for one in dict.fromkeys([*begun[-1:], last])]
     if not active and begun and begun[-1].state == "cancelled" and not _was_preempted(begun[-1]):
-        return JobVerdict("STOP", [*evidence, "it was cancelled"])
+        return JobDecision("STOP", [*evidence, "it was cancelled"])
 
     for problem in (_no_progress(ended), _error_of_user(ended, repeated=active is not None)):
         if problem:
             action = "Correct it first"
             if active:
                 action += f", and end what is left: ddpkit submit cancel {active.job_id}"
-            return JobVerdict("STOP", [*evidence, problem], action)
+            return JobDecision("STOP", [*evidence, problem], action)
     if suspect := _suspect_host(ended):
         evidence.append(suspect)
     if active is None and not begun and statuses[-1].state == "unknown":
-        return JobVerdict(
+        return JobDecision(
             "STOP", [*evidence, "neither the scheduler nor a record knows how it ended"]
         )
 
@@ -106,13 +106,13 @@ def judge(statuses: Sequence[Status], runs: Sequence[TrainingRun]) -> JobVerdict
     if active is None:
         if ended and (failure := ended[-1].failure) and begun and begun[-1].state == "failed":
             evidence.append(summary(failure))
-        return JobVerdict("RESTART", evidence, resubmit)
+        return JobDecision("RESTART", evidence, resubmit)
     if reason := _why_stranded(statuses, active):
         action = f"ddpkit submit cancel {active.job_id} && {resubmit}"
-        return JobVerdict("RESTART", [*evidence, f"stranded: {reason}"], action)
+        return JobDecision("RESTART", [*evidence, f"stranded: {reason}"], action)
     if ended:
         evidence.append(f"{len(ended)} run{'s' * (len(ended) > 1)} before")
-    return JobVerdict("RUNNING", evidence)
+    return JobDecision("RUNNING", evidence)
 
 
 def _was_preempted(status: Status) -> bool:
@@ -120,7 +120,7 @@ def _was_preempted(status: Status) -> bool:
 
 
 def _no_progress(ended: Sequence[TrainingRun]) -> str:
-    """Return that the last runs did not come further than those before; "" if they did."""
+    """Return that the last runs made no progress beyond those before; "" if they did."""
     shows_steps = any(run.step is not None for run in ended)
     furthest, without = -1, 0
     for run in ended:
@@ -168,10 +168,10 @@ def _why_stranded(statuses: Sequence[Status], active: Status) -> str:
     )
 
 
-def show(job_id: str, found: JobVerdict, *, as_json: bool) -> None:
-    """Print a finding: a line of JSON, or the verdict and an indented line for each evidence."""
+def show(job_id: str, found: JobDecision, *, as_json: bool) -> None:
+    """Print a finding: a line of JSON, or the decision and an indented line for each evidence."""
     if as_json:
         print(json.dumps({"job": job_id, **found._asdict()}))
         return
     lines = [*found.evidence, *([found.action] if found.action else [])]
-    print(f"{found.verdict} {job_id}\n" + "".join(f"  {line}\n" for line in lines), end="")
+    print(f"{found.decision} {job_id}\n" + "".join(f"  {line}\n" for line in lines), end="")
