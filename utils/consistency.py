@@ -4,7 +4,7 @@ Each rank samples its parameters after some of its optimizer steps, and the firs
 epoch. A thread compares the samples of all ranks over the store of the process group, without a
 collective. A difference is logged once, as an ERROR; the training goes on.
 
-Not noticed: a rank that makes no step of its optimizer, which then has nothing to compare.
+Not noticed: a rank without DistributedDataParallel that makes no step of its optimizer.
 
 Off: setup_distributed(check_training=False), or DDPKIT_CHECK_TRAINING=0.
 """
@@ -47,6 +47,8 @@ DIGITS = 8  # hexadecimal, of a digest
 _CHECKED_EPOCHS = 3
 _CLOSE_SECONDS = 5.0
 _LEAVE_SECONDS, _LEAVE_POLL_SECONDS = 0.5, 0.002
+# A rank that has reported no step, so long after this rank's 16th, makes none.
+_NO_STEP_AT, _NO_STEP_SECONDS = 16, 2.0
 # What a sampler of one rank has in common with those of the others, and what it has not.
 _SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
 _SHOWN = 8  # ranks in a message
@@ -283,6 +285,21 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
+def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
+    """Return a message about ranks that have made no step; "" if they need not make one.
+
+    They must where DistributedDataParallel has averaged the gradients: they computed theirs, too.
+    """
+    owners = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    held = {id(one) for ddp in owners if ddp._lazy_init_ran for one in ddp.parameters()}
+    if not ranks or not any(id(one) in held for one in parameters):
+        return ""
+    return (
+        f"the optimizer has made {_NO_STEP_AT} steps on other ranks, and none on {_ranks(ranks)}: "
+        "its parameters stay as they were. Call optimizer.step() on every rank"
+    )
+
+
 def describe_divergence(problem: str, parameter: Tensor) -> str:
     """Return a message about a parameter that differs, with the likely reason.
 
@@ -419,6 +436,8 @@ class TrainingWatch:
         samples = take_sample(parameters)
         topic = f"step/{number}/{step}"
         self._send(lambda: self._report_parameters(topic, report, samples, parameters))
+        if step == _NO_STEP_AT:
+            self._send(lambda: self._report_no_step(f"step/{number}/1", parameters))
 
     def _check_epoch(self, epoch: _Epoch) -> None:
         """Compare a loader whose batches are trained on."""
@@ -510,6 +529,16 @@ class TrainingWatch:
             self._log_once("parameters", problem)
 
         self._communicator.report(topic, {**report, "digests": found, "finite": finite}, conclude)
+
+    def _report_no_step(self, topic: str, parameters: Sequence[Tensor]) -> None:
+        assert self._communicator is not None
+        deadline = time.monotonic() + _NO_STEP_SECONDS
+        while self._communicator.count(f"{topic}/reports", 0) < self._communicator.world_size:
+            if time.monotonic() > deadline:
+                missing = self._communicator.missing(topic)
+                self._log_once("no step", no_step_problem(missing, parameters))
+                return
+            time.sleep(_NO_STEP_SECONDS / 20)
 
     def _log_once(self, subject: str, problem: str) -> None:
         if problem and subject not in self._reported:

@@ -29,6 +29,7 @@ from utils.coordination import StoreCommunicator
 from utils.data import ResumableDataLoader, ResumableDistributedSampler
 
 MISTAKES: dict[str, tuple[Callable[[Distributed], object], str]] = {}
+UNNOTICED: dict[str, tuple[Callable[[Distributed], object], str]] = {}
 HEALTHY: dict[str, Callable[[Distributed], object]] = {}
 KEPT: list[object] = []  # what a scenario trains, until its messages are written: they name modules
 INPUTS = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
@@ -39,6 +40,13 @@ def mistake(text: str) -> Callable[[Callable[[Distributed], object]], None]:
     """text: what the kit says about it."""
     def note(scenario: Callable[[Distributed], object]) -> None:
         MISTAKES[scenario.__name__] = scenario, text
+    return note
+
+
+def unnoticed(text: str) -> Callable[[Callable[[Distributed], object]], None]:
+    """text: what the pages say about it."""
+    def note(scenario: Callable[[Distributed], object]) -> None:
+        UNNOTICED[scenario.__name__] = scenario, text
     return note
 
 
@@ -59,7 +67,7 @@ def train(job: Distributed, *, model: nn.Module | None = None, call: Callable[[T
           wrap: bool = True, loader: DataLoader[Any] | None = None, optimizer: Any = None, epochs: int = 3,
           set_epoch: Callable[[Any, int], object] = lambda one, epoch: one.set_epoch(epoch),
           before_step: Callable[[nn.Module], object] = lambda model: None,
-          after_step: Callable[[nn.Module], object] = lambda model: None, **settings: Any) -> None:
+          after_step: Callable[[nn.Module], object] = lambda model: None, steps: bool = True, **settings: Any) -> None:
     """Train a small model; each argument replaces a part of a right training."""
     model = new_model() if model is None else model
     called = call or (DDP(model) if wrap else model)
@@ -73,7 +81,8 @@ def train(job: Distributed, *, model: nn.Module | None = None, call: Callable[[T
             optimizer.zero_grad()
             nn.functional.mse_loss(called(inputs), targets).backward()
             before_step(model)
-            optimizer.step()
+            if steps:
+                optimizer.step()
             after_step(model)
 
 
@@ -277,6 +286,16 @@ def second_model_is_not_wrapped(job: Distributed) -> None:
     train(job, model=nn.Sequential(body, head), call=lambda inputs: head(ddp(inputs)))
 
 
+@mistake("the optimizer has made 16 steps on other ranks, and none on rank 1")
+def rank_0_alone_steps(job: Distributed) -> None:
+    train(job, steps=job.is_main)
+
+
+@mistake("the optimizer has made 16 steps on other ranks, and none on rank 0")
+def rank_1_alone_steps(job: Distributed) -> None:
+    train(job, steps=not job.is_main)
+
+
 @mistake("has become NaN or infinite on ranks 0, 1")
 def loss_becomes_nan(job: Distributed) -> None:
     train(job, lr=1e12)
@@ -285,6 +304,31 @@ def loss_becomes_nan(job: Distributed) -> None:
 @mistake("lr of parameter group 0")
 def loss_becomes_nan_on_one_rank_without_ddp(job: Distributed) -> None:
     train(job, wrap=False, loader=DataLoader(DATA, 16), lr=1e12 if job.rank else 0.01)
+
+
+# Mistakes that change the result alike on all ranks, or where ranks may differ ----------------------------------------
+
+@unnoticed("a rank that never steps its optimizer, in a model without DDP")
+def rank_1_never_steps_without_ddp(job: Distributed) -> None:
+    train(job, wrap=False, steps=job.is_main)
+
+
+@unnoticed("gradients of micro-batches that are summed, not averaged")
+def micro_batches_are_summed(job: Distributed) -> None:
+    model = new_model()
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for first in range(job.rank, 256, 32):
+        for row in range(first, first + 32, 8):
+            nn.functional.mse_loss(ddp(INPUTS[row:row + 4]), INPUTS[row:row + 4].sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@unnoticed("One seed for all ranks")
+def all_ranks_drop_the_same_units(job: Distributed) -> None:
+    torch.manual_seed(1)
+    train(job, model=nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 1)))
 
 
 # Right trainings -----------------------------------------------------------------------------------------------------
@@ -493,13 +537,14 @@ class Messages(logging.Handler):
 
 def main() -> None:
     said: dict[str, list[str]] = {}
+    scenarios = {name: scenario for name, (scenario, _) in (MISTAKES | UNNOTICED).items()} | HEALTHY
     with setup_distributed("gloo", check_training=False) as job:
-        for number, name in enumerate([*MISTAKES, *HEALTHY]):
+        for number, name in enumerate(scenarios):
             messages = Messages()
             consistency._log.addHandler(messages)
             store = job.store.clone()  # type: ignore[attr-defined]
             watch = TrainingWatch(StoreCommunicator(f"scenario {number}", job.rank, job.world_size, store))
-            KEPT.append((MISTAKES[name][0] if name in MISTAKES else HEALTHY[name])(job))
+            KEPT.append(scenarios[name](job))
             watch.close()
             KEPT.clear()
             consistency._log.removeHandler(messages)

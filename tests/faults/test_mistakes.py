@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mistakes import HEALTHY, MISTAKES
+from tests.docs.pages import ROOT
+from tests.faults.mistakes import HEALTHY, MISTAKES, UNNOTICED
 from tests.unit.programs import python
 
 
@@ -21,6 +22,12 @@ def said() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_reported(said: dict[str, list[str]], name: str) -> None:
     assert any(MISTAKES[name][1] in message for message in said[name]), said[name]
+
+
+@pytest.mark.parametrize("name", UNNOTICED)
+def test_what_is_not_noticed_is_documented(said: dict[str, list[str]], name: str) -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    assert not said[name] and UNNOTICED[name][1] in pages
 
 
 @pytest.mark.parametrize("name", HEALTHY)
