@@ -83,15 +83,16 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> Non
         assert "NOT ENDED, at " in waiting and "NOT ENDED" not in hung
 
 
-def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
+def test_lost_host_and_stopped_rank_end_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
     """Also on the lost host itself. A cut network or a switched-off host closes no connection."""
     result = hang_lab.run("cut-host", limit=0, seconds=40, lost_seconds=6)
     check(result, LOST, "cut-host")
     waiting = [status for rank, status in enumerate(result.statuses) if rank != 5]  # which sleeps in no collective
     assert waiting == [1] * 7 and result.excluded == ["h3"], result.output
     assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* does not respond to h3", result.output)
-    stopped = hang_lab.run("stopped", limit=0, seconds=15, lost_seconds=6)
-    assert stopped.statuses == [None] * 8 and "does not respond" not in stopped.output, stopped.output
+    stopped = hang_lab.run("stopped", limit=0, seconds=40, lost_seconds=6)
+    assert stopped.statuses == [1] * 5 + [None] + [1] * 2, stopped.output
+    assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* has found that the job must end", stopped.output)
     words = r"rank 5 on h3 \(pid (\d+)\) has sent nothing .*: its process is stopped by .* run kill -CONT \1 there"
     assert len(re.findall(words, stopped.output)) == 1, stopped.output
 

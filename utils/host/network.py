@@ -18,6 +18,7 @@ from . import process
 PORT_RANGE = "DDPKIT_PORT_RANGE"  # "20000-20999": listen on these ports only
 INTERFACE = "DDPKIT_INTERFACE"  # "ib0": publish this interface's address only, and listen there
 _LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
+_OTHER_BACKLOG = 128  # connections of others than the peers
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 0x1  # netdevice(7)
 _SIOCGIFMTU = 0x8921
@@ -66,12 +67,16 @@ def free_ports() -> Sequence[int]:
     return random.sample(ports, len(ports)) if os.environ.get(PORT_RANGE) else [0]
 
 
-def listen(port: int, backlog: int, address: str = "") -> socket.socket:
-    """Return a listening socket; without an address for IPv4 and IPv6. Raises OSError."""
+def listen(port: int, peers: int, address: str = "") -> socket.socket:
+    """Return a listening socket; without an address for IPv4 and IPv6. Raises OSError.
+
+    Where the accept queue is full, for others may connect as well, a peer waits a second: its
+    kernel sends the SYN again.
+    """
     is_dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
     return socket.create_server(
-        (address, port), family=family, dualstack_ipv6=is_dual, backlog=backlog
+        (address, port), family=family, dualstack_ipv6=is_dual, backlog=peers + _OTHER_BACKLOG
     )
 
 

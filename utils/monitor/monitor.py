@@ -116,7 +116,8 @@ class Monitor:
         self._next_heartbeat = 0.0
         self._next_alive = time.monotonic()
         self._alive: dict[int, float] = {}  # when ranks reported that
-        self._found_stopped: set[int] = set()
+        # Stopped ranks: since when this rank has made no progress, and how much it had made.
+        self._found_stopped: dict[int, tuple[float, int]] = {}
         self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
         self._inspecting_since: float | None = None
         self._of_hang: dict[int, Position] = {}  # the positions that show a hang
@@ -345,7 +346,7 @@ class Monitor:
         elif kind == "alive":
             self._alive[peer.rank] = time.monotonic()
             self._states.pop(peer.rank, None)
-            self._found_stopped.discard(peer.rank)
+            self._found_stopped.pop(peer.rank, None)
         elif kind == "ask_states":
             connection.send({"kind": "states", "states": self._read_states(message["pids"])})
         elif kind == "states":
@@ -509,16 +510,31 @@ class Monitor:
                 continue
             self._states[rank] = ProcessState(why_stopped, cpu_seconds)
             # Of rank 0, one other rank reports it.
-            if why_stopped and not self._watch and rank not in self._found_stopped:
-                self._found_stopped.add(rank)
-                if self._rank == (0 if rank else 1):
-                    remedy = f". To continue it, run kill -CONT {pid} there"
-                    sys.stderr.write(
-                        f"rank {rank} on {self._hosts[rank]} has sent nothing for some time: its "
-                        f"process is {why_stopped}, and the others wait for it"
-                        f"{remedy if why_stopped.startswith('stopped') else ''}\n"
-                    )
-                    sys.stderr.flush()
+            if why_stopped and self._watch is None and self._rank == (0 if rank else 1):
+                self._report_stopped(rank, pid, why_stopped)
+
+    def _report_stopped(self, rank: int, pid: int, why_stopped: str) -> None:
+        """Name a stopped rank; end the job if that lasts and this rank makes no progress."""
+        now, progress = time.monotonic(), self.progress()
+        is_new = rank not in self._found_stopped
+        since, before = self._found_stopped.setdefault(rank, (now, progress))
+        name = f"rank {rank} on {self._hosts[rank]}"
+        is_held = not why_stopped.startswith("stopped")  # by a debugger: its user continues it
+        if is_new:
+            remedy = (
+                f". To continue it, run kill -CONT {pid} there; otherwise the job ends about "
+                f"{HOST_LOST_SECONDS} s from now"
+            )
+            sys.stderr.write(
+                f"{name} has sent nothing for some time: its process is {why_stopped}, and the "
+                f"others wait for it{'' if is_held else remedy}\n"
+            )
+            sys.stderr.flush()
+        elif progress != before:
+            self._found_stopped[rank] = now, progress
+        elif now - since > HOST_LOST_SECONDS - 1 and not is_held and not self._hang_announced:
+            cause = f"{name} does not respond: its process is {why_stopped}"
+            self._end_all(f"The ranks wait for a stopped one.\n  {cause}\n", cause)
 
     def _position(self, ends: bool) -> Position | None:
         entered = self.entered_collectives()
