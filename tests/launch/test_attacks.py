@@ -5,6 +5,7 @@ import json
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,10 +100,12 @@ def attack(hosts: Hosts, folder: Path, names: tuple[str, str, str], by: str, job
     with (killed_at_end(hosts.popen(second, [sys.executable, "-c", RECORDS, str(recording)])),
           killed_at_end(hosts.popen(third, [sys.executable, *words])) as attacker):
         wait_until(recording.exists, "the recording")
+        begin = time.monotonic()
         done = job()
+        seconds = time.monotonic() - begin
         (folder / "stop").touch()
         attacker.wait(60)
-    print(by, *(line for line in done.output.splitlines() if "set up in" in line), sep="\n")  # pytest -rP shows it
+    print(f"{by}: {seconds:.2f} s", *(line for line in done.output.splitlines() if "set up in" in line), sep="\n")  # pytest -rP shows it
     attacks, recorded = json.loads((folder / "attacks").read_text()), recording.read_bytes()
     assert done.status == 0 and len(attacks["attacks"]) == 40, f"{attacks}\n{done.output}"
     assert all(attacks["attacks"].values()), attacks["attacks"]

@@ -18,7 +18,7 @@ from . import process
 PORT_RANGE = "DDPKIT_PORT_RANGE"  # "20000-20999": listen on these ports only
 INTERFACE = "DDPKIT_INTERFACE"  # "ib0": publish this interface's address only, and listen there
 _LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
-_OTHER_BACKLOG = 128  # connections of others than the peers
+_OTHER_BACKLOG = 512  # connections of others than the peers
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 0x1  # netdevice(7)
 _SIOCGIFMTU = 0x8921
