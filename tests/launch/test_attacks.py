@@ -105,7 +105,7 @@ def attack(hosts: Hosts, folder: Path, names: tuple[str, str, str], by: str, job
         seconds = time.monotonic() - begin
         (folder / "stop").touch()
         attacker.wait(60)
-    print(f"{by}: {seconds:.2f} s", *(line for line in done.output.splitlines() if "set up in" in line), sep="\n")  # pytest -rP shows it
+    print(f"{by}: {seconds:.2f} s", *(line for line in done.output.splitlines() if "set up in" in line))  # for -rP
     attacks, recorded = json.loads((folder / "attacks").read_text()), recording.read_bytes()
     assert done.status == 0 and len(attacks["attacks"]) == 40, f"{attacks}\n{done.output}"
     assert all(attacks["attacks"].values()), attacks["attacks"]
