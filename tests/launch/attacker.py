@@ -182,16 +182,13 @@ ATTACKS |= {
 
 def attack_port(address: tuple[str, int], first: int, heard: set[bytes], counts: Counter[str]) -> None:
     """Try all attacks in turn, again and again. first: the number of the one to begin with."""
-    names = [*ATTACKS][first:] + [*ATTACKS][:first]
+    names = itertools.cycle([*ATTACKS][first:] + [*ATTACKS][:first])
     while not (FOLDER / "stop").exists():
-        for name in names:
-            try:
-                with socket.create_connection(address, timeout=0.5) as opened:
-                    counts[name] += 1
-                    heard.add(ATTACKS[name](opened))
-            except OSError:  # nobody listens, or no more
-                pass
-            time.sleep(0.05)  # the job shares its cores with the attacker here
+        name = next(names)
+        with suppress(OSError), socket.create_connection(address, timeout=0.5) as opened:
+            counts[name] += 1
+            heard.add(ATTACKS[name](opened))
+        time.sleep(0.05)  # the job shares its cores with the attacker here
 
 
 def main(first: int, last: int) -> None:
