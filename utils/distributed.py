@@ -201,7 +201,8 @@ def setup_distributed(
     - A thread holds a connection to rank 0. It ends the process with status 1 when another rank
       dies during the start, when this rank hangs and all others have stopped, or when a host does
       not respond for 60 s and this rank then waits in a collective for 20 s, or enters none for
-      five minutes.
+      five minutes. On rank 0 also when another rank is stopped (SIGSTOP) for about two minutes and
+      rank 0 makes no progress; a rank of the same host sees that it is.
     - With check_training, and without DDPKIT_CHECK_TRAINING=0, it registers a hook that torch calls
       after each step of an optimizer, and replaces DataLoader.__iter__ and the __next__ of its
       iterators by functions that call them. It compares samples of the parameters after optimizer
