@@ -10,8 +10,8 @@ from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_job, pbs_rec
 from utils.job import current_job
 from utils.job.commands import SchedulerError, decode
 from utils.job.pbs_job import objects
+from utils.tools.schedulers import current_allocation
 from utils.tools.schedulers.allocation import Allocation, AllocationError
-from utils.tools.schedulers.find_allocation import current_allocation
 from utils.tools.schedulers.pbs_allocation import chunk_resources, read_nodefile
 from utils.tools.schedulers.slurm_allocation import gpu_count
 

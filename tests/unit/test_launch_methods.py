@@ -19,7 +19,7 @@ from utils.tools.launch import remote_shell
 from utils.tools.launch.launch_plan import Plan, PlanError
 from utils.tools.launch.methods.srun import Srun
 from utils.tools.launch.native_launch import SrunErrors, TaskFailure
-from utils.tools.schedulers.find_allocation import current_allocation
+from utils.tools.schedulers import current_allocation
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "slurm-25.11"
 END = "/env/bin/python -u train.py --name 'a b'"

@@ -23,8 +23,8 @@ from ...launchers.launcher import shown
 from ...launchers.rank_variables import RANK_VARIABLES
 from ...log import print_result
 from ..launch.child_processes import LAUNCH_VARIABLE
+from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
-from ..schedulers.find_allocation import current_allocation
 from .check import Check, Finding, Level, RankPlace, Ranks, Reported
 from .checks.collective_calls import Collectives
 from .checks.connections import Connections

@@ -19,8 +19,8 @@ from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
 from ..arguments import ArgumentParser
+from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
-from ..schedulers.find_allocation import current_allocation
 from .child_processes import LAUNCH_VARIABLE
 from .dry_run import shell_lines
 from .launch_plan import HostInfo, Options, Plan, PlanError, ProgramFinder

@@ -1,14 +1,20 @@
-"""Submitting jobs to Slurm and PBS, and querying them."""
+"""The schedulers: submitting jobs to Slurm and PBS, querying them, and what they allocated.
+
+Modules are imported where they are used: a launch needs those of one scheduler, and starts fast.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 
+from ...job import current_job
 from ...job.commands import SchedulerError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from .allocation import Allocation
     from .scheduler import Scheduler
 
 # Without SLURM_CONF: the packages' files, and the copy that a host without one has from slurmctld.
@@ -54,6 +60,27 @@ def get_scheduler(name: str | None = None) -> Scheduler:
             "--site generic-slurm or --site generic-pbs."
         )
     return schedulers[found[0]]
+
+
+def current_allocation(
+    environ: Mapping[str, str] = os.environ, *, query: bool = True
+) -> Allocation | None:
+    """Return what the scheduler allocated to the job around this process; None outside of a job.
+
+    query: whether to run qstat or scontrol (tens of milliseconds) for what the variables lack: the
+    hosts of a PBS job without a line in the node file, GPUs and cores per host, the restart count.
+    What remains unknown is None.
+
+    Raises AllocationError where variables or node file cannot be read or contradict each other.
+    """
+    job = current_job(environ)
+    if job is None:
+        return None
+    if job.scheduler == "slurm":
+        from .slurm_allocation import slurm_allocation as read
+    else:
+        from .pbs_allocation import pbs_allocation as read
+    return read(environ, query=query)
 
 
 def _slurm_is_configured() -> bool:

@@ -11,8 +11,8 @@ from ...job.commands import SchedulerError
 from ...job.notation import EXIT_REQUEUE
 from ...job.requeue import CHAIN_VARIABLE, requeue
 from ..launch import launch_cli as launch_cli
+from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
-from ..schedulers.find_allocation import current_allocation
 from ..schedulers.scheduler import Scheduler
 from . import bad_hosts as exclusion
 from . import submissions as records

@@ -28,8 +28,8 @@ from ....host.cores import (
 from ....job.notation import same_host
 from ....launch_error import LaunchError
 from ....launchers.detect import detect
+from ...schedulers import current_allocation
 from ...schedulers.allocation import AllocationError
-from ...schedulers.find_allocation import current_allocation
 from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import show
 
