@@ -238,11 +238,11 @@ if [ "$(id -u)" -ne 0 ] && [ -z "$quick" ] &&
     unshare --user --map-current-user --keep-caps --net --uts --mount true 2>/dev/null; then
     rights=true
 fi
-# Four files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
+# Five files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
 # starts the long ones first. Each worker has hosts and clusters of its own. For a debugger:
 # scripts/test.sh -n 0 --pdb -k NAME
 check pytest ${rights:+unshare --user --map-current-user --keep-caps --mount} \
-    "$python" -m pytest -ra -n 4 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
+    "$python" -m pytest -ra -n 5 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
 
 print_as_user() {
     wait "$as_user" || local status=$?
