@@ -288,10 +288,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
     """Return a message about ranks that have made no step; "" if they need not make one.
 
-    They must where DistributedDataParallel has averaged the gradients: they computed theirs, too.
+    They must where DistributedDataParallel has averaged the gradients: they computed theirs, too,
+    unless torch's Join stands in for a rank that has no batches.
     """
     owners = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    held = {id(one) for ddp in owners if ddp._lazy_init_ran for one in ddp.parameters()}
+    averaged = [ddp for ddp in owners if ddp._lazy_init_ran and not ddp._join_config.enable]
+    held = {id(one) for ddp in averaged for one in ddp.parameters()}
     if not ranks or not any(id(one) in held for one in parameters):
         return ""
     return (

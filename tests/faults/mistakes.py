@@ -418,6 +418,14 @@ def uneven_batches(job: Distributed) -> None:
 
 
 @healthy
+def no_batches_on_one_rank(job: Distributed) -> None:
+    model = new_model()
+    ddp = DDP(model)
+    with Join([ddp]):
+        train(job, model=model, call=ddp, loader=DataLoader(DATA, 8), epochs=1 - job.rank)
+
+
+@healthy
 def gradient_accumulation(job: Distributed) -> None:
     model = new_model()
     ddp = DDP(model)
