@@ -362,7 +362,7 @@ def _communicator(job: Distributed) -> StoreCommunicator | None:
     if job.world_size == 1:
         return None
     # A wait of the script in its store would hold this one up.
-    store = job.store.clone()  # type: ignore[attr-defined]
+    store = job.store.clone()  # type: ignore[attr-defined, unused-ignore]
     return StoreCommunicator("training", job.rank, job.world_size, store)
 
 

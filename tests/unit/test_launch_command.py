@@ -123,8 +123,8 @@ def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str) -> None:
 def test_ranks_form_groups_with_each_other(words: list[str], status: int, text: str, folder: Path) -> None:
     """With torch alone. Nothing in the command shows that `start` runs torchrun. Other groups: tests/launch."""
     start = folder / "start"
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 1"
-    start.write_text(f"#!/bin/sh\n{torchrun} {GROUPS} env --hold\n")
+    torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node 1"
+    start.write_text(f"#!/bin/sh\n{torchrun} {shlex.quote(str(GROUPS))} env --hold\n")
     start.chmod(0o755)
     done = launch("-n", "2", *(word.format(start=start) for word in words), folder=folder)
     assert done.returncode == status, done.stderr

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_modules_bring_python_unless_the_user_has_activated_one(
     if activated:
         monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     script = login.submit(*"run --dry-run --site roihu --account a --nodes 2 train.py".split()).out
-    assert (f"export PYTHON={sys.executable}\n" in script) == activated
+    assert (f"export PYTHON={shlex.quote(sys.executable)}\n" in script) == activated
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -31,13 +31,17 @@ def test_every_site_gives_a_script_that_bash_parses(site: str, login: Login) -> 
         assert done.returncode == 0 and "train.py" in script, done.stderr
 
 
+def quoted(path: str) -> str:
+    return shlex.quote(str(ROOT / path))
+
+
 @pytest.mark.parametrize(("words", "lines", "absent"), [
     ("run --site lumi --account p --nodes 2 train.py --epochs 3",
      ["#!/bin/bash\n", "--nodes=2",
-      f"exec python3 {ROOT}/utils launch --launcher srun -- train.py --epochs 3\n"], "time"),
+      f"exec python3 {quoted('utils')} launch --launcher srun -- train.py --epochs 3\n"], "time"),
     ("doctor --site lumi --account p --nodes 2 -- --quick --only limits",
      ["--job-name=doctor", "--time=00:10:00",
-      f" launch --launcher srun -- {ROOT}/scripts/doctor.py --quick --only limits\n"], "train.py"),
+      f" launch --launcher srun -- {quoted('scripts/doctor.py')} --quick --only limits\n"], "train.py"),
     ("run --site frontier --account ABC123 --nodes 2 --signal 120 --time 1:00:00 --env 'A=b $c' "
      "--setup 'source my/activate' --directive=--network=single_node_vni train.py",  # replaces the site's network
      ["--account=ABC123", "--gpus-per-node=8", "--cpus-per-task=7", "--gpu-bind=closest", "--signal=B:USR1@120",

@@ -311,7 +311,7 @@ def _communicator(dist: Distributed | None) -> StoreCommunicator | None:
     from ..coordination import StoreCommunicator  # imports torch, which one process can do without
 
     # A wait of the script in its store would hold this one up.
-    store = dist.store.clone()  # type: ignore[attr-defined]
+    store = dist.store.clone()  # type: ignore[attr-defined, unused-ignore]
     return StoreCommunicator(f"stop/{number}", dist.rank, dist.world_size, store)
 
 

@@ -65,7 +65,13 @@ def measure_links(
         members = [rank for rank, node in enumerate(node_ranks) if node == host]
         group = dist.new_group(members)  # called by all ranks
         if node_rank == host:
-            own = Participants(members.index(ranks.rank), len(members), ranks.device, group)
+            # GroupMember.NON_GROUP_MEMBER, an int for some versions of torch, is for other ranks.
+            own = Participants(
+                members.index(ranks.rank),
+                len(members),
+                ranks.device,
+                group,  # type: ignore[arg-type, unused-ignore]
+            )
     if own.size > 1:
         inside = fit(_all_reduces(sweep, own), own.size)
     found = [link for link in gather_objects(inside) if link]
