@@ -239,8 +239,10 @@ if [ "$(id -u)" -ne 0 ] && [ -z "$quick" ] &&
     rights=true
 fi
 # Five files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
-# starts the long ones first. Each worker has hosts and clusters of its own. For a debugger:
+# starts the long ones first. Each worker has hosts and clusters of its own. Threads of OpenMP do not spin where they
+# wait: the tests share the cores. For a debugger:
 # scripts/test.sh -n 0 --pdb -k NAME
+export OMP_WAIT_POLICY=passive
 check pytest ${rights:+unshare --user --map-current-user --keep-caps --mount} \
     "$python" -m pytest -ra -n 5 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
 
