@@ -8,7 +8,7 @@ torch; --torch is setup_distributed() and a sum over all ranks. --notes writes t
 signals that arrive to FOLDER/RANK.signals; --wait waits for all ranks and then for SIGTERM, and exits with status 5.
 
 Faults of one rank: late, kill-during (with --join); exit=STATUS, kill (with --wait); interface,
-nccl, kill-after-exchange, raise, kill-training, leave=STATUS, return, exit, close, hang (with --torch).
+nccl, kill-after-exchange, raise, kill-training, leave=STATUS, return, exit, close, hang, more (with --torch).
 """
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ def train_with_fault(fault: str, what: str, timeout: float) -> None:
     dist = setup_distributed("nccl" if fault == "nccl" else None, timeout=timeout,
                              collective_timeout=4 if what == "hang" else None)
     with contextlib.nullcontext() if what in ("exit", "close") else dist:
-        train(dist, fault, 60 if what in ("return", "exit", "close") else 2000)
+        train(dist, fault, 20 if what == "more" != fault else 60 if what in ("return", "exit", "close") else 2000)
+        if what == "more" and dist.rank == 0:
+            time.sleep(0.5)  # the faulty rank needs the others before this one ends
 
 
 def train(dist: object, fault: str, steps: int) -> None:

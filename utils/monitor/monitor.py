@@ -110,6 +110,7 @@ class Monitor:
         self._hung: set[int] = set()  # ranks, as far as rank 0 knows
         self._killed: set[int] = set()  # ranks that ended without a report
         self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
+        self._reported = False  # to launch.py
 
         self._watch: HangWatch | None = None
         self._guard: Guard | None = None
@@ -246,7 +247,9 @@ class Monitor:
             same = [rank for rank, reason in known.items() if reason and reason in cause]
             rank = same[0] if len(same) == 1 else None  # several raise what is wrong with another
             is_over = self._hang_announced or bool(self._lost)
-            if self._rank in (0, *same) or 0 in self._departed or self._hang_announced:
+            reports = self._rank in (0, *same) or 0 in self._departed or self._hang_announced
+            if reports and (is_over or not self._reported):
+                self._reported = True
                 threading.Thread(target=report_first_cause, args=(cause, rank, is_over)).start()
 
     # The thread ----------------------------------------------------------------------------------
@@ -426,6 +429,8 @@ class Monitor:
         if not self._first_cause and not last_chance:
             return
 
+        if self._first_cause and None not in self._queries:  # this rank may need no other one
+            self.report_to_launcher(self._first_cause)
         for connection in self._queries:
             if connection is None:
                 self._response.set()
