@@ -36,7 +36,7 @@ def test_rank_with_a_gpu_waits_for_the_other(backend: str, failure: Exception | 
 
 
 @pytest.mark.parametrize(("error", "description"), [
-    (SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt:"),
+    (SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt"),
     (ValueError("a\nb"), "ValueError: a"), *((SystemExit(status), "") for status in (None, 0, 75))])
 def test_failure_is_reported_once_and_an_orderly_exit_is_none(
         capsys: pytest.CaptureFixture[str], error: BaseException, description: str) -> None:

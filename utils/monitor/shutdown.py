@@ -145,7 +145,8 @@ class Shutdown:
         with contextlib.suppress(AttributeError):  # an exception class with __slots__
             setattr(error, _REPORTED, True)
 
-        description = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        name, text = type(error).__name__, str(error).strip()
+        description = (f"{name}: {text}" if text else name).splitlines()[0][:300]
         named = re.search(_FAILED_RANK, description) if _raised_by_torch(error) else None
         failed_rank = named[1] if named else self._this_rank
         failure = f"{failed_rank} failed: {description}"
