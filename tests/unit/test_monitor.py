@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -151,6 +152,21 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     for monitor in ranks[1:]:
         monitor.leave("")
     assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err
+
+
+def test_silent_ranks_alone_on_their_hosts_are_named_once(
+        channels: Channels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("utils.monitor.monitor.HOST_LOST_SECONDS", 3)
+    peers = {end: Peer(rank, f"h{rank} (pid 7)") for rank, end in enumerate(channels[0], 1)}
+    zero = Monitor(peers, rank=0, host="h0 (pid 7)")
+    zero.started()
+    time.sleep(5)
+    for end in channels[0]:
+        end.socket.shutdown(socket.SHUT_RDWR)
+    zero.leave("")
+    assert capfd.readouterr().err == "".join(
+        f"rank {rank} on h{rank} (pid 7) has sent nothing for 2 s: its process is stopped, or busy in native code\n"
+        for rank in (1, 2))
 
 
 # A rank that is killed, as for lack of memory, while a worker of it waits for a disk.

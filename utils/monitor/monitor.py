@@ -584,9 +584,19 @@ class Monitor:
         self._next_alive = now + interval
         self._send_all({"kind": "alive"})
         others = [peer.rank for peer in self._peers.values() if peer.rank not in self._departed]
-        self._ask_states(
-            rank for rank in others if now - self._alive.setdefault(rank, now) > 2 * interval
-        )
+        silent = [r for r in others if now - self._alive.setdefault(r, now) > 2 * interval]
+        self._ask_states(silent)
+        hosts = [_host(name) for name in self._hosts.values()]
+        for rank in silent:  # no other rank of its host can tell more
+            name = self._hosts[rank]
+            is_new = rank not in self._found_stopped and self._rank == (0 if rank else 1)
+            if is_new and hosts.count(_host(name)) == 1:
+                self._found_stopped[rank] = now, self.progress()
+                sys.stderr.write(
+                    f"rank {rank} on {name} has sent nothing for {2 * interval:.0f} s: its process "
+                    "is stopped, or busy in native code\n"
+                )
+                sys.stderr.flush()
 
     def _watch_ranks(self) -> None:
         """Send a heartbeat when it is time, and look for a hang: rank 0, or this rank alone."""
