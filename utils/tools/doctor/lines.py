@@ -40,12 +40,14 @@ _KIT_ERRORS = tuple(
 # expected; what to do. What was found names the rank or host at fault, as "rank 3 on n2" or "on
 # n2". A rank that only reports is "rank 1 of 8 on n1", or in parentheses.
 _KIT = re.compile(
-    rf"(?P<beginning>(?:{_SURVIVOR}|rank \d+ on {_WORD} failed: |  (?=rank \d+ on \S+ \(pid )"
-    rf"|ddpkit launch: error: "
+    rf"(?P<beginning>(?:{_SURVIVOR}|rank \d+ on {_WORD} failed: "
+    r"|  (?=rank \d+ on \S+ \(pid |unknown)|ddpkit launch: error: "
     rf"|\[rank \d+/\d+ {_WORD}\] ERROR: |(?:{'|'.join(_KIT_ERRORS)}): )+)"
     r"(?P<sentence>.+)"
 )
-_WITNESS = re.compile(rf" ?\([^()]*\)|rank \d+ of \d+(?: on {_WORD})?")
+_WITNESS = re.compile(
+    rf"rank \d+ on {_WORD} \(pid \d+\) has found| ?\([^()]*\)|rank \d+ of \d+(?: on {_WORD})?"
+)
 _AT_FAULT = tuple(
     re.compile(pattern)
     for pattern in (
@@ -60,6 +62,7 @@ _SPEAKER = re.compile(rf"rank (\d+) on ({_WORD}) failed: |\[rank (\d+)/\d+ ({_WO
 # that only supposes, or that refers to it.
 _REFERS = re.compile(
     r"(?:[Ll]ook for|[Ss]ee) (?:[\w']+ ){0,4}messages?\b|launcher's output|\bprobably\b"
+    "|has found that the job must end"
 )
 _ENDED = re.compile(r"ddpkit launch: error: (?:SIG|.*\bexit status [1-9])")
 
@@ -188,6 +191,8 @@ def kit_message(line: str) -> KitMessage | None:
     if beginning.endswith(" failed: "):
         return KitMessage("", *speaker)
 
+    if sentence.startswith("unknown"):  # which of the ranks that it shows
+        return KitMessage(sentence, None, None)
     what = re.split(r"\. |; ", _WITNESS.sub("", sentence), maxsplit=1)[0].rstrip(".")
     for pattern in _AT_FAULT:
         if named := pattern.search(what):
