@@ -119,12 +119,12 @@ class LaunchResult:
         if not self.status or self._at_once:
             return
         if first is not None:
-            how = ""
+            text = first.text.rstrip(".")
             if first.rank in self._ended:
                 who, status = self._ended[first.rank]
-                how = f". R{who[1:]} {describe_status(status)}"
+                text += f". R{who[1:]} {describe_status(status)}"
                 self.status = status or self.status
-            print_status(f"the ranks report what failed first: {first.text}{how}")
+            print_status(f"the ranks report what failed first: {text}")
             return
 
         ended = list(self._ended.values())
