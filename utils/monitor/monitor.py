@@ -429,7 +429,8 @@ class Monitor:
         if not self._first_cause and not last_chance:
             return
 
-        if self._first_cause and None not in self._queries:  # this rank may need no other one
+        by_others = None not in self._queries  # this rank may need no other one, and end well
+        if self._first_cause and by_others and not self._reported:
             self.report_to_launcher(self._first_cause)
         for connection in self._queries:
             if connection is None:
