@@ -76,9 +76,9 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
      "srun: error: n2: task 4: Segmentation fault (core dumped)\n", ("crash", 4, "n2", None)),
     ("The ranks hang: no progress for 36 s.\n  rank 3 on n2 (pid 7) does not respond: the host is down or its network "
      "is cut\n  rank 0-2 on n1: in collective 7, all_reduce; at train.py\n", ("kit_message", 3, "n2", None)),
-    ("The ranks hang: no progress for 7 s.\n  unknown: every rank that others wait for also waits. Check these: rank 0 on "
-     "n1 (pid 4) waits in broadcast\nrank 2 on n2 stops, because rank 0 on n1 (pid 4) has found that the job must end\n"
-     "rank 0 on n1 stops, because unknown: every rank that others wait for also waits", ("kit_message", None, None, None)),
+    ("The ranks hang: no progress for 7 s.\n  unknown: every rank that others wait for also waits. Check: rank 0 on n1 "
+     "(pid 4) waits in broadcast\nrank 2 on n2 stops, because rank 0 on n1 (pid 4) has found that the job must end\n"
+     "rank 0 on n1 stops, because unknown: every rank that others wait for waits", ("kit_message", None, None, None)),
     ("  unknown which rank is wrong: rank 0 on n1 (pid 4) entered another", ("kit_message", None, None, None)),
     ("rank 2 on n2 stops, because rank 0 on n1 (pid 4) has found that the job must end",
      ("kit_message", None, None, None)),
