@@ -18,7 +18,7 @@ from utils.monitor.positions import HangWatch, Heartbeat
 # What a report must contain; LINE is the line of hangs.py that ends with "# hang: KIND".
 BEHIND = r"rank 5 on h3 .* did not enter collective \d+, .* It is at LINE.*waits in all_reduce of \[\[16\]\]"
 OTHER = r"rank 5 on h3 .* entered another collective \d+: {0} at LINE.*The other ranks entered {1}"
-LATE = (r"rank 5 on h3 .* did not enter .*collective \d+ of group .*\(ranks {0}\), in which rank {1} waits.* "
+LATE = (r"rank 5 on h3 .* did not enter .*collective \d+ of group .*\(ranks {0}\), in which {1}.* "
         r"It is at LINE.*Rank \d waits in")
 CIRCLE = (r"unknown: .*rank {0} on h\d \S+ \d+\) waits for rank {1} in {2}.* at LINE.*; "
           "rank 5 on h3 .* waits for rank {3}")
@@ -33,11 +33,11 @@ KINDS = {
     "blocked-teardown": (1.5, r"rank 5 on h3 .* is idle after the other ranks have left. It is at LINE"),
     "exited": (1.5, r"rank 5 on h3 left .*at LINE.* after \d+ collectives, and other ranks need it"),
     "group-skipped": (1.5, CIRCLE.format(4, 5, "barrier", "4,6-7")),
-    "hsdp": (12.0, LATE.format("4-7", "4,6-7")),
+    "hsdp": (12.0, LATE.format("4-7", "ranks 4,6-7 wait")),
     "recv-unsent": (1.5, CIRCLE.format(2, 5, "all_reduce", "2") + " in recv from rank 2 at LINE"),
     "pipeline": (1.5, "rank 4 on h3 .* waits in send to rank 5 at .* rank 5 .* does not take part: it is at LINE"),
     "pipeline-async": (4.0, "rank 5 on h3 .* is in no collective or transfer, but rank .* waits in one. It is at LINE"),
-    "thread": (4.0, LATE.format("0-7", "0-4,6-7")),
+    "thread": (4.0, LATE.format("0-7", "ranks 0-4,6-7 wait")),
     "gil": (1.5, "rank 5 on h3 .* does not respond: its process is in native code. Its last .*waits in all_reduce"),
     "aborted-itself": (1.5, r"rank 5 on h3 .* ended without a report.*Rank \d waits in all_reduce of \[\[4000\]\] at .*"
                             "gloo aborts a rank .* that has entered a smaller collective"),
@@ -200,6 +200,11 @@ def test_rank_that_is_busy_in_native_code_is_no_hang() -> None:
     stopped = {1: ProcessState("stopped by a signal", now[0])}
     assert "does not respond: its process is stopped" in watch.find_cause(waiting, hosts, {}, stopped)
 
+    alone = {**hosts, 1: "h1 (pid 2)"}  # nobody there can tell why; its host may acknowledge what is sent to it
+    assert "the host is down or its network is cut" in watch.find_cause(waiting, alone, {}, {})
+    watch.reachable = {1}
+    assert "does not respond: it is stopped, or busy in native code. " in watch.find_cause(waiting, alone, {}, {})
+
 
 # Process groups --------------------------------------------------------------------------------------------------
 
@@ -226,7 +231,7 @@ FOR = r"rank {} on h{} \(pid \d+\) waits for rank {} in {}"
     # Rank 1 is at a lock.
     ([IN_PAIR, at(), IN_ALL, IN_ALL],
      r"rank 1 on h1 \(pid 101\) did not enter collective 3 of group 1 \(ranks 0-1\), in which rank 0 waits, and "
-     "collective 8, in which rank 2-3 waits. It is at train.py, line 9, in helper. Rank 0 waits in barrier of "
+     "collective 8, in which ranks 2-3 wait. It is at train.py, line 9, in helper. Rank 0 waits in barrier of "
      r"\[\[4\]\] at train.py, line 3, in step"),
     # A connection was cut between two steps: rank 1 waits in the collective before.
     ([IN_ALL, at(call(7)), IN_ALL, None], r"rank 3 on h3 \(pid 103\) does not respond: [^;]*"),
@@ -247,3 +252,13 @@ def test_only_members_of_the_group_that_is_waited_for_are_blamed() -> None:
     found = watch.describe({0: IN_PAIR, 1: other}, HOSTS, left)
     assert found.startswith("unknown which rank is wrong: rank 0 on h0")
     assert watch.describe({0: IN_ALL, 1: IN_ALL}, HOSTS, left) == left[2]
+    for peer in (1, 2):  # in a transfer, nobody but the peer
+        receiving: Any = {**call(3, operation="recv"), "between_two": True, "peer": peer}
+        assert (watch.describe({0: at(receiving)}, HOSTS, left) == left[2]) == (peer == 2)
+
+
+def test_the_first_of_the_collectives_that_a_rank_waits_in_is_shown() -> None:
+    """With a GPU, a rank starts more collectives while it waits."""
+    ahead = at(call(8), call(9), call(10), entered=10)
+    found = describe({0: ahead, 1: at(), 2: ahead, 3: ahead}, HOSTS, list(HOSTS))
+    assert "rank 1 on h1 (pid 101) did not enter collective 8, in which ranks 0,2-3 wait. It is at" in found

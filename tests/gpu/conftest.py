@@ -1,12 +1,15 @@
 """The GPUs of this machine, launches of tests/gpu/programs.py, and the table of figures."""
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.hosts import killed_at_end
 from utils.host.gpus import count_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +88,37 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None, seconds: f
     done = subprocess.run(command, env={**environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True, timeout=seconds, cwd=ROOT)
     return done.returncode, done.stdout
+
+
+def run_on_hosts(ranks: int, gpus: Sequence[str], folder: Path, *words: str, seconds: float = 120
+                 ) -> tuple[list[int], str]:
+    """Run the programs on hosts of their own, one rank on each: their exit statuses, and what they printed.
+
+    The hosts are UTS namespaces (root). NCCL and the kit take ranks there for ranks of several hosts: they may share a
+    GPU, and their data go through TCP.
+    """
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs hosts in UTS namespaces: unshare --uts true fails (run as root)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    in_namespace = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
+    processes = []
+    with (folder / "output").open("w+") as output, contextlib.ExitStack() as started:
+        for rank in range(ranks):
+            env = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)] if gpus else "", "OMP_NUM_THREADS": "1"}
+            command = [*in_namespace, f"host{rank}", sys.executable, PROGRAMS, "--folder", str(folder), *words]
+            processes.append(started.enter_context(killed_at_end(subprocess.Popen(
+                command, stdout=output, stderr=output, text=True, cwd=folder, env={**os.environ, **env},
+                start_new_session=True))))
+        end = time.monotonic() + seconds
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(max(0.1, end - time.monotonic()))
+        statuses = [process.poll() for process in processes]
+        output.seek(0)
+        return [-1000 if status is None else status for status in statuses], output.read()
 
 
 def figures(status: int, output: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the ranks of the GPU tests run: programs by name, one after the other in one launch.
 
-python tests/gpu/programs.py [--backend B] [--folder F] [--small] NAME...
+python tests/gpu/programs.py [--backend B] [--folder F] [--small] [--hang-timeout S --kind KIND] NAME...
 
 Rank 0 prints a line "result: {...}" with the figures of each program. With --backend gloo they run on CPUs.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
 from tests.unit.plan_models import GPT
 from utils import Distributed, setup_distributed
@@ -110,7 +115,7 @@ def memory(job: Distributed, args: argparse.Namespace) -> Figures:
     return {"predicted": predicted, "measured": torch.cuda.max_memory_allocated() - before if on_gpu else 0}
 
 
-def checkpoint(job: Distributed, args: argparse.Namespace) -> Figures:
+def checkpoint(job: Distributed, args: argparse.Namespace, *, wrap: Callable[..., Any] = DDP) -> Figures:
     """Seconds that torch.save() and save() stop the loop; and a resumed run against an uninterrupted one."""
     width, layers = (64, 2) if args.small else (4096, 4)  # whose training has the same bits in each run
 
@@ -121,11 +126,12 @@ def checkpoint(job: Distributed, args: argparse.Namespace) -> Figures:
 
     def start_training(seed: int) -> Training:
         torch.manual_seed(seed)
-        training = Training(job, nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        training = Training(job, model, wrap=wrap)
         take_steps(training, range(1))  # makes the optimizer's state, and fixes DDP's buckets
         return training
 
-    one, checkpoints = start_training(0), Checkpointer(Path(args.folder) / "checkpoints")
+    one, checkpoints = start_training(0), Checkpointer(Path(args.folder) / wrap.__name__)
     for step in (1, 2):  # the first save() allocates its memory; the second would wait for it
         checkpoints.wait()
         start = now(job)
@@ -162,29 +168,79 @@ def hold(job: Distributed, args: argparse.Namespace) -> Figures:
     return {}
 
 
+def sharded(job: Distributed, args: argparse.Namespace) -> Figures:
+    """As checkpoint(), under FSDP2."""
+    return checkpoint(job, args, wrap=fully_shard)
+
+
 def hang(job: Distributed, args: argparse.Namespace) -> Figures:
-    """Rank 1 leaves one all-reduce out, and computes for ever."""
-    values = torch.ones(16, device=job.device)
-    for step in range(100):
-        while step == 50 and job.rank == 1:
-            time.sleep(0.1)
-        dist.all_reduce(values)
-        now(job)
-    raise AssertionError("no rank was missed")
+    """Rank 1 goes wrong in the middle of a training, as --kind says; or the ranks pause, which is no hang."""
+    pause, kind = 2.5 * (args.hang_timeout or 0.0), args.kind
+    # NCCL sends little before it is received.
+    values = torch.ones(1 << 22 if kind == "pipeline" else 16, device=job.device)
+    model = fully_shard(nn.Linear(16, 16, device=job.device)) if kind == "fsdp" else None
+    for step in range(20):
+        bad = step == 10 and job.rank == 1
+        if bad:
+            go_wrong(kind)
+        if step == 10 and (kind == "compute" or job.rank == 0 and kind in ("busy", "evaluate")):
+            end = time.monotonic() + pause
+            while time.monotonic() < end:
+                _ = sum(range(10_000)) if kind != "evaluate" else time.sleep(0.2) or job.report_progress()
+        if kind == "kernel" and bad:
+            for _ in range(200):
+                torch.cuda._sleep(2_000_000_000)
+        if kind == "pipeline":
+            _ = bad and threading.Event().wait()  # hang: pipeline
+            _ = job.rank > 0 and dist.recv(values, job.rank - 1)
+            _ = job.rank < job.world_size - 1 and dist.send(values, job.rank + 1)
+        elif kind == "fsdp":
+            assert model is not None
+            _ = bad and threading.Event().wait()  # hang: fsdp
+            model(values).sum().backward()
+        elif kind == "operation" and step == 10 and not bad:
+            dist.broadcast(values, 0)
+        else:
+            reduced = torch.ones(4000, device=job.device) if kind == "shape" and bad else values
+            dist.all_reduce(reduced)  # hang: operation # hang: shape
+        if kind != "ahead" or step == 19:
+            now(job)
+    return {}
+
+
+def go_wrong(kind: str) -> None:
+    if kind in ("skipped", "ahead"):
+        threading.Event().wait()  # hang: skipped # hang: ahead
+    if kind == "loop":
+        while True: pass  # noqa: E701 # hang: loop
+    if kind == "loader":
+        for _ in DataLoader([0], num_workers=1, collate_fn=never_return):  # hang: loader
+            pass
+    if kind in ("stopped", "killed"):
+        os.kill(os.getpid(), signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)  # hang: stopped
+    if kind == "exited":
+        sys.exit(0)  # hang: exited
+    if kind == "raised":
+        raise ValueError("a sample has no label")
+
+
+def never_return(_: Any) -> None:
+    threading.Event().wait()
 
 
 PROGRAMS: dict[str, Callable[[Distributed, argparse.Namespace], Figures]] = {
-    each.__name__: each for each in (placement, collectives, train, compiled, memory, checkpoint, hold, hang)}
+    each.__name__: each for each in (placement, collectives, train, compiled, memory, checkpoint, sharded, hold, hang)}
 
 
 # Parts of the programs -----------------------------------------------------------------------------------------------
 
 class Training:
-    """A training with DDP and AdamW."""
+    """A training with DDP or FSDP2, and AdamW."""
 
-    def __init__(self, job: Distributed, model: nn.Module, learning_rate: float = 1e-3, compiled: bool = False) -> None:
+    def __init__(self, job: Distributed, model: nn.Module, learning_rate: float = 1e-3, compiled: bool = False,
+                 wrap: Callable[..., Any] = DDP) -> None:
         self.model = model.to(job.device)
-        ddp = DDP(self.model, device_ids=job.device_ids)
+        ddp = DDP(self.model, device_ids=job.device_ids) if wrap is DDP else wrap(self.model)
         self.ddp: Any = torch.compile(ddp) if compiled else ddp
         self.optimizer = adamw(self.model.parameters(), learning_rate)
 
@@ -198,7 +254,8 @@ class Training:
     def tensors(self) -> list[Tensor]:
         """All parameters, each followed by its state of the optimizer."""
         parameters = list(self.model.parameters())
-        return [tensor for one in parameters for tensor in (one.detach(), *self.optimizer.state[one].values())]
+        found = [tensor for one in parameters for tensor in (one.detach(), *self.optimizer.state[one].values())]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
 
 
 def adamw(parameters: Iterator[nn.Parameter], learning_rate: float = 1e-3) -> torch.optim.Optimizer:
@@ -230,6 +287,7 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--hang-timeout", type=float)
+    parser.add_argument("--kind")
     parser.add_argument("names", nargs="+", choices=PROGRAMS, metavar="NAME")
     args = parser.parse_args()
     start = time.perf_counter()

@@ -10,18 +10,34 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import killed_at_end, wait_until
-from tests.gpu.conftest import PROGRAMS, ROOT, figures, run, torchrun
+from tests.gpu.conftest import PROGRAMS, ROOT, figures, run, run_on_hosts, torchrun
 from tests.launch.launchers import MPIS
 from utils.host.cores import read_topology
 
 pytestmark = pytest.mark.gpu
 Record = Callable[[str, str], None]
 GB = 1e9
+BEHIND = r"rank 1 on host1 .* did not enter collective \d+, in which ranks 0,2 wait. It is at LINE"
+OTHER = (r"rank 1 on host1 .* entered another collective 11: all_reduce of \[\[{}\]\] at LINE.*"
+         r"The other ranks entered {} of \[\[16\]\]")
+HANGS = {  # how rank 1 goes wrong: what the report says
+    "loop": BEHIND + r".* Rank 1 is busy \(\d+ % of a core\)",
+    "stopped": "rank 1 on host1 .* does not respond: it is stopped, or busy in native code. ",
+    "skipped": BEHIND, "ahead": BEHIND, "loader": BEHIND, "fsdp": BEHIND,
+    "operation": OTHER.format(16, "broadcast"), "shape": OTHER.format(4000, "all_reduce"),
+    "pipeline": "rank [02] .* waits in (send|recv) .*, and rank 1 on host1 .* does not take part: it is at LINE",
+    "exited": r"rank 1 on host1 left by sys.exit\(\) at LINE after 10 collectives, and other ranks need it",
+    "killed": "rank 1 on host1 .* ended without a report. It was killed",
+    "raised": "rank [02] on host[02] stops, because rank 1 on host1 failed: ValueError: a sample has no label",
+    "kernel": "all ranks have entered collective 11 by now: one was late, or its GPU",
+}
+PAUSES = ("compute", "busy", "evaluate")
 DIRECT = [sys.executable, PROGRAMS]
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29544"}
 
@@ -33,6 +49,8 @@ def test_nccl_starts_and_ends(
     command = torchrun(ranks) if launcher == "torchrun" else DIRECT
     if launcher in MPIS:
         options = ["--allow-run-as-root", "--bind-to", "none"] if launcher.startswith("openmpi") else []
+        if launcher == "openmpi4":
+            options += ["--mca", "plm", "isolated"]  # else it ends on a machine without ssh
         command = [str(need(MPIS[launcher][0])), *options, "-n", str(ranks), *DIRECT]
     status, output = run([*command, "collectives", "placement"], env=BY_HAND if launcher == "by hand" else None)
     found = figures(status, output)
@@ -126,12 +144,41 @@ def test_a_save_of_gpu_tensors_runs_while_the_training_continues(
     check_save_beside_training("cuda", tmp_path, monkeypatch)
 
 
-def test_a_hang_in_nccl_is_explained(ranks: int, record: Record) -> None:
-    need_two(ranks)
-    status, output = run(torchrun(2, "--hang-timeout", "8", "hang"), seconds=180)
-    explanation = r"rank 1 on \S+ .* did not enter collective \d+.*programs.py, line \d+, in hang"
-    assert status != 0 and re.search(explanation, output, re.DOTALL), output
-    record("a hang of NCCL", "rank, host and source line are named")
+def test_hosts_that_share_a_gpu(gpus: list[str], tmp_path: Path, record: Record) -> None:
+    """NCCL over TCP between two hosts: collectives, and resumes of DDP and FSDP2 with the same bits."""
+    statuses, output = run_on_hosts(2, masks(gpus), tmp_path, "collectives", "checkpoint", "sharded", seconds=240)
+    found = figures(max(statuses), output)
+    assert statuses == [0, 0] and "2 ranks on 2 hosts by env, backend nccl" in output, output
+    for name in ("checkpoint", "sharded"):
+        assert found[name]["save"] < found[name]["torch_save"]
+    record("NCCL between two hosts", "DDP and FSDP2 resume with the same bits")
+
+
+@pytest.fixture(scope="module")
+def hangs(gpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
+    """What three ranks on three hosts end with, for each kind of hang in programs.py and of pause."""
+    def run_kind(kind: str) -> tuple[list[int], str]:
+        words = ["--hang-timeout", "6", "--kind", kind, "hang"]
+        return run_on_hosts(3, masks(gpus), tmp_path_factory.mktemp(kind), *words)
+
+    with ThreadPoolExecutor(6) as pool:
+        kinds = [*PAUSES, *HANGS]
+        return dict(zip(kinds, pool.map(run_kind, kinds), strict=True))
+
+
+@pytest.mark.parametrize("kind", HANGS)
+def test_a_hang_in_nccl_is_explained(kind: str, hangs: dict[str, tuple[list[int], str]]) -> None:
+    statuses, output = hangs[kind]
+    lines = enumerate(Path(PROGRAMS).read_text().splitlines(), 1)
+    marked = "|".join(str(number) for number, line in lines if re.search(rf"# hang: {kind}\b", line))
+    assert re.search(HANGS[kind].replace("LINE", rf"\S*programs\.py, line ({marked}), in \w+"), output), output
+    assert -1000 not in statuses and statuses[0] == statuses[2] == 1, (statuses, output)
+
+
+@pytest.mark.parametrize("kind", PAUSES)
+def test_a_pause_is_no_hang_in_nccl(kind: str, hangs: dict[str, tuple[list[int], str]]) -> None:
+    statuses, output = hangs[kind]
+    assert statuses == [0, 0, 0] and "The ranks hang" not in output, output
 
 
 def test_ranks_run_on_the_cores_of_their_gpu(ranks: int, record: Record) -> None:

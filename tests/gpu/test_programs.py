@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.gpu.conftest import ROOT, Table, figures, run, torchrun
 
-NAMES = ("placement", "collectives", "train", "memory", "checkpoint", "hold")
+NAMES = ("placement", "collectives", "train", "memory", "checkpoint", "sharded", "hold", "hang")
 
 
 def test_programs_run_with_gloo(tmp_path: Path) -> None:

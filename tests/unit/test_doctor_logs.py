@@ -41,7 +41,7 @@ def find(*files: tuple[str, str]) -> Found | None:
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 LOST = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:57993\n"
 IPV6 = "[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2).\n"
-HANG = "rank 5 on n3 did not enter collective 7, in which rank 0-4,6-7 waits. It is at train.py, line 4, in main"
+HANG = "rank 5 on n3 did not enter collective 7, in which ranks 0-4,6-7 wait. It is at train.py, line 4, in main"
 WATCHDOG = "[rank{0}]:[E724 {1} ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective operation timeout: W\n"
 TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24_08:33:05\n  host      : n7\n" \
            "  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n  traceback: Signal 9 (SIGKILL) received\n"

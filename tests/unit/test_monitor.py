@@ -148,7 +148,7 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
         monitor.entered_collectives = lambda entered=entered: entered
         monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
     cause = ranks[1].find_cause("timeout")
-    assert "rank 0 on h0 did not enter collective 4, in which rank 1-2 waits. It is at " in cause
+    assert "rank 0 on h0 did not enter collective 4, in which ranks 1-2 wait. It is at " in cause
     for monitor in ranks[1:]:
         monitor.leave("")
     assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err

@@ -143,13 +143,16 @@ def waits(positions: Mapping[int, Position], running: Iterable[int]) -> dict[int
 
 
 def may_be_awaited(rank: int, positions: Mapping[int, Position], running: Iterable[int]) -> bool:
-    """Return whether others wait in a collective of a group that has this rank, which has left."""
-    groups = [
-        positions[other].groups.get(wait.call["group"])
-        for other, its_waits in waits(positions, running).items()
-        for wait in its_waits
-    ]
-    return any(group is None or rank in parse_ranges(group.ranks) for group in groups)
+    """Return whether others may wait for this rank, which has left: as a peer, or in a group."""
+    for other, its_waits in waits(positions, running).items():
+        for call in (wait.call for wait in its_waits):
+            group = positions[other].groups.get(call["group"])
+            if call["peer"] is not None:
+                if call["peer"] == rank:
+                    return True
+            elif group is None or rank in parse_ranges(group.ranks):
+                return True
+    return False
 
 
 def _assumed_calls(position: Position) -> list[Collective]:
@@ -233,7 +236,12 @@ def _describe_late(
     positions: Mapping[int, Position],
     hosts: Mapping[int, str],
 ) -> str:
-    calls = [wait.call for _, wait in by if not wait.call["between_two"]][:3]
+    first_of_groups: dict[str, Collective] = {}  # with a GPU, a rank may wait in several of a group
+    for call in (wait.call for _, wait in by if not wait.call["between_two"]):
+        first = first_of_groups.setdefault(call["group"], call)
+        if call["number"] < first["number"]:
+            first_of_groups[call["group"]] = call
+    calls = list(first_of_groups.values())[:3]
     location = positions[rank].location
     if not calls:
         first, call = by[0][0], by[0][1].call
@@ -249,7 +257,9 @@ def _describe_late(
             for member, its_waits in waiting.items()
             if any(key == (wait.call["group"], wait.call["number"]) for wait in its_waits)
         ]
-        shown.append(f"{_number(call)}, in which rank {format_ranges(members)} waits")
+        several = len(members) > 1
+        who = f"rank{'s' * several} {format_ranges(members)} wait{'s' * (not several)}"
+        shown.append(f"{_number(call)}, in which {who}")
     group = positions[rank].groups.get(calls[0]["group"])
     return (
         f"rank {rank} on {hosts[rank]} did not enter {', and '.join(shown)}. It is at "
@@ -278,7 +288,7 @@ def _describe_unknown(
         )
     call = next((its_waits[0].call for its_waits in waiting.values()), None)
     last = _number(call) if call else f"collective {_last_collective(positions)}"
-    reasons = ["one was late"]
+    reasons = ["one was late, or its GPU"]
     if call and call["operation"] in _WITH_ROOT:
         reasons.insert(0, "the ranks gave different roots (src, dst)")
     if len({host.partition(" ")[0] for host in hosts.values()}) > 1:

@@ -647,6 +647,11 @@ class Monitor:
         if missing and not is_late:
             return
 
+        watch.reachable = {
+            peer.rank
+            for connection, peer in self._peers.items()
+            if not connection.closed and not connection.is_unacknowledged()
+        }
         if self._of_hang:  # with the locations of collectives, where they have arrived
             self._positions = {**self._of_hang, **self._positions}
             known = self._first_cause if self._waits() else ""  # from rank 0, before it left

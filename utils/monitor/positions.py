@@ -79,6 +79,7 @@ class HangWatch:
         self._silent: dict[int, tuple[str, bool]] = {}  # state of these ranks; whether busy
         self._noticed = False
         self.notice = ""  # that a rank is busy: to be printed once
+        self.reachable: set[int] = set()  # ranks whose hosts acknowledge what is sent to them
 
     def receive(self, rank: int, heartbeat: Heartbeat) -> None:
         """Take a rank's heartbeat."""
@@ -244,7 +245,7 @@ class HangWatch:
             state = f"it is {_STOPPED_OR_BUSY}"
             if rank in self._silent:
                 state = f"its process is {self._silent[rank][0]}"
-            elif _name(hosts[rank]) not in responding_hosts:
+            elif _name(hosts[rank]) not in responding_hosts and rank not in self.reachable:
                 state = "no rank of this host does, so the host is down or its network is cut"
             known[rank] = state
             if rank in self._heartbeats:
