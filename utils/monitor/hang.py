@@ -236,12 +236,10 @@ def _describe_late(
     positions: Mapping[int, Position],
     hosts: Mapping[int, str],
 ) -> str:
-    first_of_groups: dict[str, Collective] = {}  # with a GPU, a rank may wait in several of a group
-    for call in (wait.call for _, wait in by if not wait.call["between_two"]):
-        first = first_of_groups.setdefault(call["group"], call)
-        if call["number"] < first["number"]:
-            first_of_groups[call["group"]] = call
-    calls = list(first_of_groups.values())[:3]
+    collectives = [wait.call for _, wait in by if not wait.call["between_two"]]
+    # With a GPU, a rank may wait in several of a group: the first of each group is shown.
+    collectives.sort(key=lambda call: -call["number"])
+    calls = list({call["group"]: call for call in collectives}.values())[:-4:-1]
     location = positions[rank].location
     if not calls:
         first, call = by[0][0], by[0][1].call
