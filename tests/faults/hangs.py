@@ -40,7 +40,7 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
     kind = kind.removeprefix("busy-")
     with setup_distributed("gloo", timeout=60, hang_timeout=limit or None) as job:
         rank, values = job.rank, torch.ones(16)
-        if kind == "group-skipped":
+        if kind in ("group-skipped", "killed"):
             half = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])][rank // 4]
         if kind == "hsdp":
             from torch.distributed.device_mesh import init_device_mesh
@@ -79,6 +79,9 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
                 dist.all_reduce(torch.ones(4000))  # hang: other-shape
             elif kind == "group-skipped" and not bad:
                 dist.barrier(group=half)  # hang: group-skipped
+            elif kind == "killed" and now and rank < 4:  # as in a collective of NCCL, nothing raises here
+                _ = rank == 3 and block()
+                dist.barrier(group=half)
             elif kind == "hsdp":
                 _ = bad and block()  # hang: hsdp
                 model(values).sum().backward()
@@ -106,6 +109,8 @@ def go_wrong(kind: str, folder: Path) -> None:
         from torch.utils.data import DataLoader
         for _ in DataLoader([0], num_workers=1, collate_fn=never_return):  # hang: blocked-loader
             pass
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exited":
         sys.exit(0)  # hang: exited
     if kind == "gil":

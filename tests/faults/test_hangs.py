@@ -97,6 +97,14 @@ def test_lost_host_and_stopped_rank_end_the_job_without_hang_timeout(hang_lab: H
     assert len(re.findall(words, stopped.output)) == 1, stopped.output
 
 
+def test_killed_rank_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
+    """Also ranks that wait in a collective without it, or in one of NCCL, which does not raise."""
+    result = hang_lab.run("killed", limit=0, seconds=40, lost_seconds=6)
+    assert result.statuses == [1] * 5 + [-9] + [1] * 2, result.output
+    cause = r"A rank has ended: no collective for \d+ s since then\.\n  rank 5 on h3 .* ended without a report"
+    assert re.search(cause, result.output), result.output
+
+
 def test_pauses_are_no_hang(hang_lab: HangLab) -> None:
     """Trainings that pause two to three times as long as the limit, or in which one rank computes that long."""
     kinds = ["busy-hsdp", "evaluate", "busy", "compute", "write", "compile", "busy-pipeline", "busy-pipeline-async",

@@ -25,9 +25,11 @@ def test_table_replaces_the_one_of_the_page(tmp_path: Path) -> None:
     page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8")
     before = page.read_text(encoding="utf-8").count("\n## ")
     for figure in ("1.2 s", "3.4 s"):
-        rows = [("test_nccl_starts[torchrun]", "setup_distributed()", figure)]
+        rows = [("test_nccl_starts[torchrun]", "setup_distributed()", figure), ("test_hang[loop]", "passed", ""),
+                ("test_nccl_starts[direct]", "setup_distributed()", "5 s"), ("test_hang[stopped]", "passed", "")]
         Table("1 x H100", rows).write(page, datetime.date(2026, 11, 22))
     text = page.read_text(encoding="utf-8")
     assert "`scripts/test.sh --gpu`, 2026-11-22: 1 x H100." in text
-    assert "| nccl starts[torchrun] | setup_distributed() | 3.4 s |" in text and "1.2 s |" not in text
+    assert "| setup_distributed() | torchrun 3.4 s; direct 5 s |" in text and "1.2 s" not in text
+    assert "- Passed: hang (loop; stopped)" in text
     assert text.count("\n## ") == before and "Not measured yet" not in text

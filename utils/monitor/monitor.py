@@ -119,7 +119,7 @@ class Monitor:
         self._alive: dict[int, float] = {}  # when ranks reported that
         # Stopped ranks: since when this rank has made no progress, and how much it had made.
         self._found_stopped: dict[int, tuple[float, int]] = {}
-        self._last_progress, self._progressed_at = 0, 0.0  # since a host was lost
+        self._last_progress, self._progressed_at = (0, 0), 0.0  # since ranks died, and how many
         self._inspecting_since: float | None = None
         self._of_hang: dict[int, Position] = {}  # the positions that show a hang
         self._states: dict[int, ProcessState] = {}  # of ranks that do not respond
@@ -285,7 +285,7 @@ class Monitor:
             self._respond_to_queries()
             if self._hung:
                 self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
-            self._watch_lost_hosts()
+            self._watch_lost_ranks()
             if self._watch is None:
                 self._watch_stopped_ranks()
             self._watch_ranks()
@@ -298,7 +298,8 @@ class Monitor:
         if self._queries or self._inspecting_since is not None:
             return 0.05
         if self._watch is None:
-            return 1.0 if self._lost else max(0.0, self._next_alive - time.monotonic())
+            has_died = self._lost or self._killed or self._failed
+            return 1.0 if has_died else max(0.0, self._next_alive - time.monotonic())
         if self._leaving or self._hang_announced:  # there are no more heartbeats
             return 0.2
         return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
@@ -383,7 +384,6 @@ class Monitor:
             return
         if connection.host_lost:
             self._departed[peer.rank] = self._lost[peer.rank] = lost
-            self._last_progress, self._progressed_at = self.progress(), time.monotonic()
         else:
             self._killed.add(peer.rank)
             self._departed[peer.rank] = (
@@ -557,23 +557,31 @@ class Monitor:
 
     # Hangs and lost hosts ------------------------------------------------------------------------
 
-    def _watch_lost_hosts(self) -> None:
-        """End the job when hosts are lost and this rank makes no progress without them.
+    def _watch_lost_ranks(self) -> None:
+        """End the job when ranks have died and this rank makes no progress without them.
 
-        The collectives may use another network than the connections of the monitor, and a rank
-        that computes or saves needs no other one for a while.
+        A collective of NCCL, or of other ranks that wait for them, does not raise. The collectives
+        may use another network than the connections of the monitor, and a rank that computes or
+        saves needs no other one for a while.
         """
-        if not self._lost or self._leaving or self._hang_announced:
+        ended = {r: c for r, c in self._departed.items() if r in self._killed or r in self._failed}
+        died = self._lost or {rank: cause for rank, cause in ended.items() if cause}
+        if not died or self._leaving or self._hang_announced:
             return
-        now, progress = time.monotonic(), self.progress()
+        now, progress = time.monotonic(), (self.progress(), len(died))
         if progress != self._last_progress:
             self._last_progress, self._progressed_at = progress, now
         seconds = now - self._progressed_at
         if seconds < HOST_LOST_SECONDS * (1 / 3 if self._waits() else 5):
             return
-        cause = "; ".join(cause for _, cause in sorted(self._lost.items())[:8])
-        found = f"no response for {HOST_LOST_SECONDS} s, then no collective for {seconds:.0f} s"
-        self._end_all(f"A host is lost: {found}.\n  {cause}\n", cause)
+        cause = "; ".join(cause for _, cause in sorted(died.items())[:8])
+        found = f"A rank has ended: no collective for {seconds:.0f} s since then"
+        if self._lost:
+            found = (
+                f"A host is lost: no response for {HOST_LOST_SECONDS} s, then no collective for "
+                f"{seconds:.0f} s"
+            )
+        self._end_all(f"{found}.\n  {cause}\n", cause)
 
     def _watch_stopped_ranks(self) -> None:
         """Report that this rank is alive, and look for ranks that do not."""
