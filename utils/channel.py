@@ -119,7 +119,7 @@ KINDS: dict[str, Kind] = {
     "failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "query": Kind(64, {"about": _one_of("lost", "timeout")}),
     "cause": Kind(_CAUSE_LIMIT, {"cause": str}),
-    "left": Kind(_CAUSE_LIMIT, {"cause": str, "first_cause": str}),
+    "left": Kind(_CAUSE_LIMIT, {"cause": str, "first_cause": str, "entered": or_none(int)}),
     "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str}),
     "end": Kind(_CAUSE_LIMIT, {"cause": str}),
     "alive": Kind(64, {}),

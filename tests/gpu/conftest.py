@@ -47,14 +47,14 @@ class Table:
         measured: dict[str, list[str]] = {}
         others: dict[str, list[str]] = {}
         for test, what, figure in self.rows:
-            name, _, parameter = test.removeprefix("test_").replace("_", " ").partition("[")
             if what in ("passed", "FAILED", "not measured"):
-                others.setdefault(f"{what.capitalize()}: {name}", []).append(f"{parameter.rstrip(']')} {figure}".strip())
+                name = test.removeprefix("test_").replace("_", " ").replace("[", " [")
+                others.setdefault(what.capitalize(), []).append(f"{name}{figure and ': '}{figure}")
             else:
-                measured.setdefault(what, []).append(f"{parameter.rstrip(']')} {figure}".strip())
-        lines = [f"`scripts/test.sh --gpu`, {date}: {self.hardware}.", "", "| measured | |", "|---|---|"]
-        lines += [f"| {what} | {'; '.join(found)} |" for what, found in measured.items()]
-        lines += ["", *(f"- {what} ({'; '.join(found)})".replace(" ()", "") for what, found in others.items())]
+                parameter = test.partition("[")[2].rstrip("]")
+                measured.setdefault(what, []).append(f"{parameter} {figure}".strip())
+        lines = [f"`scripts/test.sh --gpu`, {date}: {self.hardware}.", ""]
+        lines += [f"- {what}: {'; '.join(found)}." for what, found in [*measured.items(), *others.items()]]
         table = "\n".join(lines) + "\n"
         text = page.read_text(encoding="utf-8")
         page.write_text(MARKS.sub(lambda found: found[1] + table + found[2], text), encoding="utf-8")

@@ -30,6 +30,6 @@ def test_table_replaces_the_one_of_the_page(tmp_path: Path) -> None:
         Table("1 x H100", rows).write(page, datetime.date(2026, 11, 22))
     text = page.read_text(encoding="utf-8")
     assert "`scripts/test.sh --gpu`, 2026-11-22: 1 x H100." in text
-    assert "| setup_distributed() | torchrun 3.4 s; direct 5 s |" in text and "1.2 s" not in text
-    assert "- Passed: hang (loop; stopped)" in text
+    assert "- setup_distributed(): torchrun 3.4 s; direct 5 s." in text and "1.2 s" not in text
+    assert "- Passed: hang [loop]; hang [stopped]." in text
     assert text.count("\n## ") == before and "Not measured yet" not in text

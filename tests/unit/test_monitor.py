@@ -17,7 +17,7 @@ from tests.cluster.hosts import wait_until
 from tests.unit.channels import opened_pair
 from tests.unit.notices import served
 from utils.channel import Channel
-from utils.monitor.hang import Group
+from utils.monitor.hang import Collective, Group
 from utils.monitor.launch_report import VARIABLE, report_first_cause
 from utils.monitor.monitor import Monitor, Peer
 
@@ -137,6 +137,28 @@ def test_a_rank_that_has_left_hides_no_late_one(ranks: list[Monitor]) -> None:
         monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
     ranks[1].leave("rank 1 left normally")
     assert "rank 2 on h2 did not enter collective 2" in ranks[0].find_cause("timeout")
+
+
+@pytest.mark.parametrize("entered", [4, 5])
+def test_a_rank_that_left_too_early_ends_those_that_wait(
+        entered: int, ranks: list[Monitor], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A collective of NCCL does not raise."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("utils.monitor.monitor.HOST_LOST_SECONDS", 3)
+    call = Collective(group="", number=5, operation="all_reduce", sizes="", between_two=False, peer=None, location="",
+                      thread=1, pending=True, blocks=True)
+    for monitor in ranks:
+        monitor.read_collectives = lambda locations: ([call], {"": Group("0-2", 5)})
+    ranks[1].entered_collectives = lambda: entered
+    ranks[1].leave(f"rank 1 left normally after {entered} collectives")
+    if entered == 4:
+        wait_until(lambda: len(ended) == 2, "the end of ranks 0 and 2", seconds=20)
+    else:
+        time.sleep(4)
+        assert not ended
+    cause = "A rank has ended: no collective for 1 s since then.\n  rank 1 left normally after 4 collectives\n"
+    assert (cause in capfd.readouterr().err) == (entered == 4)
 
 
 def test_rank_0_that_hangs_is_ended_after_all_others(

@@ -103,6 +103,7 @@ class Monitor:
         self._first_cause = ""  # the cause that every rank reports
         self._departed: dict[int, str] = {}  # rank -> cause for the ranks that still need it
         self._failed: dict[int, str] = {}  # rank -> its own failure
+        self._left_after: dict[int, int] = {}  # rank -> collectives that it had entered
         self._queries: dict[Channel | None, _Query] = {}  # None: from this process
         self._response = threading.Event()
         self._positions: dict[int, Position] = {}
@@ -119,7 +120,7 @@ class Monitor:
         self._alive: dict[int, float] = {}  # when ranks reported that
         # Stopped ranks: since when this rank has made no progress, and how much it had made.
         self._found_stopped: dict[int, tuple[float, int]] = {}
-        self._last_progress, self._progressed_at = (0, 0), 0.0  # since ranks died, and how many
+        self._last_progress, self._progressed_at = (0, 0), 0.0  # since ranks ended, and how many
         self._inspecting_since: float | None = None
         self._of_hang: dict[int, Position] = {}  # the positions that show a hang
         self._states: dict[int, ProcessState] = {}  # of ranks that do not respond
@@ -186,7 +187,8 @@ class Monitor:
             self._end_hung_ranks(running=set())
             # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
             known = self._known_cause() if self._rank == 0 else ""
-            self._send_all({"kind": "left", "cause": _cut(cause), "first_cause": known})
+            left = {"kind": "left", "cause": _cut(cause), "first_cause": known}
+            self._send_all({**left, "entered": self.entered_collectives()})
         self._wake()
         self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
         if self._hang_announced:  # while the main thread was in native code: another one ends this
@@ -298,8 +300,7 @@ class Monitor:
         if self._queries or self._inspecting_since is not None:
             return 0.05
         if self._watch is None:
-            has_died = self._lost or self._killed or self._failed
-            return 1.0 if has_died else max(0.0, self._next_alive - time.monotonic())
+            return 1.0 if self._departed else max(0.0, self._next_alive - time.monotonic())
         if self._leaving or self._hang_announced:  # there are no more heartbeats
             return 0.2
         return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
@@ -319,6 +320,8 @@ class Monitor:
             self._note_connected(peer.rank)
         elif kind == "left":
             self._departed[peer.rank] = cause
+            if message["entered"] is not None:
+                self._left_after[peer.rank] = message["entered"]
             self._acknowledged.add(peer.rank)  # it needs no report any more
             connection.send({"kind": "ack"})
             self._first_cause = self._first_cause or message["first_cause"]
@@ -558,23 +561,25 @@ class Monitor:
     # Hangs and lost hosts ------------------------------------------------------------------------
 
     def _watch_lost_ranks(self) -> None:
-        """End the job when ranks have died and this rank makes no progress without them.
+        """End the job when ranks have ended and this rank makes no progress without them.
 
         A collective of NCCL, or of other ranks that wait for them, does not raise. The collectives
         may use another network than the connections of the monitor, and a rank that computes or
         saves needs no other one for a while.
         """
-        ended = {r: c for r, c in self._departed.items() if r in self._killed or r in self._failed}
-        died = self._lost or {rank: cause for rank, cause in ended.items() if cause}
-        if not died or self._leaving or self._hang_announced:
+        if not self._departed or self._leaving or self._hang_announced:
             return
-        now, progress = time.monotonic(), (self.progress(), len(died))
+        ended = self._killed | self._failed.keys() | self._awaited_after_leaving()
+        causes = {rank: cause for rank, cause in self._departed.items() if cause and rank in ended}
+        if not (causes := self._lost or causes):
+            return
+        now, progress = time.monotonic(), (self.progress(), len(causes))
         if progress != self._last_progress:
             self._last_progress, self._progressed_at = progress, now
         seconds = now - self._progressed_at
         if seconds < HOST_LOST_SECONDS * (1 / 3 if self._waits() else 5):
             return
-        cause = "; ".join(cause for _, cause in sorted(died.items())[:8])
+        cause = "; ".join(cause for _, cause in sorted(causes.items())[:8])
         found = f"A rank has ended: no collective for {seconds:.0f} s since then"
         if self._lost:
             found = (
@@ -582,6 +587,15 @@ class Monitor:
                 f"{seconds:.0f} s"
             )
         self._end_all(f"{found}.\n  {cause}\n", cause)
+
+    def _awaited_after_leaving(self) -> set[int]:
+        """Return the ranks that have left without a collective in which this rank waits."""
+        if not self._left_after:
+            return set()
+        calls = [call for call in self.read_collectives(False)[0] if call["blocks"]]
+        of_all = [c["number"] for c in calls if not c["group"] and not c["between_two"]]
+        newest = max(of_all, default=0)
+        return {rank for rank, entered in self._left_after.items() if entered < newest}
 
     def _watch_stopped_ranks(self) -> None:
         """Report that this rank is alive, and look for ranks that do not."""
