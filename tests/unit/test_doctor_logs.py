@@ -80,6 +80,10 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
      "(pid 4) waits in broadcast\nrank 2 on n2 stops, because rank 0 on n1 (pid 4) has found that the job must end\n"
      "rank 0 on n1 stops, because unknown: every rank that others wait for waits", ("kit_message", None, None, None)),
     ("  unknown which rank is wrong: rank 0 on n1 (pid 4) entered another", ("kit_message", None, None, None)),
+    ("A rank has ended: no collective for 20 s since then.\n  rank 3 on n2 left normally after 7 collectives, and "
+     "other ranks need it for more. The ranks have uneven work: give each the same", ("uneven_work", 3, "n2", False)),
+    ("A rank has ended: no collective for 20 s since then.\n  rank 3 on n2 failed: ValueError: 7",
+     ("python_exception", 3, "n2", None)),
     ("rank 2 on n2 stops, because rank 0 on n1 (pid 4) has found that the job must end",
      ("kit_message", None, None, None)),
     ("rank 0 on n1 failed: RuntimeError: [enforce fail at inline_container.cc:747] . open file failed with strerror: "

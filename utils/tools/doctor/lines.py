@@ -41,7 +41,7 @@ _KIT_ERRORS = tuple(
 # n2". A rank that only reports is "rank 1 of 8 on n1", or in parentheses.
 _KIT = re.compile(
     rf"(?P<beginning>(?:{_SURVIVOR}|rank \d+ on {_WORD} failed: "
-    r"|  (?=rank \d+ on \S+ \(pid |unknown)|ddpkit launch: error: "
+    r"|  (?=rank \d+ on \S+ (?:\(pid |left |failed: )|unknown)|ddpkit launch: error: "
     rf"|\[rank \d+/\d+ {_WORD}\] ERROR: |(?:{'|'.join(_KIT_ERRORS)}): )+)"
     r"(?P<sentence>.+)"
 )
