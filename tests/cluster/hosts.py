@@ -120,6 +120,8 @@ class Hosts:
     def set_link(self, host: str, state: str) -> None:
         """Cut the network of a host ("down") or mend it ("up")."""
         self._in(host, ["ip", "link", "set", "eth0", state])
+        for other in self.hosts if state == "up" else ():  # else an ARP request of before may still fail: no route
+            self._in(other, ["ip", "neigh", "flush", "dev", "eth0"])
 
     def start_sshd(self) -> Path:
         """Start an sshd on every host; return the path of an `ssh` command that logs in anywhere without a prompt."""
