@@ -121,6 +121,7 @@ class Monitor:
         # Stopped ranks: since when this rank has made no progress, and how much it had made.
         self._found_stopped: dict[int, tuple[float, int]] = {}
         self._last_progress, self._progressed_at = (0, 0), 0.0  # since ranks ended, and how many
+        self._next_check = 0.0  # of these
         self._inspecting_since: float | None = None
         self._of_hang: dict[int, Position] = {}  # the positions that show a hang
         self._states: dict[int, ProcessState] = {}  # of ranks that do not respond
@@ -567,13 +568,15 @@ class Monitor:
         may use another network than the connections of the monitor, and a rank that computes or
         saves needs no other one for a while.
         """
-        if not self._departed or self._leaving or self._hang_announced:
+        now = time.monotonic()
+        if not self._departed or self._leaving or self._hang_announced or now < self._next_check:
             return
+        self._next_check = now + 1.0  # not for every message of thousands of ranks that leave
         ended = self._killed | self._failed.keys() | self._awaited_after_leaving()
         causes = {rank: cause for rank, cause in self._departed.items() if cause and rank in ended}
         if not (causes := self._lost or causes):
             return
-        now, progress = time.monotonic(), (self.progress(), len(causes))
+        progress = self.progress(), len(causes)
         if progress != self._last_progress:
             self._last_progress, self._progressed_at = progress, now
         seconds = now - self._progressed_at
