@@ -36,7 +36,7 @@ HANGS = {  # how rank 1 goes wrong: what the report says
     "exited": ENDED + r"left by sys.exit\(\) at LINE after 10 collectives, and other ranks need it",
     "killed": ENDED + ".* ended without a report. It was killed",
     "raised": ENDED + "failed: ValueError: a sample has no label",
-    "kernel": "all ranks have entered collective 11 by now: one was late, or its GPU",
+    "kernel": "all ranks have entered collective 11 by now: one of them, or its GPU, was late",
 }
 PAUSES = ("compute", "busy", "evaluate")
 DIRECT = [sys.executable, PROGRAMS]

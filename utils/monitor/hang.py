@@ -286,7 +286,7 @@ def _describe_unknown(
         )
     call = next((its_waits[0].call for its_waits in waiting.values()), None)
     last = _number(call) if call else f"collective {_last_collective(positions)}"
-    reasons = ["one was late, or its GPU"]
+    reasons = ["one of them, or its GPU, was late"]
     if call and call["operation"] in _WITH_ROOT:
         reasons.insert(0, "the ranks gave different roots (src, dst)")
     if len({host.partition(" ")[0] for host in hosts.values()}) > 1:

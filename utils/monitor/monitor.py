@@ -573,8 +573,9 @@ class Monitor:
             return
         self._next_check = now + 1.0  # not for every message of thousands of ranks that leave
         ended = self._killed | self._failed.keys() | self._awaited_after_leaving()
-        causes = {rank: cause for rank, cause in self._departed.items() if cause and rank in ended}
-        if not (causes := self._lost or causes):
+        given = {rank: cause for rank, cause in self._departed.items() if cause and rank in ended}
+        causes = self._lost or given
+        if not causes:
             return
         progress = self.progress(), len(causes)
         if progress != self._last_progress:
@@ -592,7 +593,10 @@ class Monitor:
         self._end_all(f"{found}.\n  {cause}\n", cause)
 
     def _awaited_after_leaving(self) -> set[int]:
-        """Return the ranks that have left without a collective in which this rank waits."""
+        """Return the ranks that left before they entered the collective that this rank waits in.
+
+        gloo also counts transfers as entered: there the ranks may be more than are returned.
+        """
         if not self._left_after:
             return set()
         calls = [call for call in self.read_collectives(False)[0] if call["blocks"]]
