@@ -7,6 +7,7 @@ print_result() prints what a command has found.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -73,7 +74,8 @@ def _discard(stream: TextIO) -> None:
 def _escape_unknown_characters() -> None:
     """Let standard output escape what its encoding lacks, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # dup2() has replaced its file by a pipe
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _ByLevel(logging.Handler):

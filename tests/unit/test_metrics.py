@@ -172,6 +172,16 @@ def test_text_that_the_locale_cannot_encode_is_logged_with_escapes() -> None:
     assert (done.stdout, done.stderr) == ("loss \\u2248 1\n", "")
 
 
+def test_log_goes_to_a_pipe_that_replaces_a_file(tmp_path: Path) -> None:
+    """Python takes its standard output for a file then, and asks for a position."""
+    text = "import os; from utils.log import *; reader, writer = os.pipe(); os.dup2(writer, 1); setup_logging(0, 1); " \
+           "get_logger('any').info('loss \u2248 1'); os.write(2, os.read(reader, 99))"
+    with (tmp_path / "output").open("w") as output:
+        done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True,
+                              env={**os.environ, "PYTHONIOENCODING": "latin-1:strict"}, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "loss \\u2248 1\n")
+
+
 @pytest.mark.parametrize("shell", ["{} | true; exit ${{PIPESTATUS[0]}}", "{} >&-"])
 def test_output_that_nobody_reads_is_no_error(shell: str) -> None:
     text = "from utils.log import *; setup_logging(0, 1); log = get_logger('any'); " \

@@ -17,7 +17,7 @@ from tests.cluster.hosts import wait_until
 from tests.unit.channels import opened_pair
 from tests.unit.notices import served
 from utils.channel import Channel
-from utils.monitor.hang import Collective, Group
+from utils.monitor.hang import Collective, Group, user_frame
 from utils.monitor.launch_report import VARIABLE, report_first_cause
 from utils.monitor.monitor import Monitor, Peer
 
@@ -174,6 +174,15 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     for monitor in ranks[1:]:
         monitor.leave("")
     assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("library", [
+    os.__file__, pytest.__file__, "/sw/torch/lib/python3.12/site-packages/torch/x.py", "<string>"])
+def test_a_position_is_in_the_code_of_the_user(library: str) -> None:
+    """torch may be installed elsewhere: on clusters, in a module's folder."""
+    frames = [(library, 3, "wait"), ("/home/me/train.py", 7, "main")]
+    assert user_frame(frames) == "/home/me/train.py, line 7, in main"
+    assert user_frame(frames[:1]) == f"{library}, line 3, in wait"
 
 
 def test_silent_ranks_alone_on_their_hosts_are_named_once(

@@ -98,16 +98,22 @@ def user_frame(frames: Iterable[tuple[str, int, str]]) -> str:
     frames: file, line and function, innermost first.
     """
     found = list(frames)
-    chosen = next((frame for frame in found if not frame[0].startswith(_libraries())), None)
+    chosen = next((frame for frame in found if not _is_of_library(frame[0])), None)
     file, line, function = chosen or (found[0] if found else ("", 0, ""))
     return f"{file}, line {line}, in {function}" if file else ""
 
 
+def _is_of_library(file: str) -> bool:
+    # torch may be in the site-packages of a module of the cluster, not of this Python.
+    is_installed = "/site-packages/" in file or "/dist-packages/" in file
+    return is_installed or file.startswith(_libraries())
+
+
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    folders = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     kit = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return (*(sysconfig.get_path(name) for name in folders), os.path.join(kit, ""), "<")
+    return (*folders, os.path.join(kit, ""), "<")
 
 
 def unreported(positions: Mapping[int, Position], running: Iterable[int]) -> list[int]:
