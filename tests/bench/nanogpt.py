@@ -2,9 +2,10 @@
 
     python tests/bench/nanogpt.py FOLDER_OF_NANOGPT [--device cuda --compile] [--model gpt2] [--turns 8] [--seeds 8]
 
-Speed: both train 6 layers of width 384 with a context of 256, or GPT-2, with 12 sequences per step. They take turns of
-some steps; the other one waits meanwhile. Prints tokens per second of each turn, and the median of the ratios of two
-successive turns. A turn lasts from the end of one optimizer step to that of another; neither evaluates or saves in it.
+Speed: both train 6 layers of width 384 with a context of 256, or GPT-2, with 12 sequences per step; on a GPU, both as
+the single rank of DDP. They take turns of some steps; the other one waits meanwhile. Prints tokens per second of each
+turn, and the median of the ratios of two successive turns. A turn lasts from the end of one optimizer step to that of
+another; neither evaluates or saves in it.
 
 Loss: both train a smaller model several times, each time with another seed for model and data. Prints the mean loss
 over each tenth of the steps. Within noise means: in each tenth, the means over the seeds of both differ by less than 4
@@ -20,6 +21,7 @@ import os
 import pickle
 import re
 import runpy
+import socket
 import statistics
 import subprocess
 import sys
@@ -41,10 +43,14 @@ LOSS = re.compile(r"^(?:step +\d+/\d+|iter \d+:) +loss ([\d.]+)", re.MULTILINE)
 class Side:
     """One of the two trainings, in a process that waits between turns."""
 
-    def __init__(self, folder: Path, script: Path, options: list[str], name: str, threads: int, seed: int = 0) -> None:
+    def __init__(self, folder: Path, script: Path, options: list[str], name: str, threads: int, seed: int = 0,
+                 port: int = 0) -> None:
         self.output = folder / name
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
                    "PYTHONPATH": f"{script.parent}:{os.environ.get('PYTHONPATH', '')}"}
+        if port:  # nanoGPT uses DDP with these variables
+            environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         words = [sys.executable, __file__, "--run", str(seed), str(script), *options]
         with self.output.open("w") as file:
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
@@ -132,8 +138,14 @@ def start(nanogpt: Path, folder: Path, size: dict[str, int], steps: int, args: a
         "max_iters": steps, "lr_decay_iters": steps, "warmup_iters": warmup, "log_interval": log_every,
         "eval_interval": 10 * steps, "eval_iters": 1}
     options = [f"--{name}={value}" for name, value in theirs.items()]
-    return (Side(folder, EXAMPLE, ours, f"03-{seed}", threads),
-            Side(folder, nanogpt / "train.py", options, f"nanoGPT-{seed}", threads, seed))
+    ports = [0, 0]
+    if is_gpu:
+        with socket.socket() as one, socket.socket() as other:  # both open: two ports
+            for listener in (one, other):
+                listener.bind(("127.0.0.1", 0))
+            ports = [one.getsockname()[1], other.getsockname()[1]]
+    return (Side(folder, EXAMPLE, ours, f"03-{seed}", threads, port=ports[0]),
+            Side(folder, nanogpt / "train.py", options, f"nanoGPT-{seed}", threads, seed, ports[1]))
 
 
 def compare_speed(nanogpt: Path, folder: Path, args: argparse.Namespace) -> float:

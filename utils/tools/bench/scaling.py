@@ -137,14 +137,16 @@ def find_causes(point: MeasuredPoint, links: Links | None = None) -> list[Scalin
 
 def explain(point: MeasuredPoint, causes: Sequence[ScalingCause]) -> str:
     """Return the summary: the efficiency and its likeliest causes."""
-    start = f"{point.efficiency:.0%} efficiency ({point.kind} scaling) on {point.ranks} ranks"
+    ranks = f"{point.ranks} rank{'s' * (point.ranks > 1)}"
+    start = f"{point.efficiency:.0%} efficiency ({point.kind} scaling) on {ranks}"
     if point.efficiency > HIGH:
         return (
             f"{start}: a step of one rank took longer than expected. Nothing follows from that: "
             "measure again on hosts without other work, or with more --steps."
         )
     if not causes and point.efficiency >= LOW:
-        return f"{start}, computing {point.compute / point.step:.0%} of the time: no problem found."
+        computing = min(point.compute / point.step, 1)
+        return f"{start}, computing {computing:.0%} of the time: no problem found."
     if not causes:
         return (
             f"{start}. No known cause was found: {point.exposed * 1e3:.1f} ms of "

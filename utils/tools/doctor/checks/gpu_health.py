@@ -121,8 +121,8 @@ class Gpus(Check[GpuFacts]):
             hottest = max((gpu.temperature or 0 for gpu in seen.values()), default=0)
             yield Finding(
                 Level.GOOD,
-                f"{len(seen)} GPUs ({names}): no errors, not throttled, memory free, at most "
-                f"{hottest} degrees Celsius",
+                f"{len(seen)} GPU{'s' * (len(seen) > 1)} ({names}): no errors, not throttled, "
+                f"memory free, at most {hottest} degrees Celsius",
             )
 
 
