@@ -75,6 +75,7 @@ slurmctld       slurm-wlm      srun and sbatch
 munged          munge          srun and sbatch
 libpmix.so      libpmix-dev    srun --mpi=pmix
 chromium        chromium       the page of ddpkit plan
+g++             g++            torch.compile
 shellcheck      shellcheck     the check of the shell scripts
 TABLE
 }

@@ -31,6 +31,7 @@ PROGRAMS = {
     "slurm": ("slurmctld", "slurmd", "srun", "munged"),
     "sshd": ("sshd", "ssh", "ssh-keygen"),
     "browser": ("chromium",),
+    "compiler": ("g++",),
     "hosts": ("ip", "unshare", "nsenter"),
 }
 

@@ -46,8 +46,10 @@ SHARDED = str(ROOT / "tests" / "faults" / "sharded.py")
     *(["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--epochs", "1", "--compile", where,
        "--compiler", compiler] for where, compiler in (("inside", "inductor"), ("outside", "aot_eager"))),
 ], ids=["plain", "sharded", "zero", "log", "compiled inside", "compiled outside"])
-def test_ranks_killed_at_random_moments(words: list[str]) -> None:
+def test_ranks_killed_at_random_moments(words: list[str], need: Callable[[str], Path]) -> None:
     """kills.py does it as often as it is asked to."""
+    if "inductor" in words:
+        need("compiler")
     kills = [sys.executable, str(ROOT / "tests" / "faults" / "kills.py"), *words]
     environment = {**ENVIRONMENT, "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiles in the ranks, which are killed
                    "TORCHINDUCTOR_VEC_ISA_OK": "0"}  # without programs that try the vector instructions
