@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -62,7 +64,17 @@ def find_or_skip(name: str) -> Path:
     paths = [shutil.which(program, path=_search()) for program in PROGRAMS[name]]
     if None in paths:
         pytest.skip(f"needs {name}: not all found of {', '.join(PROGRAMS[name])} (scripts/test.sh --install)")
+    if name == "compiler" and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        pytest.skip("needs compiler: torch.compile needs Python.h, too (python3-dev)")
+    if name == "system-openmpi" and ") 4." not in _version(str(paths[0])):
+        pytest.skip(f"needs system-openmpi of version 4: found {_version(str(paths[0]))}")
     return Path(str(paths[0]))
+
+
+@functools.cache
+def _version(program: str) -> str:
+    shown = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    return shown.partition("\n")[0]
 
 
 @pytest.fixture(scope="session")
