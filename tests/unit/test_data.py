@@ -7,6 +7,7 @@ import multiprocessing
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from utils.checkpoint import Checkpointer, PerRank
 from utils.data import Permutation, ResumableDataLoader, ResumableDistributedSampler, resumable_loader, sample_seed
 
 
-class Data(Dataset[Any]):
-    """`length` samples; each is what `get` makes of its index."""
+def same(index: Any) -> Any:
+    return index
 
-    def __init__(self, length: int, get: Callable[[Any], Any] = lambda index: index) -> None:
+
+class Data(Dataset[Any]):
+    """`length` samples; each is what `get` makes of its index. `get` goes to workers by pickle since Python 3.14."""
+
+    def __init__(self, length: int, get: Callable[[Any], Any] = same) -> None:
         self.length, self.get = length, get
 
     def __len__(self) -> int:
@@ -166,9 +172,13 @@ def test_an_ended_pass_does_not_hide_the_next_one(exhausted: bool) -> None:
     assert got + samples(other) == whole
 
 
+def noise_of(_: int) -> Tensor:
+    return torch.rand(())
+
+
 def test_workers_random_numbers_continue_after_a_resume() -> None:
     """Otherwise each resumed epoch would get the augmentation of the first one again."""
-    noise = Data(8, lambda _: torch.rand(()))
+    noise = Data(8, noise_of)
     whole, other = (loader(sampler(noise), num_workers=1) for _ in range(2))
     before = torch.get_rng_state()
     first = samples(whole)
@@ -184,15 +194,16 @@ def test_workers_random_numbers_continue_after_a_resume() -> None:
     assert samples(other) != second  # a repeated epoch has the same samples, not the same noise
 
 
+def read_except(bad: int, index: int) -> int:
+    if index == bad:
+        raise OSError("unreadable")
+    return index
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loop_that_skips_a_bad_batch_is_counted_right(workers: int) -> None:
-    def read(index: int) -> int:
-        if index == whole[9]:
-            raise OSError("unreadable")
-        return index
-
     whole = list(sampler(40))
-    batches = loader(sampler(Data(40, read)), num_workers=workers)
+    batches = loader(sampler(Data(40, partial(read_except, whole[9]))), num_workers=workers)
     reader = iter(batches)
     samples(islice(reader, 2))
     with pytest.raises(OSError):
