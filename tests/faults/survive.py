@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import multiprocessing
 import os
 import sys
 import time
@@ -110,6 +111,7 @@ def main() -> int:
     disk.system = ChangedDisk(fsync=fsync)
     if args.no_dropout:
         torch.nn.Dropout = lambda probability: torch.nn.Identity()  # type: ignore[assignment, misc]
+    multiprocessing.set_start_method("fork", force=True)  # that of Python 3.14 would import "survive" in workers
     spec = importlib.util.spec_from_file_location("survive", EXAMPLE)
     assert spec and spec.loader
     example = importlib.util.module_from_spec(spec)

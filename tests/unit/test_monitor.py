@@ -202,17 +202,21 @@ def test_silent_ranks_alone_on_their_hosts_are_named_once(
 
 # A rank that is killed, as for lack of memory, while a worker of it waits for a disk.
 KILLED = """\
-import os, signal, subprocess, sys, time
+import multiprocessing, os, signal, subprocess, sys, time
 from utils.monitor.guard import Guard
 guard = Guard([])
-worker = subprocess.Popen(["sleep", "600"])
+if sys.argv[1] == "child":
+    worker = subprocess.Popen(["sleep", "600"])
+else:  # as Python 3.14 starts the workers of a DataLoader
+    multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,)).start()
 subprocess.run([sys.executable, "-c", "import utils.monitor.guard"])  # takes as long as the start of the guard
 time.sleep(3)  # it looks twice a second
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_guard_ends_the_workers_of_a_killed_rank() -> None:
+@pytest.mark.parametrize("kind", ["child", "child of a fork server"])
+def test_guard_ends_the_workers_of_a_killed_rank(kind: str) -> None:
     """They hold the output open: without a guard, this would wait for ten minutes."""
-    done = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, "-c", KILLED, kind], stdout=subprocess.PIPE, timeout=60)
     assert done.returncode == -signal.SIGKILL
