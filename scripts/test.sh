@@ -241,9 +241,9 @@ if [ "$(id -u)" -ne 0 ] && [ -z "$quick" ] &&
 fi
 # Five files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
 # starts the long ones first. Each worker has hosts and clusters of its own. Threads of OpenMP do not spin where they
-# wait: the tests share the cores. For a debugger:
+# wait: the tests share the cores. Output is as strict as in the locale en_US.UTF-8. For a debugger:
 # scripts/test.sh -n 0 --pdb -k NAME
-export OMP_WAIT_POLICY=passive
+export OMP_WAIT_POLICY=passive PYTHONIOENCODING=utf-8:strict
 check pytest ${rights:+unshare --user --map-current-user --keep-caps --mount} \
     "$python" -m pytest -ra -n 5 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
 
