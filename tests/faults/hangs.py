@@ -23,6 +23,7 @@ from utils.host import process
 from utils.job import exclude_file
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
+FROM_OUTSIDE = ("stopped", "stopped-alone", "cut-host")  # "stopped-alone": h3 has no other rank
 
 
 # A rank --------------------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
 
 
 def go_wrong(kind: str, folder: Path) -> None:
-    if kind in ("stopped", "cut-host"):
+    if kind in FROM_OUTSIDE:
         (folder / "ready").write_text(str(os.getpid()))
         time.sleep(3600)  # hang: stopped # hang: cut-host
     if kind == "endless-loop":
@@ -228,11 +229,11 @@ class HangLab:
         left = [rank for rank in range(RANKS) if limit or kind not in ("stopped", "cut-host") or rank != BAD]
         with contextlib.suppress(RuntimeError):
             wait_until((folder / "fault").exists, "the fault", seconds=60)
-        if kind in ("stopped", "cut-host"):
+        if kind in FROM_OUTSIDE:
             ready = folder / "ready"
             wait_until(lambda: ready.exists() and ready.read_text(), "the fault", seconds=20)
             time.sleep(min(2, 0.4 * limit))  # the fault comes from outside while the rank is at that line
-            if kind == "stopped":
+            if kind != "cut-host":
                 os.kill(int((folder / "ready").read_text()), signal.SIGSTOP)
             else:
                 self.hosts.set_link(BAD_HOST, "down")
@@ -255,8 +256,12 @@ class HangLab:
     def _start(self, kind: str, limit: float, folder: Path, port: int, lost_seconds: int | None) -> None:
         folder.mkdir()
         for rank in range(RANKS):
-            host = self.hosts.hosts[rank // 2]
-            env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
+            number, local_rank, size = rank // 2, rank % 2, 2
+            if kind == "stopped-alone" and rank > 3:
+                number, local_rank, size = (2, 0, 1) if rank == BAD else (3, (4, 6, 7).index(rank), 3)
+            host = self.hosts.hosts[number]
+            env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(local_rank),
+                   "LOCAL_WORLD_SIZE": str(size),
                    "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(port),
                    exclude_file.VARIABLE: str(folder / "bad-hosts")}
             pipe = self._servers[host].stdin

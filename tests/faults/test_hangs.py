@@ -95,6 +95,11 @@ def test_lost_host_and_stopped_rank_end_the_job_without_hang_timeout(hang_lab: H
     assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* has found that the job must end", stopped.output)
     words = r"rank 5 on h3 \(pid (\d+)\) has sent nothing .*: its process is stopped by .* run kill -CONT \1 there"
     assert len(re.findall(words, stopped.output)) == 1, stopped.output
+    alone = hang_lab.run("stopped-alone", limit=0, seconds=40, lost_seconds=6)  # it is ended from its own host
+    assert alone.statuses == [1] * 5 + [-9] + [1] * 2 and not alone.remaining, alone.output
+    notices = re.findall(r"rank 5 on h3 \(pid \d+\) has sent nothing .*: its process is stopped, or", alone.output)
+    assert len(notices) == 1, alone.output
+    assert re.search(r"\n.*rank 5 on h3 .*after it had sent nothing. It was stopped for too long, ", alone.output)
 
 
 def test_killed_rank_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:

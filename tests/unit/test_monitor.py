@@ -196,7 +196,8 @@ def test_silent_ranks_alone_on_their_hosts_are_named_once(
         end.socket.shutdown(socket.SHUT_RDWR)
     zero.leave("")
     assert capfd.readouterr().err == "".join(
-        f"rank {rank} on h{rank} (pid 7) has sent nothing for 2 s: its process is stopped, or busy in native code\n"
+        f"rank {rank} on h{rank} (pid 7) has sent nothing for 2 s: its process is stopped, or busy in native code. "
+        "To continue a stopped one, run kill -CONT there; otherwise it is ended about 3 s from now\n"
         for rank in (1, 2))
 
 

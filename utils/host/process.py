@@ -94,6 +94,11 @@ def why_stopped(pid: int) -> str:
     return "stopped by a signal (SIGSTOP or SIGTSTP)" if found.get("State", "")[:1] == "T" else ""
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process, and not a debugger."""
+    return why_stopped(pid).startswith("stopped")
+
+
 def command_line(pid: int) -> str:
     """Return the words of a command, separated by spaces; empty where there is no such process.
 

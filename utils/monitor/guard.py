@@ -1,14 +1,16 @@
 """End one rank, from a separate process, when the job has ended and the rank cannot run Python.
 
 A rank that is stopped, or that holds the GIL in native code, does not read its connections. The
-guard peeks at them (MSG_PEEK) for the message that ends the job. When the rank dies, the guard ends
-its child processes, such as DataLoader workers that wait for a disk: they keep the output open, and
-`| tee` would not end. Standard library only.
+guard peeks at them (MSG_PEEK) for the message that ends the job, and ends a rank that has been
+stopped for too long. When the rank dies, the guard ends its child processes, such as DataLoader
+workers that wait for a disk: they keep the output open, and `| tee` would not end. Standard library
+only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -31,8 +33,12 @@ _END = re.compile(rb"(?:^|})(?:hang|end) \d+ [0-9a-f]{32}\n")  # messages of cha
 class Guard:
     """The guard of this process."""
 
-    def __init__(self, sockets: Iterable[int]) -> None:
-        """Start the guard. sockets: descriptors of the connections to the other ranks."""
+    def __init__(self, sockets: Iterable[int], longest_stop: float = math.inf) -> None:
+        """Start the guard.
+
+        sockets: descriptors of the connections to the other ranks. longest_stop: seconds for which
+        a signal may stop this process.
+        """
         descriptors = list(sockets)
         root = Path(__file__).resolve().parents[__name__.count(".")]
         path = f"import sys; sys.path.insert(0, {str(root)!r})"
@@ -40,7 +46,7 @@ class Guard:
         self._process = subprocess.Popen(
             # No child of this process: the user's program may wait for all of its children.
             [sys.executable, "-I", "-c", f"import os; os.fork() and os._exit(0); {code}"]
-            + [str(number) for number in (os.getpid(), *descriptors)],
+            + [str(number) for number in (longest_stop, os.getpid(), *descriptors)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -63,11 +69,13 @@ class Guard:
 
 
 def run() -> None:
-    """Be the guard of the process whose id is the first argument."""
-    rank, *descriptors = map(int, sys.argv[1:])
+    """Be the guard of a process; the arguments are longest_stop, its id and the descriptors."""
+    longest_stop = float(sys.argv[1])
+    rank, *descriptors = map(int, sys.argv[2:])
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     children: dict[int, int | None] = {}
     ended_at: float | None = None
+    stopped = 0  # intervals; a guard that is suspended with its rank counts none
     born, session = process.start_time(rank), process.session(rank)
     while process.start_time(rank) == born:
         if _is_dismissed(_INTERVAL):
@@ -75,6 +83,9 @@ def run() -> None:
         found = _children(rank)
         if process.start_time(rank) == born:  # else they have another parent now
             children = found
+        stopped = stopped + 1 if process.is_stopped(rank) else 0
+        if stopped * _INTERVAL > longest_stop:
+            process.kill([rank], session)
         if not any(map(_END.search, map(_peek, sockets))):
             ended_at = None
         elif time.monotonic() - (ended_at := ended_at or time.monotonic()) > _UNREAD_SECONDS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import math
 import os
 import selectors
 import socket
@@ -171,8 +172,7 @@ class Monitor:
         """Look for hangs from now on, and end this process when the ranks hang."""
         with self._lock:
             self._watch = watch
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # only a help more
-                self._guard = Guard([one.fileno() for one in self._peers if not one.closed])
+            self._start_guard()
         self._wake()
 
     def leave(self, cause: str) -> None:
@@ -390,8 +390,10 @@ class Monitor:
             self._departed[peer.rank] = self._lost[peer.rank] = lost
         else:
             self._killed.add(peer.rank)
+            silent = peer.rank in self._found_stopped
             self._departed[peer.rank] = (
-                f"{rank} ended without a report. It was killed (out of memory, or a signal), "
+                f"{rank} ended without a report{' after it had sent nothing' * silent}. It was "
+                f"{'stopped for too long, ' * silent}killed (out of memory, or a signal), "
                 "crashed, or called os._exit(). The launcher's output has its exit status"
             )
         if self._rank != 0:
@@ -559,6 +561,11 @@ class Monitor:
     def _this_host(self) -> str:
         return _host(self._hosts[self._rank])
 
+    def _start_guard(self, longest_stop: float = math.inf) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # only a help more
+            sockets = [one.fileno() for one in self._peers if not one.closed]
+            self._guard = Guard(sockets, longest_stop)
+
     # Hangs and lost hosts ------------------------------------------------------------------------
 
     def _watch_lost_ranks(self) -> None:
@@ -617,6 +624,8 @@ class Monitor:
         silent = [r for r in others if now - self._alive.setdefault(r, now) > 2 * interval]
         self._ask_states(silent)
         hosts = [_host(name) for name in self._hosts.values()]
+        if self._guard is None and others and hosts.count(self._this_host()) == 1:
+            self._start_guard(longest_stop=2 * HOST_LOST_SECONDS)
         for rank in silent:  # no other rank of its host can tell more
             name = self._hosts[rank]
             is_new = rank not in self._found_stopped and self._rank == (0 if rank else 1)
@@ -624,7 +633,8 @@ class Monitor:
                 self._found_stopped[rank] = now, self.progress()
                 sys.stderr.write(
                     f"rank {rank} on {name} has sent nothing for {2 * interval:.0f} s: its process "
-                    "is stopped, or busy in native code\n"
+                    "is stopped, or busy in native code. To continue a stopped one, run kill -CONT "
+                    f"there; otherwise it is ended about {HOST_LOST_SECONDS} s from now\n"
                 )
                 sys.stderr.flush()
 
