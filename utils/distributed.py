@@ -356,6 +356,8 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
             )
         recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
         monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
+    elif job.local_world_size == 1:
+        monitor.note_alone()
 
 
 def _communicator(job: Distributed) -> StoreCommunicator | None:

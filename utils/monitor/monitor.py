@@ -116,6 +116,7 @@ class Monitor:
 
         self._watch: HangWatch | None = None
         self._guard: Guard | None = None
+        self._is_alone = False  # on its host
         self._next_heartbeat = 0.0
         self._next_alive = time.monotonic()
         self._alive: dict[int, float] = {}  # when ranks reported that
@@ -167,6 +168,11 @@ class Monitor:
                 self._send_all({"kind": "connected"})
         self._all_started.wait()
         return self._start_failure
+
+    def note_alone(self) -> None:
+        """Let a guard end this rank if it is stopped: no other rank of its host can."""
+        self._is_alone = True
+        self._wake()
 
     def watch(self, watch: HangWatch) -> None:
         """Look for hangs from now on, and end this process when the ranks hang."""
@@ -290,6 +296,8 @@ class Monitor:
                 self._end_hung_ranks(running=set(self._hosts) - set(self._departed))
             self._watch_lost_ranks()
             if self._watch is None:
+                if self._is_alone and self._guard is None:  # in this thread: it takes a while
+                    self._start_guard(longest_stop=2 * HOST_LOST_SECONDS)
                 self._watch_stopped_ranks()
             self._watch_ranks()
             others = {peer.rank for peer in self._peers.values()}
@@ -624,8 +632,6 @@ class Monitor:
         silent = [r for r in others if now - self._alive.setdefault(r, now) > 2 * interval]
         self._ask_states(silent)
         hosts = [_host(name) for name in self._hosts.values()]
-        if self._guard is None and others and hosts.count(self._this_host()) == 1:
-            self._start_guard(longest_stop=2 * HOST_LOST_SECONDS)
         for rank in silent:  # no other rank of its host can tell more
             name = self._hosts[rank]
             is_new = rank not in self._found_stopped and self._rank == (0 if rank else 1)
