@@ -6,6 +6,7 @@ Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Tested with Slurm 22.05, 25.11 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 
 from ..host import network
@@ -177,10 +178,12 @@ def _is_interactive_shell(command: str) -> bool:
 
 
 def _component_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Return the node lists of a heterogeneous job's components, at most 128 in Slurm."""
-    kinds = ("HET", "PACK")  # some versions write PACK
-    names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}" for i in range(128) for kind in kinds)
-    return [environ[name] for name in names if environ.get(name)]
+    """Return the node lists of a heterogeneous job's components, in their order."""
+    for kind in ("HET", "PACK"):  # some versions write PACK
+        names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{number}" for number in itertools.count())
+        if nodes := list(itertools.takewhile(bool, map(environ.get, names))):
+            return [str(one) for one in nodes]
+    return []
 
 
 def _first_of_host_file(environ: Mapping[str, str]) -> list[str]:
