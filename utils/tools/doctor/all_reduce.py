@@ -25,14 +25,12 @@ class AllReduceTrial:
 
     bus_bandwidth: bytes per second at the largest size, as nccl-tests counts it.
     flops: of a matrix product on this rank's GPU; None on the CPU.
-    no_peer_access: visible GPUs of this host whose memory this rank's GPU cannot access directly.
     """
 
     backend: str
     wrong: dict[str, int]
     bus_bandwidth: float
     flops: float | None
-    no_peer_access: list[int]
 
 
 def try_all_reduces() -> AllReduceTrial:
@@ -56,14 +54,7 @@ def try_all_reduces() -> AllReduceTrial:
         factor = 2 * (job.world_size - 1) / job.world_size
         bandwidth = factor * result.nbytes / seconds
         flops = _multiply(job.device) if job.device.type != "cpu" else None
-        return AllReduceTrial(job.backend, wrong, bandwidth, flops, _no_peer_access(job.device))
-
-
-def _no_peer_access(device: torch.device) -> list[int]:
-    if device.type != "cuda":
-        return []
-    others = set(range(torch.cuda.device_count())) - {device.index}
-    return [one for one in sorted(others) if not torch.cuda.can_device_access_peer(device, one)]
+        return AllReduceTrial(job.backend, wrong, bandwidth, flops)
 
 
 def _time(tensor: torch.Tensor, device: torch.device) -> float:

@@ -91,8 +91,6 @@ def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
     add("--only", metavar="CHECK,...", help=f"only these checks: {', '.join(names)}")
     add("--checkpoints", metavar="FOLDER", help="where the job will write its checkpoints")
     add("--data", metavar="FOLDER", help="where the training data are")
-    help_expect = "bus bandwidth that all-reduces should reach; below half of it is a warning"
-    add("--expect", type=float, metavar="GB/S", help=help_expect)
     seconds = run_checks.CheckOptions.timeout
     help_timeout = f"until a rank that does not join is an error (default: {seconds:.0f})"
     add("--timeout", type=float, default=seconds, metavar="SECONDS", help=help_timeout)
@@ -109,8 +107,6 @@ def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
         )
     if args.timeout <= 0:
         parser.error(f"--timeout is {args.timeout:g}. Expected a number of seconds above 0")
-    if args.expect is not None and not args.expect > 0:
-        parser.error(f"--expect is {args.expect:g}. Expected a bus bandwidth in GB/s above 0")
     return run_checks.CheckOptions(
         quick=args.quick,
         json=args.json,
@@ -118,7 +114,6 @@ def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
         exclude_file=args.exclude_file,
         checkpoints=args.checkpoints,
         data=args.data,
-        expect=args.expect * 1e9 if args.expect else None,
         timeout=args.timeout,
     )
 

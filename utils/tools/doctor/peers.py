@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...host import gloo, network
-from .check import RankPlace
+from .check import RankPlace, Ranks
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -128,23 +128,33 @@ def stop(listener: socket.socket) -> None:
     listener.close()
 
 
-def exchange_with(
-    places: Mapping[int, tuple[str, int]], own_address: str
-) -> dict[int, tuple[str, float | None]]:
-    """Connect to other hosts at once, and exchange 12 KB in both directions with each.
+def connect_hosts(ranks: Ranks, address: str) -> dict[int, tuple[str, float | None]]:
+    """Exchange 12 KB in both directions with the partners of this host, while they do so.
 
-    places: number of a host, its address and port. Returns for each host the problem or "", and the
-    shortest round trip in seconds, where the kernel knows it.
+    address: of this host. Returns for the number of each host that listens the problem or "", and
+    the shortest round trip in seconds, where the kernel knows it. Only the first rank of a host
+    connects.
     """
+    is_first = ranks.me.local_rank == 0
+    listener = listen(address) if is_first else None
+    if listener:
+        serve(listener, respond)
+    gathered = ranks.all_gather("listening", listener and listener.getsockname()[:2])
+    places = {one.node: gathered[one.rank] for one in ranks.hosts}
+    others = partners(len(places), ranks.me.node) if is_first else []
     jobs = {
-        node: partial(_exchange, address, port)
-        for node, (address, port) in places.items()
-        if address != own_address
+        node: partial(_exchange, *places[node])
+        for node in others
+        if places[node] and places[node][0] != address
     }
     found = in_threads(jobs, 2 * _CONNECT_SECONDS)
+    ranks.all_gather("connected", True)
+    if listener:
+        stop(listener)
     return {
         node: found.get(node, ("timed out" if node in jobs else "same address", None))
-        for node in places
+        for node in others
+        if places[node]
     }
 
 
@@ -169,7 +179,7 @@ def _exchange(address: str, port: int) -> tuple[str, float | None]:
 
 
 def respond(connected: socket.socket) -> None:
-    """Serve the other end of exchange_with()."""
+    """Serve the other end of _exchange()."""
     connected.settimeout(2 * _CONNECT_SECONDS)
     _receive(connected, _BULK_BYTES)
     connected.sendall(b"r")

@@ -48,7 +48,7 @@ _LATE_SECONDS = 3.0  # that the report of a hanging check may take
 class CheckOptions:
     """What the command line requests, the same on all ranks.
 
-    only: names of checks; empty: all. expect: bus bandwidth of all-reduces, in bytes per second.
+    only: names of checks; empty: all.
     """
 
     quick: bool = False
@@ -57,7 +57,6 @@ class CheckOptions:
     exclude_file: str | None = None
     checkpoints: str | None = None
     data: str | None = None
-    expect: float | None = None
     timeout: float = 40.0
 
 
@@ -73,7 +72,7 @@ def all_checks(options: CheckOptions) -> list[Check[Any]]:
         Gpus(),
         Names(),
         Connections(),
-        Collectives(options.expect),
+        Collectives(),
     ]
 
 

@@ -29,22 +29,11 @@ from ....launch_error import LaunchError
 from ....launchers.rank_variables import RANK_VARIABLES
 from ...launch.rank_environment import clean, rank_variables
 from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
-from ..peers import (
-    data_address,
-    exchange_with,
-    interface_problem,
-    listen,
-    names_of,
-    partners,
-    respond,
-    serve,
-    stop,
-)
+from ..peers import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch
 
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
-LOW_SHARE = 0.5  # of the expected bandwidth: the all-reduces are short
 _CAUSES = ("connections", CPUS, "names", "equality", "installation", "import")
 _SECONDS = 40.0  # for a process
 _LATE = "did not end within"
@@ -77,10 +66,6 @@ class Collectives(Check[CollectiveFacts]):
     per = "rank"
     seconds = 60.0
     facts = CollectiveFacts
-
-    def __init__(self, expected: float | None = None) -> None:
-        """Expect this bus bandwidth, in bytes per second."""
-        self.expected = expected
 
     def collect(self, ranks: Ranks) -> CollectiveFacts:
         """Run this rank's process: with GPUs one for each rank, otherwise one for each host.
@@ -130,7 +115,6 @@ class Collectives(Check[CollectiveFacts]):
             return
         bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
         findings = [*_wrong_sums(trials), *_networks(trials), *_slow_gpus(trials)]
-        findings += [*_peer_access(trials), *self._low_bandwidth(bandwidth)]
         yield from findings
         if not findings:
             first = trials[0].facts
@@ -143,35 +127,14 @@ class Collectives(Check[CollectiveFacts]):
                 f"bandwidth {bandwidth / 1e9:.3g} GB/s at {size / 1e6:.3g} MB{network}",
             )
 
-    def _low_bandwidth(self, bandwidth: float) -> Iterator[Finding]:
-        if self.expected and bandwidth < LOW_SHARE * self.expected:
-            yield Finding(
-                Level.WARNING,
-                f"all-reduces reach a bus bandwidth of {bandwidth / 1e9:.3g} GB/s; expected "
-                f"{self.expected / 1e9:.3g} (--expect)",
-                "Look at the network that NCCL uses (`NCCL_DEBUG=INFO`); ddpkit bench collectives "
-                "measures larger sizes, and with --pairs finds a slow link or host",
-                follows=_CAUSES,
-            )
-
     def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
         """Return the hosts that collectives would hang or crawl with, and this host's address."""
         address = data_address(ranks.address)
-        listener = None
-        if ranks.me.local_rank == 0:
-            listener = listen(address)
-            serve(listener, respond)
-        own = listener.getsockname()[:2] if listener else None
-        gathered = ranks.all_gather("listening", own)
-        places = {one.node: gathered[one.rank] for one in ranks.hosts}
-        others = partners(len(places), ranks.me.node) if listener else []
-        found = exchange_with({node: places[node] for node in others if places[node]}, address)
-        ranks.all_gather("connected", True)
-        if listener:
-            stop(listener)
-        near = [
+        found = connect_hosts(ranks, address)
+        near = {
             node for node, (bad, trip) in found.items() if not bad and (trip or 0) < FAR_SECONDS
-        ]
+        }
+        others = partners(len(ranks.hosts), ranks.me.node) if ranks.me.local_rank == 0 else []
         return [node for node in others if node not in near], address
 
 
@@ -347,25 +310,6 @@ def _networks(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
                 one.facts.warning,
                 "See docs/when-it-fails.md, and check again with --only collectives",
                 hosts=(one.place.host,),
-            )
-
-
-def _peer_access(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
-    """Report GPUs without direct access to others of their host, if other ranks have it."""
-    lacking = [(one.place, _trial(one)["no_peer_access"]) for one in trials]
-    if all(missing for _, missing in lacking):
-        return
-    for place, missing in lacking:
-        if missing:
-            numbers = ", ".join(map(str, missing))
-            yield Finding(
-                Level.WARNING,
-                f"the GPU of rank {place.rank} on {place.host} cannot access the memory of GPU "
-                f"{numbers} there directly; other ranks have access to all GPUs of their host",
-                f"Compare `nvidia-smi topo -p2p r` on {place.host} and another host, and report it",
-                ranks=(place.rank,),
-                hosts=(place.host,),
-                exclude=True,
             )
 
 

@@ -14,18 +14,7 @@ from dataclasses import dataclass, field
 from ....host import network
 from ...host_pairs import attribute
 from ..check import Check, Finding, Level, Ranks, Reported
-from ..peers import (
-    NO_DATA,
-    data_address,
-    exchange_with,
-    interface_problem,
-    listen,
-    names_of,
-    partners,
-    respond,
-    serve,
-    stop,
-)
+from ..peers import NO_DATA, connect_hosts, data_address, interface_problem, names_of
 
 LONG_ROUND_TRIP_SECONDS = 20e-3
 _SHOWN = 6  # links
@@ -60,17 +49,9 @@ class Connections(Check[ConnectionFacts]):
         interface = network.interface_of(address) or ""
         problem = interface_problem(hosts=len(ranks.hosts))
         facts = ConnectionFacts(address, interface, network.mtu(interface), problem)
-        if len(ranks.hosts) < 2:
-            return facts
-        listener = listen(address)
-        serve(listener, respond)
-        gathered = ranks.all_gather("listening", listener.getsockname()[:2])
-        places = {place.node: gathered[place.rank] for place in ranks.hosts}
-        near = {0, *partners(len(places), ranks.me.node)} - {ranks.me.node}
-        found = exchange_with({node: places[node] for node in near if places[node]}, address)
-        ranks.all_gather("connected", True)
-        stop(listener)
-        facts.others = [(node, *result) for node, result in found.items()]
+        if len(ranks.hosts) > 1:
+            found = connect_hosts(ranks, address)
+            facts.others = [(node, *result) for node, result in found.items()]
         return facts
 
     def conclude(self, reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:

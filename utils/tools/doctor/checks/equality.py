@@ -1,4 +1,4 @@
-"""Check that all ranks have the same software, code, options of Python and variables.
+"""Check that all ranks have the same software, code and variables.
 
 torch is not imported: its version is read from its files.
 """
@@ -6,16 +6,13 @@ torch is not imported: its version is read from its files.
 from __future__ import annotations
 
 import importlib.util
-import locale
 import os
 import platform
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.machinery import FrozenImporter, SourceFileLoader
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +48,9 @@ _SHOWN = 60  # characters of a value
 _UNSET = "(unset)"
 _TORCH = "torch"
 _KIT_CODE, _CODE = "code of the kit", "code in the working directory"
-_PACKAGES = "installed packages"
 _CODE_SUFFIXES = (".py", ".pyc", ".yaml", ".yml", ".toml")
-_VERSION = re.compile(r"^(?:__version__|version)\b[^=\n]*= ?['\"]([^'\"]+)", re.MULTILINE)
 _VERSIONS = ("Python", _TORCH, "kit version", "NCCL")
-_FLAGS = ("optimize", "dev_mode", "safe_path", "isolated", "no_user_site")
-# What every training imports, besides Python's own modules.
-_IMPORTED = ("torch", "numpy", "typing_extensions", "filelock", "sympy", "networkx", "jinja2")
-_TRAP = "other module"
-_ONE_ENVIRONMENT = "Use one environment, command line and locale on all hosts"
+_ONE_ENVIRONMENT = "Use one environment on all hosts"
 SAME_FILES = "Copy the same files to all hosts, or use a shared file system"
 
 
@@ -67,16 +58,14 @@ SAME_FILES = "Copy the same files to all hosts, or use a shared file system"
 class EqualityFacts:
     """What should be the same everywhere.
 
-    software: versions and options of Python, by name. code: digests of code and packages, by group;
-    from the first rank of each host. files: the checksum or version of each member, by group, if
-    the digests differ between hosts. traps: of the working directory, see traps().
+    software: versions, by name. code: digests of code, by group, from the first rank of each host.
+    files: the checksum of each file, by group, if the digests differ between hosts.
     """
 
     software: dict[str, str]
     code: dict[str, str]
     files: dict[str, dict[str, str]]
     variables: dict[str, str]
-    traps: list[str] = field(default_factory=list)
 
 
 class Equality(Check[EqualityFacts]):
@@ -90,10 +79,8 @@ class Equality(Check[EqualityFacts]):
 
     def collect(self, ranks: Ranks) -> EqualityFacts:
         files: dict[str, dict[str, str]] = {}
-        is_first = ranks.me.local_rank == 0
-        if is_first:
+        if ranks.me.local_rank == 0:
             files = {_KIT_CODE: checksums(_KIT), _CODE: checksums(Path.cwd())}
-            files[_PACKAGES] = packages()
         code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
         everyones = [one for one in ranks.all_gather("code", code) if one]
         different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
@@ -102,7 +89,6 @@ class Equality(Check[EqualityFacts]):
             code=code,
             files={name: files[name] for name in different},
             variables=relevant_variables(os.environ),
-            traps=traps(Path.cwd()) if is_first else [],
         )
 
     def conclude(self, reported: Sequence[Reported[EqualityFacts]]) -> Iterator[Finding]:
@@ -115,23 +101,7 @@ class Equality(Check[EqualityFacts]):
             items = {
                 one.place: one.facts.files[name] for one in reported if name in one.facts.files
             }
-            if name == _PACKAGES:
-                follows: tuple[str, ...] = ("Python", _TORCH, "NCCL")
-                findings += compare_items(name, items, Level.WARNING, _ONE_ENVIRONMENT, follows)
-            else:
-                follows = ("kit version", _TRAP)
-                findings += compare_items(name, items, Level.BAD, SAME_FILES, follows)
-        findings += (
-            Finding(
-                Level.WARNING,
-                trap.replace("HOST", one.place.host),
-                "Rename the file if it hides a module. Delete __pycache__ in the working directory",
-                hosts=(one.place.host,),
-                subject=_TRAP,
-            )
-            for one in reported
-            for trap in one.facts.traps
-        )
+            findings += compare_items(name, items, Level.BAD, SAME_FILES, ("kit version",))
         for name in _names(one.facts.variables for one in reported):
             values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
@@ -165,12 +135,6 @@ def software() -> dict[str, str]:
             found["NCCL"] = info.name.removesuffix(".dist-info").rpartition("-")[2]
     if driver := driver_version():
         found["GPU driver"] = driver
-    for name in _FLAGS:
-        found[f"sys.flags.{name}"] = str(getattr(sys.flags, name, None))
-    # Where only LANG names the C locale, Python sets UTF-8, for C libraries, too.
-    found["text encoding of the locale"] = locale.nl_langinfo(locale.CODESET)
-    mode = sys._xoptions.get("utf8", os.environ.get("PYTHONUTF8", "default"))
-    found["Python's UTF-8 mode"] = str(mode)
     return found
 
 
@@ -200,75 +164,6 @@ def driver_version() -> str:
             if module.is_dir():
                 return f"of kernel {os.uname().release}"
     return ""
-
-
-def packages() -> dict[str, str]:
-    """Return the versions of the packages that Python finds, but torch.
-
-    That in version.py of the package counts, since it is what Python imports.
-    """
-    distributions: dict[str, str] = {}
-    versions: dict[str, str] = {}
-    for folder in filter(os.path.isdir, sys.path):
-        for name in os.listdir(folder):
-            if name.endswith(".dist-info"):  # "numpy-2.1.0.dist-info"
-                package, _, version = name.removesuffix(".dist-info").partition("-")
-                distributions.setdefault(package, version)
-            elif name not in versions:
-                try:
-                    text = Path(folder, name, "version.py").read_text(errors="replace")
-                except OSError:
-                    continue
-                if found := _VERSION.search(text):
-                    versions[name] = found[1]
-    versions.pop(_TORCH, None)
-    distributions.pop(_TORCH, None)
-    return distributions | versions
-
-
-def traps(folder: Path) -> list[str]:
-    """Return why Python may run other code than the files in the working directory suggest.
-
-    A file there has the name of a module that others import, or its compiled code is another.
-    """
-    found = []
-    hidden = {*_IMPORTED, *sys.stdlib_module_names} - {*sys.builtin_module_names, "test"}
-    if not (folder / _KIT.name / "tools" / "doctor").is_dir():  # a copy of the kit
-        hidden.add(_KIT.name)
-    for path in [*folder.glob("*.py"), *(one.parent for one in folder.glob("*/__init__.py"))]:
-        if path.stem in hidden and FrozenImporter.find_spec(path.stem) is None:
-            of_whom = "the kit" if path.stem == _KIT.name else "Python or torch"
-            found.append(
-                f"{path.name} in the working directory of HOST hides the module {path.stem} of "
-                f"{of_whom} from scripts there"
-            )
-    for path in filter(_is_stale, [*folder.glob("*.py"), *folder.glob("*/*.py")]):
-        found.append(
-            f"Python on HOST runs code that differs from {path.relative_to(folder)} in the working "
-            "directory: the file in __pycache__ is not compiled from it"
-        )
-    return found
-
-
-class _Loader(SourceFileLoader):
-    """Loads a module as Python does, and writes nothing to __pycache__."""
-
-    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        """Leave the compiled code."""
-
-
-def _is_stale(path: Path) -> bool:
-    """Return whether Python would load compiled code that differs from the file."""
-    if not os.path.exists(importlib.util.cache_from_source(path)):
-        return False
-    loader = _Loader(path.stem, str(path))
-    try:
-        source = loader.source_to_code(path.read_bytes(), str(path))
-        return bool(loader.get_code(path.stem) != source)
-    except (OSError, SyntaxError):  # the program finds out by itself
-        return False
-    except (EOFError, ValueError, TypeError, ImportError):
-        return True
 
 
 def checksums(folder: Path) -> dict[str, str]:

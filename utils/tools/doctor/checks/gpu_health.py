@@ -2,7 +2,6 @@
 
 NVIDIA's thresholds are those of its documentation; this check has not run on hardware yet.
 https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
-https://docs.nvidia.com/deploy/xid-errors/index.html
 Columns of nvidia-smi: `nvidia-smi --help-query-gpu` and
 https://docs.nvidia.com/deploy/nvidia-smi/index.html
 """
@@ -18,7 +17,6 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ....host import gpus as host_gpus
@@ -40,34 +38,13 @@ _SLOWING = {  # nvmlClocksEventReasons that a healthy GPU does not have
     0x40: "hardware thermal slowdown",
     0x80: "power brake by the power supply",
 }
-# Xid errors after which the GPU or the host needs attention; others come from programs.
-_SERIOUS_XIDS = {
-    48: "double-bit ECC error",
-    62: "halted microcontroller",
-    63: "row remapping or page retirement pending",
-    64: "row remapping or page retirement failed",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    92: "many single-bit ECC errors",
-    94: "contained memory error",
-    95: "uncontained memory error",
-    119: "GSP does not respond",
-    120: "GSP error",
-}
 
 
 @dataclass
 class GpuFacts:
-    """The GPUs that this rank sees, each as Gpu, and what the host knows of all of them.
-
-    driver: GPUs that the driver shows, None without a driver. bus: those on the PCI bus.
-    xids: serious Xid errors since boot by PCI address, where the kernel's log is readable.
-    """
+    """The GPUs that this rank sees, each as Gpu."""
 
     gpus: list[dict[str, Any]]
-    driver: int | None
-    bus: int
-    xids: dict[str, list[int]]
 
 
 class Gpus(Check[GpuFacts]):
@@ -83,23 +60,14 @@ class Gpus(Check[GpuFacts]):
         """Read the GPUs that this rank sees."""
         vendor = host_gpus.gpu_vendor()
         if vendor == "amd":
-            found = _read_rocm()
-            return GpuFacts([asdict(one) for one in found], None, 0, {})
-        on_bus = count_on_bus()
-        if vendor != "nvidia" and not on_bus:
-            return GpuFacts([], None, 0, {})
-        every = read_gpus()
+            return GpuFacts([asdict(one) for one in _read_rocm()])
+        if vendor != "nvidia":
+            return GpuFacts([])
         visible = host_gpus.visible_gpu_addresses(os.environ)
         seen = [
-            one for one in every or [] if not all(visible) or one.address in visible or not visible
+            one for one in read_gpus() if not all(visible) or one.address in visible or not visible
         ]
-        serious = {
-            address: [xid for xid in xids if xid in _SERIOUS_XIDS]
-            for address, xids in xid_errors(_kernel_log()).items()
-        }
-        found_xids = {address: xids for address, xids in serious.items() if xids}
-        count = None if every is None else len(every)
-        return GpuFacts([asdict(one) for one in seen], count, on_bus, found_xids)
+        return GpuFacts([asdict(one) for one in seen])
 
     def conclude(self, reported: Sequence[Reported[GpuFacts]]) -> Iterator[Finding]:
         """Report each GPU that is not healthy."""
@@ -107,8 +75,6 @@ class Gpus(Check[GpuFacts]):
         findings: list[Finding] = []
         for one in reported:
             host = one.place.host
-            if one.place.local_rank == 0:
-                findings += _of_host(host, one.facts)
             for row in one.facts.gpus:
                 gpu = Gpu(**row)
                 seen.setdefault((host, gpu.uuid or gpu.address or str(gpu.index)), gpu)
@@ -124,32 +90,6 @@ class Gpus(Check[GpuFacts]):
                 f"{len(seen)} GPU{'s' * (len(seen) > 1)} ({names}): no errors, not throttled, "
                 f"memory free, at most {hottest} degrees Celsius",
             )
-
-
-def _of_host(host: str, facts: GpuFacts) -> Iterator[Finding]:
-    if facts.driver is not None and facts.driver < facts.bus and facts.driver > 0:
-        # Fewer is normal where a control group hides some of them: those have no errors.
-        lost = [address for address, xids in facts.xids.items() if 79 in xids]
-        if lost:
-            yield Finding(
-                Level.BAD,
-                f"GPU {lost[0]} of {host} has fallen off the bus (Xid 79): the driver shows "
-                f"{facts.driver} of {facts.bus} GPUs",
-                f"Exclude {host}; a reboot or a repair is needed",
-                hosts=(host,),
-                exclude=True,
-            )
-    for address, xids in facts.xids.items():
-        if 79 in xids and facts.driver is not None and facts.driver < facts.bus:
-            continue
-        last = xids[-1]
-        yield Finding(
-            Level.WARNING,
-            f"GPU {address} of {host} has had Xid {last} ({_SERIOUS_XIDS[last]}), {len(xids)} "
-            "serious errors since boot; expected none",
-            f"Exclude {host} if it happened during your job, and report it to the administrators",
-            hosts=(host,),
-        )
 
 
 def _of_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
@@ -220,22 +160,6 @@ def _nvlinks(seen: Mapping[tuple[str, str], Gpu]) -> Iterator[Finding]:
                 )
 
 
-def _kernel_log() -> Iterator[str]:
-    """Yield the lines of the kernel's log that are there, if this user may read it."""
-    with contextlib.suppress(OSError):
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            while True:
-                try:
-                    yield os.read(log, 8192).decode(errors="replace")
-                except BrokenPipeError:  # the oldest lines were overwritten meanwhile
-                    continue
-        except BlockingIOError:  # the end
-            return
-        finally:
-            os.close(log)
-
-
 def _read_rocm() -> list[Gpu]:
     """Return the GPUs that rocm-smi shows; empty where it is missing or fails."""
     if shutil.which("rocm-smi") is None:
@@ -299,13 +223,13 @@ class Gpu:
     nvlinks: int = 0
 
 
-def read_gpus() -> list[Gpu] | None:
-    """Return all GPUs of this host that the driver shows; None where nvidia-smi fails."""
+def read_gpus() -> list[Gpu]:
+    """Return all GPUs of this host that the driver shows; none where nvidia-smi fails."""
     outputs = {
         query: _output(f"--query-{query}={columns}", "--format=csv,noheader,nounits")
         for query, columns in _QUERIES.items()
     }
-    return parse(outputs, _output("nvlink", "-s")) if outputs["gpu"] else None
+    return parse(outputs, _output("nvlink", "-s"))
 
 
 def _output(*words: str) -> str:
@@ -365,26 +289,3 @@ def _mebibytes(text: str) -> int | None:
 def _number(text: str) -> int | None:
     """Return a number such as "81920" or "0x4"; None for "[N/A]" and the like."""
     return int(text, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", text) else None
-
-
-def count_on_bus(root: Path = Path("/")) -> int:
-    """Count the NVIDIA GPUs on the PCI bus, also those that the driver has lost."""
-    found = 0
-    for device in root.glob("sys/bus/pci/devices/*"):
-        with contextlib.suppress(OSError):
-            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
-            # Class 0x0300 and 0x0302 are display controllers; 0x0680 is an NVSwitch.
-            found += vendor == "0x10de" and kind.startswith(("0x0300", "0x0302"))
-    return found
-
-
-def xid_errors(lines: Iterator[str]) -> dict[str, list[int]]:
-    """Return the Xid errors in lines of the kernel's log, by the PCI address of the GPU."""
-    found: dict[str, list[int]] = {}
-    for line in lines:
-        # "NVRM: Xid (PCI:0000:41:00): 79, pid=1234, GPU has fallen off the bus."
-        match = re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", line)
-        if match:
-            address = match[1].lower() + ("" if "." in match[1] else ".0")
-            found.setdefault(address, []).append(int(match[2]))
-    return found

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import resource
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ....host.gpus import gpu_vendor
 from ....job import current_job
-from ..check import CPUS, Check, Finding, Level, Ranks, Reported
+from ..check import Check, Finding, Level, Ranks, Reported
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _UNLIMITED = -1
@@ -30,8 +29,7 @@ class LimitFacts:
 
     ranks: on this host. world_size: of all hosts. fabric: the device that needs locked memory, such
     as "mlx5_0", or "". memory_bytes: the smallest limit of a control group, or the memory of the
-    host. free_bytes: what is left of it. processes_left: of the control group, or
-    the limit of the user. cpu_quota: CPUs whose time the control group allows.
+    host. free_bytes: what is left of it. processes: the limit of the user.
     """
 
     ranks: int
@@ -44,9 +42,8 @@ class LimitFacts:
     shared_free_bytes: int | None
     memory_bytes: int | None
     free_bytes: int | None
-    processes_left: int | None
+    processes: int
     seconds_left: float | None
-    cpu_quota: float | None = None
 
 
 class Limits(Check[LimitFacts]):
@@ -72,8 +69,7 @@ class Limits(Check[LimitFacts]):
             shared_free_bytes=shared_free,
             memory_bytes=memory,
             free_bytes=free,
-            processes_left=processes_left(),
-            cpu_quota=cpu_quota(),
+            processes=_soft(resource.RLIMIT_NPROC),
             seconds_left=_seconds_left() if ranks.me.rank == 0 else None,
         )
 
@@ -82,8 +78,6 @@ class Limits(Check[LimitFacts]):
         for one in reported:
             findings += _check_host(one)
             findings += _check_memory(one)
-        named = {host for finding in findings for host in finding.hosts}
-        findings += (one for one in _compare(reported) if named.isdisjoint(one.hosts))
         left = next((one.facts.seconds_left for one in reported if one.place.rank == 0), None)
         if left is not None and left < _SECONDS_LEFT:
             findings.append(
@@ -109,7 +103,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
     and sys.
     """
     total, free = _host_memory(root)
-    for folder in _control_groups(root, "memory"):
+    for folder in _control_groups(root):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
         if limit is None or (total is not None and limit > total):
@@ -121,30 +115,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
     return total, free
 
 
-def processes_left(root: Path = Path("/")) -> int | None:
-    """Return how many processes and threads limits and control groups allow; None: no limit."""
-    limit = _soft(resource.RLIMIT_NPROC)  # of the user; what others have started is not counted
-    left = [limit] if limit != _UNLIMITED else []
-    for folder in _control_groups(root, "pids"):
-        most, used = _number(folder / "pids.max"), _number(folder / "pids.current")
-        if most is not None and used is not None:
-            left.append(most - used)
-    return min(left, default=None)
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the CPU quota of the control groups, in CPUs; None: no limit."""
-    quotas = []
-    for folder in _control_groups(root, "cpu"):
-        files = (folder / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
-        # "50000 100000", or "max 100000"; version 1: "-1" for no limit
-        words = " ".join(file.read_text() for file in files if file.is_file()).split()
-        if len(words) == 2 and words[0].isdecimal():
-            quotas.append(int(words[0]) / int(words[1]))
-    return min(quotas, default=None)
-
-
-def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+def _control_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control group and of those around it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -154,9 +125,9 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     for line in lines:
         # Version 2: "0::/user.slice"; version 1: "4:memory:/slurm/uid_0/job_7"
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        top = base / controller if controllers else base
+        top = base / "memory" if controllers else base
         folder = top / path.lstrip("/")
         # In a container the path may be that of the host, while its group is mounted at the top.
         while folder != top and top in folder.parents:
@@ -282,57 +253,14 @@ def _check_memory(one: Reported[LimitFacts]) -> Iterator[Finding]:
             f"{size_of(needed / 2)} for {facts.ranks} ranks",
             "End what uses it, or request whole hosts",
         )
-    left = facts.processes_left
-    if left is not None and left < _PROCESSES_PER_RANK * facts.ranks:
+    if facts.processes != _UNLIMITED and facts.processes < _PROCESSES_PER_RANK * facts.ranks:
         yield _of_host(
             one,
             Level.WARNING,
-            f"{host} allows {left} processes and threads (ulimit -u, or the control group). "
+            f"{host} allows {facts.processes} processes and threads of a user (ulimit -u). "
             f"Expected at least {_PROCESSES_PER_RANK * facts.ranks} for {facts.ranks} ranks",
-            "Raise the limit of processes (ulimit -u; containers: --pids-limit)",
+            "Raise the limit of processes (ulimit -u)",
         )
-    if facts.cpu_quota is not None and facts.cpu_quota < facts.ranks:
-        found = _of_host(
-            one,
-            Level.WARNING,
-            f"the control group on {host} allows the time of {facts.cpu_quota:.3g} CPUs. Expected "
-            f"at least one for each of {facts.ranks} ranks",
-            "Request at least one CPU for each rank (containers: --cpus)",
-        )
-        yield replace(found, subject=CPUS)
-
-
-def _compare(reported: Sequence[Reported[LimitFacts]]) -> Iterator[Finding]:
-    """Name hosts whose limits are far below those of most hosts."""
-    if len(reported) < 3:  # of two hosts, nobody knows which one is right
-        return
-    for name, field in (
-        ("locked memory (ulimit -l)", "locked_bytes"),
-        ("open files (ulimit -n)", "open_files"),
-        ("size of /dev/shm", "shared_bytes"),
-        ("memory", "memory_bytes"),
-        ("processes and threads (ulimit -u, or the control group)", "processes_left"),
-        ("CPUs of the control group", "cpu_quota"),
-    ):
-        values = [_limit(one.facts, field) for one in reported]
-        usual = statistics.median_low(values)
-        for one, value in zip(reported, values, strict=True):
-            if value < usual / 2:
-                expected, found = (
-                    size_of(number) if field.endswith("bytes") else f"{number:.3g}"
-                    for number in (usual, value)
-                )
-                yield _of_host(
-                    one,
-                    Level.WARNING,
-                    f"{name} of {one.place.host}: {found}. Most hosts: {expected}",
-                    "Set the same limits on all hosts; report the host to the centre",
-                )
-
-
-def _limit(facts: LimitFacts, field: str) -> float:
-    value = getattr(facts, field)
-    return math.inf if value in (None, _UNLIMITED) else float(value)
 
 
 def _of_host(one: Reported[LimitFacts], level: Level, message: str, remedy: str) -> Finding:

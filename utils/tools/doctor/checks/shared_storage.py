@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
 import itertools
 import os
 import shutil
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
 from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of
-from .equality import SAME_FILES, compare_items
 from .limits import size_of
 
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
-LISTED_FILES = 256
-LONGEST_LIST = 10_000  # of a folder, to find its first files
 ROUNDS = 3  # the fastest one counts: other programs use the disk, too
 ROUND_SECONDS = 0.8  # no further round after this time
 VISIBLE_SECONDS = 1.5  # network file systems show a new file a little later
@@ -55,7 +50,6 @@ class Folder(TypedDict):
     code: its errno, or 0. seconds: of the fastest round; None where nothing was measured.
     file_system: its type, such as "nfs4"; "" if unknown. shared: whether the file of the first host
     is visible; None where that does not matter. empty: whether a data folder has no entry.
-    files: sizes of the first data files, and checksums of what is read of them, where hosts differ.
     """
 
     purpose: str
@@ -68,7 +62,6 @@ class Folder(TypedDict):
     file_system: str
     shared: bool | None
     empty: bool
-    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -108,10 +101,6 @@ class StorageCheck(Check[StorageFacts]):
             for trial in trials:
                 trial.measure()
             ranks.all_gather("written", True)
-            listed = [zlib.crc32(repr(trial.found["files"]).encode()) for trial in trials]
-            if len({repr(one) for one in ranks.all_gather("listed", listed) if one}) == 1:
-                for trial in trials:
-                    trial.found["files"] = {}
             for trial in trials:
                 trial.look_for_first_host()
             ranks.all_gather("seen", True)
@@ -126,14 +115,6 @@ class StorageCheck(Check[StorageFacts]):
         for column in columns:
             of_host = {one.place.host: folder for one, folder in zip(reported, column, strict=True)}
             findings += _conclude_on_folder(_with_missing(of_host))
-            files = {
-                one.place: folder["files"]
-                for one, folder in zip(reported, column, strict=True)
-                if not folder["problem"] and not folder["empty"]
-            }
-            if files:
-                what = _describe(column[0])
-                findings += compare_items(what, files, Level.BAD, SAME_FILES)
         yield from findings
         if reported and not findings:
             yield Finding(Level.GOOD, _summary([one.facts for one in reported]))
@@ -158,7 +139,6 @@ class _Trial:
             file_system="",
             shared=None,
             empty=False,
-            files={},
         )
         self._use(os.path.abspath(os.path.expanduser(path)))
 
@@ -243,25 +223,16 @@ class _Trial:
         return seconds
 
     def _read_data(self) -> None:
-        """Read some of the first files of the folder, and note the sizes of more."""
+        """Read some of the files of the folder."""
         began = time.perf_counter()
         names = [self._path]
         if not os.path.isfile(self._path):
             with os.scandir(self._path) as entries:
-                names = [entry.path for entry in itertools.islice(entries, LONGEST_LIST + 1)]
-        if len(names) > LONGEST_LIST:  # which of them the first are is unknown
-            names, can_compare = names[:SMALL_FILES], False
-        else:
-            names, can_compare = heapq.nsmallest(LISTED_FILES, names), True
-        files, left = self.found["files"] if can_compare else {}, READ_BYTES
-        for number, path in enumerate(filter(os.path.isfile, names)):
-            name = os.path.basename(path)
+                names = [entry.path for entry in itertools.islice(entries, SMALL_FILES)]
+        left = READ_BYTES
+        for path in filter(os.path.isfile, names):
             with contextlib.suppress(OSError):  # of somebody else, or deleted meanwhile
-                files[name] = f"{os.path.getsize(path)} bytes"
-                if number < SMALL_FILES:
-                    content = _read(path, left)
-                    left -= len(content)
-                    files[name] += f", checksum {zlib.crc32(content):08x}"
+                left -= len(_read(path, left))
         self.found["empty"] = not names
         self.found["seconds"] = time.perf_counter() - began
 

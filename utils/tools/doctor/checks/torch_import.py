@@ -79,7 +79,7 @@ class TorchImportCheck(Check[ImportFacts]):
                 "Reinstall the package or library that the message names. Unset PYTHONPATH if it "
                 "contains packages of another Python",
                 hosts=(one.place.host,),
-                follows=("installation", "Python", "torch", "installed packages"),
+                follows=("installation", "Python", "torch"),
             )
         if failed:
             return
