@@ -133,10 +133,9 @@ while os.environ["RANK"] == "1":
 @pytest.mark.parametrize(("by", "command", "options", "warned"), [
     ("local", COPY, {}, True), ("ssh", LONG_COPY, {}, True), ("mpiexec", LONG_COPY, {}, True),
     ("ssh", COPY, {}, False), ("mpiexec", COPY, {}, False), ("local", (sys.executable, "-c", EXCHANGE), {}, False),
-    ("local", ("sh", "-c", "sleep 1", str(ROOT / "examples/02_distributed_sampler.py")), {}, False),
     ("local", ("sh", "-c", "sleep 1; exit 3"), {}, False), ("local", COPY, {"independent": True}, False),
     ("local", COPY, {"ntasks": 1}, False)],
-    ids=["local", "agent", "mpiexec", "short, agent", "short, mpiexec", "store", "kit", "failed", "independent",
+    ids=["local", "agent", "mpiexec", "short, agent", "short, mpiexec", "store", "failed", "independent",
          "alone"])
 def test_ranks_that_never_form_a_group_are_named(
         by: str, command: tuple[str, ...], options: dict[str, Any], warned: bool, tmp_path: Path,

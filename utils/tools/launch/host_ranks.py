@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -65,10 +64,10 @@ def start_on_host(
 def _shares(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], environ: Mapping[str, str]
 ) -> list[RankShare]:
-    """Return what each rank gets of the cores; nothing where setup_distributed() divides them."""
+    """Return what each rank gets of the cores."""
     unbound = [RankShare() for _ in commands]
-    words, variables = commands[0]
-    if "LOCAL_RANK" not in variables or divides_cores(words):  # not for torchrun's agent
+    _, variables = commands[0]
+    if "LOCAL_RANK" not in variables:  # torchrun's agent
         return unbound
     reports = [report_mask({**environ, **variables}) for _, variables in commands]
     try:
@@ -183,17 +182,6 @@ def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
         "mask": mask_of_cpus(available_cpus()),
         "gpu_nodes": [pci_node(address, root) if address else None for address in addresses],
     }
-
-
-def divides_cores(words: Sequence[str]) -> bool:
-    """Return whether the script or module of a command calls setup_distributed(), by its text."""
-    modules = [
-        f"{words[i + 1].replace('.', '/')}.py" for i, w in enumerate(words[:-1]) if w == "-m"
-    ]
-    for path in (word for word in (*words, *modules) if word.endswith(".py")):
-        with suppress(OSError):
-            return b"setup_distributed(" in Path(path).read_bytes()
-    return False
 
 
 class RankShare(NamedTuple):

@@ -19,7 +19,6 @@ from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
 from . import proc_reader
 from .child_processes import LAUNCH_VARIABLE
-from .host_ranks import divides_cores
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
 
@@ -172,9 +171,9 @@ def note_groups(message: Message, plan: Plan, result: LaunchResult, *, of_rank_0
     """Note what a GroupWatch reports; return what is wrong with the groups, or "".
 
     of_rank_0: whether rank 0 is on its host. Where no rank has formed a group, the warning comes at
-    once if they run, else if they succeed. Programs that use the kit check that themselves.
+    once if they run, else if they succeed.
     """
-    if message["kind"] == "copies" and of_rank_0 and not divides_cores(plan.program):
+    if message["kind"] == "copies" and of_rank_0:
         running = message["running"]
         words = [word for word in plan.command if word != "-m"]
         name = next((word for word in words if word.endswith(".py")), words[0])

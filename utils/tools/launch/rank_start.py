@@ -23,7 +23,7 @@ from ...launchers.detect import detect
 from ...monitor.launch_report import VARIABLE, parse_address
 from . import proc_reader
 from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
-from .host_ranks import divides_cores, report_mask, shares_of_ranks
+from .host_ranks import report_mask, shares_of_ranks
 from .host_readiness import ReservedPort, problem_with
 from .launch_connection import CONNECT_SECONDS, connect
 from .nested import LONGEST_SECONDS, GroupWatch
@@ -86,16 +86,15 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(response["variables"])
     if os.environ.get("SLURM_JOB_ID") and launcher != "slurm":
         correct_slurm_variables(os.environ, response["num_hosts"])
-    if not divides_cores(program):
-        try:
-            local_rank = int(response["variables"]["LOCAL_RANK"])
-            share = shares_of_ranks(response["cores"], os.environ)[local_rank]
-        except LaunchError as error:
-            return _fail(str(error))
-        if share.cpus:
-            with suppress(OSError):  # without the binding, the program is slower, not wrong
-                os.sched_setaffinity(0, share.cpus)
-        os.environ.update(share.variables)
+    try:
+        local_rank = int(response["variables"]["LOCAL_RANK"])
+        share = shares_of_ranks(response["cores"], os.environ)[local_rank]
+    except LaunchError as error:
+        return _fail(str(error))
+    if share.cpus:
+        with suppress(OSError):  # without the binding, the program is slower, not wrong
+            os.sched_setaffinity(0, share.cpus)
+    os.environ.update(share.variables)
     if port is not None:
         port.keep_over_exec()
     if report["rank"] != 0:  # Intel's mpiexec lets it wait for an input that never comes
