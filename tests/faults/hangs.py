@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from tests.cluster.hosts import Hosts, wait_until
 from utils.host import process
-from utils.job import exclude_file
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
 FROM_OUTSIDE = ("stopped", "stopped-alone", "cut-host")  # "stopped-alone": h3 has no other rank
@@ -201,7 +200,6 @@ def run_rank(task: dict[str, Any]) -> None:
 class Result(NamedTuple):
     statuses: list[int | None]  # None: still running
     output: str
-    excluded: list[str]  # hosts that a later job avoids
     remaining: list[int]  # processes
 
 
@@ -250,8 +248,7 @@ class HangLab:
         if kind == "cut-host":
             self.hosts.set_link(BAD_HOST, "up")
         output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*")))
-        excluded = [entry.host for entry in exclude_file.read(folder / "bad-hosts")]
-        return Result(statuses, output, excluded, remaining)
+        return Result(statuses, output, remaining)
 
     def _start(self, kind: str, limit: float, folder: Path, port: int, lost_seconds: int | None) -> None:
         folder.mkdir()
@@ -262,8 +259,7 @@ class HangLab:
             host = self.hosts.hosts[number]
             env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(local_rank),
                    "LOCAL_WORLD_SIZE": str(size),
-                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(port),
-                   exclude_file.VARIABLE: str(folder / "bad-hosts")}
+                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(port)}
             pipe = self._servers[host].stdin
             assert pipe
             task = {"kind": kind, "limit": limit, "folder": str(folder), "env": env, "lost_seconds": lost_seconds}

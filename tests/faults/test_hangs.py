@@ -71,8 +71,6 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> Non
     result = hang_lab.run(kind, limit)
     check(result, cause, kind)
     assert None not in result.statuses and any(result.statuses) and not result.remaining, result
-    # A host counts as bad if its kernel does not respond, and not because its processes do not.
-    assert result.excluded == (["h3"] if kind == "cut-host" else [])
     if kind == "gil":
         assert re.search(r'^Timeout \(.*\n(.*\n)*? .*hangs\.py", line \d+ in go_wrong', result.output, re.MULTILINE)
     if kind == "blocked-loader":
@@ -88,7 +86,7 @@ def test_lost_host_and_stopped_rank_end_the_job_without_hang_timeout(hang_lab: H
     result = hang_lab.run("cut-host", limit=0, seconds=40, lost_seconds=6)
     check(result, LOST, "cut-host")
     waiting = [status for rank, status in enumerate(result.statuses) if rank != 5]  # which sleeps in no collective
-    assert waiting == [1] * 7 and result.excluded == ["h3"], result.output
+    assert waiting == [1] * 7, result.output
     assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* does not respond to h3", result.output)
     stopped = hang_lab.run("stopped", limit=0, seconds=40, lost_seconds=6)
     assert stopped.statuses == [1] * 5 + [None] + [1] * 2, stopped.output

@@ -66,7 +66,8 @@ class Joining:
     def __init__(self, notices: RankNotices, loop: EventLoop) -> None:
         self.notices, self.loop = notices, loop
         self.received: dict[Channel, list[Message]] = {}  # by each rank's end of its connection
-        self.server = JoinServer(planned(), "12-ab", notices, loop, LaunchResult())
+        self.result = LaunchResult()
+        self.server = JoinServer(planned(), "12-ab", notices, loop, self.result)
 
     def connect(self, *, secret: str = "", **values: Any) -> Channel:
         addresses, port, right = parse_address(self.notices.variables[VARIABLE])
@@ -125,10 +126,12 @@ def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining
         [found] = joining.received[rank]
         assert [one["mask"] for one in found["cores"]] == masks
         assert [pid for pid, *_ in found["processes"]] == processes
+    joining.server.clients[2].host_lost = True  # as the kernel reports it
     for closed in (1, 2):
         ranks[closed].close()
         joining.serve()
         assert joining.server.ended_at is None
+    assert joining.result.lost_hosts == {"n2"}
     ranks[0].send({"kind": "done"})
     ranks[0].close()
     joining.serve()

@@ -25,7 +25,6 @@ from typing import NamedTuple
 from ..channel import LONGEST_CAUSE, Channel
 from ..connection import Message
 from ..host import process
-from ..job import exclude_file
 from .guard import Guard
 from .hang import (
     Collective,
@@ -741,29 +740,7 @@ class Monitor:
         self._send_all({"kind": "hang", "cause": _cut(cause), "folder": folder})
         self._hang_announced = True
         self.report_to_launcher(cause)
-        # In a thread: the file system may be what hangs.
-        threading.Thread(target=self._list_unreachable_hosts, daemon=True).start()
         self._end_hang(folder, cause, cause)
-
-    def _list_unreachable_hosts(self) -> None:
-        """Let later jobs avoid hosts that are down or cut off, where the job has such a list.
-
-        Only rank 0 has connections to all hosts. If half of them are unreachable, it may be the
-        host of rank 0 that is cut off.
-        """
-        file = os.environ.get(exclude_file.VARIABLE)
-        if self._rank != 0 or not file:
-            return
-        reachable = {_host(self._hosts[0])}
-        unreachable: set[str] = set()
-        for connection, peer in self._peers.items():
-            name = _host(peer.host)
-            (unreachable if connection.is_unacknowledged() else reachable).add(name)
-        unreachable -= reachable
-        if unreachable and 2 * len(unreachable) < len(unreachable | reachable):
-            reason = "hang: the host did not acknowledge what rank 0 sent to it"
-            with contextlib.suppress(OSError):
-                exclude_file.add(file, dict.fromkeys(sorted(unreachable), reason))
 
     def _end_hang(self, folder: str, cause: str, reason: str) -> None:
         """Write this rank's file and end the process, whatever its main thread does.

@@ -155,6 +155,8 @@ class JoinServer(LaunchServer):
 
     def client_lost(self, index: int) -> None:
         self.watched.discard(index)
+        if self.clients[index].host_lost:
+            self._result.lost_hosts.add(self._joined[index].host[0])
         # Slurm ends the watch of a host with its ranks. A report shows that they have ended.
         if self._end_reported and not self.watched:
             self.ended_at = time.monotonic()
