@@ -18,6 +18,7 @@ import pytest
 from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
 from tests.launch.launchers import GROUPS, MPIS, PUBLIC, RANK_PROGRAM, TRAINS_FOR_EVER, Lab, Result, launch_py
 from utils.host import process as processes
+from utils.job import exclude_file
 
 VALUE = "two\nlines, 'quotes' \"too\" $HOME"
 # What code finds that knows the variables of torchrun and not the kit, after the rank program.
@@ -69,7 +70,7 @@ class Job:
         """Process ids of all ranks, once they all run."""
         files = [self.folder / str(rank) for rank in range(len(self.nodes))]
         try:
-            wait_until(lambda: all(file.exists() for file in files), "all ranks", seconds=60)
+            wait_until(lambda: all(file.exists() and file.read_text() for file in files), "all ranks", seconds=60)
         except RuntimeError:
             os.killpg(self.started[-1].pid, signal.SIGKILL)
             pytest.fail(f"not all ranks have started: {self.started[-1].communicate(timeout=30)[0]}")
@@ -270,7 +271,8 @@ def test_a_host_that_is_cut_off_ends_the_launch(job: Job, by: str) -> None:
     """mpiexec would wait for it for ever. On that host, too, the ranks end, without anybody's help."""
     job.nodes, script = ["h1", "h2"], job.folder / "trains.py"
     script.write_text(TRAINS_FOR_EVER)
-    with killed_at_end(job.start(by, str(script), str(job.folder))) as process:
+    bad = job.folder / "bad-hosts.txt"
+    with killed_at_end(job.start(by, str(script), str(job.folder), DDPKIT_EXCLUDE_FILE=str(bad))) as process:
         pids = job.wait_for_ranks()
         running = agents(job)
         job.lab.hosts.set_link("h2", "down")
@@ -283,6 +285,7 @@ def test_a_host_that_is_cut_off_ends_the_launch(job: Job, by: str) -> None:
     last = done.output.splitlines()[-1]
     assert re.match(r"ddpkit launch: the ranks report what failed first: .*rank 1 on h2 .*its network is cut", last), (
         done.output)
+    assert [entry.host for entry in exclude_file.read(bad)] == ["h2"], done.output
 
 
 @pytest.mark.parametrize("by", ["ssh", "torchrun", *MPIS])

@@ -18,6 +18,7 @@ from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import GROUPS, PUBLIC, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, assert_met, launch_py
 from utils.host import process
+from utils.job import exclude_file
 
 
 @dataclass
@@ -143,7 +144,9 @@ def test_a_host_that_is_cut_off_is_left_before_slurm_notices(need: Callable[[str
         launches = Launches(slurm, slurm.work, need)
         script = slurm.work / "trains.py"
         script.write_text(TRAINS_FOR_EVER)
-        job = launches.submit("-N2 -n2 --ntasks-per-node=1", launches.line("srun", str(script), str(slurm.work)))
+        bad = slurm.work / "bad-hosts.txt"
+        line = f"env DDPKIT_EXCLUDE_FILE={bad} {launches.line('srun', str(script), str(slurm.work))}"
+        job = launches.submit("-N2 -n2 --ntasks-per-node=1", line)
         notes = [slurm.work / str(rank) for rank in range(2)]
         wait_until(lambda: all(note.exists() for note in notes), "all ranks", seconds=60)
         pids = [int(note.read_text()) for note in notes]
@@ -152,6 +155,7 @@ def test_a_host_that_is_cut_off_is_left_before_slurm_notices(need: Callable[[str
         slurm.wait_for(job, {"COMPLETING"}, 60)  # Slurm waits for the other host
         last = slurm.output(job).splitlines()[-1]
         assert re.match(r"ddpkit launch: the ranks report .* rank 1 on node2 .*its network is cut", last), last
+        assert [entry.host for entry in exclude_file.read(bad)] == ["node2"]
         assert slurm.run(["srun", "-w", "node1", "hostname"]).output.splitlines()[-1] == "node1"
 
 

@@ -278,6 +278,8 @@ class Coordinator(LaunchServer):
         # Agents that have not connected are ended together with what starts them.
         late = now > self._end_sent_at + END_SECONDS
         if late or not self._ranks_started:
+            lost = (one for one, peer in self.clients.items() if peer.is_unacknowledged())
+            self._result.lost_hosts.update(self._plan.hosts[one] for one in lost)
             self._done.update(range(len(self._plan.hosts)))
 
 
