@@ -359,6 +359,8 @@ class TrainingWatch:
 
     def __init__(self, communicator: StoreCommunicator | None) -> None:
         """communicator: None for one rank, whose training is compared with none."""
+        global watch
+        watch = self
         self._communicator = communicator
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]] = (

@@ -14,13 +14,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from .host.cores import format_ranges
+from .monitor.monitor import departed_ranks
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
 _MAX_POLLS_PER_SECOND = 20_000  # of all ranks together: one process serves the store
@@ -50,10 +51,6 @@ class StoreLost(CoordinationError):
 
 class RankLost(CoordinationError):
     """A rank has ended without its report."""
-
-
-# Returns the ranks that have ended, and why. setup_distributed() sets it.
-departed_ranks: Callable[[], Mapping[int, str]] = dict
 
 
 class StoreCommunicator:

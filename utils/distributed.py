@@ -29,11 +29,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import __version__, consistency, coordination
+from . import __version__
 from .consistency import TrainingWatch
 from .coordination import StoreCommunicator
-from .host import device, gloo
-from .host import nccl_log as transport
+from .host import device, gloo, nccl_log
 from .host.cores import bind_process, parse_ranges
 from .host.gpus import set_masks
 from .launch_error import LaunchError
@@ -42,9 +41,16 @@ from .launchers.launcher import Launcher, Placement
 from .launchers.rank_variables import set_variables
 from .log import get_logger, setup_logging
 from .monitor import collectives
-from .monitor import shutdown as failure
 from .monitor.monitor import Monitor
 from .monitor.positions import HangWatch
+from .monitor.shutdown import (
+    Shutdown,
+    connection_failure,
+    entered_collectives,
+    print_without_traceback,
+    start_up_time_out,
+    write_hang_report,
+)
 from .startup.address import Rendezvous
 from .startup.reports import RankReport, make_report
 from .startup.store import rendezvous
@@ -75,7 +81,7 @@ class Distributed:
     device: torch.device
     master_addr: str
     master_port: int
-    _shutdown: failure.Shutdown = field(repr=False)
+    _shutdown: Shutdown = field(repr=False)
     _reported_progress: int = field(default=0, init=False, repr=False)
     _watch: TrainingWatch | None = field(default=None, init=False, repr=False)
 
@@ -129,7 +135,6 @@ class Distributed:
         if self._watch is not None:
             self._watch.close()
         self._shutdown.close()
-        coordination.departed_ranks = dict  # those of this job are no ranks of a later one
 
     def __enter__(self) -> Distributed:
         return self
@@ -143,7 +148,6 @@ class Distributed:
         if self._watch is not None:
             self._watch.close(orderly=error is None or isinstance(error, SystemExit))
         self._shutdown.exit(error)
-        coordination.departed_ranks = dict
 
 
 def setup_distributed(
@@ -225,17 +229,17 @@ def setup_distributed(
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
-        with failure.start_up_time_out(placement.rank, placement.world_size, timeout):
+        with start_up_time_out(placement.rank, placement.world_size, timeout):
             job = _start(
                 detection, backend, deadline, collective_timeout, hang_timeout, bind == "auto"
             )
     except LaunchError as error:
-        failure.print_without_traceback(error)
+        print_without_traceback(error)
         raise
     if job.world_size > 1:
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
-        job._watch = consistency.watch = TrainingWatch(_communicator(job))
+        job._watch = TrainingWatch(_communicator(job))
     return job
 
 
@@ -299,22 +303,21 @@ def _start(
         interface = gloo.choose_interface(found.local_addr, found.master_addr)
 
     reads_log = chosen_backend == "nccl" and has_network and placement.rank == 0
-    with transport.log_of_nccl(reads_log) as nccl_log:
+    with nccl_log.log_of_nccl(reads_log) as log:
         _connect_ranks(placement, chosen_backend, chosen_device, found, store, collective_timeout)
     if found.monitor:
-        found.monitor.entered_collectives = failure.entered_collectives
+        found.monitor.entered_collectives = entered_collectives
         if cause := found.monitor.connected():
             raise LaunchError(cause)
-        coordination.departed_ranks = found.monitor.departed_ranks
     if placement.rank == 0:
         _log_start(placement, chosen_backend, found)
         if has_network:
-            _log_network(chosen_backend, interface, nccl_log)
+            _log_network(chosen_backend, interface, log)
         if backend is None and chosen_backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
 
     job_store = PrefixStore("job", store)
-    shutdown = failure.Shutdown(
+    shutdown = Shutdown(
         placement.rank, placement.world_size, chosen_backend, job_store, found.monitor
     )
     shutdown.register_hooks()
@@ -344,7 +347,7 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
     monitor.read_collectives = lambda ends: collectives.read_collectives(locations=ends)
     monitor.progress = lambda: collectives.total_collectives() + job._reported_progress
-    monitor.write_report = functools.partial(failure.write_hang_report, job.rank)
+    monitor.write_report = functools.partial(write_hang_report, job.rank)
     if hang_timeout is not None:
         has_recorder = collectives.has_recorder()
         if not has_recorder and job.is_main:
@@ -428,7 +431,7 @@ def _connect_ranks(
     except (RuntimeError, ValueError) as error:
         if found.monitor is None:
             raise LaunchError(f"{backend} cannot start on {chosen_device}: {error}") from error
-        raise failure.connection_failure(placement, backend, error, found.monitor) from error
+        raise connection_failure(placement, backend, error, found.monitor) from error
 
 
 def _log_start(placement: Placement, backend: str, found: Rendezvous) -> None:
@@ -444,16 +447,16 @@ def _log_start(placement: Placement, backend: str, found: Rendezvous) -> None:
         _log.warning("%s", note)
 
 
-def _log_network(backend: str, interface: str, nccl_log: list[str]) -> None:
+def _log_network(backend: str, interface: str, log: list[str]) -> None:
     """Print on rank 0 which network carries the data between hosts, if that is known."""
     if backend == "gloo" and interface:
         _log.info("network: TCP over %s (gloo)", interface)
     elif backend == "xccl":  # oneCCL logs to standard output only
         _log.info("network: unknown; CCL_LOG_LEVEL=info shows the log of oneCCL")
-    elif nccl_log:
+    elif log:
         library = "RCCL" if torch.version.hip else "NCCL"
-        used = transport.classify(nccl_log)
-        text, is_warning = transport.describe(used, transport.expected_network(), library)
+        used = nccl_log.classify(log)
+        text, is_warning = nccl_log.describe(used, nccl_log.expected_network(), library)
         _log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 
 

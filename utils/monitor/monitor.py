@@ -58,6 +58,14 @@ class Peer(NamedTuple):
     host: str  # "node17 (pid 4711)"
 
 
+_current: Monitor | None = None  # of this process, from connected() to leave()
+
+
+def departed_ranks() -> dict[int, str]:
+    """Return the ranks that have ended, and why, as far as this one is connected to them."""
+    return _current.departed_ranks() if _current else {}
+
+
 class Monitor:
     """One rank's end of the connections between rank 0 and the others.
 
@@ -159,6 +167,7 @@ class Monitor:
         A rank that left earlier would close what others still need. Returns which rank ended
         instead; "" for none.
         """
+        global _current
         with self._lock:
             self._start_failure_handled.set()
             if self._rank == 0:
@@ -166,6 +175,7 @@ class Monitor:
             else:
                 self._send_all({"kind": "connected"})
         self._all_started.wait()
+        _current = self
         return self._start_failure
 
     def note_alone(self) -> None:
@@ -186,6 +196,7 @@ class Monitor:
         cause: what the ranks that still need this one should report; "" where another rank's
         failure stops this one. Waits at most two seconds for the report to arrive.
         """
+        global _current
         with self._lock:
             if self._leaving:
                 return
@@ -204,6 +215,7 @@ class Monitor:
         if self._guard:
             self._guard.dismiss()
         self._left = True
+        _current = None  # those that have ended are no ranks of a later job
         self._wake()
 
     def find_cause(self, kind: str) -> str:
@@ -226,7 +238,7 @@ class Monitor:
         return self._known_cause()
 
     def departed_ranks(self) -> dict[int, str]:
-        """Return the ranks that have ended, and why, as far as this rank is connected to them."""
+        """Return what the function of this name does."""
         with self._lock:
             return dict(self._departed)
 
