@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, TypeVar
@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from . import __version__
 from .consistency import TrainingWatch
 from .coordination import StoreCommunicator
-from .host import device, gloo, nccl_log
+from .host import device, gloo, nccl_log, process
 from .host.cores import bind_process, parse_ranges
 from .host.gpus import set_masks
 from .launch_error import LaunchError
@@ -182,7 +182,7 @@ def setup_distributed(
     check_training: report a training that goes wrong without an error, as described below. The
         same value on all ranks.
 
-    What it does to the process:
+    What it does to the process (docs/launchers.md has what switches off each effect):
     - With more than one rank it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
       GROUP_RANK, MASTER_ADDR and MASTER_PORT, for libraries that read them. torchrun's values
       stay. DDPKIT_RANK_PROCESS marks them, so that a program which this rank starts is no rank.
@@ -226,6 +226,12 @@ def setup_distributed(
     deadline = time.monotonic() + timeout
     try:
         _check_torch()
+        process.check_effects()
+        if hang_timeout is not None and not process.may_have("monitor"):
+            raise LaunchError(
+                "hang_timeout is set, but DDPKIT_WITHOUT names the monitor, which finds hangs. "
+                "Expected one of them. Leave out the other"
+            )
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
@@ -236,7 +242,7 @@ def setup_distributed(
     except LaunchError as error:
         print_without_traceback(error)
         raise
-    if job.world_size > 1:
+    if job.world_size > 1 and process.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
         job._watch = TrainingWatch(_communicator(job))
@@ -309,6 +315,9 @@ def _start(
         found.monitor.entered_collectives = entered_collectives
         if cause := found.monitor.connected():
             raise LaunchError(cause)
+        if not process.may_have("monitor"):
+            found.monitor.leave("")
+            found = replace(found, monitor=None)
     if placement.rank == 0:
         _log_start(placement, chosen_backend, found)
         if has_network:
@@ -343,7 +352,7 @@ def _start(
 def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | None) -> None:
     """Let the monitor see this rank's collectives and, if requested, end a job that hangs."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
-        if not faulthandler.is_enabled():
+        if not faulthandler.is_enabled() and process.may_have("faulthandler"):
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
     monitor.read_collectives = lambda ends: collectives.read_collectives(locations=ends)
     monitor.progress = lambda: collectives.total_collectives() + job._reported_progress

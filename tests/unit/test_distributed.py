@@ -92,3 +92,39 @@ sys.stdout.write(f"hello from rank {setup_distributed('gloo').rank}\\n")  # at o
 def test_rank_that_leaves_at_once_is_no_error_of_another_that_still_connects() -> None:
     done = python("-c", HELLO, ranks=2)
     assert done.returncode == 0 and all(f"hello from rank {rank}" in done.stdout for rank in range(2)), done.stderr
+
+
+EFFECTS = """
+import atexit, faulthandler, os, sys, threading
+from utils import setup_distributed
+import torch.distributed as dist
+loaded = atexit._ncallbacks()
+with setup_distributed("gloo", check_training=False) as job:
+    dist.barrier()
+    found = {"variables": "GROUP_RANK" in os.environ, "faulthandler": faulthandler.is_enabled(),
+             "monitor": any(thread.name == "rank monitor" for thread in threading.enumerate()),
+             "excepthook": sys.excepthook.__module__.startswith("utils."), "atexit": atexit._ncallbacks() > loaded}
+    if job.rank == 0:
+        print("effects:", *sorted(name for name, is_there in found.items() if is_there))
+"""
+
+
+@pytest.mark.parametrize("unwanted", ["", "variables", "monitor", "excepthook", "atexit", "monitor, faulthandler"])
+def test_each_effect_can_be_switched_off(unwanted: str) -> None:
+    """launch.py sets all variables of a rank but this one for its own program."""
+    env = {"PYTHONFAULTHANDLER": "", "DDPKIT_WITHOUT": unwanted}
+    done = python("-c", f"import os; os.environ.pop('GROUP_RANK'){EFFECTS}", ranks=2, env=env)
+    assert done.returncode == 0, done.stderr
+    expected = {"atexit", "excepthook", "faulthandler", "monitor", "variables"} - set(unwanted.split(", "))
+    expected -= {"faulthandler"} if "monitor" in unwanted else set()
+    line = next(line for line in done.stdout.splitlines() if line.startswith("effects:"))
+    assert line.split()[1:] == sorted(expected)
+
+
+def test_unknown_effects_and_hangs_without_the_monitor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPKIT_WITHOUT", "monitor,hooks")
+    with pytest.raises(LaunchError, match="DDPKIT_WITHOUT is monitor,hooks; expected some of .*Leave out hooks"):
+        setup_distributed("gloo")
+    monkeypatch.setenv("DDPKIT_WITHOUT", "monitor")
+    with pytest.raises(LaunchError, match="hang_timeout is set, but DDPKIT_WITHOUT names the monitor"):
+        setup_distributed("gloo", hang_timeout=9)

@@ -87,7 +87,10 @@ class Shutdown:
 
     def register_hooks(self) -> None:
         """Report also what ends a program without a with statement: exceptions and sys.exit()."""
-        atexit.register(self._at_exit)
+        if process.may_have("atexit"):
+            atexit.register(self._at_exit)
+        if not process.may_have("excepthook"):
+            return
         previous = sys.excepthook
 
         def hook(
@@ -331,6 +334,8 @@ def print_without_traceback(failure: LaunchError) -> None:
 
     Where all ranks have the same message, rank 0 prints it and the others refer to it.
     """
+    if not process.may_have("excepthook"):
+        return
     message = f"LaunchError: {failure}"
     if failure.reported_by_rank_0:
         message = (
