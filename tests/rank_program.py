@@ -105,10 +105,10 @@ _terminated: list[int] = []
 def take_notes(rank: Placement, folder: Path, *, catch: bool) -> None:
     """Write the process id; with `catch` also each signal that arrives."""
     if catch:
-        log = open(folder / f"{rank.rank}.signals", "a", buffering=1)  # noqa: SIM115
+        log = os.open(folder / f"{rank.rank}.signals", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
         def note(number: int, _: object) -> None:
-            log.write(f"{signal.Signals(number).name}\n")
+            os.write(log, f"{signal.Signals(number).name}\n".encode())  # one signal may interrupt another
             if number == signal.SIGTERM:
                 _terminated.append(number)
 

@@ -99,7 +99,9 @@ KINDS: dict[str, Kind] = {
         {
             "what": _one_of("failed", "saved"),
             "text": _text(2000),
+            "about": _text(16),
             "rank": or_none(int),
+            "host": or_none(_text(256)),
             "is_over": bool,
         },
     ),

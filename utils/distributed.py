@@ -314,7 +314,7 @@ def _start(
     if found.monitor:
         found.monitor.entered_collectives = entered_collectives
         if cause := found.monitor.connected():
-            raise LaunchError(cause)
+            raise LaunchError(cause, rank=found.monitor.failed_at_start)
         if not process.may_have("monitor"):
             found.monitor.leave("")
             found = replace(found, monitor=None)

@@ -21,7 +21,8 @@ from utils import channel
 from utils.channel import Channel, Loop, PeerServer, Secret, Session
 from utils.connection import Message, ProtocolError
 
-NOTICE = {"kind": "notice", "what": "failed", "text": "out of memory", "rank": 1, "is_over": False}
+NOTICE = {"kind": "notice", "what": "failed", "text": "out of memory", "about": "exception", "rank": 1, "host": "h1",
+          "is_over": False}
 
 
 def exchange(peer: Session, server: Session) -> list[Message]:

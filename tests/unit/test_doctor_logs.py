@@ -47,66 +47,67 @@ TORCHRUN = "Root Cause (first observed failure):\n[0]:\n  time      : 2026-07-24
            "  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n  traceback: Signal 9 (SIGKILL) received\n"
 
 
+def said(kind: str, cause: str, rank: int | None = None, host: str | None = None) -> str:
+    """The line that the kit writes about a failure."""
+    return f"ddpkit-failure {json.dumps({'kind': kind, 'rank': rank, 'host': host, 'cause': cause})}\n"
+
+
+ENDED = "the others will be ended"
+
+
 @pytest.mark.parametrize(("text", "expected"), [
-    (f"Traceback (most recent call last):\n{OOM}\nrank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
-     "rank 1 on n1 stops, because rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
-     "ddpkit launch: rank 3 ended with exit status 1\n", ("cuda_oom", 3, "n2", False)),
+    (f"Traceback (most recent call last):\n{OOM}\n"
+     + said("exception", "rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.", 3, "n2")
+     + "rank 1 on n1 stops, because rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n"
+     + said("status", "rank 3 ended with exit status 1", 3, "n2"), ("cuda_oom", 3, "n2", False)),
     ("ValueError: 7\nrank 1 on n1 failed: ValueError: 7\n"
-     "rank 0 on n1 stops, because rank 1 on n1 failed: ValueError: 7", ("python_exception", 1, "n1", None)),
-    (f"{LOST}rank 0 on n1 stops, because rank 2 on n2 (pid 7) died without a message. It was probably killed\n"
-     "ddpkit launch: rank 2 was ended by SIGKILL (exit status 137)\n", ("killed", 2, "n2", None)),
-    ("ddpkit launch: rank 2 on n2 was ended by SIGSEGV (exit status 139)", ("crash", 2, "n2", None)),
+     + said("exception", "rank 1 on n1 failed: ValueError: 7", 1, "n1")
+     + "rank 0 on n1 stops, because rank 1 on n1 failed: ValueError: 7", ("python_exception", 1, "n1", None)),
+    (LOST + said("killed", "rank 2 on n2 ended without a report. It was killed (out of memory, or a signal)", 2, "n2")
+     + said("status", "rank 2 on n2 was ended by SIGKILL (exit status 137)", 2, "n2"), ("killed", 2, "n2", None)),
+    (said("killed", "rank 2 on n2 ended without a report", 2, "n2"), ("kit_message", 2, "n2", None)),
+    (said("status", "rank 2 on n2 was ended by SIGSEGV (exit status 139)", 2, "n2"), ("crash", 2, "n2", None)),
     ("/usr/bin/python3: No module named x", ("program_error", None, None, False)),
     ("/spool/slurm_script: line 19: exec: ddpkit: not found", ("program_error", None, None, False)),
-    (f"rank 0 on n1 stops, because {HANG}", ("kit_message", 5, "n3", None)),
-    ("rank 0 on n1 stops, because a collective failed on rank 3 on n2: x", ("kit_message", 3, "n2", None)),
-    ("rank 0 on n1 stops, because rank 3 on n2 (pid 7) does not respond: its process is stopped by a signal\n"
-     "ddpkit launch: error: rank 0 on n1 ended with exit status 1", ("kit_message", 3, "n2", None)),
-    ("rank 0 on n1 stops, because rank 3 on n2 left by sys.exit(). The ranks have uneven work: give each the same",
+    (said("hang", HANG, 5, "n3") + f"rank 0 on n1 stops, because {HANG}", ("kit_message", 5, "n3", None)),
+    (said("hang", "rank 3 on n2 (pid 7) does not respond: its process is stopped by a signal", 3, "n2")
+     + said("status", "rank 0 on n1 ended with exit status 1", 0, "n1"), ("kit_message", 3, "n2", None)),
+    (said("uneven", "rank 3 on n2 left by sys.exit(). The ranks have uneven work: give each the same", 3, "n2"),
      ("uneven_work", 3, "n2", False)),
     (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
     (LOST + TORCHRUN.replace("n7", "n6").replace("_08", "_09") + TORCHRUN, ("killed", 5, "n7", None)),
     (TORCHRUN.replace("n7", "n6").replace("5 (", "0 (").replace("SIGKILL", "SIGTERM") + TORCHRUN
-     + "ddpkit launch: error: torchrun on n7 ended with exit status 1, the others will be ended\n",
-     ("killed", 5, "n7", None)),
+     + said("status", f"torchrun on n7 ended with exit status 1, {ENDED}", None, "n7"), ("killed", 5, "n7", None)),
     (IPV6 + WATCHDOG.format(0, "08:34:00"), ("watchdog_timeout", None, None, None)),
     ("n1:1:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n2<5912>\n"
      "[n1:1 :0:98] Caught signal 11 (Segmentation fault)\n", ("peer_died", None, "n2", None)),
     ("n1:1:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n2<5912>\n"
      "srun: error: n2: task 4: Segmentation fault (core dumped)\n", ("crash", 4, "n2", None)),
-    ("The ranks hang: no progress for 36 s.\n  rank 3 on n2 (pid 7) does not respond: the host is down or its network "
-     "is cut\n  rank 0-2 on n1: in collective 7, all_reduce; at train.py\n", ("kit_message", 3, "n2", None)),
     ("The ranks hang: no progress for 7 s.\n  unknown: every rank that others wait for also waits. Check: rank 0 on n1 "
-     "(pid 4) waits in broadcast\nrank 2 on n2 stops, because rank 0 on n1 (pid 4) has found that the job must end\n"
-     "rank 0 on n1 stops, because unknown: every rank that others wait for waits", ("kit_message", None, None, None)),
-    ("  unknown which rank is wrong: rank 0 on n1 (pid 4) entered another", ("kit_message", None, None, None)),
-    ("A rank has ended: no collective for 20 s since then.\n  rank 3 on n2 left normally after 7 collectives, and "
-     "other ranks need it for more. The ranks have uneven work: give each the same", ("uneven_work", 3, "n2", False)),
-    ("A rank has ended: no collective for 20 s since then.\n  rank 3 on n2 failed: ValueError: 7",
-     ("python_exception", 3, "n2", None)),
-    ("rank 2 on n2 stops, because rank 0 on n1 (pid 4) has found that the job must end",
+     "(pid 4) waits in broadcast\n" + said("hang", "unknown: every rank that others wait for also waits: rank 0 on n1"),
      ("kit_message", None, None, None)),
-    ("rank 0 on n1 failed: RuntimeError: [enforce fail at inline_container.cc:747] . open file failed with strerror: "
-     "Permission denied", ("file_permission", 0, "n1", False)),
-    ("ddpkit launch: error: there is no file nothere.py in /home/u. Expected the script to start. Check its path",
+    (said("exception", "rank 0 on n1 failed: RuntimeError: [enforce fail at inline_container.cc:747] . open file "
+          "failed with strerror: Permission denied", 0, "n1"), ("file_permission", 0, "n1", False)),
+    (said("command", "there is no file nothere.py in /home/u. Expected the script to start. Check its path"),
      ("command_error", None, None, False)),
-    ("ddpkit launch: the ranks report what failed first: rank 3 on n2 failed: ValueError: 7. Rank 3 on n2 ended with "
-     "exit status 1", ("python_exception", 3, "n2", None)),
     ("[rank3]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711\n"
-     "ddpkit launch: error: rank 3 on n4 ended with exit status 1, the others will be ended\n"
-     "ddpkit launch: before that, rank 1 on n2 had ended with exit status 0", ("left_early", 1, "n2", False)),
-    (f"[rank3]: {OOM}\nddpkit launch: error: rank 3 on n4 ended with exit status 1\n"
-     "ddpkit launch: before that, rank 1 on n2 had ended with exit status 0", ("cuda_oom", 3, "n4", False)),
-    ("ddpkit launch: error: rank 0 on n1 ended with exit status 2\nddpkit submit: preflight: the training is not "
+     + said("status", f"rank 3 on n4 ended with exit status 1, {ENDED}", 3, "n4")
+     + said("left", "before that, rank 1 on n2 had ended with exit status 0", 1, "n2"), ("left_early", 1, "n2", False)),
+    (f"[rank3]: {OOM}\n" + said("status", f"rank 3 on n4 ended with exit status 1, {ENDED}", 3, "n4")
+     + said("left", "before that, rank 1 on n2 had ended with exit status 0", 1, "n2"), ("cuda_oom", 3, "n4", False)),
+    (said("status", "rank 0 on n1 ended with exit status 2", 0, "n1") + "ddpkit submit: preflight: the training is not "
      "started on n3. Jobs avoid these hosts for a day", ("bad_host", None, "n3", True)),
-    ("ddpkit launch: error: rank 0 on n1 ended with exit status 2\nddpkit submit: preflight: the training is not "
+    (said("status", "rank 0 on n1 ended with exit status 2", 0, "n1") + "ddpkit submit: preflight: the training is not "
      "started, because of the findings marked BAD above", ("preflight", None, "n1", False)),
     ("LaunchError: this rank (n1, pid 7) does not start. Look for the message of rank 0\n"
-     "LaunchError: rank 3 on n2 (pid 8) cannot start: CUDA error: out of memory", ("cuda_oom", 3, "n2", None)),
+     + said("start", "rank 3 on n2 (pid 8) cannot start: CUDA error: out of memory", 3, "n2"),
+     ("cuda_oom", 3, "n2", None)),
+    (said("stop", "SIGTERM: ddpkit launch has received it: the job was cancelled"), ("terminated", None, None, None)),
     (f"10%|#\r[rank4]: {OOM}\r20%", ("cuda_oom", 4, None, False)),
     ("CUDA out of memory. Tried to allocate 20 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.00 MiB is free. "
      "Process 7 has 78 GiB memory in use. Of the allocated memory 300.00 MiB is allocated by PyTorch",
      ("cuda_oom", None, None, None)),
+    ("ddpkit-failure {torn\nValueError: 7", ("python_exception", None, None, None)),
 ])
 def test_cause_rank_host_and_restart(text: str, expected: Found) -> None:
     assert find(("job.out", text)) == expected
@@ -116,9 +117,8 @@ def test_cause_rank_host_and_restart(text: str, expected: Found) -> None:
 def test_each_pattern_finds_its_cause(cause: FailureCause) -> None:
     """No other row of the table comes first."""
     for pattern in cause.patterns:
-        if cause.reporter == "kit":
-            pattern = pattern.replace("[rank ...", "[rank 3/8 n2").replace("rank ... on ...", "rank 3 on n2") + "7) "
-        line = pattern.replace("{host}", "n1").replace("{name}", "Other").replace("{status}", " 7").replace("...", "x")
+        line = pattern.replace("[rank ...", "[rank 3/8 n2").replace("{host}", "n1").replace("{name}", "Other")
+        line = line.replace("{status}", " 7").replace("...", "x")
         found = find(("job.out", line.lstrip("^")))
         assert found and (found[0], found[3]) == (cause.name, cause.restart), line
 
@@ -150,7 +150,7 @@ def test_first_in_time_of_several_files_or_the_last_line_of_a_long_one_is_the_ca
     files = [("rank-0.log", f"08:50:00\n{OOM}"), ("rank-1.log", "08:10:00\nOSError: 7"), ("rank2", f"08:10:00\n{OOM}")]
     assert find(*files) == ("cuda_oom", 2, None, False)
     assert find(*files[:2]) == ("cuda_oom", 0, None, False), "an exact message counts more"
-    survivor = f"rank 0 on n1 stops, because rank 2 on n2 failed: {OOM}"
+    survivor = said("exception", f"rank 2 on n2 failed: {OOM}", 2, "n2")
     assert find(("rank-0.log", survivor), ("rank-2.log", OOM)) == ("cuda_oom", 2, "n2", False)
     assert find(("rank-0.log", OOM), ("rank-2.log", OOM)) == ("cuda_oom", None, None, False), "which was first is open"
     line = b"step 1 loss 0.5\n"  # output longer than a block is read to its end
@@ -196,14 +196,14 @@ def test_reader_that_has_ended_is_no_error(words: list[str]) -> None:
 
 START = "4 ranks on 2 hosts by launch.py, backend gloo, rank 0 at 10.0.0.1:29500\n"
 TERMINATE = "terminate called without an active exception\n"
-ABORTED = "ddpkit launch: error: rank 3 on n2 was ended by SIGABRT (exit status 134)"
+ABORTED = "rank 3 on n2 was ended by SIGABRT (exit status 134)"
 
 
 @pytest.mark.parametrize(("text", "status", "words"), [
-    (f"{START}{TERMINATE}{ABORTED}\n", 1, "The training had ended"),
-    (f"{START}{TERMINATE}{ABORTED}, the others will be ended\n", 4, "does not show whether"),
-    (f"{TERMINATE}{ABORTED}\n", 4, "does not show whether"),  # perhaps before the training
-    (f"{START}{4 * TERMINATE}{ABORTED}\n", 4, "does not show whether")])
+    (START + TERMINATE + said("status", ABORTED, 3, "n2"), 1, "The training had ended"),
+    (START + TERMINATE + said("status", f"{ABORTED}, {ENDED}", 3, "n2"), 4, "does not show whether"),
+    (TERMINATE + said("status", ABORTED, 3, "n2"), 4, "does not show whether"),  # perhaps before the training
+    (START + 4 * TERMINATE + said("status", ABORTED, 3, "n2"), 4, "does not show whether")])
 def test_abort_at_the_end_of_the_interpreter(text: str, status: int, words: str) -> None:
     found = diagnose([(io.BytesIO(text.encode()), "job.out")])
     assert found and (found.cause.name, found.rank, found.host) == ("std_terminate", 3, "n2")
@@ -213,9 +213,10 @@ def test_abort_at_the_end_of_the_interpreter(text: str, status: int, words: str)
 @pytest.mark.parametrize("text", [
     "slurm epilog: State: FAILED (exit code 1)", "Exit_status = 271", "ExitCode=1:0", "  exitcode  : 1 (pid: 7)",
     "mpirun detected that one or more processes exited with non-zero status", "MPI_ABORT was invoked on rank 0",
-    "ddpkit launch: error: torchrun on n2 ended with exit status 1", "ddpkit submit: job 7: failed, exit status 2",
+    said("status", "torchrun on n2 ended with exit status 1"), "ddpkit submit: job 7: failed, exit status 2",
     "2026-11-22 12:00:00 ERROR trainer: gave up", "train.py: error: argument --lr: invalid float value: 'x'",
-    "rank 3 on n2 failed: SystemExit: 7", "rank 3 on n2 failed: Unusual: 7", "FATAL: no such module"])
+    said("exception", "rank 3 on n2 failed: SystemExit: 7"), said("exception", "rank 3 on n2 failed: Unusual: 7"),
+    "FATAL: no such module"])
 def test_sign_of_a_failure_is_never_no_failure(text: str) -> None:
     found = diagnose([(io.BytesIO(f"step 1\n{text}\n".encode()), "job.out")])
     assert found is not None and exit_status(found) != 0
@@ -262,26 +263,27 @@ MESSAGES = {  # what a rank raises or logs, or launch.py prints: the message, it
           for code, name in ((errno.ENOSPC, "disk_full"), (errno.EDQUOT, "quota")))]}
 
 
-@pytest.mark.parametrize(("kind", "said", "cause", "rank", "host"), [
+@pytest.mark.parametrize(("kind", "text", "cause", "rank", "host"), [
     pytest.param(kind, *row, id=f"{kind}: {str(row[0])[:40]}") for kind, rows in MESSAGES.items() for row in rows])
 def test_message_of_the_kit_is_understood(
-        kind: str, said: Any, cause: str, rank: int | None, host: str | None, monkeypatch: pytest.MonkeyPatch,
+        kind: str, text: Any, cause: str, rank: int | None, host: str | None, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "n2")
     if kind == "raised":
-        failure.Shutdown(3, 8, "gloo", HashStore(), None).report(said)
+        failure.Shutdown(3, 8, "gloo", HashStore(), None).report(text)
     elif kind == "at the start":
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-        failure.print_without_traceback(error := LaunchError(said))
+        failure.print_without_traceback(error := LaunchError(text, rank=rank, host=host))
         sys.excepthook(LaunchError, error, None)
     elif kind == "launch.py":
-        LaunchResult().fail(said, 0.0)
+        kinds = {"terminated": "stop", "unknown": "status"}
+        LaunchResult().fail(text, 0.0, kind=kinds.get(cause, "launch"), rank=rank, host=host)
     else:
         setup_logging(3, 8)
-        get_logger("test").error("%s", said)
+        get_logger("test").error("%s", text)
     output = capsys.readouterr().err
     # The cause comes before its consequences.
-    ended = "" if kind == "launch.py" else "ddpkit launch: error: rank 1 on n1 ended with exit status 1\n"
+    ended = "" if kind == "launch.py" else said("status", "rank 1 on n1 ended with exit status 1", 1, "n1")
     found = diagnose([(io.BytesIO((output + ended).encode()), "job.out")])
     assert found is not None and exit_status(found) != 0, output
     assert (found.cause.name, found.rank, found.host) == (cause, rank, host), output

@@ -21,7 +21,7 @@ from utils.host import network, process
 from utils.host.cores import parse_ranges
 from utils.job import exclude_file
 from utils.launch_error import LaunchError
-from utils.monitor.launch_report import VARIABLE
+from utils.monitor.launch_report import VARIABLE, Failure
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator
@@ -29,7 +29,7 @@ from utils.tools.launch.host_ranks import shares_of_ranks, start_on_host
 from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.launch.launch_connection import Launch, connect, secret_of_ranks
 from utils.tools.launch.launch_plan import Mpiexec, Plan
-from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, FirstCause, LaunchResult
+from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
 from utils.tools.launch.methods import Mpich
 from utils.tools.launch.run_plan import run
 
@@ -213,11 +213,11 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
     assert not result.is_last_stop(number, 1.0)
     result.process_ended("rank 0-1 on n3", status, 2.0, others=True)
     assert result.end_at == 2.0 + END_DELAY_AFTER_STOP
-    result.conclude(FirstCause("rank 1 on n3 ended without a report. It was killed", 1))
+    result.conclude(Failure("rank 1 on n3 ended without a report. It was killed", "killed", 1))
     printed = capsys.readouterr().err.splitlines()
     name = signal.Signals(number).name
     assert printed[-1].startswith(f"ddpkit launch: error: {name}: ddpkit launch has received it")
-    assert len(printed) == lines
+    assert len([line for line in printed if not line.startswith("ddpkit-failure ")]) == lines
     assert "rank" not in printed[-1] and result.status == status
 
 
@@ -271,15 +271,16 @@ def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list
 
 
 @pytest.mark.parametrize(("reported", "exit_statuses", "status", "last"), [
-    (FirstCause("rank 2 on h2 ended without a report", 2), {2: 0, 0: 1}, 1,
+    (Failure("rank 2 on h2 ended without a report", "killed", 2), {2: 0, 0: 1}, 1,
      "failed first: rank 2 on h2 ended without a report. Rank 2 ended with exit status 0"),
-    (FirstCause("rank 2 on h2 failed: KeyError", 2), {0: 1, 2: 7}, 7, "KeyError. Rank 2 ended with exit status 7"),
-    (FirstCause("a host is down", None), {0: 1}, 1, "failed first: a host is down"),
+    (Failure("rank 2 on h2 failed: KeyError", "exception", 2), {0: 1, 2: 7}, 7,
+     "KeyError. Rank 2 ended with exit status 7"),
+    (Failure("a host is down", "lost"), {0: 1}, 1, "failed first: a host is down"),
     (None, {2: 0, 0: 1}, 1, "before that, rank 2 had ended with exit status 0"),
     (None, {0: 1, 2: 7}, 1, "rank 2 failed, too, before the others were ended"),
     (None, {0: 1}, 1, "rank 0 ended with exit status 1, the others will be ended")])
 def test_last_line_is_about_the_first_failure(
-        reported: FirstCause | None, exit_statuses: dict[int, int], status: int, last: str,
+        reported: Failure | None, exit_statuses: dict[int, int], status: int, last: str,
         capsys: pytest.CaptureFixture[str]) -> None:
     result = LaunchResult()
     for rank, ended in exit_statuses.items():

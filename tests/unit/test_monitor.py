@@ -18,7 +18,7 @@ from tests.unit.channels import opened_pair
 from tests.unit.notices import served
 from utils.channel import Channel
 from utils.monitor.hang import Collective, Group, user_frame
-from utils.monitor.launch_report import VARIABLE, report_first_cause
+from utils.monitor.launch_report import VARIABLE, Failure, report_first_cause
 from utils.monitor.monitor import Monitor, Peer
 
 Channels = list[list[Channel]]  # of each rank
@@ -109,11 +109,11 @@ def test_first_cause_reaches_launch_py(
         monkeypatch.setenv(VARIABLE, launch_py.variables[VARIABLE])
         ranks[reporter].report_to_launcher(cause)
         wait_until(lambda: launch_py.first_cause is not None, "the notice")
-        assert launch_py.first_cause == (cause, dead, False)
-        report_first_cause(cause)  # by a rank that does not know whose it is
-        assert launch_py.first_cause == (cause, dead, False)
-        report_first_cause("another")
-        assert launch_py.first_cause == ("another", None, False)
+        assert launch_py.first_cause == Failure(cause, "killed", dead, f"h{dead}")
+        report_first_cause(Failure(cause, "hang"))  # by a rank that does not know whose it is
+        assert launch_py.first_cause == Failure(cause, "killed", dead, f"h{dead}")
+        report_first_cause(Failure("another", "hang"))
+        assert launch_py.first_cause == Failure("another", "hang")
 
 
 @pytest.mark.parametrize(("stopped", "expected"), [

@@ -30,7 +30,8 @@ def choose_backend(backend: str | None) -> str:
         raise LaunchError(
             f"backend {backend} was requested, but torch {torch.__version__} sees no "
             f"{device_type} device on {socket.gethostname()} ({set_masks()}). Request GPUs from "
-            "the scheduler, install a torch build for them, or leave the backend out to use gloo"
+            "the scheduler, install a torch build for them, or leave the backend out to use gloo",
+            host=socket.gethostname(),
         )
     return backend
 

@@ -314,29 +314,45 @@ def describe_waiting(positions: Mapping[int, Position]) -> str:
 
 def describe_mismatch(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
     """Return which ranks entered another collective than the majority; "" where none did."""
+    by_rank, odd = _mismatch(positions)
+    if not odd:
+        return ""
+    shown = {rank: _show(call, positions[rank]) for rank, call in by_rank.items()}
+    number = _number(next(iter(by_rank.values())))
+    causes = "; ".join(
+        f"rank {rank} on {hosts[rank]} entered another {number}: {shown[rank]}"
+        for rank in odd[:_SHOWN_RANKS]
+    )
+    example = next((rank for rank in by_rank if rank not in odd), None)
+    if example is None:
+        return f"unknown which rank is wrong: {causes}"
+    return f"{causes}. The other ranks entered {shown[example]}"
+
+
+def _mismatch(positions: Mapping[int, Position]) -> tuple[dict[int, Collective], list[int]]:
+    """Return the first collective in which the ranks differ, and those that differ from most.
+
+    These are all ranks where no call is that of most, and none where the ranks do not differ.
+    """
     calls: dict[tuple[str, int], dict[int, Collective]] = {}
-    for rank, position in positions.items():
+    for rank, position in sorted(positions.items()):
         for call in position.last:
             if not call["between_two"]:
                 calls.setdefault((call["group"], call["number"]), {})[rank] = call
-
     for _, by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
-        counts = Counter(map(_signature, by_rank.values())).most_common(2)
-        if len(counts) > 1:
-            usual, most = counts[0]
-            shown = {rank: _show(call, positions[rank]) for rank, call in by_rank.items()}
-            number = _number(next(iter(by_rank.values())))
-            is_even = most == counts[1][1]
-            causes = [
-                f"rank {rank} on {hosts[rank]} entered another {number}: {shown[rank]}"
-                for rank, call in sorted(by_rank.items())
-                if is_even or _signature(call) != usual
-            ][:_SHOWN_RANKS]
-            if is_even:
-                return f"unknown which rank is wrong: {'; '.join(causes)}"
-            example = next(rank for rank, call in by_rank.items() if _signature(call) == usual)
-            return f"{'; '.join(causes)}. The other ranks entered {shown[example]}"
-    return ""
+        (usual, most), *others = Counter(map(_signature, by_rank.values())).most_common(2)
+        if others:
+            is_even = most == others[0][1]
+            odd = [rank for rank, call in by_rank.items() if is_even or _signature(call) != usual]
+            return by_rank, odd
+    return {}, []
+
+
+def at_fault(positions: Mapping[int, Position], running: list[int]) -> set[int]:
+    """Return the ranks that describe() names: others wait for them, or for another collective."""
+    found = late(positions, running)
+    silent = {rank for rank in unreported(positions, running) if rank in found or not found}
+    return {*_mismatch(positions)[1], *found, *silent}
 
 
 def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:

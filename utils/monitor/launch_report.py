@@ -1,4 +1,4 @@
-"""Notices of the ranks to launch.py: all have saved; what failed first.
+"""Notices of the ranks to launch.py: all have saved; what failed first, else a line about that.
 
 Exit statuses cannot report this. torchrun turns every failure into status 1. Launchers end the
 other ranks, which may still be saving, as soon as one leaves with a status other than 0. And the
@@ -8,13 +8,43 @@ rank that fails first need not be the first that ends.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import sys
 from collections.abc import Mapping
+from typing import NamedTuple
 
 VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
 ROLE = "notice"
 _SECONDS = 5.0  # for the connection, and until launch.py has the notice
 _LONGEST_CAUSE = 2000
+FAILURE = "ddpkit-failure "  # the beginning of the line about what failed first; JSON follows
+
+
+class Failure(NamedTuple):
+    """What failed first.
+
+    rank, host: at fault; None where it is not one, or unknown. kind: "start", "exception",
+    "killed", "uneven" work, host "lost", "hang"; of launch.py also "command", "launch", exit
+    "status", "left" with status 0, "stop".
+    is_over: all ranks end: a host is lost, or they hang.
+    """
+
+    text: str
+    kind: str
+    rank: int | None = None
+    host: str | None = None
+    is_over: bool = False
+
+    def write(self) -> None:
+        """Write the line that `ddpkit doctor logs` reads."""
+        fields = {"kind": self.kind, "rank": self.rank, "host": self.host, "cause": self.text}
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error
+            sys.stderr.write(f"{FAILURE}{json.dumps(fields)}\n")
+            sys.stderr.flush()
+
+
+_NONE = Failure("", "")
 
 
 def parse_address(value: str) -> tuple[list[str], int, str]:
@@ -31,26 +61,16 @@ def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
     return _send("saved", environ)
 
 
-def report_first_cause(
-    text: str,
-    rank: int | None = None,
-    is_over: bool = False,
-    environ: Mapping[str, str] = os.environ,
-) -> bool:
-    """Report to launch.py what failed first.
-
-    rank: None where it is not one rank. is_over: all ranks end: a host is lost, or they hang.
-    """
-    return _send("failed", environ, " ".join(text.split())[:_LONGEST_CAUSE], rank, is_over)
+def report_first_cause(failure: Failure, environ: Mapping[str, str] = os.environ) -> bool:
+    """Report to launch.py what failed first, or write its line; return whether launch.py has it."""
+    failure = failure._replace(text=" ".join(failure.text.split())[:_LONGEST_CAUSE])
+    received = _send("failed", environ, failure)
+    if not received:
+        failure.write()
+    return received
 
 
-def _send(
-    what: str,
-    environ: Mapping[str, str],
-    text: str = "",
-    rank: int | None = None,
-    is_over: bool = False,
-) -> bool:
+def _send(what: str, environ: Mapping[str, str], failure: Failure = _NONE) -> bool:
     """Send a notice; return whether launch.py has it. This process may end in a moment."""
     from .. import channel  # most ranks send none
 
@@ -60,8 +80,8 @@ def _send(
             key = channel.Secret(os.fsencode(secret))
             peer = channel.connect(address, port, key, ROLE, seconds=_SECONDS)
             with contextlib.closing(peer):
-                peer.send(
-                    {"kind": "notice", "what": what, "text": text, "rank": rank, "is_over": is_over}
-                )
+                fields = failure._asdict()
+                fields["about"] = fields.pop("kind")
+                peer.send({"kind": "notice", "what": what, **fields})
                 return peer.receive_one(_SECONDS) is not None
     return False

@@ -32,6 +32,7 @@ from .hang import (
     Position,
     ProcessState,
     Work,
+    at_fault,
     describe,
     describe_mismatch,
     describe_waiting,
@@ -40,7 +41,7 @@ from .hang import (
     summary,
     unreported,
 )
-from .launch_report import report_first_cause
+from .launch_report import Failure, report_first_cause
 from .positions import BUSY_FACTOR, HangWatch, Heartbeat
 
 HUNG_RANK_TIMEOUT = 10.0
@@ -105,6 +106,7 @@ class Monitor:
         self._unconnected = set(self._hosts)  # ranks, as far as rank 0 knows
         self._all_started = threading.Event()
         self._start_failure = ""
+        self.failed_at_start: int | None = None  # the rank, where this one has seen it
         self._start_failure_found = threading.Event()
         self._start_failure_handled = threading.Event()  # the main thread reports it
 
@@ -117,6 +119,7 @@ class Monitor:
         self._positions: dict[int, Position] = {}
         self._positions_requested = self._has_timed_out = False
         self._hung: set[int] = set()  # ranks, as far as rank 0 knows
+        self._blamed: set[int] = set()  # for a hang
         self._killed: set[int] = set()  # ranks that ended without a report
         self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
         self._reported = False  # to launch.py
@@ -258,19 +261,31 @@ class Monitor:
         return self._first_cause or cause
 
     def report_to_launcher(self, cause: str) -> None:
-        """Report the first cause to launch.py: rank 0 does, the rank at fault, and any without 0.
+        """Report the first cause to launch.py, or write its line.
 
-        In a thread, for which the end of the program waits: launch.py may be cut off.
+        Rank 0 does, and the one at fault; without rank 0, any rank does. In a thread, for which the
+        end of the program waits: launch.py may be cut off.
         """
         with self._lock:
             known = {**self._departed, **self._failed}
             same = [rank for rank, reason in known.items() if reason and reason in cause]
-            rank = same[0] if len(same) == 1 else None  # several raise what is wrong with another
+            several = {*(same or self._blamed)}  # they may raise what is wrong with another
+            rank = next(iter(several)) if len(several) == 1 else None
             is_over = self._hang_announced or bool(self._lost)
             reports = self._rank in (0, *same) or 0 in self._departed or self._hang_announced
-            if reports and (is_over or not self._reported):
-                self._reported = True
-                threading.Thread(target=report_first_cause, args=(cause, rank, is_over)).start()
+            if not reports or self._reported and not is_over:
+                return
+            self._reported = True
+            kinds = {
+                "lost": self._lost,
+                "killed": self._killed,
+                "exception": self._failed,
+                "uneven": self._departed,
+            }
+            kind = next((one for one in kinds if same and same[0] in kinds[one]), "hang")
+            host = None if rank is None else _host(self._hosts.get(rank, "")) or None
+            failure = Failure(cause, kind, rank, host, is_over)
+            threading.Thread(target=report_first_cause, args=(failure,)).start()
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -401,7 +416,9 @@ class Monitor:
         )
         if not self._all_started.is_set():
             died = f"{rank} died while torch was connecting the ranks. Look for its own message"
-            self._start_failure = self._start_failure or (lost if connection.host_lost else died)
+            if not self._start_failure:
+                self._start_failure = lost if connection.host_lost else died
+                self.failed_at_start = peer.rank
             if self._rank == 0:
                 self._send_all({"kind": "start_failed", "cause": self._start_failure})
             return
@@ -471,6 +488,7 @@ class Monitor:
         if missing and not last_chance:
             return ""
         self._hung = {*late(self._positions, running), *missing}
+        self._blamed = at_fault(self._positions, running)
         stopped = {
             rank: f"its process is {state.why_stopped}"
             for rank, state in self._states.items()
@@ -565,6 +583,7 @@ class Monitor:
             self._found_stopped[rank] = now, progress
         elif now - since > HOST_LOST_SECONDS - 1 and not is_held and not self._hang_announced:
             cause = f"{name} does not respond: its process is {why_stopped}"
+            self._blamed = {rank}
             self._end_all(f"The ranks wait for a stopped one.\n  {cause}\n", cause)
 
     def _position(self, ends: bool) -> Position | None:
@@ -680,6 +699,7 @@ class Monitor:
             return
         # A rank that does not wait may be busy, and has the limit of busy ranks.
         if self._waits() or stalled > 1.1 * BUSY_FACTOR * watch.limit + 5:
+            self._blamed = {0}
             self._announce_hang(
                 f"rank 0 on {self._hosts[0]} does not respond to {self._this_host()}: it is "
                 "stopped or busy in native code, its host is down, or the network between them is "
@@ -711,6 +731,7 @@ class Monitor:
         if self._of_hang:  # with the locations of collectives, where they have arrived
             self._positions = {**self._of_hang, **self._positions}
             known = self._first_cause if self._waits() else ""  # from rank 0, before it left
+            self._blamed = at_fault(self._positions, running)
             self._announce_hang(
                 known or watch.describe(self._positions, self._hosts, self._departed)
             )

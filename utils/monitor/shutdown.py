@@ -33,7 +33,7 @@ from ..launchers.launcher import Placement
 from ..log import get_logger
 from .collectives import show_collectives
 from .hang import user_frame
-from .launch_report import report_first_cause
+from .launch_report import Failure, report_first_cause
 from .monitor import Monitor
 
 _log = get_logger(__name__)
@@ -55,7 +55,7 @@ _RUNTIME_ERROR_OF_TORCH = (
 )
 # Errors that the kit raises on all ranks name the one that failed: "cannot load /scratch/run/step-
 # 000000001 on rank 1 on n2: the state does not match".
-_FAILED_RANK = r" on (rank \d+ on [\w.-]+): "
+_FAILED_RANK = r" on rank (\d+) on ([\w.-]+): "
 _PEER_FAILURES = {
     "lost": r"(closed|reset) by (remote )?peer|Broken pipe|Connection (was likely )?closed"
     r"|remote process exited|ncclRemoteError|lost the connection"
@@ -81,7 +81,7 @@ class Shutdown:
         """
         self.store = store
         self._monitor = monitor
-        self._world_size, self._backend = world_size, backend
+        self._rank, self._world_size, self._backend = rank, world_size, backend
         self._this_rank = f"rank {rank} on {socket.gethostname()}"
         self._closed = False
 
@@ -151,12 +151,15 @@ class Shutdown:
         name, text = type(error).__name__, str(error).strip()
         description = (f"{name}: {text}" if text else name).splitlines()[0][:300]
         named = re.search(_FAILED_RANK, description) if _raised_by_torch(error) else None
-        failed_rank = named[1] if named else self._this_rank
+        rank, host = (int(named[1]), named[2]) if named else (self._rank, socket.gethostname())
+        failed_rank = f"rank {rank} on {host}"
         failure = f"{failed_rank} failed: {description}"
         kind = peer_failure(error) if self._world_size > 1 else ""
         first = self._first_cause(kind, failure)
         if first and self._monitor is not None:
             self._monitor.report_to_launcher(first)
+        elif first:
+            report_first_cause(Failure(first, "exception", rank, host))
         self._release_closing_ranks()
 
         is_root_cause = first == failure and failed_rank == self._this_rank
@@ -316,7 +319,7 @@ def connection_failure(
     """Return why torch could not connect the ranks: a rank that has died, or torch's error."""
     cause = monitor.start_failure(timeout=2)
     if cause:
-        return LaunchError(cause)
+        return LaunchError(cause, rank=monitor.failed_at_start)
     interfaces = " ".join(
         f"{name}={os.environ.get(name, '')!r}"
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -347,7 +350,7 @@ def print_without_traceback(failure: LaunchError) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is failure:
             if not failure.reported_by_rank_0:
-                report_first_cause(str(failure))
+                report_first_cause(Failure(str(failure), "start", failure.rank, failure.host))
             _write_error_file(str(failure), is_root_cause=not failure.reported_by_rank_0)
             sys.stderr.write(f"{message}\n")
         else:

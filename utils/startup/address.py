@@ -255,7 +255,8 @@ def _join(
     raise LaunchError(
         f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()} did not find "
         f"rank 0 within {timeout:.0f} s{source}. Tried {tried}. Check that rank 0 runs there (look "
-        "for its message), and that no firewall is between the hosts"
+        "for its message), and that no firewall is between the hosts",
+        rank=0,
     )
 
 

@@ -77,7 +77,7 @@ class RendezvousServer(PeerServer):
         """
         self._reports[0] = report
         if report["error"]:
-            raise LaunchError(_cannot_start(0, report))
+            raise LaunchError(_cannot_start(0, report), rank=0, host=report["host"])
         while len(self._reports) < self._world_size:
             if time.monotonic() >= deadline:
                 raise LaunchError(self._missing_ranks())
@@ -110,7 +110,9 @@ class RendezvousServer(PeerServer):
         if not self._refusal:
             raise LaunchError(
                 f"rank 0 on {socket.gethostname()} ran out of file descriptors: {error}. "
-                f"Expected one for each of {self._world_size} ranks. Raise `ulimit -n` there"
+                f"Expected one for each of {self._world_size} ranks. Raise `ulimit -n` there",
+                rank=0,
+                host=socket.gethostname(),
             )
 
     def lost(self, peer: Channel) -> None:
@@ -118,7 +120,9 @@ class RendezvousServer(PeerServer):
         if rank is not None and not self._refusal:
             raise LaunchError(
                 f"rank {rank} on {_host(self._reports[rank])} ended while the ranks were "
-                "starting. Look for its own message"
+                "starting. Look for its own message",
+                rank=rank,
+                host=self._reports[rank]["host"],
             )
 
     def receive(self, peer: Channel, message: Message) -> None:
@@ -156,7 +160,7 @@ class RendezvousServer(PeerServer):
                 "Check whether two launches use the same MASTER_ADDR and MASTER_PORT"
             )
         if report.get("error"):
-            raise LaunchError(_cannot_start(rank, report))
+            raise LaunchError(_cannot_start(rank, report), rank=rank, host=report["host"])
 
     def _note_address(self, peer: Channel) -> None:
         if self.address != "127.0.0.1":

@@ -235,7 +235,9 @@ def _check_gloo_interfaces(reports: Sequence[RankReport], num_hosts: int) -> Non
                 f"rank {rank} on {report['host']} has "
                 f"GLOO_SOCKET_IFNAME={report['gloo_interfaces']}, the loopback interface, but the "
                 f"ranks run on {num_hosts} hosts. Unset it, or name the interface that connects "
-                "the hosts"
+                "the hosts",
+                rank=rank,
+                host=report["host"],
             )
 
 
@@ -306,7 +308,9 @@ def _choose_device(
         f"rank {rank} (local rank {local_rank}) on {reports[rank]['host']} sees {len(visible)} "
         f"GPUs for {local_world_size} ranks ({reports[rank]['device_masks']}); expected one GPU, "
         f"or one for each rank of the host. Start at most {len(visible)} ranks per host, request "
-        "more GPUs, or let the launcher give each rank its own"
+        "more GPUs, or let the launcher give each rank its own",
+        rank=rank,
+        host=reports[rank]["host"],
     )
 
 
@@ -330,7 +334,8 @@ def _check_one_rank_per_device(
     raise LaunchError(
         f"several ranks on {host} use the same GPU; expected a GPU for each rank:\n{rows}\n"
         "Start at most one rank per GPU, or let the launcher give each its own GPU "
-        "(srun --gpus-per-task=1)"
+        "(srun --gpus-per-task=1)",
+        host=host,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from ...monitor.launch_report import FAILURE, Failure
 from .causes import CAUSES, CauseLevel, FailureCause
 
 _WORD = r"[A-Za-z0-9_][\w.-]{0,252}"  # at most as long as a host name
@@ -20,57 +23,32 @@ _PLACEHOLDERS = {
 _HOST_NAME = re.compile(rf"(?!localhost){_WORD}")
 
 # "[rank3]: ", "3: " (srun --label), "[1,3]<stderr>:", "(Worker pid=7) ", "rank 3 on n2 failed: "
-_SURVIVOR = (
-    rf"rank \d+ on {_WORD} (?:stops, because |is ended, because all other ranks have stopped: )"
-    r"|ddpkit launch: the ranks report what failed first: "
-)
 _LABELS = re.compile(
     r"(?:\x1b\[[\d;]*m|\[(?:rank ?|default)\d+\]:? ?|\d+: |\[\d+,\d+\]<std(?:err|out)>: ?"
-    rf"|\([\w ]+ pid=\d+[^)]*\) |(?:{_SURVIVOR})?rank \d+ on \S+ failed: )+"
+    r"|\([\w ]+ pid=\d+[^)]*\) |rank \d+ on \S+ failed: )+"
 )
-
-_KIT_ERRORS = tuple(
-    pattern.removesuffix(": ")
-    for cause in CAUSES
-    if cause.reporter == "kit"
-    for pattern in cause.patterns
-    if re.fullmatch(r"\w+: ", pattern)
+# What the kit says to people it also writes as a Failure. What it logs may not end the job.
+_FOR_PEOPLE = re.compile(
+    r"rank \d+ on \S+ (?:failed: |stops|is ended)|ddpkit launch: |LaunchError: "
 )
-# The kit's messages. After one of these beginnings comes a sentence: what was found; what was
-# expected; what to do. What was found names the rank or host at fault, as "rank 3 on n2" or "on
-# n2". A rank that only reports is "rank 1 of 8 on n1", or in parentheses.
-_KIT = re.compile(
-    rf"(?P<beginning>(?:{_SURVIVOR}|rank \d+ on {_WORD} failed: "
-    r"|  (?=rank \d+ on \S+ (?:\(pid |left |failed: )|unknown)|ddpkit launch: error: "
-    rf"|\[rank \d+/\d+ {_WORD}\] ERROR: |(?:{'|'.join(_KIT_ERRORS)}): )+)"
-    r"(?P<sentence>.+)"
-)
-_WITNESS = re.compile(
-    rf"rank \d+ on {_WORD} \(pid \d+\) has found| ?\([^()]*\)|rank \d+ of \d+(?: on {_WORD})?"
-)
-_AT_FAULT = tuple(
-    re.compile(pattern)
-    for pattern in (
-        rf"\brank (?P<rank>\d+) on (?P<host>{_WORD})",
-        r"\brank (?P<rank>\d+)\b(?!')(?P<host>x)?",
-        rf"(?P<rank>\d)?^on (?P<host>{_WORD})",
-        r"(?P<rank>\d)?\b(?:on|from|to) (?P<host>[A-Za-z][\w.-]*\d[\w.-]*)",
-    )
-)
-_SPEAKER = re.compile(rf"rank (\d+) on ({_WORD}) failed: |\[rank (\d+)/\d+ ({_WORD})\] ERROR: ")
-# Another process's message, or the launcher's report of an exit status, says more than a sentence
-# that only supposes, or that refers to it.
-_REFERS = re.compile(
-    r"(?:[Ll]ook for|[Ss]ee) (?:[\w']+ ){0,4}messages?\b|launcher's output|\bprobably\b"
-    "|has found that the job must end"
-)
-_ENDED = re.compile(r"ddpkit launch: error: (?:SIG|.*\bexit status [1-9])")
+_LOGGED = re.compile(r"\[rank \d+/\d+ \S+\] ERROR: ")
+# The rows of the kinds of failures, where the cause matches no other row.
+_ROWS = {
+    "command": "command_error",
+    "start": "launch_error",
+    "launch": "launch_error",
+    "exception": "python_exception",
+    "status": "unknown",
+    "stop": "terminated",
+    "uneven": "uneven_work",
+    "left": "left_early",
+}
 
 _RANK_AND_HOST = tuple(
     re.compile(pattern.format(rank=r"(?P<rank>\d+)", host=rf"(?P<host>{_WORD})"))
     for pattern in (
-        "before that, rank {rank} on {host}",
-        r"rank {rank} on {host}(?: \(pid \d+\))? (?:failed|was ended|ended)",
+        " on rank {rank} on {host}: ",  # in a message that the kit has logged
+        r"\[rank {rank}/\d+ {host}\] ",
         "srun: error: {host}: task {rank}:",
         r"process rank {rank} with PID \S+ on node {host}",  # Open MPI
         "{host}: rank {rank} (?:died|exited)",  # PALS
@@ -78,8 +56,7 @@ _RANK_AND_HOST = tuple(
     )
 )
 _RANK = re.compile(
-    r"ddpkit launch: (?:error: |before that, )?rank (\d+) (?:was|ended|had)"
-    r"|\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
+    r"\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
     r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
 )
 # "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
@@ -90,14 +67,13 @@ _HOST = re.compile(
 )
 # Lines of launchers about the end of one process.
 _EXIT = re.compile(
-    r"srun: error: \S+: tasks? |ddpkit launch: (?:error: )?rank \d+ (?:on \S+ )?(?:was|ended)"
-    r"|process rank \d+ with PID|PID \d+ RUNNING AT|: rank \d+ (?:died|exited)|Process name: \["
+    r"srun: error: \S+: tasks? |process rank \d+ with PID|PID \d+ RUNNING AT"
+    r"|: rank \d+ (?:died|exited)|Process name: \["
 )
-AGENT_ENDED = re.compile(rf"ddpkit launch: error: torchrun on ({_WORD}) (?:was|ended)")
 # Lines that say no cause, but where the job ran or which process failed.
 CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  time  ", "  host  ",
            "  rank  ", "Process name: [", "RUNNING AT", " ranks on ", "closing signal SIGTERM",
-           "others will be ended")  # fmt: skip
+           "others will be ended", FAILURE)  # fmt: skip
 
 _GPU_MEMORY = re.compile(
     r"(?P<total>\S+ \wiB) total capacity; (?P<used>\S+ \w+) already allocated; (?P<free>\S+ \w+)"
@@ -106,20 +82,6 @@ _GPU_MEMORY = re.compile(
 )
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _GPU_HELD, _GPU_FULL = (cause for cause in CAUSES if cause.name == "cuda_oom")
-
-
-class KitMessage(NamedTuple):
-    """A message of the kit.
-
-    sentence: "" where it is the message of an exception in the user's program. rank, host: at
-    fault, as far as it says. refers: to a message that says more. is_logged: the job may go on.
-    """
-
-    sentence: str
-    rank: int | None
-    host: str | None
-    refers: bool = False
-    is_logged: bool = False
 
 
 class _Signature(NamedTuple):
@@ -147,58 +109,53 @@ def keywords() -> tuple[str, ...]:
     return *(one.keyword for one in _signatures()), *CONTEXT
 
 
-def match(line: str, kit: KitMessage | None = None) -> tuple[FailureCause, str | None] | None:
-    """Return the cause that a line shows, and the host in the place of its pattern's {host}.
-
-    kit: of kit_message().
-    """
+def match(line: str) -> tuple[FailureCause, str | None] | None:
+    """Return the cause that a line shows, and the host in the place of its pattern's {host}."""
     labels = _LABELS.match(line)
     message = line[labels.end() :] if labels else line
-    is_exception = kit is not None and not kit.sentence
     for keyword, regex, at_start, cause in _signatures():
-        if keyword in line and not (is_exception and cause.name == "unknown"):
-            found = regex.match(message) if at_start else regex.search(line)
-            if found and (kit or cause.reporter != "kit"):
-                if cause is _GPU_FULL and _held_by_another_process(line):
-                    cause = _GPU_HELD
-                if kit and kit.sentence and cause.level <= CauseLevel.HINT:
-                    return _as_said(cause, kit), None
-                host = found["host"].rstrip(".") if "host" in regex.groupindex else None
-                return cause, host if host and _HOST_NAME.fullmatch(host) else None
+        found = keyword in line and (regex.match(message) if at_start else regex.search(line))
+        if found:
+            if cause is _GPU_FULL and _held_by_another_process(line):
+                cause = _GPU_HELD
+            if _LOGGED.search(line):
+                level = max(cause.level, CauseLevel.HINT)
+                cause = replace(cause, meaning=line.partition("ERROR: ")[2][:300], level=level)
+                cause = replace(cause, reporter="kit")
+            host = found["host"].rstrip(".") if "host" in regex.groupindex else None
+            return cause, host if host and _HOST_NAME.fullmatch(host) else None
     return None
 
 
-def _as_said(cause: FailureCause, kit: KitMessage) -> FailureCause:
-    """Return the cause that a message of the kit states, in its own words."""
-    level = max(cause.level, CauseLevel.HINT) if kit.is_logged else cause.level
-    said = replace(cause, meaning=kit.sentence[:300], level=level, reporter="kit")
-    if kit.refers and cause.reporter == "kit" and level < CauseLevel.CONSEQUENCE:
-        return replace(said, level=CauseLevel.CONSEQUENCE, explained_by=("killed", "crash"))
-    return said
+def read_failure(line: str) -> Failure | None:
+    """Return what the kit has written about a failure; None for other lines."""
+    _, marker, text = line.partition(FAILURE)
+    if marker:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            fields = json.loads(text)
+            return Failure(fields["cause"], fields["kind"], fields["rank"], fields["host"])
+    return None
 
 
-def kit_message(line: str) -> KitMessage | None:
-    """Return what a message of the kit says; None for other lines."""
-    found = _KIT.search(line)
-    if found is None or (_ENDED.search(line) and not _REFERS.search(line)):
-        return None
-    beginning, sentence = found["beginning"], found["sentence"]
-    refers, is_logged = _REFERS.search(sentence) is not None, beginning.endswith("] ERROR: ")
-    speaker: tuple[int | None, str | None] = None, None
-    if speakers := _SPEAKER.findall(beginning):
-        rank_failed, host_failed, rank_logged, host_logged = speakers[-1]
-        speaker = int(rank_failed or rank_logged), host_failed or host_logged
-    if beginning.endswith(" failed: "):
-        return KitMessage("", *speaker)
+def is_for_people(line: str) -> bool:
+    """Whether a line repeats what the kit has written as a Failure."""
+    labels = _LABELS.match(line)
+    return any(map(_FOR_PEOPLE.match, (line, line[labels.end() :] if labels else line)))
 
-    if sentence.startswith("unknown"):  # which of the ranks that it shows
-        return KitMessage(sentence, None, None)
-    what = re.split(r"\. |; ", _WITNESS.sub("", sentence), maxsplit=1)[0].rstrip(".")
-    for pattern in _AT_FAULT:
-        if named := pattern.search(what):
-            rank, host = named["rank"], named["host"]
-            return KitMessage(sentence, int(rank) if rank else None, host, refers, is_logged)
-    return KitMessage(sentence, *((None, None) if refers else speaker), refers, is_logged)
+
+def cause_of(failure: Failure) -> FailureCause:
+    """Return the row for what the kit says, with its words where they say more than the row."""
+    found = match(failure.text)
+    cause = found[0] if found else None
+    if cause is None or cause.name == "unknown" or failure.kind in ("left", "uneven"):
+        name = _ROWS.get(failure.kind, "kit_message")
+        cause = next(row for row in CAUSES if row.name == name)
+    if failure.kind in ("exception", "status"):
+        return cause
+    cause = replace(cause, meaning=failure.text[:300], reporter="kit")
+    if failure.kind == "killed":  # the launcher's report of its end says more
+        cause = replace(cause, level=CauseLevel.CONSEQUENCE, explained_by=("killed", "crash"))
+    return cause
 
 
 def rank_and_host(line: str) -> tuple[int | None, str | None]:

@@ -15,11 +15,12 @@ from typing import BinaryIO
 
 from .causes import CauseLevel, FailureCause
 from .lines import (
-    AGENT_ENDED,
+    cause_of,
+    is_for_people,
     keywords,
-    kit_message,
     match,
     rank_and_host,
+    read_failure,
     reports_abort,
     reports_exit,
 )
@@ -130,23 +131,28 @@ class _Reader:
         file_rank = int(label[1]) if label else None
         line_number = 0
         for line_number, line, context in _lines_of_interest(stream):
-            kit = kit_message(line)
-            rank, host = (kit.rank, kit.host) if kit else rank_and_host(line)
+            failure = read_failure(line)
+            rank, host = (failure.rank, failure.host) if failure else rank_and_host(line)
             if line_number == 1 and _HOST_NAME.fullmatch(line):
                 host = line
             if host:
                 self._hosts.add(host)
                 if rank is not None:
                     self._host_of_rank.setdefault(rank, host)
+            if failure and failure.kind == "status":
+                self._first_exit = self._first_exit or _Exit(rank, host)
+                self._first_agent = self._first_agent or (host or "" if rank is None else "")
             self._note_exit(line, rank, host)
             if ranks := _NUM_RANKS.search(line):
                 self._num_ranks = int(ranks[1])
             self._ranks_were_ended |= _ENDED_BY_LAUNCHER.search(line) is not None
 
-            found = match(line, kit)
-            if found is None:
+            if failure:
+                cause, named_host = cause_of(failure), host
+            elif (found := match(line)) is None or is_for_people(line):
                 continue
-            cause, named_host = found
+            else:
+                cause, named_host = found
             if cause.name == _STD_TERMINATE:
                 self._num_aborts += 1
             elif not reports_abort(line):
@@ -161,7 +167,7 @@ class _Reader:
             self._findings[key].last_line_number = line_number
             if cause.reporter == "survivor":
                 rank, host = None, named_host
-            elif kit is None:
+            elif failure is None and cause.reporter != "kit":
                 rank, host = file_rank if rank is None else rank, host or named_host
             if (rank, host) not in self._findings[key].named:
                 self._findings[key].named.append((rank, host))
@@ -178,8 +184,6 @@ class _Reader:
                 latest.time = line.partition(":")[2].strip()
             latest.rank = rank if latest.rank is None else latest.rank
             latest.host = latest.host or host
-        elif (agent := AGENT_ENDED.search(line)) is not None:
-            self._first_agent = self._first_agent or agent[1]
         elif reports_exit(line) and not in_torchrun_summary and self._first_exit is None:
             self._first_exit = _Exit(rank, host)
 

@@ -127,10 +127,12 @@ class Coordinator(LaunchServer):
             hosts = self._starters[index]
             if missing := self._missing_hosts(hosts):
                 program = os.path.basename(self._plan.method.path)
+                host = self._plan.hosts[hosts[0]] if len(hosts) == 1 else None
                 self._result.fail(
                     f"{program} {describe_status(status)} before an agent has connected from "
                     f"{missing}. See its message above, and check that host",
                     now,
+                    host=host,
                 )
                 self._done.update(host for host in hosts if host not in self.clients)
 
@@ -181,6 +183,7 @@ class Coordinator(LaunchServer):
                 f"on {self._plan.hosts[index]} {problem}. Expected the same folders and "
                 "files on every host. Use a file system that all hosts share",
                 time.monotonic(),
+                host=self._plan.hosts[index],
             )
             return
         self._ready[index] = port
@@ -244,7 +247,9 @@ class Coordinator(LaunchServer):
             rank = self._plan.first_rank(index) + local_rank
             who = f"rank {rank} on {host}"
         others = self._running > 0
-        self._result.process_ended(who, status, time.monotonic(), others=others, rank=rank)
+        self._result.process_ended(
+            who, status, time.monotonic(), others=others, rank=rank, host=host
+        )
 
     def client_lost(self, index: int) -> None:
         if index not in self._done:
@@ -255,6 +260,7 @@ class Coordinator(LaunchServer):
                 f"the connection to {self._plan.hosts[index]} was lost. The host, its network or "
                 "the agent there has failed",
                 time.monotonic(),
+                host=self._plan.hosts[index],
             )
 
     # Ending

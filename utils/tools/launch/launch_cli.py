@@ -17,6 +17,7 @@ from ...host.gpus import count_gpus, gpu_vendor
 from ...launch_error import LaunchError
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
+from ...monitor.launch_report import Failure
 from .. import interpreter
 from ..arguments import ArgumentParser
 from ..schedulers import current_allocation
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = _make_plan(args)
         lines = list(shell_lines(plan, os.environ))
     except (AllocationError, LaunchError, PlanError, interpreter.InterpreterError) as error:
+        Failure(str(error), "command" if isinstance(error, PlanError) else "launch").write()
         print_error(str(error))
         return 2
 
@@ -141,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(plan)
     except LaunchError as error:  # it cannot listen
+        Failure(str(error), "launch").write()
         print_error(str(error))
         return 2
 

@@ -16,11 +16,11 @@ from ...channel import Channel, Kind, Loop, PeerServer, Secret, or_none
 from ...connection import Message
 from ...host import network
 from ...launch_error import LaunchError
-from ...monitor.launch_report import VARIABLE
+from ...monitor.launch_report import VARIABLE, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .launch_plan import Plan
-from .launch_result import FirstCause, LaunchResult
+from .launch_result import LaunchResult
 
 LOST_SECONDS = 30  # without any TCP response from the other host
 CONNECT_SECONDS = 60.0
@@ -160,7 +160,7 @@ class RankNotices:
         self.peers = peers
         self.launch_secret = os.urandom(16).hex()
         self.saved = False
-        self.first_cause: FirstCause | None = None
+        self.first_cause: Failure | None = None
         self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
         self.secret = secret_of(secret)
@@ -191,11 +191,12 @@ class RankNotices:
         if message["what"] == "saved":
             self.saved = True
         else:
-            text, rank = message["text"], message["rank"]
-            known = self.first_cause
-            if rank is None and known is not None and known.text == text:
-                rank = known.rank  # a rank that was told the cause repeats it when rank 0 has left
-            self.first_cause = FirstCause(text, rank, message["is_over"])
+            known, fields = self.first_cause, {**message, "kind": message["about"]}
+            first = Failure(**{name: fields[name] for name in Failure._fields})
+            if first.rank is None and known is not None and known.text == first.text:
+                # A rank that was told the cause repeats it when rank 0 has left.
+                first = known._replace(is_over=first.is_over)
+            self.first_cause = first
         peer.send({"kind": "ack"})
 
 

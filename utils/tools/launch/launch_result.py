@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from typing import NamedTuple
+
+from ...monitor.launch_report import Failure
 
 # Seconds from the first failure until the other ranks are ended: they may report what they know.
 END_DELAY = 0.5
@@ -45,14 +46,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-class FirstCause(NamedTuple):
-    """What failed first, as the ranks report it."""
-
-    text: str
-    rank: int | None  # None where it is not one rank
-    is_over: bool = False  # all ranks end: a host is lost, or they hang
-
-
 class LaunchResult:
     """What has happened so far. Times are those of time.monotonic().
 
@@ -68,24 +61,42 @@ class LaunchResult:
         self.lost_hosts: set[str] = set()
         self.reason = self._stop_reason = ""
         self._stopped_by = 0  # the signal
-        self._ended: dict[int, tuple[str, int]] = {}  # ranks that ended by themselves, in order
+        # Ranks that ended by themselves, in order: name, exit status, host.
+        self._ended: dict[int, tuple[str, int, str | None]] = {}
         self._interrupts = 0
         self._at_once = False
         self._stopped_at: float | None = None
 
     def process_ended(
-        self, who: str, status: int, now: float, *, others: bool, rank: int | None = None
+        self,
+        who: str,
+        status: int,
+        now: float,
+        *,
+        others: bool,
+        rank: int | None = None,
+        host: str | None = None,
     ) -> None:
         """Note the end of a process. others: whether more are running. rank: None for torchrun."""
         by_itself = not status or self.end_at is None or now < self.end_at
         if rank is not None and by_itself:
-            self._ended[rank] = who, status
+            self._ended[rank] = who, status, host
         if status and self.failed_at is None:
             rest = ", the others will be ended" if others else ""
-            self.fail(f"{who} {describe_status(status)}{rest}", now, status)
+            message = f"{who} {describe_status(status)}{rest}"
+            self.fail(message, now, status, kind="status", rank=rank, host=host)
 
-    def fail(self, message: str, now: float, status: int = 1) -> None:
-        """Note and print a failure; only the first one counts.
+    def fail(
+        self,
+        message: str,
+        now: float,
+        status: int = 1,
+        *,
+        kind: str = "launch",
+        rank: int | None = None,
+        host: str | None = None,
+    ) -> None:
+        """Note and print a failure; only the first one counts. kind, rank, host: of Failure.
 
         After a stop that ends the ranks, none of them is to blame for its end by a signal.
         """
@@ -100,9 +111,10 @@ class LaunchResult:
             if status in (128 + self._stopped_by, 128 + signal.SIGTERM, 128 + signal.SIGKILL):
                 self.reason = self._stop_reason
                 return
+        Failure(message, kind, rank, host).write()
         print_error(message)
 
-    def conclude(self, first: FirstCause | None) -> None:
+    def conclude(self, first: Failure | None) -> None:
         """Print the warning; or what failed first, if not the rank that failed first to end.
 
         The last line is what people look at: where a stop came first, it says so.
@@ -111,9 +123,10 @@ class LaunchResult:
         if not self.reason:
             self._conclude(first)
         if self.status and (reason := self.reason or self._stop_reason):
+            Failure(reason, "stop").write()
             print_error(reason)
 
-    def _conclude(self, first: FirstCause | None) -> None:
+    def _conclude(self, first: Failure | None) -> None:
         if not self.status and self.warning:
             print_status(self.warning)
         if not self.status or self._at_once:
@@ -121,17 +134,21 @@ class LaunchResult:
         if first is not None:
             text = first.text.rstrip(".")
             if first.rank in self._ended:
-                who, status = self._ended[first.rank]
+                who, status, _ = self._ended[first.rank]
                 text += f". R{who[1:]} {describe_status(status)}"
                 self.status = status or self.status
+            first.write()
             print_status(f"the ranks report what failed first: {text}")
             return
 
-        ended = list(self._ended.values())
-        left = [who for who, _ in itertools.takewhile(lambda one: not one[1], ended)]
-        failed = [who for who, status in ended if status]
+        left = list(itertools.takewhile(lambda one: not one[1][1], self._ended.items()))
+        failed = [who for who, status, _ in self._ended.values() if status]
         if left:
-            print_status(f"before that, {_some(left)} had ended with exit status 0")
+            rank, (_, _, host) = left[0]
+            names = _some([who for _, (who, _, _) in left])
+            text = f"before that, {names} had ended with exit status 0"
+            Failure(text, "left", rank, host).write()
+            print_status(text)
         elif len(failed) > 1:
             print_status(
                 f"{_some(failed[1:])} failed, too, before the others were ended. The first to end "
@@ -141,7 +158,8 @@ class LaunchResult:
     def end_now(self, number: int, now: float) -> None:
         """Note that a signal ends everything at once."""
         self._at_once = True
-        self.fail(f"{signal.Signals(number).name}: all will be ended", now, 128 + number)
+        name = signal.Signals(number).name
+        self.fail(f"{name}: all will be ended", now, 128 + number, kind="stop")
 
     @property
     def end_at(self) -> float | None:

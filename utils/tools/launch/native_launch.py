@@ -190,7 +190,9 @@ class NativeLaunch:
             status = first.status
             who = f"rank {first.ranks}" + (f" on {first.host}" if first.host else "")
             rank = int(first.ranks) if first.ranks.isdecimal() else None
-            self._result.process_ended(who, status, time.monotonic(), others=False, rank=rank)
+            self._result.process_ended(
+                who, status, time.monotonic(), others=False, rank=rank, host=first.host or None
+            )
         else:
             who = "" if by_signal or status < 128 else "reports that a rank "
             ended = f"{self._program} {who}{describe_status(status)}"

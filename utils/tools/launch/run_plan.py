@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from contextlib import ExitStack, closing, suppress
 
@@ -102,7 +103,8 @@ def _run_local(launch: Launch) -> None:
             stops = loop.take_signals()
             for index, status in processes.ended():
                 who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)
-                result.process_ended(who, status, now, others=processes.running, rank=rank)
+                running, host = processes.running, socket.gethostname()
+                result.process_ended(who, status, now, others=running, rank=rank, host=host)
             for number in stops:
                 if result.is_last_stop(number, now):
                     result.end_now(number, now)
