@@ -79,7 +79,9 @@ def test_follow_prints_states_and_output(chain: Submission, capfd: pytest.Captur
     assert printed.err.splitlines() == [
         "ddpkit submit: job 1: queued (Resources)", "ddpkit submit: job 1: queued (Priority)",
         "ddpkit submit: job 1: running, on n1 n2", "ddpkit submit: job 1: completed, exit status 0"]
-    (chain.folder / "1.out").write_text("rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory.\n")
+    cause = '"cause": "rank 3 on n2 failed: OutOfMemoryError: CUDA out of memory."'
+    (chain.folder / "1.out").write_text(
+        f'ddpkit-failure {{"kind": "exception", "rank": 3, "host": "n2", {cause}}}\n')
     assert follow(chain, Status("1", "failed", 1)) == 1
     assert "ddpkit submit: rank 3 on n2: cuda_oom. The model" in capfd.readouterr().err
 

@@ -26,7 +26,7 @@ class Failure(NamedTuple):
 
     rank, host: at fault; None where it is not one, or unknown. kind: "start", "exception",
     "killed", "uneven" work, host "lost", "hang"; of launch.py also "command", "launch", exit
-    "status", "left" with status 0, "stop".
+    "status", "left" with status 0, "stop"; of a check before the job "preflight", "bad host".
     is_over: all ranks end: a host is lost, or they hang.
     """
 

@@ -33,6 +33,7 @@ _FOR_PEOPLE = re.compile(
 )
 _LOGGED = re.compile(r"\[rank \d+/\d+ \S+\] ERROR: ")
 # The rows of the kinds of failures, where the cause matches no other row.
+_CERTAIN = ("left", "uneven", "preflight", "bad host")  # whatever their causes match
 _ROWS = {
     "command": "command_error",
     "start": "launch_error",
@@ -42,6 +43,8 @@ _ROWS = {
     "stop": "terminated",
     "uneven": "uneven_work",
     "left": "left_early",
+    "preflight": "preflight",
+    "bad host": "bad_host",
 }
 
 _RANK_AND_HOST = tuple(
@@ -147,7 +150,7 @@ def cause_of(failure: Failure) -> FailureCause:
     """Return the row for what the kit says, with its words where they say more than the row."""
     found = match(failure.text)
     cause = found[0] if found else None
-    if cause is None or cause.name == "unknown" or failure.kind in ("left", "uneven"):
+    if cause is None or cause.name == "unknown" or failure.kind in _CERTAIN:
         name = _ROWS.get(failure.kind, "kit_message")
         cause = next(row for row in CAUSES if row.name == name)
     if failure.kind in ("exception", "status"):

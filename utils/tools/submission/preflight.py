@@ -10,6 +10,7 @@ from ...job import exclude_file
 from ...job.commands import SchedulerError
 from ...job.notation import EXIT_REQUEUE
 from ...job.requeue import CHAIN_VARIABLE, requeue
+from ...monitor.launch_report import Failure
 from ..launch import launch_cli as launch_cli
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
@@ -60,15 +61,19 @@ def check(
     hosts = hosts_of_job()
     bad = exclude_file.listed(file, hosts)
     if not bad:
-        note(
+        text = (
             "preflight: the training is not started, because of the findings marked BAD above. "
             "Other nodes would not help. Correct them, or submit without --preflight"
         )
+        Failure(text, "preflight").write()
+        note(text)
         return _BAD
-    note(
+    text = (
         f"preflight: the training is not started on {', '.join(bad)}. Jobs avoid these hosts for a "
         f"day; {file} lists them{exclusion.share(len(bad), len(hosts))}"
     )
+    Failure(text, "bad host", host=bad[0]).write()
+    note(text)
     good = [host for host in hosts if host not in bad]
     later = records.read(folder).after(job_id)
     excluded = [exclude(scheduler, one, bad, good) for one in later]
