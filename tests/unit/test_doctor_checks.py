@@ -116,7 +116,7 @@ def test_entries_of_paths_are_compared_once() -> None:
 
 # limits ----------------------------------------------------------------------------------------------------------
 
-LIMITS = limits.LimitFacts(ranks=2, world_size=8, fabric="", has_gpu=False, locked_bytes=-1, open_files=1024,
+LIMITS = limits.LimitFacts(ranks=2, world_size=8, fabric="", locked_bytes=-1, open_files=1024,
                       shared_bytes=8 * GIB, shared_free_bytes=8 * GIB, memory_bytes=16 * GIB, free_bytes=9 * GIB,
                       processes=-1, seconds_left=None)
 

@@ -194,15 +194,14 @@ class Schedule(NamedTuple):
 
     run_seconds: float  # on a core
     ready_seconds: float  # waiting for a core
-    turns: int  # how often it got one
 
 
 def schedule(thread_id: int, pid: int | str = "self") -> Schedule:
     """Return how a thread has been scheduled; zeros where /proc does not show it."""
     fields = read(f"/proc/{pid}/task/{thread_id}/schedstat").split()  # in nanoseconds
     if len(fields) != 3:
-        return Schedule(0.0, 0.0, 0)
-    return Schedule(int(fields[0]) / 1e9, int(fields[1]) / 1e9, int(fields[2]))
+        return Schedule(0.0, 0.0)
+    return Schedule(int(fields[0]) / 1e9, int(fields[1]) / 1e9)
 
 
 def work_done() -> tuple[float, float, bool]:

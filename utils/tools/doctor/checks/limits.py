@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....host.gpus import gpu_vendor
 from ....job import current_job
 from ..check import Check, Finding, Level, Ranks, Reported
 
@@ -35,7 +34,6 @@ class LimitFacts:
     ranks: int
     world_size: int
     fabric: str
-    has_gpu: bool
     locked_bytes: int
     open_files: int
     shared_bytes: int | None
@@ -62,7 +60,6 @@ class Limits(Check[LimitFacts]):
             ranks=sum(one.node == ranks.me.node for one in ranks.everyone),
             world_size=len(ranks.everyone),
             fabric=_fabric(),
-            has_gpu=gpu_vendor() is not None,
             locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
             open_files=_soft(resource.RLIMIT_NOFILE),
             shared_bytes=shared,
