@@ -77,6 +77,12 @@ class Kind(NamedTuple):
 
 
 _CAUSE_LIMIT = 1 << 18
+# Whose failure a cause is: see monitor.launch_report.Failure.
+_OF_CAUSE: dict[str, Check] = {
+    "about": _text(16),
+    "rank": or_none(int),
+    "host": or_none(_text(256)),
+}
 KINDS: dict[str, Kind] = {
     "hello": Kind(
         512,
@@ -99,9 +105,7 @@ KINDS: dict[str, Kind] = {
         {
             "what": _one_of("failed", "saved"),
             "text": _text(2000),
-            "about": _text(16),
-            "rank": or_none(int),
-            "host": or_none(_text(256)),
+            **_OF_CAUSE,
             "is_over": bool,
         },
     ),
@@ -120,9 +124,11 @@ KINDS: dict[str, Kind] = {
     "states": Kind(1 << 16, {"states": list}),
     "failed": Kind(_CAUSE_LIMIT, {"cause": str}),
     "query": Kind(64, {"about": _one_of("lost", "timeout")}),
-    "cause": Kind(_CAUSE_LIMIT, {"cause": str}),
-    "left": Kind(_CAUSE_LIMIT, {"cause": str, "first_cause": str, "entered": or_none(int)}),
-    "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str}),
+    "cause": Kind(_CAUSE_LIMIT, {"cause": str, **_OF_CAUSE}),
+    "left": Kind(
+        _CAUSE_LIMIT, {"cause": str, "first_cause": str, "entered": or_none(int), **_OF_CAUSE}
+    ),
+    "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str, **_OF_CAUSE}),
     "end": Kind(_CAUSE_LIMIT, {"cause": str}),
     "alive": Kind(64, {}),
     # Of doctor.

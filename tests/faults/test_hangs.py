@@ -1,6 +1,7 @@
 """Hangs of 8 ranks on 4 hosts, and pauses that are none; what the watch decides from positions alone."""
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,9 @@ def check(result: Result, cause: str, kind: str) -> None:
     marked = "|".join(str(number) for number, line in lines if re.search(rf"# hang: {kind}(?![\w-])", line))
     found = re.search(cause.replace("LINE", rf"\S*hangs\.py, line ({marked}), in \w+"), result.output)
     assert found, result.output
+    lines = re.findall(r"ddpkit-failure (.*)", result.output)
+    at_fault = {"cut-host": {None, 0}, "group-skipped": {None}, "recv-unsent": {None}}.get(kind, {5})
+    assert lines and {json.loads(line)["rank"] for line in lines} <= at_fault, result.output  # 0: on the other side
     whole_lines = re.search(r".*" + re.escape(found[0]) + r".*", result.output)
     blames = r"rank (\d) on h\d(?: \(pid \d+\))? (?:did|does|entered|is idle|is in no|left)"
     assert whole_lines and {int(rank) for rank in re.findall(blames, whole_lines[0])} == BLAMED.get(kind, {5})

@@ -15,8 +15,9 @@ from utils.tools.submission import submissions as records
 START = "ddpkit launch: 4 ranks on 2 hosts (2 each) by srun\n4 ranks on 2 hosts by srun, backend gloo\n"
 ONE_HOST = "ddpkit launch: 4 ranks on n1 by srun\n"
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB\n"
-LOST = "rank 0 on n1 stops, because rank 2 on n7 does not respond to n1: its host is down\n"
-KILLED = "ddpkit launch: error: rank 2 on n7 was ended by SIGKILL (exit status 137)\n"
+SAID = 'ddpkit-failure {{"kind": "{}", "rank": 2, "host": "n7", "cause": "rank 2 on n7 {}"}}\n'
+LOST = SAID.format("lost", "does not respond to n1: its host is down")
+KILLED = SAID.format("status", "was ended by SIGKILL (exit status 137)")
 CHECK = "ddpkit launch: 4 ranks on 2 hosts (2 each) by srun\ndoctor: good: 4 ranks on 2 hosts, started by srun\n"
 
 
@@ -43,7 +44,7 @@ HISTORIES = {
     "time limit": ([ended("timeout")], [ONE_HOST + steps(10, 50)], "RESTART", 1, "submit resubmit 1"),
     "saved": ([ended("stopped", 75)], [START + "stopped after step 50\n"], "RESTART", 1, "stopped after saving"),
     "complete": ([ended("completed", 0), ended("cancelled")], [START + steps(10, 900)], "STOP", 0, "has completed"),
-    "restart storm": ([RUNNING], [(START + KILLED.replace("n7", "n{}")).format(3) * 2 + START + LOST * 2 + START
+    "restart storm": ([RUNNING], [(START + KILLED.replace("n7", "n3")) * 2 + START + LOST * 2 + START
                                   + "ValueError: 7\n" + START], "STOP", 3, "restart storm: the last 4 runs failed"),
     "restarts without progress": (
         [RUNNING], [START + steps(10, 50) + KILLED + (START + steps(40, 50) + KILLED) * 3 + START], "STOP", 3,

@@ -349,10 +349,14 @@ def _mismatch(positions: Mapping[int, Position]) -> tuple[dict[int, Collective],
 
 
 def at_fault(positions: Mapping[int, Position], running: list[int]) -> set[int]:
-    """Return the ranks that describe() names: others wait for them, or for another collective."""
-    found = late(positions, running)
+    """Return the ranks that describe() names, or all where none waits."""
+    waiting, found = waits(positions, running), late(positions, running)
     silent = {rank for rank in unreported(positions, running) if rank in found or not found}
-    return {*_mismatch(positions)[1], *found, *silent}
+    named = {*_mismatch(positions)[1], *found, *silent}
+    calls = [wait for its_waits in waiting.values() for wait in its_waits]
+    if not named and any(one.call["between_two"] and not one.awaited for one in calls):
+        return positions.keys() - waiting.keys()
+    return named if calls else set(positions)
 
 
 def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:

@@ -120,6 +120,7 @@ class Monitor:
         self._positions_requested = self._has_timed_out = False
         self._hung: set[int] = set()  # ranks, as far as rank 0 knows
         self._blamed: set[int] = set()  # for a hang
+        self._told: Failure | None = None  # what rank 0 knows of the first cause
         self._killed: set[int] = set()  # ranks that ended without a report
         self._lost: dict[int, str] = {}  # rank -> cause for the ranks of lost hosts
         self._reported = False  # to launch.py
@@ -208,7 +209,8 @@ class Monitor:
             # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
             known = self._known_cause() if self._rank == 0 else ""
             left = {"kind": "left", "cause": _cut(cause), "first_cause": known}
-            self._send_all({**left, "entered": self.entered_collectives()})
+            entered = self.entered_collectives()
+            self._send_all({**left, "entered": entered, **_whose(self._failure(known))})
         self._wake()
         self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
         if self._hang_announced:  # while the main thread was in native code: another one ends this
@@ -267,25 +269,35 @@ class Monitor:
         end of the program waits: launch.py may be cut off.
         """
         with self._lock:
-            known = {**self._departed, **self._failed}
-            same = [rank for rank, reason in known.items() if reason and reason in cause]
-            several = {*(same or self._blamed)}  # they may raise what is wrong with another
-            rank = next(iter(several)) if len(several) == 1 else None
-            is_over = self._hang_announced or bool(self._lost)
-            reports = self._rank in (0, *same) or 0 in self._departed or self._hang_announced
-            if not reports or self._reported and not is_over:
+            failure = self._failure(cause)._replace(
+                is_over=self._hang_announced or bool(self._lost)
+            )
+            own = {self._rank} & {0, failure.rank}
+            reports = own or 0 in self._departed or self._hang_announced
+            if not reports or self._reported and not failure.is_over:
                 return
             self._reported = True
-            kinds = {
-                "lost": self._lost,
-                "killed": self._killed,
-                "exception": self._failed,
-                "uneven": self._departed,
-            }
-            kind = next((one for one in kinds if same and same[0] in kinds[one]), "hang")
-            host = None if rank is None else _host(self._hosts.get(rank, "")) or None
-            failure = Failure(cause, kind, rank, host, is_over)
             threading.Thread(target=report_first_cause, args=(failure,)).start()
+
+    def _failure(self, cause: str) -> Failure:
+        """Return whose failure a cause is, as far as this rank knows that."""
+        if self._told is not None and self._told.text == cause:
+            return self._told
+        kinds = {
+            "lost": self._lost,
+            "killed": self._killed,
+            "exception": self._failed,
+            "uneven": self._departed,
+        }
+        known = {**self._departed, **self._failed}
+        ranks = {rank for rank, reason in known.items() if reason == cause} or self._blamed
+        ranks = ranks or {rank for rank, reason in known.items() if reason and reason in cause}
+        rank = next(iter(ranks)) if len(ranks) == 1 else None
+        kind = "hang"
+        if ranks is not self._blamed:
+            kind = next((one for one in kinds if ranks and min(ranks) in kinds[one]), kind)
+        host = None if rank is None else _host(self._hosts.get(rank, "")) or None
+        return Failure(cause, kind, rank, host)
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -360,6 +372,7 @@ class Monitor:
             self._acknowledged.add(peer.rank)  # it needs no report any more
             connection.send({"kind": "ack"})
             self._first_cause = self._first_cause or message["first_cause"]
+            self._note_whose(message["first_cause"], message)
             if self._watch is not None and self._inspecting_since is not None:
                 self._watch.restart()  # it was late, and is not any more
                 self._inspecting_since, self._positions_requested = None, False
@@ -371,15 +384,18 @@ class Monitor:
         elif kind == "failed":
             self._failed[peer.rank] = cause
             self._first_cause = self._first_cause or cause
-            connection.send({"kind": "cause", "cause": self._first_cause})
+            whose = _whose(self._failure(self._first_cause))
+            connection.send({"kind": "cause", "cause": self._first_cause, **whose})
         elif kind == "query":
             self._queries[connection] = _Query(message["about"], time.monotonic())
         elif kind == "cause":
             self._first_cause = self._first_cause or cause
+            self._note_whose(cause, message)
             self._response.set()
         elif kind == "end":
             self._end_later(cause)
         elif kind == "hang":
+            self._note_whose(cause, message)
             by = f"rank {peer.rank} on {peer.host}"
             self._end_hang(message["folder"], cause, f"{by} has found that the job must end")
         elif kind == "beat" and self._watch is not None:
@@ -402,6 +418,10 @@ class Monitor:
             self._positions[peer.rank] = Position(
                 entered, location, tuple(last), Work(*work), groups
             )
+
+    def _note_whose(self, cause: str, message: Message) -> None:
+        if cause and self._rank != 0 and message["about"]:
+            self._told = Failure(cause, message["about"], message["rank"], message["host"])
 
     def _handle_end(self, connection: Channel, peer: Peer) -> None:
         self._acknowledged.add(peer.rank)
@@ -478,7 +498,8 @@ class Monitor:
             if connection is None:
                 self._response.set()
             else:
-                connection.send({"kind": "cause", "cause": self._first_cause})
+                whose = _whose(self._failure(self._first_cause))
+                connection.send({"kind": "cause", "cause": self._first_cause, **whose})
         self._queries.clear()
 
     def _find_hung_ranks(self, last_chance: bool) -> str:
@@ -505,6 +526,7 @@ class Monitor:
             return False
         mismatch = describe_mismatch(self._positions, self._hosts)
         if mismatch:
+            self._blamed = at_fault(self._positions, [])
             self._first_cause = f"{mismatch}. Then {self._known_cause()}"
         elif example := describe_waiting(self._positions):
             self._first_cause = (
@@ -770,7 +792,8 @@ class Monitor:
         """Print a message, and end all ranks that can still be reached. folder: for their files."""
         sys.stderr.write(message)
         sys.stderr.flush()
-        self._send_all({"kind": "hang", "cause": _cut(cause), "folder": folder})
+        whose = _whose(self._failure(cause))
+        self._send_all({"kind": "hang", "cause": _cut(cause), "folder": folder, **whose})
         self._hang_announced = True
         self.report_to_launcher(cause)
         self._end_hang(folder, cause, cause)
@@ -830,6 +853,11 @@ class Monitor:
             connection.close()
         self._wake_read.close()
         self._wake_write.close()
+
+
+def _whose(failure: Failure) -> Message:
+    """Return the fields of a message about whose failure its cause is."""
+    return {"about": failure.kind, "rank": failure.rank, "host": failure.host}
 
 
 def _cut(cause: str) -> str:
