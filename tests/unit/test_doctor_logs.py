@@ -109,7 +109,8 @@ ENDED = "the others will be ended"
     ("CUDA out of memory. Tried to allocate 20 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.00 MiB is free. "
      "Process 7 has 78 GiB memory in use. Of the allocated memory 300.00 MiB is allocated by PyTorch",
      ("cuda_oom", None, None, None)),
-    ("ddpkit-failure {torn\nValueError: 7", ("python_exception", None, None, None)),
+    *((f"ddpkit-failure {text}\nValueError: 7", ("python_exception", None, None, None)) for text in (
+        "{torn", "[7]", '{"kind": "hang"}', '{"kind": "hang", "rank": "3", "host": 5, "cause": "x"}')),
 ])
 def test_cause_rank_host_and_restart(text: str, expected: Found) -> None:
     assert find(("job.out", text)) == expected

@@ -32,8 +32,8 @@ _FOR_PEOPLE = re.compile(
     r"rank \d+ on \S+ (?:failed: |stops|is ended)|ddpkit launch: |LaunchError: "
 )
 _LOGGED = re.compile(r"\[rank \d+/\d+ \S+\] ERROR: ")
-# The rows of the kinds of failures, where the cause matches no other row.
-_CERTAIN = ("left", "uneven", "preflight", "bad host")  # whatever their causes match
+# The rows of the kinds of failures, where the cause matches no other row, or always.
+_ALWAYS = ("left", "uneven", "preflight", "bad host")
 _ROWS = {
     "command": "command_error",
     "start": "launch_error",
@@ -136,7 +136,9 @@ def read_failure(line: str) -> Failure | None:
     if marker:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             fields = json.loads(text)
-            return Failure(fields["cause"], fields["kind"], fields["rank"], fields["host"])
+            cause, kind, rank, host = (fields[name] for name in ("cause", "kind", "rank", "host"))
+            if isinstance(rank, int | None) and all(isinstance(one, str) for one in (cause, kind)):
+                return Failure(cause, kind, rank, host if isinstance(host, str) else None)
     return None
 
 
@@ -150,7 +152,7 @@ def cause_of(failure: Failure) -> FailureCause:
     """Return the row for what the kit says, with its words where they say more than the row."""
     found = match(failure.text)
     cause = found[0] if found else None
-    if cause is None or cause.name == "unknown" or failure.kind in _CERTAIN:
+    if cause is None or cause.name == "unknown" or failure.kind in _ALWAYS:
         name = _ROWS.get(failure.kind, "kit_message")
         cause = next(row for row in CAUSES if row.name == name)
     if failure.kind in ("exception", "status"):
