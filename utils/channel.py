@@ -109,7 +109,7 @@ KINDS: dict[str, Kind] = {
             "is_over": bool,
         },
     ),
-    # Between the ranks: at the start, then while they run.
+    # Between the ranks: at the start, then while they run. Those of doctor send beats, too.
     "report": Kind(1 << 18, {"value": dict}),
     "answer": Kind(
         _CAUSE_LIMIT,
@@ -130,7 +130,6 @@ KINDS: dict[str, Kind] = {
     ),
     "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str, **_OF_CAUSE}),
     "end": Kind(_CAUSE_LIMIT, {"cause": str}),
-    "alive": Kind(64, {}),
     # Of doctor.
     "gather": Kind(
         1 << 24,

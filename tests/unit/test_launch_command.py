@@ -158,4 +158,4 @@ def test_mpiexec_that_starts_no_rank_is_a_failure(folder: Path) -> None:
                   PBS_JOBID="1.server", PBS_NODEFILE=str(folder / "nodes"))
     assert done.returncode == 1, done.stderr
     assert "mpiexec ended with exit status 0 before all ranks had joined" in done.stderr
-    assert "2 of 2 ranks did not join: ranks 0, 1" in done.stderr
+    assert "2 of 2 ranks did not join: ranks 0-1" in done.stderr

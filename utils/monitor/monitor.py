@@ -46,7 +46,7 @@ from .positions import BUSY_FACTOR, HangWatch, Heartbeat
 
 HUNG_RANK_TIMEOUT = 10.0
 HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
-_ALIVE_SHARE = 1 / 3  # of that: how often ranks report without a HangWatch that they are alive
+_BEAT_SHARE = 1 / 3  # of that: how often ranks send beats without a HangWatch
 _ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
 _REPORT_SECONDS = 10.0  # that a hung rank has for its files
 _DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
@@ -128,8 +128,7 @@ class Monitor:
         self._watch: HangWatch | None = None
         self._guard: Guard | None = None
         self._is_alone = False  # on its host
-        self._next_heartbeat = 0.0
-        self._next_alive = time.monotonic()
+        self._next_beat = time.monotonic()
         self._alive: dict[int, float] = {}  # when ranks reported that
         # Stopped ranks: since when this rank has made no progress, and how much it had made.
         self._found_stopped: dict[int, tuple[float, int]] = {}
@@ -190,7 +189,7 @@ class Monitor:
     def watch(self, watch: HangWatch) -> None:
         """Look for hangs from now on, and end this process when the ranks hang."""
         with self._lock:
-            self._watch = watch
+            self._watch, self._next_beat = watch, time.monotonic()
             self._start_guard()
         self._wake()
 
@@ -347,10 +346,10 @@ class Monitor:
         if self._queries or self._inspecting_since is not None:
             return 0.05
         if self._watch is None:
-            return 1.0 if self._departed else max(0.0, self._next_alive - time.monotonic())
+            return 1.0 if self._departed else max(0.0, self._next_beat - time.monotonic())
         if self._leaving or self._hang_announced:  # there are no more heartbeats
             return 0.2
-        return min(max(0.0, self._next_heartbeat - time.monotonic()), self._watch.interval)
+        return min(max(0.0, self._next_beat - time.monotonic()), self._watch.interval)
 
     def _read(self, connection: Channel) -> None:
         with self._lock:
@@ -401,7 +400,7 @@ class Monitor:
         elif kind == "beat" and self._watch is not None:
             beat = Heartbeat(message["progress"], message["entered"], message["location"])
             self._watch.receive(peer.rank, beat)
-        elif kind == "alive":
+        elif kind == "beat":
             self._alive[peer.rank] = time.monotonic()
             self._states.pop(peer.rank, None)
             self._found_stopped.pop(peer.rank, None)
@@ -673,13 +672,13 @@ class Monitor:
 
     def _watch_stopped_ranks(self) -> None:
         """Report that this rank is alive, and look for ranks that do not."""
-        now, interval = time.monotonic(), HOST_LOST_SECONDS * _ALIVE_SHARE
-        if now < self._next_alive or self._leaving or self._hang_announced:
+        now, interval = time.monotonic(), HOST_LOST_SECONDS * _BEAT_SHARE
+        if now < self._next_beat or self._leaving or self._hang_announced:
             return
-        if now > self._next_alive + interval:  # this process was stopped, perhaps with all others
+        if now > self._next_beat + interval:  # this process was stopped, perhaps with all others
             self._alive.clear()
-        self._next_alive = now + interval
-        self._send_all({"kind": "alive"})
+        self._next_beat = now + interval
+        self._send_beat()
         others = [peer.rank for peer in self._peers.values() if peer.rank not in self._departed]
         silent = [r for r in others if now - self._alive.setdefault(r, now) > 2 * interval]
         self._ask_states(silent)
@@ -696,22 +695,25 @@ class Monitor:
                 )
                 sys.stderr.flush()
 
+    def _send_beat(self) -> Heartbeat:
+        entered = self.entered_collectives() or 0
+        beat = Heartbeat(self.progress(), entered, main_thread_location())
+        self._send_all({"kind": "beat", **beat._asdict()})
+        return beat
+
     def _watch_ranks(self) -> None:
         """Send a heartbeat when it is time, and look for a hang: rank 0, or this rank alone."""
         watch, now = self._watch, time.monotonic()
         if watch is None or self._leaving or self._hang_announced:
             return
-        if now >= self._next_heartbeat:
-            if now > self._next_heartbeat + watch.limit / 4:  # the job may have been suspended
+        if now >= self._next_beat:
+            if now > self._next_beat + watch.limit / 4:  # the job may have been suspended
                 watch.restart()
-            self._next_heartbeat = now + watch.interval
-            entered = self.entered_collectives() or 0
+            self._next_beat = now + watch.interval
             # Shows the line of a rank that cannot run this thread. It runs without the GIL.
             with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
                 faulthandler.dump_traceback_later(watch.limit / 2 + 2 * watch.interval)
-            heartbeat = Heartbeat(self.progress(), entered, main_thread_location())
-            watch.receive(self._rank, heartbeat)
-            self._send_all({"kind": "beat", **heartbeat._asdict()})
+            watch.receive(self._rank, self._send_beat())
 
         if self._rank == 0 or 0 in self._departed:
             self._inspect(watch, now)

@@ -23,7 +23,7 @@ from ..host import network
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..monitor.monitor import Monitor, Peer
-from .reports import Assignment, RankReport, ranges
+from .reports import Assignment, RankReport, did_not_join
 
 _ROLE = "rank"
 _SEND_SECONDS = 10.0
@@ -178,13 +178,11 @@ class RendezvousServer(PeerServer):
         ranks_of = Counter(str(report.get("host")) for report in self._reports.values())
         hosts = [f"{host} ({count})" for host, count in list(ranks_of.items())[:_SHOWN_HOSTS]]
         more = " ..." if len(ranks_of) > _SHOWN_HOSTS else ""
-        plural = "s" * (len(missing) > 1)
         return (
-            f"{len(missing)} of {self._world_size} ranks did not join: rank{plural} "
-            f"{ranges(missing)}. "
-            f"Those that joined run on {', '.join(hosts)}{more}. Look for messages of the missing "
-            "ranks. If there are none, they hang before setup_distributed() or cannot reach "
-            f"rank 0, which listens on {socket.gethostname()} port "
+            f"{did_not_join(missing, self._world_size)}. Those that joined run on "
+            f"{', '.join(hosts)}{more}. Look for messages of the missing ranks. If there are none, "
+            "they hang before setup_distributed() or cannot reach rank 0, which "
+            f"listens on {socket.gethostname()} port "
             f"{self._listener.getsockname()[1]}" + "".join(f". {hint}" for hint in self._hints())
         )
 

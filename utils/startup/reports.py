@@ -396,6 +396,12 @@ def _device_name(backend: str, index: int | None) -> str:
     return f"{'xpu' if backend == 'xccl' else 'cuda'}:{index}"
 
 
+def did_not_join(missing: Sequence[int], world_size: int) -> str:
+    """Return "2 of 8 ranks did not join: ranks 3,5"."""
+    ranks = f"rank{'s' * (len(missing) > 1)} {ranges(missing)}"
+    return f"{len(missing)} of {world_size} ranks did not join: {ranks}"
+
+
 def ranges(ranks: Sequence[int]) -> str:
     """[1, 2, 3, 7] -> "1-3,7", at most 20 parts."""
     parts: list[list[int]] = []

@@ -41,6 +41,7 @@ _CONNECT_SECONDS = 10.0
 _GRACE_SECONDS = 30.0
 _SEGMENT_BYTES = 500
 _HEARTBEAT_SECONDS = 1.0
+_BEAT: Message = {"kind": "beat", "progress": 0, "entered": 0, "location": ""}
 SILENT_SECONDS = 10.0  # without a heartbeat: the process is stopped, or cannot be reached
 
 
@@ -84,7 +85,7 @@ class Exchange:
                 f"rank {rank} on {socket.gethostname()} cannot connect to rank 0 at {address} port "
                 f"{port} again: {error}. Check for rank 0's own message"
             ) from None
-        self._send({"kind": "alive"})
+        self._send(_BEAT)
         self._closed = threading.Event()
         threading.Thread(target=self._receive, daemon=True, name="doctor exchange").start()
         threading.Thread(target=self._send_heartbeats, daemon=True, name="doctor beat").start()
@@ -124,7 +125,7 @@ class Exchange:
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(_HEARTBEAT_SECONDS):
-            self._send({"kind": "alive"})
+            self._send(_BEAT)
 
     def _receive(self) -> None:
         while True:

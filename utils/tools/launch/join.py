@@ -15,6 +15,7 @@ from ...channel import Channel, Loop
 from ...connection import Message
 from ...host import network
 from ...job.notation import short_name
+from ...startup.reports import did_not_join
 from . import rank_environment as environment
 from .child_processes import LAUNCH_VARIABLE, launch_path
 from .host_ranks import RankMask
@@ -87,11 +88,9 @@ class JoinServer(LaunchServer):
         return self.complete and all(number in self._handled.get(one, ()) for one in self.watched)
 
     def missing(self) -> str:
-        """Return "2 of 4 ranks did not join: ranks 1, 3"."""
-        missing = [rank for rank in range(self._plan.world_size) if rank not in self._joined]
-        shown = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)
-        ranks = f"rank{'s' * (len(missing) > 1)} {shown}"
-        return f"{len(missing)} of {self._plan.world_size} ranks did not join: {ranks}"
+        """Return "2 of 4 ranks did not join: ranks 1,3"."""
+        size = self._plan.world_size
+        return did_not_join([rank for rank in range(size) if rank not in self._joined], size)
 
     def hosts_without_ranks(self) -> list[str]:
         """Return hosts of the plan from which no rank has joined.
