@@ -182,38 +182,30 @@ def setup_distributed(
     check_training: report a training that goes wrong without an error, as described below. The
         same value on all ranks.
 
-    What it does to the process (docs/launchers.md has what switches off each effect):
-    - With more than one rank it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
-      GROUP_RANK, MASTER_ADDR and MASTER_PORT, for libraries that read them. torchrun's values
-      stay. DDPKIT_RANK_PROCESS marks them, so that a program which this rank starts is no rank.
-    - It binds this process, with its threads and child processes (OpenMP, DataLoader workers), to
-      cores. Ranks of a host with the same affinity mask divide its cores: each rank gets whole
-      cores, which no other rank has, on the NUMA node of its GPU. If there are fewer than two for
-      each rank, they share them. A rank that its launcher has bound alone keeps its cores, and a
-      warning follows if they are far from its GPU.
-      DDPKIT_CPU_BIND=list:0-7:8-15 sets the CPUs of each local rank explicitly.
+    What it does to the process; docs/launchers.md has what switches off each effect:
+    - With more than one rank it sets torchrun's variables, for libraries that read them, and
+      DDPKIT_RANK_PROCESS, so that a program which this rank starts is no rank.
+    - It binds this process, with its threads and child processes, to cores. Ranks of a host with
+      the same affinity mask divide its cores: each gets whole cores on the NUMA node of its GPU. If
+      there are fewer than two for each rank, they share them. A rank that its launcher has bound
+      alone keeps its cores, and a warning follows if they are far from its GPU.
     - Where OMP_NUM_THREADS is not set, it sets that and torch's number of threads to this rank's
-      share of the cores that it may run on.
+      share of the cores. With gloo on several hosts it sets GLOO_SOCKET_IFNAME where gloo would
+      choose an interface that other hosts cannot reach.
     - With NCCL or RCCL on several hosts, rank 0 prints which network the library uses, and warns
       if that is TCP although the profile (DDPKIT_NETWORK) or the host has a faster one. For this,
       NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE direct the library's log into memory during
       the start; then they are restored. If NCCL_DEBUG is set, rank 0 does none of this.
-    - With gloo on several hosts it sets GLOO_SOCKET_IFNAME where gloo would choose an interface
-      that other hosts cannot reach. A value that is set stays.
-    - It replaces sys.excepthook, to name the rank that failed first, and registers an atexit
-      function that closes the process group.
+    - It replaces sys.excepthook, to name the rank that failed first, registers an atexit function
+      that closes the process group, and enables faulthandler.
     - A thread holds a connection to rank 0. It ends the process with status 1 when another rank
       dies during the start, when this rank hangs and all others have stopped, or when a host does
       not respond for 60 s and this rank then waits in a collective for 20 s, or enters none for
-      five minutes. On rank 0 also when another rank is stopped (SIGSTOP) for about two minutes and
-      rank 0 makes no progress; a rank of the same host sees that it is.
-    - With check_training, and without DDPKIT_CHECK_TRAINING=0, it registers a hook that torch calls
-      after each step of an optimizer, and replaces DataLoader.__iter__ and the __next__ of its
-      iterators by functions that call them. It compares samples of the parameters after optimizer
-      steps 1, 2, 4, ... 1024, 2048, 3072, ..., and the first batches of three epochs. An ERROR
-      then says which ranks differ, or train on the same data, and why; the training goes on.
-    - It enables faulthandler, which prints the Python stacks when a signal such as SIGABRT kills
-      the process.
+      five minutes; also when a rank is stopped (SIGSTOP) for about two minutes and the others wait.
+    - With check_training, a hook runs after each step of an optimizer, and DataLoader.__iter__ and
+      the __next__ of its iterators are wrapped. It compares samples of the parameters after
+      optimizer steps 1, 2, 4, ... 1024, 2048, 3072, ..., and the first batches of three epochs. An
+      ERROR then says which ranks differ, or train on the same data; the training goes on.
     - It ends the process with status 1 when the start takes 10 % longer than `timeout` and, if
       hang_timeout is given, when the ranks hang. faulthandler.dump_traceback_later() then prints
       the stacks of a rank that holds the GIL for more than half of that.
