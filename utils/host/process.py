@@ -1,4 +1,4 @@
-"""Read /proc: the parents, command lines, start times and work of processes.
+"""Read /proc: the parents, command lines, start times and work of processes. Effects on this one.
 
 All readers of /proc use read(). Without /proc (macOS) nothing is found and nothing fails.
 """
