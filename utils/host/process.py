@@ -1,4 +1,6 @@
-"""Read /proc: the parents, command lines, start times and work of processes. Effects on this one.
+"""Read /proc: the parents, command lines, start times and work of processes.
+
+may_have() says which effects setup_distributed() may have on this process.
 
 All readers of /proc use read(). Without /proc (macOS) nothing is found and nothing fails.
 """

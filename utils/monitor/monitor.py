@@ -447,8 +447,8 @@ class Monitor:
             self._killed.add(peer.rank)
             silent = peer.rank in self._found_stopped
             self._departed[peer.rank] = (
-                f"{rank} ended without a report{' after it had sent nothing' * silent}. It was "
-                f"{'stopped for too long, ' * silent}killed (out of memory, or a signal), "
+                f"{rank} {'had sent nothing for a while, and ' * silent}ended without a report. It "
+                f"was {'stopped for too long, ' * silent}killed (out of memory, or a signal), "
                 "crashed, or called os._exit(). The launcher's output has its exit status"
             )
         if self._rank != 0:
