@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import __version__
+from . import __version__, effects
 from .consistency import TrainingWatch
 from .coordination import StoreCommunicator
-from .host import device, gloo, nccl_log, process
+from .host import device, gloo, nccl_log
 from .host.cores import bind_process, parse_ranges
 from .host.gpus import set_masks
 from .launch_error import LaunchError
@@ -218,8 +218,8 @@ def setup_distributed(
     deadline = time.monotonic() + timeout
     try:
         _check_torch()
-        process.check_effects()
-        if hang_timeout is not None and not process.may_have("monitor"):
+        effects.check_effects()
+        if hang_timeout is not None and not effects.may_have("monitor"):
             raise LaunchError(
                 "hang_timeout is set, but DDPKIT_WITHOUT names the monitor, which finds hangs. "
                 "Expected one of them. Leave out the other"
@@ -234,7 +234,7 @@ def setup_distributed(
     except LaunchError as error:
         print_without_traceback(error)
         raise
-    if job.world_size > 1 and process.may_have("variables"):
+    if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
         job._watch = TrainingWatch(_communicator(job))
@@ -307,7 +307,7 @@ def _start(
         found.monitor.entered_collectives = entered_collectives
         if cause := found.monitor.connected():
             raise LaunchError(cause, rank=found.monitor.failed_at_start)
-        if not process.may_have("monitor"):
+        if not effects.may_have("monitor"):
             found.monitor.leave("")
             found = replace(found, monitor=None)
     if placement.rank == 0:
@@ -344,7 +344,7 @@ def _start(
 def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | None) -> None:
     """Let the monitor see this rank's collectives and, if requested, end a job that hangs."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
-        if not faulthandler.is_enabled() and process.may_have("faulthandler"):
+        if not faulthandler.is_enabled() and effects.may_have("faulthandler"):
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
     monitor.read_collectives = lambda ends: collectives.read_collectives(locations=ends)
     monitor.progress = lambda: collectives.total_collectives() + job._reported_progress

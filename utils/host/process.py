@@ -1,7 +1,5 @@
 """Read /proc: the parents, command lines, start times and work of processes.
 
-may_have() says which effects setup_distributed() may have on this process.
-
 All readers of /proc use read(). Without /proc (macOS) nothing is found and nothing fails.
 """
 
@@ -13,32 +11,6 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
-
-from ..launch_error import LaunchError
-
-_WITHOUT = "DDPKIT_WITHOUT"
-_EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler")
-
-
-def may_have(effect: str) -> bool:
-    """Return whether setup_distributed() may have an effect on this process, one of _EFFECTS.
-
-    DDPKIT_WITHOUT lists those that the user does not want.
-    """
-    return effect not in _unwanted()
-
-
-def check_effects() -> None:
-    """Raise LaunchError where DDPKIT_WITHOUT lists anything else."""
-    if unknown := set(_unwanted()).difference(_EFFECTS):
-        raise LaunchError(
-            f"{_WITHOUT} is {os.environ[_WITHOUT]}; expected some of {', '.join(_EFFECTS)}. "
-            f"Leave out {', '.join(sorted(unknown))}"
-        )
-
-
-def _unwanted() -> list[str]:
-    return os.environ.get(_WITHOUT, "").replace(",", " ").split()
 
 
 def read(path: str) -> bytes:

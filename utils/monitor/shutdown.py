@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from .. import effects
 from ..host import gloo, process
 from ..job.notation import EXIT_REQUEUE
 from ..launch_error import LaunchError
@@ -87,9 +88,9 @@ class Shutdown:
 
     def register_hooks(self) -> None:
         """Report also what ends a program without a with statement: exceptions and sys.exit()."""
-        if process.may_have("atexit"):
+        if effects.may_have("atexit"):
             atexit.register(self._at_exit)
-        if not process.may_have("excepthook"):
+        if not effects.may_have("excepthook"):
             return
         previous = sys.excepthook
 
@@ -337,7 +338,7 @@ def print_without_traceback(failure: LaunchError) -> None:
 
     Where all ranks have the same message, rank 0 prints it and the others refer to it.
     """
-    if not process.may_have("excepthook"):
+    if not effects.may_have("excepthook"):
         return
     message = f"LaunchError: {failure}"
     if failure.reported_by_rank_0:
