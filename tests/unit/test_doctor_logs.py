@@ -35,6 +35,7 @@ Found = tuple[str, int | None, str | None, bool | None]
 def find(*files: tuple[str, str]) -> Found | None:
     """Cause, rank, host and restart of a job with these files: name and text."""
     found = diagnose([(io.BytesIO(text.encode()), name) for name, text in files])
+    assert found is None or all(one.cause.name != "unknown" for one in found.others)
     return found and (found.cause.name, found.rank, found.host, found.cause.restart)
 
 

@@ -203,7 +203,8 @@ class _Reader:
             finding = _first(reasons)
         same = [one for one in findings if one.key == finding.key]
         rank, host = self._rank_and_host(finding, same)
-        return Diagnosis(finding, rank, host, tuple(one for one in findings if one not in same))
+        others = (one for one in findings if one not in same and one.cause.name != "unknown")
+        return Diagnosis(finding, rank, host, tuple(others))
 
     def _went_on_after(self, finding: LogFinding) -> bool:
         """Whether a job went on after a warning."""
