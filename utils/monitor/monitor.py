@@ -393,7 +393,7 @@ class Monitor:
             self._response.set()
         elif kind == "end":
             self._end_later(cause)
-        elif kind == "hang":
+        elif kind == "hang" and not self._hang_announced:  # else this rank ends already
             self._note_whose(cause, message)
             by = f"rank {peer.rank} on {peer.host}"
             self._end_hang(message["folder"], cause, f"{by} has found that the job must end")
