@@ -305,18 +305,26 @@ def test_chain_continues_without_a_host_that_was_lost(job: InJob, monkeypatch: p
     assert (job.scheduler.cancelled, job.scheduler.excluded) == ([], {"3": [["n2"], ["n1", "n3"]]})
 
 
-@pytest.mark.parametrize(("extension", "during", "recorded", "cancelled"), [
-    (0.0, TIME_LIMIT, TIME_LIMIT, []), (1000.0, None, 3, ["3"])])
+@pytest.mark.parametrize(("left", "seconds_left", "recorded", "cancelled"), [
+    (0.0, 0.0, TIME_LIMIT, []), (0.0, None, TIME_LIMIT, []), (0.0, 1000.0, 3, ["3"]), (None, None, 3, ["3"])],
+    ids=["reached", "no response", "extended", "no limit"])
 def test_time_limit_is_recorded_unless_it_is_extended(
-        extension: float, during: str | None, recorded: int | str, cancelled: list[str], job: InJob) -> None:
-    seconds_left = [extension, 0.01]
-    job.seconds_left = seconds_left.pop
+        left: float | None, seconds_left: float | None, recorded: int | str, cancelled: list[str], job: InJob) -> None:
+    job.seconds_left = lambda: left
 
     def fail() -> int:
-        wait_until(lambda: not seconds_left and job.recorded == during, "the time limit")
+        assert job.recorded == (records.UNTIL if left == 0 else None)  # where nothing is left to record it
+        job.seconds_left = lambda: seconds_left
         return 3
 
     assert job.run(fail) == 3
     assert (job.recorded, job.scheduler.cancelled) == (recorded, cancelled)
     job.seconds_left = lambda: None
     assert job.run(lambda: 75) == job.recorded == 75  # a later run of the same job
+
+
+def test_job_that_recorded_only_its_limit_counts_as_timed_out_after_it(job: InJob) -> None:
+    for limit, state, started in ((0.0, "unknown", 1), (2e9 * 2, "unknown", 1), (0.0, "failed", 1)):
+        records.write_limit(job.folder, "1", limit)
+        job.run(lambda: 75, Status("1", state))
+        assert job.started == started

@@ -8,9 +8,9 @@ a host, without that host.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +26,11 @@ from . import bad_hosts as exclusion
 from . import preflight
 from . import submissions as records
 from .following import breaks_chain, describe, note
+from .queries import query
 
 # For the state of the previous job, where that job has recorded nothing:
 QUERY_TIMEOUT_SECONDS = 300.0
 QUERY_PAUSE_SECONDS = 20.0
-# Less is the time that a scheduler takes to end a job at its limit, not an extension of the limit.
-MIN_EXTENSION_SECONDS = 60.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -57,12 +56,12 @@ def main(words: Sequence[str]) -> int:
         _write_status(folder, job_id, records.NOT_STARTED if status else 0)
         return status
 
-    _remove_status(folder, job_id)
-    with contextlib.suppress(OSError):  # of the job before
-        (folder / records.STOP).unlink()
-    limit = JobTimeLimit(folder, job_id)
-    limit.watch()
-    status, started = 1, int(time.time())
+    started = time.time()
+    limit = started + _seconds_left(default=math.inf)
+    with contextlib.suppress(OSError):  # the folder may not be writable now
+        records.write_limit(folder, job_id, limit)
+        (folder / records.STOP).unlink()  # of the job before
+    status = 1
     try:
         stopped = None
         if doctor_options:
@@ -71,16 +70,26 @@ def main(words: Sequence[str]) -> int:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
-        limit.close()
-        if status in (0, EXIT_REQUEUE) or not limit.reached:
-            lost = [] if status in (0, EXIT_REQUEUE) else _lost_hosts(folder, started)
-            _write_status(folder, job_id, records.HOST_LOST if lost else status)
-            if lost:
-                _continue_without(lost, scheduler, folder, job_id)
-            elif status != EXIT_REQUEUE:
-                why = "this job has failed" if status else "the training is complete"
-                cancel_later_jobs(scheduler, folder, job_id, why)
+        _end(scheduler, folder, job_id, status, int(started), limit)
     return status
+
+
+def _end(
+    scheduler: Scheduler, folder: Path, job_id: str, status: int, started: int, limit: float
+) -> None:
+    """Record how this job ended, and let the rest of its chain follow from that."""
+    if status in (0, EXIT_REQUEUE):
+        _write_status(folder, job_id, status)
+        if status == 0:
+            cancel_later_jobs(scheduler, folder, job_id, "the training is complete")
+    elif _seconds_left(default=limit - time.time()) <= 0:  # it may have been extended
+        _write_status(folder, job_id, records.TIME_LIMIT)
+    elif lost := _lost_hosts(folder, started):
+        _write_status(folder, job_id, records.HOST_LOST)
+        _continue_without(lost, scheduler, folder, job_id)
+    else:
+        _write_status(folder, job_id, status)
+        cancel_later_jobs(scheduler, folder, job_id, "this job has failed")
 
 
 def _this_job(environ: Mapping[str, str]) -> tuple[Scheduler, str]:
@@ -90,40 +99,26 @@ def _this_job(environ: Mapping[str, str]) -> tuple[Scheduler, str]:
 
 
 def refusal(scheduler: Scheduler, folder: Path, previous: str) -> tuple[int, str] | None:
-    """Return why this job must not continue the previous one, and its exit status; None: it may.
-
-    What that job has recorded counts where the scheduler knows it no longer.
-    """
-    complete = 0, f"job {previous} has completed the training"
-    recorded = records.read_status(folder, previous)
-    if recorded == 0:
-        return complete
-    if recorded in (EXIT_REQUEUE, records.TIME_LIMIT, records.HOST_LOST):
-        return None
-    if recorded == records.NOT_STARTED:
-        return 1, f"job {previous} did not start either"
+    """Return why this job must not continue the previous one, and its exit status; None: it may."""
     try:
-        timeout = QUERY_TIMEOUT_SECONDS if recorded is None else 0.0
-        status = _query(scheduler, previous, timeout)
+        status = _query(scheduler, folder, previous)
     except SchedulerError as error:
-        found = str(error)
-    else:
-        if status.state == "completed":
-            return complete
-        if not breaks_chain(status):
-            return None
-        found = describe(status)
-    if recorded is not None:
-        return 1, f"job {previous} ended with exit status {recorded}"
-    return 1, f"the job before cannot be continued: {found}"
+        return 1, f"the job before cannot be continued: {error}"
+    if status.state == "completed":
+        return 0, f"job {previous} has completed the training"
+    if status.state == "never_ran":
+        return 1, f"job {previous} did not start either"
+    if breaks_chain(status):
+        return 1, f"the job before cannot be continued: {describe(status)}"
+    return None
 
 
-def _query(scheduler: Scheduler, job_id: str, timeout: float) -> Status:
-    """Query a job; repeat that for `timeout` seconds where the scheduler does not respond."""
-    deadline = time.monotonic() + timeout
+def _query(scheduler: Scheduler, folder: Path, job_id: str) -> Status:
+    """Query a job; again and again for a while where there is no response and no record."""
+    deadline = time.monotonic() + QUERY_TIMEOUT_SECONDS
     while True:
         try:
-            return scheduler.status(job_id)
+            return query(scheduler, folder, job_id)
         except SchedulerError as error:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -132,45 +127,11 @@ def _query(scheduler: Scheduler, job_id: str, timeout: float) -> Status:
         time.sleep(min(QUERY_PAUSE_SECONDS, max(left, 0.0)))
 
 
-class JobTimeLimit:
-    """Record that the time limit is reached when it is: afterwards nothing may be left to do it."""
-
-    def __init__(self, folder: Path, job_id: str) -> None:
-        self.reached = False
-        self._folder, self._job_id = folder, job_id
-        self._closed = threading.Event()
-        self._lock = threading.Lock()  # after close() the exit status is recorded
-
-    def watch(self) -> None:
-        """Wait for the time limit in a thread."""
-        seconds = _seconds_left()
-        if seconds is not None:
-            threading.Thread(target=self._wait, args=(seconds,), daemon=True).start()
-
-    def close(self) -> None:
-        """Record nothing more."""
-        with self._lock:
-            self._closed.set()
-
-    def _wait(self, seconds: float) -> None:
-        while not self._closed.wait(min(seconds, threading.TIMEOUT_MAX)):
-            with self._lock:
-                if self._closed.is_set():
-                    return
-                self.reached = True
-                _write_status(self._folder, self._job_id, records.TIME_LIMIT)
-            seconds = _seconds_left() or 0.0
-            if seconds < MIN_EXTENSION_SECONDS:
-                return
-            with self._lock:  # the limit was extended meanwhile: a later failure is one again
-                if not self._closed.is_set():
-                    self.reached = False
-                    _remove_status(self._folder, self._job_id)
-
-
-def _seconds_left() -> float | None:
+def _seconds_left(default: float) -> float:
+    """Return the seconds until the time limit; `default` where that is not known."""
     job = current_job()
-    return job.seconds_left() if job else None
+    left = job.seconds_left() if job else None
+    return default if left is None else left
 
 
 def _write_status(folder: Path, job_id: str, status: int | str) -> None:
@@ -178,16 +139,6 @@ def _write_status(folder: Path, job_id: str, status: int | str) -> None:
         records.write_status(folder, job_id, status)
     except OSError as error:  # the scheduler knows it too, for a while
         note(f"the exit status could not be recorded in {folder}: {error.strerror}")
-
-
-def _remove_status(folder: Path, job_id: str) -> None:
-    try:
-        records.remove_status(folder, job_id)
-    except OSError as error:
-        note(
-            f"the status of an earlier run of job {job_id} could not be removed from {folder}: "
-            f"{error.strerror}. The next job of the chain may take it for this run's: remove it"
-        )
 
 
 def _lost_hosts(folder: Path, started: float) -> list[str]:

@@ -22,10 +22,13 @@ from .submissions import Submission
 
 MAX_LISTED = 20  # submissions
 _STATES: dict[str, State] = {
+    records.UNTIL: "timeout",
     records.TIME_LIMIT: "timeout",
     records.HOST_LOST: "node_fail",
     records.CANCELLED: "cancelled",
 }
+# How a job ended. Other records may be of a job that was ended, which the scheduler knows better.
+_EXACT = (0, EXIT_REQUEUE, records.NOT_STARTED, records.TIME_LIMIT, records.HOST_LOST)
 _COLUMNS = ("job", "state", "submitted", "name", "folder")
 
 
@@ -35,62 +38,47 @@ def combined_exit_status(statuses: Sequence[int]) -> int:
     return failed[0] if failed else max(statuses, default=0)
 
 
-def query(scheduler: Scheduler, submission: Submission | None, job_id: str) -> Status:
-    """Query a job. What the job itself has recorded counts where the scheduler knows it no longer.
+def query(scheduler: Scheduler, folder: Path | None, job_id: str) -> Status:
+    """Query a job. What it has recorded counts where the scheduler knows it no longer, or less.
 
-    Raises SchedulerError.
+    folder: of its submission; None: it has no record.
+    Raises SchedulerError where the scheduler does not respond, and nothing is recorded.
     """
-    status = scheduler.status(job_id)
-    recorded = _recorded_status(submission, job_id)
-    if recorded is not None and (status.state == "unknown" or _is_more_exact(status, recorded)):
-        return recorded
-    return status
-
-
-def query_or_recorded(scheduler: Scheduler, submission: Submission | None, job_id: str) -> Status:
-    """The same; what the job has recorded also counts where the scheduler does not respond."""
+    recorded = records.read_status(folder, job_id) if folder is not None else None
     try:
-        return query(scheduler, submission, job_id)
+        status = scheduler.status(job_id)
     except SchedulerError:
-        recorded = _recorded_status(submission, job_id)
         if recorded is None:
             raise
-        return recorded
+        return _recorded_status(job_id, recorded)
+    counts = recorded in _EXACT or (recorded is not None and status.state == "unknown")
+    return _recorded_status(job_id, recorded) if counts and is_over(status) else status
 
 
-def _recorded_status(submission: Submission | None, job_id: str) -> Status | None:
-    recorded = records.read_status(submission.folder, job_id) if submission is not None else None
-    if recorded is None:
-        return None
+def _recorded_status(job_id: str, recorded: int | str | None) -> Status:
     if recorded == records.NOT_STARTED:
-        return Status(
-            job_id, "never_ran", 1, "it refused to start: the job before it in the chain failed"
-        )
+        reason = "it refused to start: the job before it in the chain failed"
+        return Status(job_id, "never_ran", 1, reason)
     reason = "recorded by the job; the scheduler does not know it"
     if isinstance(recorded, str):
         return Status(job_id, _STATES[recorded], reason=reason)
     return Status(job_id, state_of_exit(recorded), recorded, reason)
 
 
-def _is_more_exact(status: Status, recorded: Status) -> bool:
-    """Whether a failure in the scheduler's view is a job that refused to start or lost a host."""
-    return status.state == "failed" and recorded.state in ("never_ran", "node_fail")
-
-
 def print_status(
     scheduler: Scheduler, submission: Submission | None, job_id: str, as_json: bool = False
 ) -> int:
     """Print a job's status and the failed jobs before it in its chain; return an exit status."""
-    status = query_or_recorded(scheduler, submission, job_id)
+    folder = submission.folder if submission is not None else None
+    status = query(scheduler, folder, job_id)
     if as_json:
-        folder = str(submission.folder) if submission is not None else None
-        print(json.dumps({**dataclasses.asdict(status), "folder": folder}))
+        print(json.dumps({**dataclasses.asdict(status), "folder": folder and str(folder)}))
         return _exit_status(status)
     print(describe(status))
     failed_before = False
     if submission is not None:
         for earlier_id in submission.before(job_id):
-            earlier = query_or_recorded(scheduler, submission, earlier_id)
+            earlier = query(scheduler, folder, earlier_id)
             if earlier.state == "completed":
                 print(f"  not needed: job {earlier_id} of its chain has completed the training")
                 return 0
@@ -147,7 +135,7 @@ def _rows(submission: Submission, scheduler: Scheduler, parent: Path) -> list[tu
     failed_before = False
     for job_id in submission.job_ids:
         try:
-            status = query_or_recorded(scheduler, submission, job_id)
+            status = query(scheduler, submission.folder, job_id)
         except SchedulerError:
             state = "no response"
         else:
@@ -230,7 +218,8 @@ def print_logs(
         return output_files(submission, status)
 
     if follow_job:
-        return follow(partial(query, scheduler, submission), files, [job_id])
+        folder = submission.folder if submission is not None else None
+        return follow(partial(query, scheduler, folder), files, [job_id])
     found = files(job_id)
     if not found:
         status = scheduler.status(job_id)

@@ -20,9 +20,11 @@ from ..schedulers.job_spec import Job
 
 FILE = "submission.json"
 ENVIRONMENT = "environment"  # the variables of the job: what --env has may be secret
+CLOCK_SECONDS = 30.0  # by which clocks and the end of a job at its limit may differ
 LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.OU
 
 # Recorded in place of an exit status:
+UNTIL = "until"  # and the time of its limit: the job runs, or nothing was left to record its end
 TIME_LIMIT = "time limit"  # the time limit was reached
 HOST_LOST = "host lost"  # a host failed, or was cut off
 STOP = "stop"  # a file in the folder of a submission: the running job saves and stops
@@ -203,6 +205,14 @@ def find(parent: Path, job_id: str) -> Submission | None:
 # Exit statuses, which the jobs themselves record --------------------------------------------------
 
 
+def write_limit(folder: Path, job_id: str, seconds: float) -> None:
+    """Record that a job has started, and its time limit, which replaces what an earlier run left.
+
+    seconds: since 1970; infinite where it is not known. Raises OSError.
+    """
+    _replace(_status_path(folder, job_id), f"{UNTIL} {seconds:.0f}")
+
+
 def write_status(folder: Path, job_id: str, status: int | str) -> None:
     """Record the exit status of a job, or one of the words above. Raises OSError.
 
@@ -213,19 +223,20 @@ def write_status(folder: Path, job_id: str, status: int | str) -> None:
     _replace(_status_path(folder, job_id), str(status))
 
 
-def remove_status(folder: Path, job_id: str) -> None:
-    """Remove what an earlier run of the same job has recorded. Raises OSError."""
-    _status_path(folder, job_id).unlink(missing_ok=True)
-
-
 def read_status(folder: Path, job_id: str) -> int | str | None:
-    """Return a job's recorded exit status, or one of the words above; None: nothing is recorded."""
+    """Return a job's recorded exit status, or one of the words above; None: nothing is recorded.
+
+    UNTIL: nothing but the time of its limit, which has passed.
+    """
     try:
         text = _status_path(folder, job_id).read_text(encoding="ascii").strip()
+        if text.isdecimal():
+            return int(text)
+        word, _, limit = text.partition(" ")
+        if word == UNTIL:
+            return UNTIL if time.time() > float(limit) - CLOCK_SECONDS else None
     except (OSError, ValueError):
         return None
-    if text.isdecimal():
-        return int(text)
     return text if text in (TIME_LIMIT, HOST_LOST, NOT_STARTED, CANCELLED) else None
 
 

@@ -106,7 +106,7 @@ def _check_and_submit(
         print(job_id, flush=True)
     if not args.follow:
         return 0
-    return follow(partial(query, scheduler, submission), submission.logs, submission.job_ids)
+    return follow(partial(query, scheduler, submission.folder), submission.logs, submission.job_ids)
 
 
 _WRITTEN = '# Written by "submit run". submission.json in this folder records the settings.'

@@ -79,31 +79,21 @@ def _run(args: argparse.Namespace) -> int:
         return queries.print_list(args.folder, get_scheduler, args.json)
     if args.subcommand == "resubmit":
         return resubmit(args)
-    if args.subcommand == "watch":
-        return max(_watch(args, job_id) for job_id in args.job_ids)
-    if args.subcommand == "stop":
-        return max(queries.stop(records.find(args.folder, one), one) for one in args.job_ids)
-    return queries.combined_exit_status([_query(args, job_id) for job_id in args.job_ids])
-
-
-def _watch(args: argparse.Namespace, job_id: str) -> int:
-    submission = records.find(args.folder, job_id)
-    name = submission.scheduler if submission else choose_profile(args.site).scheduler
-    scheduler = get_scheduler(name)
-    job_ids = submission.job_ids if submission else (job_id,)
-    statuses = [queries.query_or_recorded(scheduler, submission, one) for one in job_ids]
-    files = [queries.output_files(submission, status) for status in statuses]
-    found = watch.judge(statuses, [run for one in files for run in watch.read_runs(one)])
-    watch.show(job_id, found, as_json=args.json)
-    return found.exit_status
+    statuses = [_query(args, job_id) for job_id in args.job_ids]
+    return max(statuses) if args.subcommand == "watch" else queries.combined_exit_status(statuses)
 
 
 def _query(args: argparse.Namespace, job_id: str) -> int:
     submission = records.find(args.folder, job_id)
-    name = submission.scheduler if submission else choose_profile(args.site).scheduler
-    scheduler = get_scheduler(name)
+    if args.subcommand == "stop":
+        return queries.stop(submission, job_id)
+    scheduler = get_scheduler(
+        submission.scheduler if submission else choose_profile(args.site).scheduler
+    )
     if args.subcommand == "status":
         return queries.print_status(scheduler, submission, job_id, args.json)
+    if args.subcommand == "watch":
+        return watch.watch(scheduler, submission, job_id, args.json)
     if args.subcommand == "logs":
         return queries.print_logs(scheduler, submission, job_id, args.follow)
     return queries.cancel(scheduler, submission, job_id)

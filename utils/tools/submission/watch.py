@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..doctor.logs import Diagnosis, diagnose, summary
-from ..schedulers.scheduler import Status
+from ..schedulers.scheduler import Scheduler, Status
 from .following import breaks_chain, describe
+from .queries import output_files, query
+from .submissions import Submission
 
 Decision = Literal["RUNNING", "RESTART", "STOP"]
 EXIT_STATUS: dict[Decision, int] = {"RUNNING": 0, "RESTART": 1, "STOP": 3}  # as of `doctor logs`
@@ -54,6 +56,22 @@ class JobDecision(NamedTuple):
     def exit_status(self) -> int:
         """0 also for a training that is complete."""
         return 0 if self.is_complete else EXIT_STATUS[self.decision]
+
+
+def watch(scheduler: Scheduler, submission: Submission | None, job_id: str, as_json: bool) -> int:
+    """Print what is to be done about a job: a line of JSON, or the decision and its evidence."""
+    job_ids = submission.job_ids if submission else (job_id,)
+    folder = submission.folder if submission else None
+    statuses = [query(scheduler, folder, one) for one in job_ids]
+    files = [output_files(submission, status) for status in statuses]
+    found = judge(statuses, [run for one in files for run in read_runs(one)])
+    if as_json:
+        print(json.dumps({"job": job_id, **found._asdict()}))
+    else:
+        print(f"{found.decision} {job_id}")
+        for line in [*found.evidence, *filter(None, [found.action])]:
+            print(f"  {line}")
+    return found.exit_status
 
 
 def read_runs(files: Sequence[Path]) -> Iterator[TrainingRun]:
@@ -166,12 +184,3 @@ def _why_stranded(statuses: Sequence[Status], active: Status) -> str:
     return (
         f"job {active.job_id} will refuse to start after job {broken[0].job_id}" if broken else ""
     )
-
-
-def show(job_id: str, found: JobDecision, *, as_json: bool) -> None:
-    """Print a finding: a line of JSON, or the decision and an indented line for each evidence."""
-    if as_json:
-        print(json.dumps({"job": job_id, **found._asdict()}))
-        return
-    lines = [*found.evidence, *([found.action] if found.action else [])]
-    print(f"{found.decision} {job_id}\n" + "".join(f"  {line}\n" for line in lines), end="")
