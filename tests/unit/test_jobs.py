@@ -13,6 +13,7 @@ from tests.unit.programs import ROOT
 from utils.tools.launch.launch_cli import words_of_pbs_job
 from utils.tools.launch.launch_plan import PlanError
 from utils.tools.schedulers.job_spec import Job
+from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 from utils.tools.submission.submit import job_script
 
 SCRIPTS = ["slurm.sh", "pbs.sh"]
@@ -113,7 +114,7 @@ def test_pbs_job_without_args_ends_with_a_sentence() -> None:
 def test_modules_are_found_where_csh_passes_no_function_on(home: bool, tmp_path: Path) -> None:
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "bash").write_text('module() { echo "module $*"; }\n')
-    script = job_script("slurm", Job(nodes=1, modules=("python",), setup=("exit 0",), command=("train.py",)))
+    script = job_script(SlurmScheduler(), Job(nodes=1, modules=("python",), setup=("exit 0",), command=("train.py",)))
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, timeout=60,
                           env={"PATH": "/usr/bin:/bin", **({"MODULESHOME": str(tmp_path)} if home else {})})
     if home:

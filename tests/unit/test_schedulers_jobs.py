@@ -11,6 +11,7 @@ import pytest
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
 from utils.job.commands import SchedulerError, run_command
 from utils.tools.schedulers import get_scheduler
+from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
 from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
@@ -34,12 +35,14 @@ def array(*ends: tuple[str, str]) -> str:
     (SlurmScheduler(), "1234;cluster", "1234"), *((Pbs(), job_id, job_id) for job_id in (
         "12", "12.pbs-head", "12.pbs_2.site.edu", "79[].pbs_head", "79[2].pbs_head", "12.s_1@s_2"))])
 def test_a_job_is_submitted_and_cancelled(commands: Commands, scheduler: Scheduler, output: str, job_id: str) -> None:
-    submit, cancel = (["sbatch", "--parsable"], "scancel") if scheduler.name == "slurm" else (["qsub"], "qdel")
-    commands.add(submit[0], f"{output}\n")
+    submit, cancel = ("sbatch", "scancel") if scheduler.name == "slurm" else ("qsub", "qdel")
+    commands.add(submit, f"{output}\n")
     commands.add(cancel)
-    assert scheduler.submit("job.sh", options=["-H"]) == job_id
+    assert scheduler.submit("job.sh", Job(("a.py",), directives=("-H",))) == job_id
     scheduler.cancel(job_id)
-    assert commands.calls() == [[*submit, "-H", "job.sh"], [cancel, job_id]]
+    [submitted, cancelled] = commands.calls()
+    assert (submitted[0], submitted[-1], cancelled) == (submit, "job.sh", [cancel, job_id])
+    assert "-H" in submitted[:submitted.index("--") if submit == "qsub" else -1]  # also there: SBATCH_* come before #SBATCH
 
 
 @pytest.mark.parametrize("scheduler", [SlurmScheduler(), Pbs()])
@@ -47,16 +50,16 @@ def test_a_refusal_has_the_schedulers_message(commands: Commands, tmp_path: Path
     """Without qsub's list of options, which comes after the message."""
     recording = pbs_recording("commands/err_unknown_option")
     message, usage, _ = recording["stderr"].partition("\nusage: ")
-    program = scheduler.submit_command()[0]
+    program = scheduler.submit_words([], "job.sh")[0]
     commands.add(program, error=recording["stderr"], status=recording["rc"])
     with pytest.raises(SchedulerError) as refused:
-        scheduler.submit(tmp_path / "job.sh", options=["-H"])
+        scheduler.submit(tmp_path / "job.sh", Job(("a.py",)))
     assert usage and refused.value.exit_code == recording["rc"]
-    assert str(refused.value).endswith(f"-H {tmp_path}/job.sh failed with exit status {recording['rc']}: {message}")
+    assert str(refused.value).endswith(f"{tmp_path}/job.sh failed with exit status {recording['rc']}: {message}")
 
     commands.add(program, "Submitted\n")
     with pytest.raises(SchedulerError, match="Expected a job id"):
-        scheduler.submit("job.sh")
+        scheduler.submit("job.sh", Job(("a.py",)))
 
 
 @pytest.mark.parametrize(("scheduler", "job_ids"), [
@@ -104,7 +107,7 @@ def test_a_qsub_that_submits_to_slurm_is_not_pbs(commands: Commands) -> None:
     (commands.folder / "bin").mkdir()
     commands.write("bin/qsub", "#!/bin/sh\necho 12.server\n")
     (commands.folder / "pbs.conf").write_text(f"PBS_SERVER=head\nPBS_EXEC={commands.folder}\n")
-    assert Pbs().submit("job.sh") == "12.server"
+    assert Pbs().submit("job.sh", Job(("a.py",))) == "12.server"
 
 
 @pytest.mark.parametrize(("scontrol", "state", "exit_code"), [

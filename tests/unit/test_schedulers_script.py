@@ -17,13 +17,12 @@ from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
 from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 
-TEMPLATE = """\
-#!/bin/bash
-@directives@
-set -euo pipefail
-@setup@
-launch @command@
-"""
+
+def render(scheduler: Scheduler, job: Job) -> str:
+    lines = [*scheduler.directive_lines(job), "set -euo pipefail", *scheduler.setup_lines(job)]
+    return "\n".join(["#!/bin/bash", *lines, f"launch {job.launch_words()}", ""])
+
+
 SCHEDULERS = (SlurmScheduler(), Pbs())
 
 
@@ -51,7 +50,7 @@ def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, e
         ("setup", ("echo \\",)), ("setup", ("a\nb",))))])
 def test_a_value_that_cannot_be_used_is_refused(scheduler: Scheduler, field: str, value: Any) -> None:
     with pytest.raises(JobError) as refused:
-        scheduler.render(Job(**{"command": ("a.py",), field: value}), TEMPLATE)
+        render(scheduler, Job(**{"command": ("a.py",), field: value}))
     assert refused.value.field == field and str(refused.value).startswith(f"{field}: ")
 
 
@@ -75,15 +74,15 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
 def test_a_script_has_modules_environment_setup_and_command() -> None:
     job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), module_paths=("/soft",),
               environment={"A": "two words"}, setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
-    assert SlurmScheduler().render(job, TEMPLATE).split("\n")[-8:-1] == [
+    assert render(SlurmScheduler(), job).split("\n")[-8:-1] == [
         "set -euo pipefail", CSH, "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
         "launch --launcher mpiexec --ntasks-per-node 2 -- 'my train.py' --lr 1e-3"]
-    assert SlurmScheduler().render(Job(launcher="torchrun"), TEMPLATE).endswith('\nlaunch --torchrun -- "$@"\n')
+    assert render(SlurmScheduler(), Job(("a.py",), launcher="torchrun")).endswith("\nlaunch --torchrun -- a.py\n")
 
 
 def test_a_script_of_pbs_sends_the_signal_itself() -> None:
     job = Job(("a.py",), walltime=3600, signal_seconds=300)
-    assert '(sleep 3300 && kill -USR1 "$$")' in Pbs().render(job, TEMPLATE)
+    assert '(sleep 3300 && kill -USR1 "$$")' in render(Pbs(), job)
 
 
 FIELDS: list[tuple[str, str, Callable[[str], Any]]] = [  # an accepted text, and the value of the field with a text
@@ -132,7 +131,7 @@ def test_hostile_values_are_refused_or_do_nothing(tmp_path: Path) -> None:
     for number, (field, value) in enumerate(hostile_jobs()):
         try:
             job = Job(**{"command": ("train.py", "plain"), field: value})
-            text = SCHEDULERS[number % 2].render(job, TEMPLATE)
+            text = render(SCHEDULERS[number % 2], job)
         except JobError as refused:
             assert refused.field == field, (value, refused)
             continue

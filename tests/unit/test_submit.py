@@ -106,7 +106,8 @@ def test_submission_keeps_script_settings_commit_and_id(login: Login) -> None:
     assert (done.status, done.out) == (0, "101\n") and "note: " not in done.err
     [folder] = login.submissions()
     assert folder.name.startswith("train-20") and folder.stat().st_mode & 0o777 == 0o700
-    assert login.commands.calls("sbatch") == [["sbatch", "--parsable", str(folder / "job.sh")]]
+    [words] = login.commands.calls("sbatch")
+    assert (words[:3], words[-1]) == (["sbatch", "--parsable", "--job-name=train"], str(folder / "job.sh"))
 
     record = json.loads((folder / "submission.json").read_text())
     assert record["job_ids"] == ["101"] and record["submit_folder"] == str(login.folder)

@@ -100,7 +100,7 @@ class JobError(ValueError):
 class Job:
     """What to submit. Raises JobError, which names the field, for a value that cannot be used."""
 
-    # A script or "-m" and a module, then its arguments. Empty: those of the job script, "$@".
+    # A script or "-m" and a module, then its arguments.
     command: tuple[str, ...] = ()
     nodes: int = 1
     gpus_per_node: int = 0
@@ -171,10 +171,7 @@ class Job:
         return [*paths, *modules, *exports, *self.setup]
 
     def launch_words(self) -> str:
-        """Return the quoted arguments of ddpkit launch: its options, "--", the command.
-
-        A job without a command takes the arguments of the job script, "$@".
-        """
+        """Return the quoted arguments of ddpkit launch: its options, "--", the command."""
         words: list[str] = []
         if self.launcher == "torchrun":
             words += ["--torchrun"]
@@ -184,8 +181,7 @@ class Job:
             words += ["--ntasks-per-node", str(self.ranks_per_node)]
         if self.container:
             words += ["--container", self.container]
-        arguments = " ".join(map(quote, [*words, "--", *self.command]))
-        return arguments if self.command else f'{arguments} "$@"'
+        return " ".join(map(quote, [*words, "--", *self.command]))
 
     def plain_options(self) -> Iterator[tuple[Option, str]]:
         """Yield the options whose values the schedulers take as they are, with these values."""
@@ -194,12 +190,7 @@ class Job:
                 yield option, getattr(self, name)
 
     def _check_command(self) -> None:
-        if not self.command:
-            if self.container:
-                raise JobError(
-                    "container",
-                    "there is no command to run in it. Give the command, starting with python.",
-                )
+        if not self.command:  # the values of a profile are checked without one
             return
         is_module = self.command[0] == "-m" and len(self.command) > 1
         if not is_module and (not self.command[0] or self.command[0].startswith("-")):

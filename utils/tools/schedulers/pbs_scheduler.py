@@ -128,8 +128,9 @@ class Pbs(Scheduler):
             *check_paths(job),
         ]
 
-    def submit_command(self) -> list[str]:
-        return [find_program("qsub")]
+    def submit_words(self, options: Sequence[str], path: str) -> list[str]:
+        """Let PBS run a command: USR1 and TERM would end the login shell around a script."""
+        return [find_program("qsub"), *options, "--", "/bin/bash", "-l", path]
 
     def status(self, job_id: str) -> Status:
         self.check_job_id(job_id)

@@ -27,7 +27,6 @@ State = Literal[
     "stopped",  # ended with EXIT_REQUEUE: it has saved, and another job is to continue it
     "completed",
 ]
-_MARKER = re.compile(r"^[ \t]*@(directives|setup)@[ \t]*$|@(command)@", re.MULTILINE)
 _NOT_ENDED = ("running", "ending", "queued", "held", "unknown")
 
 
@@ -117,20 +116,10 @@ class Scheduler(ABC):
         """Return the shell lines that a job script runs before ddpkit launch."""
         return job.setup_lines()
 
-    def render(self, job: Job, template: str) -> str:
-        """Return the job script.
-
-        template: with the lines "@directives@" and "@setup@", and the word "@command@" for the
-        arguments of ddpkit launch. What replaces them is not searched for markers.
-        Raises JobError, which names the field, for a value that cannot be written into it.
-        """
-        options = [" ".join(map(self.quote, words)) for words in self.directives(job)]
-        texts = {
-            "directives": "\n".join(f"{self.directive_prefix} {option}" for option in options),
-            "setup": "\n".join(self.setup_lines(job)),
-            "command": job.launch_words(),
-        }
-        return _MARKER.sub(lambda match: texts[match[1] or match[2]], template)
+    def directive_lines(self, job: Job) -> list[str]:
+        """Return the options of a job as lines of its script. Raises JobError as directives()."""
+        options = (" ".join(map(self.quote, words)) for words in self.directives(job))
+        return [f"{self.directive_prefix} {option}" for option in options]
 
     @abstractmethod
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
@@ -162,17 +151,19 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def submit_command(self) -> list[str]:
-        """Return the words before the options and the script."""
+    def submit_words(self, options: Sequence[str], path: str) -> list[str]:
+        """Return the command that submits a script with these options."""
 
-    def submit(self, path: str | os.PathLike[str], *, options: Sequence[str] = ()) -> str:
-        """Submit a script from the current directory and return the job id.
+    def submit(self, path: str | os.PathLike[str], job: Job) -> str:
+        """Submit the script of a job from the current directory and return the job id.
 
-        path: the script. options: put before it.
+        The options are also given on the command line: variables of the shell, such as
+        SBATCH_ACCOUNT, take precedence over those in a script.
 
         Raises SchedulerError with the scheduler's message.
         """
-        words = [*self.submit_command(), *options, os.fspath(path)]
+        options = [word for words in self.directives(job) for word in words]
+        words = self.submit_words(options, os.fspath(path))
         output = run_command(words, timeout_seconds=SUBMIT_TIMEOUT_SECONDS).strip()
         last_line = output.split("\n")[-1]
         job_id = last_line.partition(";")[0]  # sbatch --parsable: "12;cluster"

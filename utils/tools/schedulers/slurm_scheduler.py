@@ -41,7 +41,7 @@ _SETTINGS = {other: name for name, others in _SAME_SETTING.items() for other in 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]&|^*()?~-]+")  # sbatch reads these as they are
 _MAX_LENGTH = 3000  # of the list of excluded hosts in a directive
 
-# Between the columns of squeue, sinfo and sacct: a job name may hold "|" and blanks.
+# Between the columns of sinfo and sacct.
 SEPARATOR = "\x1f"
 _TIMEOUT_SECONDS = 10.0  # of each query; a user waits for the submission
 _COLUMNS = {  # column: sinfo's format
@@ -140,8 +140,8 @@ class SlurmScheduler(Scheduler):
             *check_paths(job),
         ]
 
-    def submit_command(self) -> list[str]:
-        return ["sbatch", "--parsable"]
+    def submit_words(self, options: Sequence[str], path: str) -> list[str]:
+        return ["sbatch", "--parsable", *options, path]
 
     def status(self, job_id: str) -> Status:
         self.check_job_id(job_id)
@@ -174,7 +174,7 @@ def _last_value(options: Sequence[Sequence[str]], setting: str) -> str:
 
 def _partition_of(options: Sequence[Sequence[str]]) -> str:
     """The partition that sbatch will use; "" where it is left to Slurm."""
-    return os.environ.get("SBATCH_PARTITION") or _last_value(options, "--partition")
+    return _last_value(options, "--partition") or os.environ.get("SBATCH_PARTITION", "")
 
 
 def _refuse(job: Job) -> None:
@@ -368,20 +368,6 @@ def _hosts(nodes: str) -> tuple[str, ...]:
 
 
 def table(text: str, columns: Sequence[str]) -> list[Fields]:
-    """Return the rows of a table without a header, whose columns SEPARATOR divides.
-
-    A line break in a value stays in it.
-    """
-    found: list[Fields] = []
-    row: list[str] = []
-    for line in text.split("\n"):
-        parts = line.split(SEPARATOR)
-        if row:  # not complete: the line goes on with its last value
-            row[-1] += "\n" + parts[0]
-            row += parts[1:]
-        elif line:
-            row = parts
-        if len(row) >= len(columns):
-            found.append(dict(zip(columns, row, strict=False)))
-            row = []
-    return found
+    """Return the rows of a table without a header, whose columns SEPARATOR divides."""
+    rows = (line.split(SEPARATOR) for line in text.splitlines())
+    return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]

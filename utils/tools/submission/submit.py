@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--chain is {args.chain}. Expected a number from 1 to {MAX_CHAIN}.")
     profile = choose_profile(args.site)
     job, problems = with_python(build_job(args, profile), args, profile)
-    script = job_script(profile.scheduler, job)
+    scheduler = get_scheduler(profile.scheduler)
+    script = job_script(scheduler, job)
     problems += [*nested_launcher(job), *profile_problems(profile, job, args.queue)]
     if args.chain > 1 and job.walltime and job.walltime < MIN_CHAIN_SECONDS:
         note(
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.dry_run:
         if args.site is None:  # the scheduler of this host; that of a named site may be far away
-            problems += get_scheduler(profile.scheduler).check(job)
+            problems += scheduler.check(job)
         for problem in check_paths(job) if args.site else ():
             if problem.startswith("command:"):  # perhaps this is another folder than there
                 note(f"note: {problem}")
@@ -80,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
         return int(bool(problems) and not args.no_check)
 
     note_misplaced_options(args)
-    scheduler = get_scheduler(profile.scheduler)
     return _check_and_submit(scheduler, profile.name, job, args, problems, args.chain)
 
 
@@ -113,7 +113,7 @@ _WRITTEN = '# Written by "submit run". submission.json in this folder records th
 
 
 def job_script(
-    scheduler: str,
+    scheduler: Scheduler,
     job: Job,
     folder: Path | None = None,
     previous_job_id: str = "",
@@ -139,12 +139,11 @@ def job_script(
     elif job.preflight:
         lines.append(f"# first: doctor {shlex.join(job.preflight)}")
     # The ready script without its options and its last two lines: set-up and command.
-    shebang, *ready = (JOBS / f"{scheduler}.sh").read_text(encoding="utf-8").splitlines()
+    shebang, *ready = (JOBS / f"{scheduler.name}.sh").read_text(encoding="utf-8").splitlines()
     first = [line for line in ready if line and not line.startswith("#")][:-2]
-    command = f"exec python3 {quote(str(PACKAGE))} {run} @command@"
-    head = [shebang, _WRITTEN, "@directives@", ""]
-    template = "\n".join([*head, *first, *lines, "@setup@", command, ""])
-    return get_scheduler(scheduler).render(job, template)
+    command = f"exec python3 {quote(str(PACKAGE))} {run} {job.launch_words()}"
+    head = [shebang, _WRITTEN, *scheduler.directive_lines(job), ""]
+    return "\n".join([*head, *first, *lines, *scheduler.setup_lines(job), command, ""])
 
 
 # Resubmitting -------------------------------------------------------------------------------------
@@ -245,12 +244,12 @@ def _submit_each(
         one = dataclasses.replace(submitted, dependency=dependency, output=output)
         script = folder / (SCRIPT if count == 1 else f"job-{number + 1}.sh")
         script.write_text(
-            job_script(scheduler.name, one, folder, previous, in_chain=count > 1),
+            job_script(scheduler, one, folder, previous, in_chain=count > 1),
             encoding="utf-8",
             errors="surrogateescape",
         )
         script.chmod(script.stat().st_mode | 0o100)
-        job_ids.append(scheduler.submit(script, options=_options(scheduler, one)))
+        job_ids.append(scheduler.submit(script, one))
         dependencies.append(dependency)
         records.write(
             folder,
@@ -304,11 +303,3 @@ def _output(scheduler: Scheduler, folder: Path) -> str:
         return f"{folder}/"
     escaped = str(folder).replace("%", "%%")  # a percent sign in the path itself
     return f"{escaped}/%j.out"
-
-
-def _options(scheduler: Scheduler, job: Job) -> list[str]:
-    """Let PBS run a command: USR1 and TERM would terminate the login shell around a script."""
-    if scheduler.name != "pbs":
-        return []
-    options = [word for words in scheduler.directives(job) for word in words]
-    return [*options, "--", "/bin/bash", "-l"]
