@@ -170,8 +170,7 @@ def test_preflight_decides_what_becomes_of_the_job(
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
-    records.write(folder, Job(command=("train.py",)), scheduler="pbs", site="x", job_ids=["12.head", "13.head"],
-                  dependencies=[None, "afterany:12.head"])
+    records.write(folder, records.new_record(Job(command=("train.py",)), "pbs", "x"), ["12.head", "13.head"])
     (tmp_path / "nodes").write_text("n1\nn2\n")
     monkeypatch.setenv("PBS_JOBID", "12.head")
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))

@@ -42,7 +42,7 @@ def test_a_job_is_submitted_and_cancelled(commands: Commands, scheduler: Schedul
     scheduler.cancel(job_id)
     [submitted, cancelled] = commands.calls()
     assert (submitted[0], submitted[-1], cancelled) == (submit, "job.sh", [cancel, job_id])
-    assert "-H" in submitted[:submitted.index("--") if submit == "qsub" else -1]  # also there: SBATCH_* come before #SBATCH
+    assert "-H" in submitted[:submitted.index("--") if submit == "qsub" else -1]  # SBATCH_* come before #SBATCH
 
 
 @pytest.mark.parametrize("scheduler", [SlurmScheduler(), Pbs()])

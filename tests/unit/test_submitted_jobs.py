@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import wait_until
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.job import exclude_file
 from utils.job.commands import SchedulerError
@@ -42,8 +41,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def chain(login: Login) -> Submission:
     folder = login.folder / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
-    records.write(folder, Job(command=("train.py",)), scheduler="slurm", site="x",
-                  job_ids=["1", "2", "3"], dependencies=[None, "a", "b"])
+    records.write(folder, records.new_record(Job(command=("train.py",)), "slurm", "x"), ["1", "2", "3"])
     return records.read(folder)
 
 
@@ -209,7 +207,7 @@ def test_cancelled_job_that_the_scheduler_forgets_stays_cancelled(chain: Submiss
 
 @pytest.mark.parametrize(("requested", "found"), [("12", True), ("12.head", True), ("12.other", False), ("1", False)])
 def test_job_is_found_by_its_short_id_too(requested: str, found: bool, chain: Submission) -> None:
-    records.write(chain.folder, Job(("a",)), scheduler="pbs", site="x", job_ids=["12.head"], dependencies=[None])
+    records.write(chain.folder, records.new_record(Job(("a",)), "pbs", "x"), ["12.head"])
     (chain.folder.with_name("other")).mkdir()
     (chain.folder.with_name("other") / "submission.json").write_text("[]")
     assert (records.find(chain.folder.parent, requested) is not None) is found

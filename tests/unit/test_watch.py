@@ -71,8 +71,7 @@ def test_history(history: str, scheduler: str, login: Login, monkeypatch: pytest
     folder = login.folder / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
     ids = [str(number) for number in range(1, len(statuses) + 1)]
-    records.write(folder, Job(("train.py",)), scheduler=scheduler, site="x", job_ids=ids,
-                  dependencies=[None] * len(ids))
+    records.write(folder, records.new_record(Job(("train.py",)), scheduler, "x"), ids)
     for job_id, text in zip(ids, output, strict=False):
         (folder / f"{job_id}{'.out' if scheduler == 'slurm' else '.head.OU'}").write_text(text)
     use_scheduler(monkeypatch, Scripted({job_id: replace(one[scheduler], job_id=job_id)

@@ -6,9 +6,9 @@ import difflib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from ...job.commands import SchedulerError
 from ...job.notation import format_walltime, parse_size
@@ -18,7 +18,6 @@ from .scheduler import Queue, Status
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # every host has its own
 # Disks that login nodes do not have:
 NODE_ONLY = ("/mnt/bb", "/local", "/lscratch", "/localscratch", "/scratch_local")
-_Number = TypeVar("_Number", int, float)
 MIN_FREE_BYTES = 1 << 30  # in the home: logs and caches of one job
 
 
@@ -47,89 +46,65 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
         is_open = [queue.name for queue in queues if queue.is_open]
         remedy = f"Take one of: {', '.join(is_open)}." if is_open else f"No other {kind} does."
         problems.append(f"queue: {first} takes no jobs now. {remedy}")
-    problems += _above(
-        "walltime",
-        job.walltime,
-        [queue.longest_walltime(job.nodes) for queue in chosen],
-        f"of {first}"
-        + f" for {job.nodes} node{'s' * (job.nodes > 1)}"
-        * any(queue.max_walltime_by_nodes for queue in chosen),
-        f"Request less time and continue from a checkpoint, or take another {kind}",
-        format_walltime,
-    )
-    problems += _above(
-        "nodes",
-        job.nodes,
-        [queue.max_nodes for queue in chosen],
-        f"nodes of {first}",
-        "Request fewer nodes",
-    )
+    requested = {
+        "walltime": job.walltime,
+        "nodes": job.nodes,
+        "node-hours": job.walltime and job.nodes * job.walltime / 3600,
+        "gpus": job.gpus_per_node and job.nodes * job.gpus_per_node,
+        "gpus_per_node": job.gpus_per_node,
+        "cores_per_rank": job.cores_per_rank and job.ranks * job.cores_per_rank,
+        "memory": parse_size(job.memory or ""),
+    }
+    for_nodes = f" for {job.nodes} node{'s' * (job.nodes > 1)}"
+    for_nodes *= any(queue.max_walltime_by_nodes for queue in chosen)
+    chosen = [replace(one, max_walltime_seconds=one.longest_walltime(job.nodes)) for one in chosen]
+    for attribute, (field, text) in _MAXIMA.items():
+        limits, value = [getattr(queue, attribute) for queue in chosen], requested[field]
+        if value is not None and None not in limits and value > max(limits):
+            text = text.format(first=first, kind=kind, job=job, for_nodes=for_nodes)
+            shown = [_show(field, number) for number in (value, max(limits))]
+            problems.append(f"{field}: {shown[0]} is more than the {shown[1]} {text}.")
     min_seconds = min(queue.min_walltime_seconds for queue in chosen)
     if job.walltime is not None and job.walltime < min_seconds:
         problems.append(
             f"walltime: {format_walltime(job.walltime)} is less than the minimum of {first}, "
             f"{format_walltime(min_seconds)}. Request more time."
         )
-    problems += _above(
-        "node-hours",
-        job.walltime and job.nodes * job.walltime / 3600,
-        [queue.max_node_hours for queue in chosen],
-        f"node-hours of {first}",
-        "Request less time or fewer nodes",
-        lambda hours: f"{hours:g}",
-    )
-    problems += _above(
-        "gpus",
-        job.gpus_per_node and job.nodes * job.gpus_per_node,
-        [queue.max_gpus for queue in chosen],
-        f"GPUs of {first}",
-        "Request fewer nodes or fewer GPUs per node",
-    )
     min_nodes = min(queue.min_nodes for queue in chosen)
     if job.nodes < min_nodes:
         problems.append(
             f"nodes: {job.nodes} is less than the minimum of {first}, {min_nodes}. Request more "
             f"nodes, or take another {kind}."
         )
-    problems += _above(
-        "gpus_per_node",
-        job.gpus_per_node,
-        [queue.gpus_per_node for queue in chosen],
-        "GPUs of the largest node",
-        "Request fewer GPUs per node and more nodes",
-    )
-    problems += _above(
-        "cores_per_rank",
-        job.cores_per_rank and job.ranks * job.cores_per_rank,
-        [queue.cores_per_node for queue in chosen],
-        "cores of the largest node",
-        f"{job.ranks} ranks per node have {job.cores_per_rank} cores each; request fewer",
-    )
-    problems += _above(
-        "memory",
-        parse_size(job.memory or ""),
-        [queue.memory_per_node_bytes for queue in chosen],
-        "of the largest node",
-        "Request less",
-        lambda size: f"{size / (1 << 30):.0f}G",
-    )
     return problems
 
 
-def _above(
-    field: str,
-    requested: _Number | None,
-    limits: Iterable[_Number | None],
-    whose: str,
-    remedy: str,
-    show: Callable[[_Number], str] = str,
-) -> list[str]:
-    """Compare with the greatest limit; where one of the limits is None, there is none."""
-    known = list(limits)
-    finite = [limit for limit in known if limit is not None]
-    if requested is None or len(finite) < len(known) or requested <= max(finite):
-        return []
-    return [f"{field}: {show(requested)} is more than the {show(max(finite))} {whose}. {remedy}."]
+_MAXIMA = {  # a limit of a queue: the field that may exceed it, and what follows the two numbers
+    "max_walltime_seconds": (
+        "walltime",
+        "of {first}{for_nodes}. Request less time and continue from a checkpoint, or take another "
+        "{kind}",
+    ),
+    "max_nodes": ("nodes", "nodes of {first}. Request fewer nodes"),
+    "max_node_hours": ("node-hours", "node-hours of {first}. Request less time or fewer nodes"),
+    "max_gpus": ("gpus", "GPUs of {first}. Request fewer nodes or fewer GPUs per node"),
+    "gpus_per_node": (
+        "gpus_per_node",
+        "GPUs of the largest node. Request fewer GPUs per node and more nodes",
+    ),
+    "cores_per_node": (
+        "cores_per_rank",
+        "cores of the largest node. {job.ranks} ranks per node have {job.cores_per_rank} cores "
+        "each; request fewer",
+    ),
+    "memory_per_node_bytes": ("memory", "of the largest node. Request less"),
+}
+
+
+def _show(field: str, value: float) -> str:
+    if field == "memory":
+        return f"{value / (1 << 30):.0f}G"
+    return format_walltime(int(value)) if field == "walltime" else f"{value:g}"
 
 
 def check_dependency(job: Job, status: Callable[[str], Status]) -> list[str]:

@@ -79,9 +79,9 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         nodes=args.nodes,
         gpus_per_node=(gpus or 0) if request_gpus else 0,
         ranks_per_node=requested_ranks if request_gpus else ranks,
-        cores_per_rank=args.cpus_per_task or _share_of_cores(profile, ranks),
-        memory=args.mem or profile.memory_per_node,
-        walltime=parse_walltime(args.time) if args.time else None,
+        cores_per_rank=args.cores_per_rank or _share_of_cores(profile, ranks),
+        memory=args.memory or profile.memory_per_node,
+        walltime=parse_walltime(args.walltime) if args.walltime else None,
         setup=(*profile.setup, *args.setup),
         module_paths=profile.module_paths,
         modules=profile.modules,
@@ -133,9 +133,9 @@ def _preflight(args: argparse.Namespace) -> tuple[str, ...]:
 def _ranks_per_node(args: argparse.Namespace) -> int | None:
     """Return the requested number of ranks per node."""
     if args.ntasks is None:
-        per_node: int | None = args.ntasks_per_node
+        per_node: int | None = args.ranks_per_node
         return per_node
-    if args.ntasks_per_node is not None:
+    if args.ranks_per_node is not None:
         raise UsageError("Both --ntasks and --ntasks-per-node are given. Give one of them.")
     if args.ntasks < 1 or args.nodes < 1 or args.ntasks % args.nodes:
         raise UsageError(
@@ -168,9 +168,9 @@ def _queue_and_directives(
     if queue and profile.scheduler == "slurm" and profile.queue_option == "qos":
         directives.append(f"--qos={queue}")
         queue = None
-    given = {_option_name(directive) for directive in args.directive}
+    given = {_option_name(directive) for directive in args.directives}
     kept = [directive for directive in directives if _option_name(directive) not in given]
-    return queue, (*kept, *args.directive)
+    return queue, (*kept, *args.directives)
 
 
 def _option_name(directive: str) -> str:
@@ -186,7 +186,7 @@ def _job_name(command: Sequence[str]) -> str:
 
 def _environment(args: argparse.Namespace, profile: Profile, ranks: int) -> dict[str, str]:
     environment = profile.exports(args.nodes, ranks)
-    for text in args.env:
+    for text in args.environment:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
             raise UsageError(

@@ -112,33 +112,25 @@ def write_environment(folder: Path, environment: Mapping[str, str]) -> Path:
     return path
 
 
-def write(
-    folder: Path,
-    job: Job,
-    *,
-    scheduler: str,
-    site: str,
-    job_ids: Sequence[str],
-    dependencies: Sequence[str | None],
-) -> None:
-    """Write submission.json atomically, without the values of variables. Raises OSError.
+def write(folder: Path, record: Mapping[str, Any], job_ids: Sequence[str]) -> None:
+    """Write submission.json atomically. record: from new_record(). Raises OSError."""
+    text = json.dumps({"job_ids": list(job_ids), **record}, indent=2, ensure_ascii=True)
+    _replace(folder / FILE, text)
 
-    dependencies: one for each job id.
-    """
+
+def new_record(job: Job, scheduler: str, site: str) -> dict[str, Any]:
+    """Return what submission.json holds besides ids; of variables only the names."""
     values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     names = {f"{name}={value}": name for name, value in values.pop("environment").items()}
-    record: dict[str, Any] = {
-        "job_ids": list(job_ids),
+    return {
         "scheduler": scheduler,
         "site": site,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "submit_folder": os.getcwd(),
         "command_line": [names.get(word.removeprefix("--env="), word) for word in sys.argv],
-        "dependencies": list(dependencies),
         "job": values,
         "git": git_state(Path.cwd()),
     }
-    _replace(folder / FILE, json.dumps(record, indent=2, ensure_ascii=True))
 
 
 def git_state(folder: Path) -> dict[str, object] | None:

@@ -237,7 +237,7 @@ def _submit_each(
     read = f"while IFS= read -rd '' variable; do export \"$variable\"; done < {environment}"
     setup = (read, *job.setup)
     submitted = dataclasses.replace(submitted, environment={}, setup=setup)
-    dependencies: list[str | None] = []
+    record = records.new_record(job, scheduler.name, site)
     for number in range(count):
         previous = job_ids[-1] if job_ids else ""
         dependency = f"afterany:{previous}" if previous else job.dependency
@@ -250,15 +250,7 @@ def _submit_each(
         )
         script.chmod(script.stat().st_mode | 0o100)
         job_ids.append(scheduler.submit(script, one))
-        dependencies.append(dependency)
-        records.write(
-            folder,
-            job,
-            scheduler=scheduler.name,
-            site=site,
-            job_ids=job_ids,
-            dependencies=dependencies,
-        )
+        records.write(folder, record, job_ids)
 
 
 def _withdraw(

@@ -49,7 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except JobError as error:
-        option = OPTION_OF_FIELD.get(error.field)
+        names = {one.dest: one.option_strings[-1:] for one in _parser("run")._actions}
+        option = "".join(names.get("folder" if error.field == "output" else error.field, []))
         return _error(f"{error}" + (f" (option {option}, or the site file)" if option else ""))
     except (UsageError, SchedulerError, ProfileError) as error:
         return _error(str(error))
@@ -155,7 +156,7 @@ def _parser(name: str) -> ArgumentParser:
     if name == "doctor":
         parser.usage = "ddpkit submit doctor [OPTION ...] [-- OPTION OF ddpkit doctor ...]"
         parser.epilog = "The options are those of `run`; --time is 10m by default."
-        parser.set_defaults(name="doctor", time="10m")
+        parser.set_defaults(name="doctor", walltime="10m")
     if name in ("run", "doctor"):
         return parser
     if name != "list":
@@ -220,16 +221,25 @@ def _add_resource_options(add: Callable[..., object]) -> None:
     add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, a multiple of --nodes")
     add(
         "--ntasks-per-node",
+        dest="ranks_per_node",
         type=int,
         metavar="N",
         help="ranks per node (default: one for each GPU)",
     )
-    add("-c", "--cpus-per-task", type=int, metavar="N", help="cores of each rank")
+    add(
+        "-c",
+        "--cpus-per-task",
+        dest="cores_per_rank",
+        type=int,
+        metavar="N",
+        help="cores of each rank",
+    )
     add("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 0 for none")
-    add("--mem", metavar="SIZE", help="memory per node, for example 64G")
+    add("--mem", dest="memory", metavar="SIZE", help="memory per node, for example 64G")
     add(
         "-t",
         "--time",
+        dest="walltime",
         metavar="TIME",
         help="time limit: 2h, 1h30m, 2:00:00, 1-12:00:00; a plain number is minutes",
     )
@@ -263,6 +273,7 @@ def _add_job_options(add: Callable[..., object]) -> None:
         add(name, metavar="FOLDER", help=f"all hosts have to {use} this, for --preflight")
     add(
         "--directive",
+        dest="directives",
         action="append",
         default=[],
         metavar="OPTION",
@@ -281,6 +292,7 @@ def _add_environment_options(add: Callable[..., object]) -> None:
     )
     add(
         "--env",
+        dest="environment",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
@@ -293,18 +305,3 @@ def _add_environment_options(add: Callable[..., object]) -> None:
         nargs=argparse.REMAINDER,
         help="MODULE [ARGUMENT ...]: run a module instead of a script, as python -m does",
     )
-
-
-# The option that sets each field of Job, for error messages.
-_SAME_NAME = "nodes gpus_per_node setup launcher container preflight"
-OPTION_OF_FIELD = {
-    **{name: "--" + name.replace("_", "-") for name in _SAME_NAME.split()},
-    **{name: option.flags.split()[-1] for name, option in OPTIONS.items()},
-    "ranks_per_node": "--ntasks-per-node",
-    "cores_per_rank": "--cpus-per-task",
-    "memory": "--mem",
-    "walltime": "--time",
-    "environment": "--env",
-    "output": "--folder",
-    "directives": "--directive",
-}
