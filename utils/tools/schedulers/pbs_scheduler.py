@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...job.commands import SchedulerError, run_command
-from ...job.notation import format_walltime, parse_duration, parse_number, parse_size, same_host
+from ...job.notation import format_walltime, parse_number, parse_size, same_host
 from ...job.pbs_job import Fields, find_program, query_job, query_objects
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive
@@ -123,7 +123,6 @@ class Pbs(Scheduler):
             in_queue = replace(in_queue, nodes=1, gpus_per_node=0, cores_per_rank=None, memory=None)
         return [
             *check_queue(in_queue, server.as_queues(), "queue"),
-            *server.limit_problems(options, queue or server.default_queue),
             *check_dependency(job, self.status),
             *check_paths(job),
         ]
@@ -360,7 +359,7 @@ class ServerState:
     def as_queues(self) -> list[Queue]:
         """Return all queues with the hosts of the whole site, and without limits.
 
-        PBS ties hosts to queues in too many ways. For the limits see limit_problems().
+        PBS ties hosts to queues in too many ways. Of a queue's limits, qsub itself refuses what exceeds them.
         """
         cores, gpus, memory = (
             int(max((size.get(name, 0) for size in self.host_sizes), default=0)) or None
@@ -379,37 +378,6 @@ class ServerState:
             for name, queue in self.queues.items()
         ]
 
-    def limit_problems(self, options: Sequence[Sequence[str]], queue: str) -> list[str]:
-        """Return the limits that a job with these options exceeds in a queue, with remedies."""
-        record = self.queues.get(queue, {})
-        default_chunk = members(self.server, "default_chunk") | members(record, "default_chunk")
-        requested = _requested(options, default_chunk)
-        defaults = members(self.server, "resources_default") | members(record, "resources_default")
-        for resource, value in defaults.items():
-            default = _amount(value)
-            if default is not None:
-                requested.setdefault(resource, default)
-
-        problems = []
-        for attribute, is_max in (("resources_max", True), ("resources_min", False)):
-            of_queue = members(record, attribute)
-            for resource, value in (members(self.server, attribute) | of_queue).items():
-                limit = _amount(value)
-                amount = requested.get(resource)
-                if limit is None or amount is None:
-                    continue
-                if amount <= limit if is_max else amount >= limit:
-                    continue
-                owner = f"queue {queue}" if resource in of_queue else "the server"
-                whole = "" if ":" in value else " for the whole job"
-                found, remedy = ("more", "less") if is_max else ("less", "more")
-                problems.append(
-                    f"{resource}: {_show(amount, value)}{whole} is {found} than the "
-                    f"{_show(limit, value)} of {owner} ({attribute}). Request {remedy}, or take "
-                    "another queue."
-                )
-        return problems
-
 
 def members(record: Fields, attribute: str) -> Fields:
     """Return the members of an attribute: "Resource_List" -> {"walltime": "01:00:00", ...}."""
@@ -419,6 +387,10 @@ def members(record: Fields, attribute: str) -> Fields:
         for name, value in record.items()
         if name.startswith(prefix)
     }
+
+
+def _amount(value: str) -> float:
+    return parse_size(value) or 0
 
 
 def _query(kind: str, program: str, option: str) -> dict[str, Fields]:
@@ -435,67 +407,8 @@ def _sum_hosts(vnodes: Mapping[str, Fields]) -> list[dict[str, float]]:
         available = members(vnode, "resources_available")
         size = sizes.setdefault(available.get("host", name), {})
         for resource, value in available.items():
-            size[resource] = size.get(resource, 0) + (_amount(value) or 0)
+            size[resource] = size.get(resource, 0) + _amount(value)
     return list(sizes.values())
-
-
-def _requested(
-    options: Sequence[Sequence[str]], default_chunk: Mapping[str, str]
-) -> dict[str, float]:
-    """The amounts for the whole job of options such as ["-l", "select=2:ncpus=8+1:mem=4gb"].
-
-    Resources without an amount (host=n1) are left out.
-    """
-    requested: dict[str, float] = {}
-    for words in options:
-        if option_name(words) != "-l":
-            continue
-        for part in option_value(words).split(","):
-            name, _, value = part.strip().partition("=")
-            if name in ("select", "nodes"):
-                # What is given for the whole job takes precedence.
-                requested = _sum_chunks(value, default_chunk) | requested
-            elif (amount := _amount(value)) is not None:
-                requested[name] = amount
-    return requested
-
-
-def _sum_chunks(select: str, default_chunk: Mapping[str, str]) -> dict[str, float]:
-    """Sum the chunks of "2:ncpus=8:mpiprocs=4+1:ngpus=2"; nodect is their number.
-
-    Torque's "2:ppn=4+n3" means 2:ncpus=4:mpiprocs=4 and one more chunk.
-    """
-    sums: dict[str, float] = {}
-    for chunk in select.split("+"):
-        words = chunk.split(":")
-        count = parse_number(words[0])
-        given = dict(word.split("=", 1) for word in words if "=" in word)
-        resources = {**default_chunk, **given, "nodect": "1"}
-        if "ppn" in resources:
-            resources["ncpus"] = resources["mpiprocs"] = resources.pop("ppn")
-        for name, value in resources.items():
-            amount = _amount(value)
-            if amount is not None and name not in _PER_PROCESS:
-                sums[name] = sums.get(name, 0) + amount * (1 if count is None else count)
-    return sums
-
-
-def _amount(value: str) -> float | None:
-    """A number, the bytes of "4gb" or the seconds of "02:00:00"; None for any other text."""
-    if ":" in value:
-        return parse_duration(value)
-    size = parse_size(value)
-    if size is not None:
-        return size
-    return float(value) if re.fullmatch(r"[0-9]+\.[0-9]+", value) else None
-
-
-def _show(amount: float, like: str) -> str:
-    """An amount in the form of another one: "01:00:00", "4.5gb", "12"."""
-    if ":" in like:
-        return format_walltime(int(amount))
-    is_size = not like.isdecimal() and parse_size(like) is not None
-    return f"{amount / (1 << 30):.4g}gb" if is_size else f"{amount:g}"
 
 
 # Other hosts --------------------------------------------------------------------------------------
