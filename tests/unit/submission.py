@@ -52,7 +52,7 @@ class Scripted:
         self._statuses = {job_id: list(values) if isinstance(values, list) else [values]
                           for job_id, values in statuses.items()}
         self.cancelled: list[str] = []
-        self.excluded: dict[str, list[list[str]]] = {}  # the hosts and the preferred ones, by job
+        self.excluded: dict[str, list[str]] = {}  # the hosts, by job
 
     def status(self, job_id: str) -> Status:
         values = self._statuses[job_id]
@@ -64,8 +64,8 @@ class Scripted:
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
 
-    def exclude_hosts(self, job_id: str, hosts: Sequence[str], *, preferred: Sequence[str], dry_run: bool) -> str:
-        self.excluded[job_id] = [[*hosts], [*preferred]]
+    def exclude_hosts(self, job_id: str, hosts: Sequence[str], *, dry_run: bool) -> str:
+        self.excluded[job_id] = [*hosts]
         if isinstance(self._problem, Exception):
             raise self._problem
         return self._problem

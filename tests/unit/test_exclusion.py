@@ -1,21 +1,18 @@
 """Bad hosts: the file that lists them, and how jobs of Slurm and PBS avoid them."""
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.unit.scheduler_commands import Commands, pbs_job, pbs_recording
+from tests.unit.scheduler_commands import Commands
 from tests.unit.submission import Login, Scripted
 from utils.job import exclude_file
 from utils.job.commands import SchedulerError
 from utils.job.requeue import requeue
 from utils.tools.schedulers.job_spec import Job
-from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 from utils.tools.submission import preflight
 from utils.tools.submission import submissions as records
@@ -97,49 +94,6 @@ def test_requeued_slurm_job_avoids_the_listed_hosts(commands: Commands, tmp_path
     assert [words[1] for words in commands.calls("scontrol")][-len(calls):] == calls and message in caplog.text
 
 
-# PBS --------------------------------------------------------------------------------------------------------------
-
-def pbs_nodes(**changes: dict[str, Any]) -> str:
-    """What pbsnodes prints of n1, n2, n3, with changed attributes."""
-    nodes = json.loads(pbs_recording("commands/pbsnodes_a_json")["stdout"])["nodes"]
-    for name, change in changes.items():
-        resources = {**nodes[name]["resources_available"], **change.pop("resources_available", {})}
-        nodes[name] |= {**change, "resources_available": resources}
-    return json.dumps({"nodes": nodes})
-
-
-@pytest.mark.parametrize(("job", "changes", "hosts", "problem"), [
-    (Job(nodes=2), {}, ["n1", "n3"], ""),
-    (Job(), {"n1": {"state": "job-busy", "resources_assigned": {"ncpus": 4}}}, ["n3"], ""),
-    (Job(), {"n1": {"state": "offline"}}, ["n3"], ""),
-    (Job(), {"n1": {"resources_available": {"ngpus": 0}}}, ["n3"], ""),
-    (Job(nodes=3), {}, [], "besides n2 it has 2 hosts with the same resources, of the 3 that the job requests"),
-    (Job(directives=("-l select=2:ncpus=1",)), {}, [], "own -l select")],
-    ids=["names the good ones", "free ones first", "none that is down", "like the bad one", "too few", "own select"])
-def test_pbs_job_names_hosts_like_the_bad_one(commands: Commands, job: Job, changes: dict[str, Any],
-                                              hosts: list[str], problem: str) -> None:
-    commands.add("pbsnodes", pbs_nodes(**changes))
-    changed, found = Pbs().without_hosts(job, ["n2.pbs.lab"])
-    select = "+".join(f"1:ncpus=1:mpiprocs=1:ompthreads=1:host={host}" for host in hosts)
-    assert changed == job if problem else ["-l", f"select={select}"] in Pbs().directives(changed)
-    assert problem in found and bool(problem) == bool(found)
-
-
-@pytest.mark.parametrize(("select", "place", "preferred", "expected"), [
-    ("2:ncpus=4:mpiprocs=4", "scatter", ["n3"], "1:ncpus=4:mpiprocs=4:host=n3+1:ncpus=4:mpiprocs=4:host=n1"),
-    ("1:ncpus=1:host=n2", "scatter", [], "1:ncpus=1:host=n1"), ("1:ncpus=1:host=n3", "scatter", [], None),
-    ("2:ncpus=1", "free", [], None)])
-def test_queued_pbs_job_names_hosts(commands: Commands, select: str, place: str, preferred: list[str],
-                                    expected: str | None) -> None:
-    commands.add("pbsnodes", pbs_nodes())
-    commands.add("qstat", pbs_job({"job_state": "H", "Resource_List": {"select": select, "place": place}}))
-    commands.add("qalter")
-    problem = Pbs().exclude_hosts("7.server", ["n2"], preferred=preferred)
-    assert commands.calls("qalter") == ([["qalter", "-l", f"select={expected}", "-l", f"place={place}", "7.server"]]
-                                        if expected else [])
-    assert bool(problem) == (place == "free")
-
-
 # submit.py --------------------------------------------------------------------------------------------------------
 
 def test_submitted_and_resubmitted_jobs_avoid_listed_hosts(login: Login) -> None:
@@ -190,4 +144,4 @@ def test_preflight_decides_what_becomes_of_the_job(
     [words] = launched
     assert words[:2] == ["--torchrun", "--"] and words[2].endswith("scripts/doctor.py") and words[-1] == "--quick"
     assert message in capfd.readouterr().err
-    assert queue.excluded == ({"13.head": [["n1"], ["n2"]]} if bad and status == 2 else {})
+    assert queue.excluded == ({"13.head": ["n1"]} if bad and status == 2 else {})

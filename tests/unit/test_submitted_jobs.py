@@ -300,7 +300,7 @@ def test_chain_continues_without_a_host_that_was_lost(job: InJob, monkeypatch: p
         return 1
 
     assert (job.run(fail), job.recorded) == (1, HOST_LOST)
-    assert (job.scheduler.cancelled, job.scheduler.excluded) == ([], {"3": [["n2"], ["n1", "n3"]]})
+    assert (job.scheduler.cancelled, job.scheduler.excluded) == ([], {"3": ["n2"]})
 
 
 @pytest.mark.parametrize(("left", "seconds_left", "recorded", "cancelled"), [

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ...job.commands import SchedulerError, run_command
-from ...job.notation import format_walltime, parse_number, parse_size, same_host
+from ...job.notation import format_walltime, parse_number, parse_size
 from ...job.pbs_job import Fields, find_program, query_job, query_objects
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive
@@ -19,10 +18,7 @@ _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub reads these as 
 _UNKNOWN_JOB, _JOB_FINISHED = 153, 35  # exit statuses of qstat and qdel
 _DELETED, _SUCCEEDED = 91, 92  # substates of a finished job
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
-_PER_PROCESS = ("ompthreads",)  # resources that are not summed over the chunks
-_MAX_LENGTH = 3000  # of the select statement in a directive
-_DIFFER = ("host", "vnode", "mem", "vmem")  # between hosts of one kind
-_DOWN = {"down", "offline", "unknown", "state-unknown", "stale", "maintenance", "provisioning"}
+_CANNOT_EXCLUDE = "PBS cannot exclude a host. For other hosts give a -l select with host=NAME"
 
 _LETTERS: dict[State, str] = {"queued": "QWTM", "held": "HSU", "running": "RB", "ending": "E"}
 _STATES = {letter: state for state, letters in _LETTERS.items() for letter in letters}
@@ -81,36 +77,10 @@ class Pbs(Scheduler):
         return lines
 
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
-        select, known = _select(job), _query_hosts()
-        if not any(host.is_one_of(hosts) for host in known):
-            return job, ""
-        changed, problem = _select_without(select, known, hosts, ())
-        given = [split_directive(entry) for entry in job.directives]
-        if any(name in _settings(words) for words in given for name in ("-l select", "-l place")):
-            return job, "the job has its own -l select or -l place, and PBS cannot exclude a host"
-        if problem:
-            return job, problem
-        return replace(job, directives=(*job.directives, f"-l select={changed}")), ""
+        return job, _CANNOT_EXCLUDE
 
-    def exclude_hosts(
-        self,
-        job_id: str,
-        hosts: Sequence[str],
-        *,
-        preferred: Sequence[str] = (),
-        dry_run: bool = False,
-    ) -> str:
-        self.check_job_id(job_id)
-        job = query_job(job_id, timeout_seconds=_TIMEOUT_SECONDS) or {}
-        select, place = (job.get(f"Resource_List.{name}", "") for name in ("select", "place"))
-        if "scatter" not in place:
-            problem = f"the job is placed with place={place}, not scatter"
-            return f"PBS cannot exclude a host, and {problem}"
-        changed, problem = _select_without(select, _query_hosts(), hosts, preferred)
-        if not problem and changed != select and not dry_run:
-            options = ["-l", f"select={changed}", "-l", f"place={place}"]
-            run_command([find_program("qalter"), *options, job_id])
-        return problem
+    def exclude_hosts(self, job_id: str, hosts: Sequence[str], *, dry_run: bool = False) -> str:
+        return _CANNOT_EXCLUDE
 
     def check(self, job: Job) -> list[str]:
         options = self.directives(job)
@@ -328,11 +298,6 @@ def _why_held_forever(job: Fields, seen: frozenset[str] = frozenset()) -> str:
 
 
 # Limits -------------------------------------------------------------------------------------------
-# Limits: resources_max and resources_min of a queue or the server (PBS Reference Guide, queue and
-# server attributes). They hold for a job as a whole: a job with select=3:ncpus=4 requests ncpus=12
-# and nodect=3.
-
-
 @dataclass(frozen=True)
 class ServerState:
     """What the server reports of its queues, itself and its hosts; empty where it does not."""
@@ -359,7 +324,7 @@ class ServerState:
     def as_queues(self) -> list[Queue]:
         """Return all queues with the hosts of the whole site, and without limits.
 
-        PBS ties hosts to queues in too many ways. Of a queue's limits, qsub itself refuses what exceeds them.
+        PBS ties hosts to queues in too many ways. What exceeds a queue's limits qsub refuses.
         """
         cores, gpus, memory = (
             int(max((size.get(name, 0) for size in self.host_sizes), default=0)) or None
@@ -409,97 +374,3 @@ def _sum_hosts(vnodes: Mapping[str, Fields]) -> list[dict[str, float]]:
         for resource, value in available.items():
             size[resource] = size.get(resource, 0) + _amount(value)
     return list(sizes.values())
-
-
-# Other hosts --------------------------------------------------------------------------------------
-# PBS cannot exclude a host: the job names the hosts that it requests. A select statement compares
-# resources for equality only (PBS Reference Guide, "Requesting Resources"). So the hosts are chosen
-# here, among those that have the same resources as the bad ones, free hosts first. The job waits
-# for exactly these hosts.
-
-
-class _Host(NamedTuple):
-    name: str  # resources_available.host
-    names: tuple[str, ...]  # that one too, and in full: "n1.pbs.lab"
-    kind: object  # equal for hosts that one job may use alike
-    is_up: bool
-    is_free: bool
-
-    def is_one_of(self, names: Iterable[str]) -> bool:
-        return any(same_host(own, name) for own in self.names for name in names)
-
-
-def _select_without(
-    select: str, hosts: Sequence[_Host], bad_names: Sequence[str], preferred: Sequence[str]
-) -> tuple[str, str]:
-    """Return a select statement that names other hosts than the bad ones, or why there is none."""
-    bad = [host for host in hosts if host.is_one_of(bad_names)]
-    chunks = [_parse(chunk) for chunk in _expand(select)]
-    if all(chunk.get("host") and not _names(chunk["host"], bad_names) for chunk in chunks):
-        return select, ""
-    if any("vnode" in chunk for chunk in chunks):
-        return select, "the job names vnodes, and PBS cannot exclude a host"
-
-    kinds = [host.kind for host in bad]
-    good = [host for host in hosts if host.is_up and not host.is_one_of(bad_names)]
-    usable = [host for host in good if host.is_one_of(preferred) or host.kind in kinds]
-    usable.sort(key=lambda host: (not host.is_one_of(preferred), not host.is_free))
-    if len(usable) < len(chunks):
-        names = ", ".join(host.name for host in bad) or ", ".join(bad_names)
-        return select, (
-            f"PBS cannot exclude a host, and besides {names} it has {len(usable)} hosts with the "
-            f"same resources, of the {len(chunks)} that the job requests"
-        )
-    named = [{**chunk, "host": host.name} for chunk, host in zip(chunks, usable, strict=False)]
-    changed = "+".join(":".join(["1", *map("=".join, chunk.items())]) for chunk in named)
-    if len(changed) > _MAX_LENGTH:
-        return select, (
-            f"PBS cannot exclude a host, and a select that names {len(chunks)} hosts is too long"
-        )
-    return changed, ""
-
-
-def _expand(select: str) -> Iterable[str]:
-    """ "2:ncpus=4+1:ncpus=8" -> "ncpus=4", "ncpus=4", "ncpus=8"."""
-    for group in select.split("+"):
-        first, _, rest = group.partition(":")
-        count = parse_number(first)
-        yield from [group] if count is None else [rest] * count
-
-
-def _parse(chunk: str) -> dict[str, str]:
-    words = (word.partition("=") for word in chunk.split(":") if word)
-    return {name: value for name, _, value in words}
-
-
-def _names(host: str, others: Iterable[str]) -> bool:
-    return any(same_host(host, other) for other in others)
-
-
-def _query_hosts() -> list[_Host]:
-    """Query the hosts of all vnodes. Raises SchedulerError."""
-    vnodes = query_objects("nodes", "pbsnodes", "-a", timeout_seconds=_TIMEOUT_SECONDS)
-    by_host: dict[str, list[Fields]] = {}
-    for name, vnode in vnodes.items():
-        host = vnode.get("resources_available.host", name)
-        by_host.setdefault(host, []).append(vnode)
-    return [_host(name, of_host) for name, of_host in by_host.items()]
-
-
-def _host(name: str, vnodes: Sequence[Mapping[str, str]]) -> _Host:
-    states = {word.strip() for vnode in vnodes for word in vnode.get("state", "").split(",")}
-    assigned = [parse_number(vnode.get("resources_assigned.ncpus", "")) for vnode in vnodes]
-    return _Host(
-        name,
-        tuple(dict.fromkeys([name, *(vnode.get("Mom", name) for vnode in vnodes)])),
-        sorted(_kind(vnode) for vnode in vnodes),
-        is_up=not states & _DOWN,
-        is_free=states == {"free"} and not any(assigned),
-    )
-
-
-def _kind(vnode: Mapping[str, str]) -> list[tuple[str, str]]:
-    resources = members(dict(vnode), "resources_available")
-    kept = {name: value for name, value in resources.items() if name not in _DIFFER}
-    kept["queue"] = vnode.get("queue", "")
-    return sorted(kept.items())

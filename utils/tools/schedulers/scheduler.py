@@ -134,12 +134,10 @@ class Scheduler(ABC):
         job_id: str,
         hosts: Sequence[str],
         *,
-        preferred: Sequence[str] = (),
         dry_run: bool = False,
     ) -> str:
         """Let a queued job avoid hosts; return why it cannot, or "".
 
-        preferred: good hosts that will be free, for a scheduler that cannot exclude any.
         dry_run: only return whether it can.
         """
 

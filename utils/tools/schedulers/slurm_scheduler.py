@@ -121,7 +121,6 @@ class SlurmScheduler(Scheduler):
         job_id: str,
         hosts: Sequence[str],
         *,
-        preferred: Sequence[str] = (),
         dry_run: bool = False,
     ) -> str:
         self.check_job_id(job_id)

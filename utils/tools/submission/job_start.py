@@ -156,9 +156,8 @@ def _continue_without(lost: Sequence[str], scheduler: Scheduler, folder: Path, j
     except (OSError, ValueError, KeyError, TypeError):
         return
     note(f"this job has lost {', '.join(lost)}; {exclusion.path(folder.parent)} lists it")
-    good = [host for host in preflight.hosts_of_job() if host not in lost]
     for later_id in later:
-        preflight.exclude(scheduler, later_id, lost, good)
+        preflight.exclude(scheduler, later_id, lost)
 
 
 def cancel_later_jobs(scheduler: Scheduler, folder: Path, job_id: str, why: str) -> None:

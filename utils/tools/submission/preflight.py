@@ -74,13 +74,12 @@ def check(
     )
     Failure(text, "bad host", host=bad[0]).write()
     note(text)
-    good = [host for host in hosts if host not in bad]
     later = records.read(folder).after(job_id)
-    excluded = [exclude(scheduler, one, bad, good) for one in later]
+    excluded = [exclude(scheduler, one, bad) for one in later]
     if not all(excluded):
         return _BAD
     if scheduler.can_requeue:
-        if not exclude(scheduler, job_id, bad, good, dry_run=True):
+        if not exclude(scheduler, job_id, bad, dry_run=True):
             return _BAD
         if requeue({**os.environ, CHAIN_VARIABLE: ""}, limit=MAX_RESTARTS):
             note(f"preflight: job {job_id} is back in the queue, and avoids {', '.join(bad)}")
@@ -115,12 +114,11 @@ def exclude(
     scheduler: Scheduler,
     job_id: str,
     bad: Sequence[str],
-    good: Sequence[str],
     dry_run: bool = False,
 ) -> bool:
     """Let a queued job avoid the bad hosts; return whether it does."""
     try:
-        problem = scheduler.exclude_hosts(job_id, bad, preferred=good, dry_run=dry_run)
+        problem = scheduler.exclude_hosts(job_id, bad, dry_run=dry_run)
     except SchedulerError as error:
         problem = str(error)
     if problem:
