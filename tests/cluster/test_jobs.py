@@ -201,8 +201,6 @@ def test_submit_stop_lets_a_job_save_and_the_next_of_its_chain_go_on(jobs: Jobs)
     jobs.cluster.wait(ids[1])
     assert (jobs.folder / "runs").read_text() == "<><>"
     assert "stopped after saving" in jobs.submit_py("status", ids[0]).output
-    done = jobs.submit_py("watch", ids[0])
-    assert (done.status, done.output.split()[0]) == (0, "STOP") and "completed the training" in done.output, done.output
 
 
 @BOTH
@@ -212,14 +210,11 @@ def test_running_job_is_queried_and_cancelled_with_its_chain(jobs: Jobs) -> None
     wait_until(lambda: "it runs" in jobs.submit_py("logs", ids[0]).output, "the output", seconds=60)
     done = jobs.submit_py("status", ids[0])
     assert done.status == 0 and "running, on " in done.output
-    done = jobs.submit_py("watch", ids[1])
-    assert done.status == 0 and done.output.startswith(f"RUNNING {ids[1]}\n  job {ids[0]}: running, on "), done.output
     assert jobs.submit_py("cancel", ids[1]).status == 0
     for job_id in ids:
         jobs.cluster.wait(job_id)
         done = jobs.submit_py("status", job_id)
         assert done.status == 1 and "cancelled" in done.output, done.output
-    assert jobs.submit_py("watch", ids[0]).output.startswith("STOP ")
 
 
 @pytest.mark.parametrize(("jobs", "words", "messages"), [

@@ -14,7 +14,6 @@ from . import interpreter
 COMMANDS = {
     "launch": "start a training script on every GPU of every host of this job",
     "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
-    "watch": "say whether a job or its chain runs, should be restarted, or should not, and why",
     "sites": "list, explain, check and write profiles of clusters",
     "doctor": "find out what is wrong with a job",
     "bench": "measure collectives, links between hosts, how a training scales, and its settings",
@@ -33,11 +32,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from .launch import launch_cli as launch
 
         return launch.main(arguments)
-    if name in ("submit", "watch"):
+    if name == "submit":
         _restart_where_installed("yaml")
         from .submission import submit_cli as submission
 
-        return submission.main(arguments if name == "submit" else ["watch", *arguments])
+        return submission.main(arguments)
     if name == "sites":
         _restart_where_installed("yaml")
         from .submission import sites_cli as sites

@@ -25,7 +25,6 @@ COMMANDS = {
     "run": "submit a script, a module or a program as a job",
     "status": "print the status of jobs",
     "list": "list the latest submissions",
-    "watch": "say whether jobs or their chains run, should be restarted, or should not, and why",
     "logs": "print the output of jobs",
     "stop": "let running jobs save and stop, as at their time limit; StopSignal does it",
     "cancel": "cancel jobs, and what is left of their chains",

@@ -15,7 +15,7 @@ from ...job.commands import SchedulerError
 from ..arguments import ArgumentParser
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, JobError
-from . import profiles, queries, watch
+from . import profiles, queries
 from . import submissions as records
 from .build_job import COMMANDS, UsageError, choose_profile
 from .paths import doctor_words
@@ -32,7 +32,7 @@ ddpkit submit run --nodes 2 --time 30m -m package.train     run a module, as pyt
 ddpkit submit run --site lumi --nodes 2 --dry-run train.py  print the script; submit nothing
 ddpkit submit run --nodes 2 --time 12h --chain 5 train.py   five jobs; each continues the last
 ddpkit submit doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
-ddpkit submit list | status 1234 | watch 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
+ddpkit submit list | status 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
 
 Each submission has a folder, jobs-out/NAME-DATE-TIME, with its scripts, settings and output.
 Exit status: 0: completed (`status`: or not finished yet). 75: saved, to be continued. Otherwise the
@@ -80,8 +80,7 @@ def _run(args: argparse.Namespace) -> int:
         return queries.print_list(args.folder, get_scheduler, args.json)
     if args.subcommand == "resubmit":
         return resubmit(args)
-    statuses = [_query(args, job_id) for job_id in args.job_ids]
-    return max(statuses) if args.subcommand == "watch" else queries.combined_exit_status(statuses)
+    return queries.combined_exit_status([_query(args, job_id) for job_id in args.job_ids])
 
 
 def _query(args: argparse.Namespace, job_id: str) -> int:
@@ -93,8 +92,6 @@ def _query(args: argparse.Namespace, job_id: str) -> int:
     )
     if args.subcommand == "status":
         return queries.print_status(scheduler, submission, job_id, args.json)
-    if args.subcommand == "watch":
-        return watch.watch(scheduler, submission, job_id, args.json)
     if args.subcommand == "logs":
         return queries.print_logs(scheduler, submission, job_id, args.follow)
     return queries.cancel(scheduler, submission, job_id)
@@ -162,14 +159,14 @@ def _parser(name: str) -> ArgumentParser:
     if name != "list":
         printed = "as printed by submit or the scheduler"
         parser.add_argument("job_ids", nargs="+", metavar="JOB_ID", help=printed)
-    if name in ("status", "watch", "logs", "cancel"):
+    if name in ("status", "logs", "cancel"):
         parser.add_argument(
             "--site",
             metavar="NAME|FILE",
             default=os.environ.get(SITE) or None,
             help="for a job that has no record in --folder",
         )
-    if name in ("status", "list", "watch"):
+    if name in ("status", "list"):
         parser.add_argument("--json", action="store_true", help="print a line of JSON for each job")
     if name == "logs":
         parser.add_argument(
