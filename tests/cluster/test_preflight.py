@@ -1,4 +1,4 @@
-"""Preflight in real jobs: a node made bad is avoided by the requeued job and by the next job of a chain."""
+"""Preflight in real jobs: a node made bad is avoided in Slurm, and no training starts there in PBS."""
 from __future__ import annotations
 
 import contextlib
@@ -65,7 +65,7 @@ def test_slurm_job_ends_where_no_other_node_helps(slurm: SlurmCluster) -> None:
     assert not list(jobs.folder.glob("jobs-out/bad-hosts.txt"))
 
 
-def test_next_pbs_job_of_a_chain_avoids_a_bad_host(pbs: Pbs) -> None:
+def test_pbs_jobs_of_a_chain_do_not_start_on_a_bad_host(pbs: Pbs) -> None:
     jobs = PbsJobs(pbs)
     pbs.write(f"{jobs.path}/checkpoints/.keep", "")
     folder = jobs.folder / "checkpoints"
@@ -73,10 +73,9 @@ def test_next_pbs_job_of_a_chain_avoids_a_bad_host(pbs: Pbs) -> None:
     with read_only(pbs.command("n1", [], "root", "/", {}), inside):
         done = jobs.submit(*TWO_NODES, "--preflight", "--checkpoints", str(inside), "--chain", "2", "--follow", TRAIN,
                            seconds=240)
-    assert folder.exists() and done.status == 0, done.output
-    first, second = (pbs.job(job_id) for job_id in job_ids(jobs))
-    assert "n1/" in first["exec_host"] and "n1/" not in second["exec_host"]
-    assert first["Exit_status"] == 75
-    assert ":host=n2" in second["Resource_List"]["select"] and ":host=n3" in second["Resource_List"]["select"]
-    assert ranks_on(done.output) == {"n2.pbs.lab": 1, "n3.pbs.lab": 1} or ranks_on(done.output) == {"n2": 1, "n3": 1}
+    assert folder.exists() and done.status == 75, done.output
+    assert re.search(r"may get n1\S* again: PBS cannot exclude a host", done.output) and not ranks_on(done.output)
+    for job_id in job_ids(jobs):
+        job = pbs.job(job_id)
+        assert "n1/" in job["exec_host"] and job["Exit_status"] == 75, job
     wait_until(lambda: pbs.state(job_ids(jobs)[1]) == "F", "the job to end")

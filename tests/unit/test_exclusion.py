@@ -117,8 +117,8 @@ def test_submitted_and_resubmitted_jobs_avoid_listed_hosts(login: Login) -> None
     (1, [], "", None, ""), (127, ["n1"], "", None, "ended with status 127"),
     (2, [], "", 2, "Other nodes would not help"),
     (2, ["n1"], "", 75, "job 13.head, which continues this one, avoids n1"),
-    (2, ["n1"], "no other hosts", 2, "may get n1 again: no other hosts"),
-    (2, ["n1"], SchedulerError("qalter failed"), 2, "may get n1 again: qalter failed")])
+    (2, ["n1"], "no other hosts", 75, "may get n1 again: no other hosts"),
+    (2, ["n1"], SchedulerError("scontrol failed"), 75, "may get n1 again: scontrol failed")])
 def test_preflight_decides_what_becomes_of_the_job(
         status: int, bad: list[str], problem: str | Exception, expected: int | None, message: str, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

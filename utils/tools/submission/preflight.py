@@ -69,19 +69,19 @@ def check(
         note(text)
         return _BAD
     text = (
-        f"preflight: the training is not started on {', '.join(bad)}. Jobs avoid these hosts for a "
-        f"day; {file} lists them{exclusion.share(len(bad), len(hosts))}"
+        f"preflight: the training is not started on {', '.join(bad)}. {file} lists bad hosts for a "
+        f"day{exclusion.share(len(bad), len(hosts))}"
     )
     Failure(text, "bad host", host=bad[0]).write()
     note(text)
     later = records.read(folder).after(job_id)
-    excluded = [exclude(scheduler, one, bad) for one in later]
-    if not all(excluded):
-        return _BAD
+    for later_id in later:  # one that gets a bad host again checks it again
+        exclude(scheduler, later_id, bad)
     if scheduler.can_requeue:
-        if not exclude(scheduler, job_id, bad, dry_run=True):
+        can_avoid = exclude(scheduler, job_id, bad, dry_run=True)
+        if not can_avoid and not later:
             return _BAD
-        if requeue({**os.environ, CHAIN_VARIABLE: ""}, limit=MAX_RESTARTS):
+        if can_avoid and requeue({**os.environ, CHAIN_VARIABLE: ""}, limit=MAX_RESTARTS):
             note(f"preflight: job {job_id} is back in the queue, and avoids {', '.join(bad)}")
             return EXIT_REQUEUE
     if not later:
