@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 
 from tests.docs.pages import ROOT
 from utils.tools.submission import profiles
@@ -33,7 +34,8 @@ def test_centres_learn_of_every_variable_and_of_no_other() -> None:
 
 def row_of_table(profile: profiles.Profile) -> str:
     cluster, gpus = re.fullmatch(r"(.*?)(?: \(([^,)]*).*)?", profile.title).groups("")  # type: ignore[union-attr]
-    page = profile.origins.get("gpus_per_node", profile.origins["launcher"]).source
+    values = yaml.load(profile.path.read_text(), yaml.BaseLoader)
+    page = values["sources"][values.get("gpus_per_node", values["launcher"])["source"]]["url"]
     scheduler = {"slurm": "Slurm", "pbs": "PBS"}[profile.scheduler]
     return f"| `{profile.name}` | {cluster} | {scheduler} | {gpus} | [{page.split('/')[2]}]({page}) |"
 

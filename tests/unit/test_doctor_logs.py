@@ -97,7 +97,7 @@ ENDED = "the others will be ended"
     (f"[rank3]: {OOM}\n" + said("status", f"rank 3 on n4 ended with exit status 1, {ENDED}", 3, "n4")
      + said("left", "before that, rank 1 on n2 had ended with exit status 0", 1, "n2"), ("cuda_oom", 3, "n4", False)),
     (said("status", "rank 0 on n1 ended with exit status 2", 0, "n1")
-     + said("bad host", "preflight: the training is not started on n3. bad-hosts.txt lists bad hosts for a day", host="n3"),
+     + said("bad host", "preflight: the training is not started on n3. bad-hosts.txt lists bad hosts", host="n3"),
      ("bad_host", None, "n3", True)),
     (said("status", "rank 0 on n1 ended with exit status 2", 0, "n1")
      + said("preflight", "preflight: the training is not started, because of the findings marked BAD above"),

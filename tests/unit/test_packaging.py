@@ -59,7 +59,7 @@ LAUNCH = "--ntasks-per-node 2 --dry-run train.py"
     ("SITE/bin/ddpkit submit run --site lumi --account p --dry-run train.py", 0, "#SBATCH --account=p"),
     ("SITE/bin/ddpkit submit run --site lumi --account p --dry-run train.py", 0, "exec python3 SITE/ddpkit launch "),
     ("SITE/bin/ddpkit submit run --help", 0, "--dry-run"),
-    ("SITE/bin/ddpkit sites check lumi", 0, "lumi: no findings\n"),
+    ("SITE/bin/ddpkit sites list", 0, "lumi            LUMI-G (8 MI250X dies per node"),
     ("SITE/bin/ddpkit submit stats 1", 2, "Did you mean: ddpkit submit status 1"),
     (f"SITE/bin/ddpkit launch {LAUNCH}", 0, "PYTHON -u train.py"),
     (f"PYTHON -m ddpkit launch {LAUNCH}", 0, "PYTHON -u train.py"),

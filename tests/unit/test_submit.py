@@ -161,8 +161,7 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
 @pytest.mark.parametrize(("words", "status", "message"), [
     ("run --chain 2 --time 2m train.py", 0, "little time to train"),
     ("run train.py --nodes 4 --lr 1", 0, "--nodes comes after the script"),
-    ("run --site derecho --account p --time 13:00:00 --dry-run --no-check train.py", 0,
-     "warning: walltime: 13:00:00 is more than"),
+    ("run --site derecho --dry-run --no-check train.py", 0, "warning: Derecho, NCAR"),
     ("run cancle 77", 1, "command: cancle is neither a file here nor a program on PATH"),
     ("run tool", 1, "Write ./tool"),
     ("run --nodes 2", 1, "no training script"),

@@ -14,7 +14,7 @@ from . import interpreter
 COMMANDS = {
     "launch": "start a training script on every GPU of every host of this job",
     "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
-    "sites": "list, explain, check and write profiles of clusters",
+    "sites": "list and write profiles of clusters",
     "doctor": "find out what is wrong with a job",
     "bench": "measure collectives, links between hosts, how a training scales, and its settings",
     "plan": "predict memory, step time and scaling of a training",

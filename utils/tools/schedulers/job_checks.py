@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ...job.commands import SchedulerError
@@ -49,27 +48,16 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
     requested = {
         "walltime": job.walltime,
         "nodes": job.nodes,
-        "node-hours": job.walltime and job.nodes * job.walltime / 3600,
-        "gpus": job.gpus_per_node and job.nodes * job.gpus_per_node,
         "gpus_per_node": job.gpus_per_node,
         "cores_per_rank": job.cores_per_rank and job.ranks * job.cores_per_rank,
         "memory": parse_size(job.memory or ""),
     }
-    for_nodes = f" for {job.nodes} node{'s' * (job.nodes > 1)}"
-    for_nodes *= any(queue.max_walltime_by_nodes for queue in chosen)
-    chosen = [replace(one, max_walltime_seconds=one.longest_walltime(job.nodes)) for one in chosen]
     for attribute, (field, text) in _MAXIMA.items():
         limits, value = [getattr(queue, attribute) for queue in chosen], requested[field]
         if value is not None and None not in limits and value > max(limits):
-            text = text.format(first=first, kind=kind, job=job, for_nodes=for_nodes)
+            text = text.format(first=first, kind=kind, job=job)
             shown = [_show(field, number) for number in (value, max(limits))]
             problems.append(f"{field}: {shown[0]} is more than the {shown[1]} {text}.")
-    min_seconds = min(queue.min_walltime_seconds for queue in chosen)
-    if job.walltime is not None and job.walltime < min_seconds:
-        problems.append(
-            f"walltime: {format_walltime(job.walltime)} is less than the minimum of {first}, "
-            f"{format_walltime(min_seconds)}. Request more time."
-        )
     min_nodes = min(queue.min_nodes for queue in chosen)
     if job.nodes < min_nodes:
         problems.append(
@@ -82,12 +70,9 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
 _MAXIMA = {  # a limit of a queue: the field that may exceed it, and what follows the two numbers
     "max_walltime_seconds": (
         "walltime",
-        "of {first}{for_nodes}. Request less time and continue from a checkpoint, or take another "
-        "{kind}",
+        "of {first}. Request less time and continue from a checkpoint, or take another {kind}",
     ),
     "max_nodes": ("nodes", "nodes of {first}. Request fewer nodes"),
-    "max_node_hours": ("node-hours", "node-hours of {first}. Request less time or fewer nodes"),
-    "max_gpus": ("gpus", "GPUs of {first}. Request fewer nodes or fewer GPUs per node"),
     "gpus_per_node": (
         "gpus_per_node",
         "GPUs of the largest node. Request fewer GPUs per node and more nodes",

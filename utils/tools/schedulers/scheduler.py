@@ -37,23 +37,13 @@ class Queue:
     name: str
     is_default: bool = False
     is_open: bool = True
-    min_walltime_seconds: int = 0
     max_walltime_seconds: int | None = None
-    # Where it depends on the number of nodes: (up to so many nodes, seconds), ascending.
-    max_walltime_by_nodes: tuple[tuple[int, int], ...] = ()
     min_nodes: int = 1
     max_nodes: int | None = None
-    max_node_hours: float | None = None
-    max_gpus: int | None = None  # of all nodes of a job
     # Of its largest node:
     cores_per_node: int | None = None
     gpus_per_node: int | None = None
     memory_per_node_bytes: int | None = None
-
-    def longest_walltime(self, nodes: int) -> int | None:
-        """Return the limit in seconds for a job with so many nodes."""
-        tiers = (seconds for most, seconds in self.max_walltime_by_nodes if nodes <= most)
-        return next(tiers, self.max_walltime_seconds)
 
 
 @dataclass(frozen=True)

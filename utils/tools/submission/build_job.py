@@ -15,7 +15,6 @@ from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
 from ..launch.nested import refusal
 from ..schedulers import get_scheduler
-from ..schedulers.job_checks import check_queue
 from ..schedulers.job_spec import OPTIONS, Job, parse_walltime
 from . import preflight, profiles
 from .following import note
@@ -230,24 +229,12 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
     return dataclasses.replace(job, environment=environment), []
 
 
-def profile_problems(profile: Profile, job: Job, queue: str | None) -> list[str]:
-    """Return what the published limits of a site do not allow. queue: its name, a QOS or not."""
-    problems = []
-    if profile.account_example and not job.account:
-        problems.append(
-            f"{profile.title} requires an account. Add --account: {profile.account_example}."
-        )
-    limits = profile.queues.get(queue or profile.queue or "")
-    if limits is not None:
-        kind = "queue" if profile.scheduler == "pbs" else profile.queue_option
-        origin = profile.origins[f"queues.{limits.name}"]
-        source = f" ({origin.source}, read {origin.read})" if origin.source else ""
-        # Where nodes are exclusive, a job has GPUs that it does not request.
-        job = dataclasses.replace(
-            job, gpus_per_node=job.gpus_per_node or profile.gpus_per_node or 0
-        )
-        problems += [problem + source for problem in check_queue(job, [limits], kind)]
-    return problems
+def missing_account(profile: Profile, job: Job) -> list[str]:
+    """Return that the site requires an account, where the job has none."""
+    if not profile.account_example or job.account:
+        return []
+    example = profile.account_example
+    return [f"{profile.title} requires an account. Add --account: {example}."]
 
 
 def nested_launcher(job: Job) -> list[str]:

@@ -79,20 +79,14 @@ class _Writer:
             self.lines.append(f"queue: {_quoted(default)}")
         usable = [queue for queue in queues if queue.is_open]
         if not usable:
-            self.missing.append("queues: the scheduler reports none. Is it running?")
+            self.missing.append("queue: the scheduler reports none. Is it running?")
             return
-        self.lines.append("queues:")
-        query = "sinfo" if self.scheduler == "slurm" else "qstat -Qf"
+        self.lines.append("# Queues, one of which may be 'queue', with their limits for a job:")
         for queue in usable:
-            seconds = queue.max_walltime_seconds
-            limits = {
-                "max_time": seconds and _quoted(format_walltime(seconds)),
-                "min_nodes": queue.min_nodes if queue.min_nodes > 1 else None,
-                "max_nodes": queue.max_nodes,
-            }
-            parts = [f"{key}: {value}" for key, value in limits.items() if value]
-            parts.append(self._origin(query))
-            self.lines.append(f"  {_quoted(queue.name)}: {{{', '.join(parts)}}}")
+            seconds, nodes = queue.max_walltime_seconds, queue.max_nodes
+            limits = [format_walltime(seconds)] if seconds else []
+            limits += [f"{queue.min_nodes} to {nodes or 'any number of'} nodes"]
+            self.lines.append(f"#   {queue.name}: {', '.join(limits)}")
 
     def _fabric(self) -> None:
         names = re.findall(r"^\d+: ([\w.-]+)", _output("ip", "-o", "link"), re.MULTILINE)

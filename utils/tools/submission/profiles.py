@@ -1,26 +1,22 @@
 """Read site profiles: the nodes of a cluster, and the options and variables that its jobs need.
 
-The kit's profiles are jobs/sites/*.yaml. Each value may be written alone, or with its reason, its
-source and the date when that was read: {value: 4, reason: ..., source: URL, read: 2026-11-22}.
+The kit's profiles are jobs/sites/*.yaml. Each value may be written alone, or beside its reason and
+source, which are for people: {value: 4, reason: ..., source: URL, read: 2026-11-22}.
 A mistake is reported with file, line and key.
 """
 
 from __future__ import annotations
 
-import datetime
 import difflib
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...host.cores import CPU_BIND, parse_binding
 from ...host.gpus import VENDORS
 from ..launch.methods import NAMES
-from ..schedulers.job_spec import parse_walltime
-from ..schedulers.scheduler import Queue
 from .paths import JOBS
 
 FOLDER = JOBS / "sites"
@@ -30,18 +26,6 @@ LAUNCHERS = ("auto", "torchrun", *(name for name in NAMES if name != "local"))
 
 class ProfileError(ValueError):
     """A profile is missing or has a mistake; the message names file, line and key."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Why a value is in a profile, and where it is documented; "" if the profile does not say so.
-
-    source: a URL, or "$ " and the command that printed the value. read: the date, 2026-11-22.
-    """
-
-    reason: str = ""
-    source: str = ""
-    read: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,10 +44,10 @@ class Profile:
     path: Path
     title: str
     scheduler: str  # "slurm" or "pbs"
+    origin: str | None = None  # where the values are from, and whether they were run there
     account_example: str | None = None  # if it is given, a job needs an account
     queue: str | None = None  # the default
     queue_option: str = "partition"  # Slurm: a queue is a "partition" or a "qos"
-    queues: dict[str, Queue] = field(default_factory=dict)  # published limits
     gpus_per_node: int | None = None
     cores_per_node: int | None = None  # available to jobs, counted as the scheduler counts
     memory_per_node: str | None = None  # "64G"
@@ -80,8 +64,6 @@ class Profile:
     directives: tuple[str, ...] = ()  # "--constraint=gpu", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: "system=polaris"
     environment: dict[str, Variable] = field(default_factory=dict)
-    # By "gpus_per_node", "queues.debug", "environment.NCCL_NET", "modules.cuda".
-    origins: dict[str, Origin] = field(default_factory=dict)
 
     def exports(self, nodes: int, ranks_per_node: int) -> dict[str, str]:
         """Return the variables to set in a job with these numbers of nodes and ranks per node."""
@@ -130,15 +112,14 @@ def load(name: str) -> Profile:
 def parse(text: str, path: Path) -> Profile:
     """Parse a profile. path: for messages; its stem becomes the profile's name."""
     root = compose(text, path)
-    reader = _ProfileReader(root)
-    values = mapping(root, "the file", reader.keys())
+    values = mapping(root, "the file", _KEYS)
     for key in ("title", "scheduler"):
         if key not in values:
             raise ProfileError(
                 f"{path}: the key {key!r} is missing. Every site needs it. Add a line '{key}: ...'."
             )
     values.pop("sources", None)
-    return Profile(name=path.stem, path=path, origins=reader.origins, **values)
+    return Profile(name=path.stem, path=path, **values)
 
 
 # YAML with line numbers ---------------------------------------------------------------------------
@@ -302,156 +283,71 @@ def _choice(*choices: str) -> Read:
 
 
 _count = _form(_matching("[1-9][0-9]{0,6}", int), "a whole number from 1 on")
-_number = _form(_matching(r"[0-9]{1,6}(\.[0-9]+)?", float), "a number such as 1.5")
 _boolean = _form(lambda value: ("false", "true").index(value) == 1, "one of true, false")
-_seconds = _form(parse_walltime, "a time such as 12:00:00")
-_date = _form(lambda text: str(datetime.date.fromisoformat(text)), "a date such as 2026-11-22")
-_url = _form(
-    _matching(r"(https?://|\$ )\S.*", str),
-    "an address that begins with https:// or http://, or '$ ' and a command",
-)
+_COMMENTS: dict[str, Read] = dict.fromkeys(("reason", "source", "read"), text)  # for people
 
 
-def _max_time(node: Node, key: str) -> tuple[tuple[int, int], ...]:
-    """Read a time, or {up to so many nodes: a time} with ascending numbers."""
-    if node.id != "mapping":
-        return ((sys.maxsize, _seconds(node, key)),)
-    tiers: list[tuple[int, int]] = []
-    for _, nodes, value in items(node, key):
-        tiers.append((_count(nodes, f"a number of nodes in {key}"), _seconds(value, key)))
-        if tiers != sorted(tiers, key=lambda tier: tier[0]):
-            raise mistake(nodes, key, "not ascending", "the smallest number of nodes first")
-    return tuple(tiers)
+def _value(read: Read) -> Read:
+    """Return what reads a value that is alone, or in a mapping beside its reason and source."""
+    return lambda node, key: read(child(node, "value") or node, key)
 
 
-class _ProfileReader:
-    """Read the values of a profile, and keep the origin of each."""
+def _entries(node: Node, key: str) -> tuple[str, ...]:
+    return tuple(_value(text)(item, f"an entry of {key}") for item in list_of(node, key))
 
-    def __init__(self, root: Node) -> None:
-        self.origins: dict[str, Origin] = {}
-        self._sources: dict[str, Origin] = {}
-        sources = child(root, "sources")  # read before the rest
-        for name, _, node in items(sources, "'sources'") if sources is not None else ():
-            self._sources[name] = self._page(node, f"source {name!r}")
 
-    def keys(self) -> dict[str, Read]:
-        """Return what reads each key of a profile."""
-        return {
-            "title": text,
-            "scheduler": _choice(*SCHEDULERS),
-            "sources": lambda node, key: None,
-            "account_example": text,
-            "queue": text,
-            "queue_option": _choice("partition", "qos"),
-            "queues": self._queues,
-            "gpus_per_node": self._value(_count),
-            "cores_per_node": self._value(_count),
-            "memory_per_node": self._value(text),
-            "gpu_vendor": self._value(_choice(*VENDORS)),
-            "request_gpus": self._value(_boolean),
-            "launcher": self._value(_choice(*LAUNCHERS)),
-            "network": self._value(text),
-            "interface": self._value(text),
-            "host_suffix": self._value(text),
-            "binding": self._binding,
-            **dict.fromkeys(_LISTS, self._entries),
-            "environment": self._variables,
-        }
+def _parts(node: Node, key: str, keys: Mapping[str, Read]) -> dict[str, Any]:
+    """Read a mapping of these keys, and of what is for people."""
+    found = mapping(node, key, {**keys, **_COMMENTS})
+    return {name: value for name, value in found.items() if name not in _COMMENTS}
 
-    def _page(self, node: Node, key: str) -> Origin:
-        parts = mapping(node, key, {"url": _url, "read": _date})
-        for part in ("url", "read"):
-            if part not in parts:
-                raise mistake(node, key, f"without {part}", "{url: ..., read: 2026-11-22}")
-        return Origin(source=parts["url"], read=parts["read"])
 
-    def _source(self, node: Node, key: str) -> Origin:
-        """Read the name of one of the profile's sources, or a URL."""
-        name = text(node, key)
-        if name in self._sources:
-            return self._sources[name]
-        if re.match(r"\$ |\w+://", name):
-            return Origin(source=_url(node, key))
-        known = ", ".join(self._sources) or "there are none"
-        raise mistake(node, key, "", f"a URL, or one of 'sources': {known}")
+def _variables(node: Node, key: str) -> dict[str, Variable]:
+    variables = {}
+    for name, name_node, value in items(node, key):
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise mistake(name_node, f"a name in {key}", "", "letters, digits and _")
+        parts = _parts(value, f"environment.{name}", {"value": text, "from_nodes": _count})
+        if "value" not in parts:
+            raise mistake(value, f"variable {name!r}", "without its value", "'value: ...'")
+        variables[name] = Variable(**parts)
+    return variables
 
-    def _with_origin(self, node: Node, name: str, keys: Mapping[str, Read]) -> dict[str, Any]:
-        """Read a mapping of these keys, reason, source and read, and keep the last three."""
-        own: dict[str, Read] = {"reason": text, "source": self._source, "read": _date}
-        parts = mapping(node, repr(name), {**keys, **own})
-        origin = parts.pop("source", Origin())
-        reason, read = parts.pop("reason", ""), parts.pop("read", origin.read)
-        self.origins[name] = replace(origin, reason=reason, read=read)
-        return parts
 
-    def _sourced(self, node: Node, name: str, read: Read) -> Any:
-        """Read a value that is alone, or in a mapping with its origin."""
-        if child(node, "value") is None:
-            self.origins[name] = Origin()
-            return read(node, repr(name))
-        return self._with_origin(node, name, {"value": read})["value"]
-
-    def _value(self, read: Read) -> Read:
-        return lambda node, key: self._sourced(node, key.strip("'"), read)
-
-    def _entries(self, node: Node, key: str) -> tuple[str, ...]:
-        """Read a list of texts, each alone or with its origin."""
-        name, entries = key.strip("'"), []
-        for item in list_of(node, key):
-            entry = text(child(item, "value") or item, f"an entry of {key}")
-            entries.append(self._sourced(item, f"{name}.{entry}", text))
-        return tuple(entries)
-
-    def _queues(self, node: Node, key: str) -> dict[str, Queue]:
-        queues = {}
-        for name, _, value in items(node, key):
-            limits = self._with_origin(value, f"queues.{name}", _QUEUE_KEYS)
-            tiers = limits.pop("max_time", ())
-            queues[name] = Queue(
-                name,
-                min_walltime_seconds=limits.pop("min_time", 0),
-                max_walltime_seconds=max((seconds for _, seconds in tiers), default=None),
-                max_walltime_by_nodes=tiers if len(tiers) > 1 else (),
-                **limits,
-            )
-        return queues
-
-    def _variables(self, node: Node, key: str) -> dict[str, Variable]:
-        variables = {}
-        for name, name_node, value in items(node, key):
-            if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-                raise mistake(name_node, f"a name in {key}", "", "letters, digits and _")
-            keys = {"value": text, "from_nodes": _count}
-            parts = self._with_origin(value, f"environment.{name}", keys)
-            for part in ("value", "reason"):
-                if child(value, part) is None:
-                    found = f"without its {part}"
-                    expected = "'value: ...' and 'reason: ...'"
-                    raise mistake(value, f"variable {name!r}", found, expected)
-            variables[name] = Variable(**parts)
-        return variables
-
-    def _binding(self, node: Node, key: str) -> str:
-        """Read {list: [4-7, 8-11]} or {masks: [0xfe, 0xfe00]}."""
-        parts = self._with_origin(node, key.strip("'"), {"list": texts, "masks": texts})
-        form = "'list: [\"0-7\", \"8-15\"]' or 'masks: [0xff, 0xff00]'"
-        if len(parts) != 1:
-            raise mistake(node, key, "without cores, or with both", form)
-        [(kind, cores)] = parts.items()
-        binding = "list:" + ":".join(cores) if kind == "list" else "mask_cpu:" + ",".join(cores)
-        try:
-            parse_binding(binding)
-        except ValueError:
-            raise mistake(node, key, repr(binding), form) from None
-        return binding
+def _binding(node: Node, key: str) -> str:
+    """Read {list: [4-7, 8-11]} or {masks: [0xfe, 0xfe00]}."""
+    parts = _parts(node, key, {"list": texts, "masks": texts})
+    form = "'list: [\"0-7\", \"8-15\"]' or 'masks: [0xff, 0xff00]'"
+    if len(parts) != 1:
+        raise mistake(node, key, "without cores, or with both", form)
+    [(kind, cores)] = parts.items()
+    binding = "list:" + ":".join(cores) if kind == "list" else "mask_cpu:" + ",".join(cores)
+    try:
+        parse_binding(binding)
+    except ValueError:
+        raise mistake(node, key, repr(binding), form) from None
+    return binding
 
 
 _LISTS = ("module_paths", "modules", "setup", "directives", "chunk")
-_QUEUE_KEYS: dict[str, Read] = {
-    "min_time": _seconds,
-    "max_time": _max_time,
-    "min_nodes": _count,
-    "max_nodes": _count,
-    "max_node_hours": _number,
-    "max_gpus": _count,
+_KEYS: dict[str, Read] = {
+    "title": text,
+    "scheduler": _choice(*SCHEDULERS),
+    "sources": lambda node, key: None,  # for people
+    "origin": text,
+    "account_example": text,
+    "queue": _value(text),
+    "queue_option": _choice("partition", "qos"),
+    "gpus_per_node": _value(_count),
+    "cores_per_node": _value(_count),
+    "memory_per_node": _value(text),
+    "gpu_vendor": _value(_choice(*VENDORS)),
+    "request_gpus": _value(_boolean),
+    "launcher": _value(_choice(*LAUNCHERS)),
+    "network": _value(text),
+    "interface": _value(text),
+    "host_suffix": _value(text),
+    "binding": _binding,
+    **dict.fromkeys(_LISTS, _entries),
+    "environment": _variables,
 }

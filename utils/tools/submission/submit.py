@@ -26,9 +26,9 @@ from .build_job import (
     UsageError,
     build_job,
     choose_profile,
+    missing_account,
     nested_launcher,
     note_misplaced_options,
-    profile_problems,
     with_python,
 )
 from .following import follow, note
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     job, problems = with_python(build_job(args, profile), args, profile)
     scheduler = get_scheduler(profile.scheduler)
     script = job_script(scheduler, job)
-    problems += [*nested_launcher(job), *profile_problems(profile, job, args.queue)]
+    problems += [*nested_launcher(job), *missing_account(profile, job)]
     if args.chain > 1 and job.walltime and job.walltime < MIN_CHAIN_SECONDS:
         note(
             f"note: a time limit of {format_walltime(job.walltime)} leaves the jobs of a chain "
