@@ -21,7 +21,7 @@ from utils.tools.main import COMMANDS, main
 
 # Subcommands that share an entry share a list.
 LISTS = (["launch"], ["submit run"],
-         [f"submit {name}" for name in ("status", "list", "logs", "stop", "cancel", "resubmit")],
+         [f"submit {name}" for name in ("status", "list", "logs", "stop", "cancel")],
          ["submit doctor"], ["doctor"], ["doctor logs"], ["plan"], ["bench ddp"], ["bench collectives"], ["sites"],
          ["checkpoints"], ["plot"])
 SAME_AS_RUN = "submit doctor"  # its options are those of `submit run`

@@ -155,12 +155,3 @@ def test_a_folder_in_which_all_may_replace_files_is_refused(project: Path) -> No
     assert done.returncode == 1 and "any user can replace what is in it (chmod o-w)" in done.stderr
     (project / "jobs-out").chmod(0o1777)
     assert submit(project, *RUN).returncode == 0
-
-
-def test_the_submission_of_another_user_is_not_submitted_again(project: Path) -> None:
-    assert submit(project, *RUN).returncode == 0
-    [folder] = (project / "jobs-out").iterdir()
-    for path in (folder, *folder.iterdir()):
-        os.chown(path, OTHER, OTHER)
-    done = submit(project, "resubmit", "--no-check", "101")
-    assert done.returncode == 1 and f"{folder.name} belongs to another user" in done.stderr

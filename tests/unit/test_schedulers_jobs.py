@@ -163,20 +163,6 @@ def test_the_status_of_a_pbs_job(commands: Commands, record: dict[str, Any], exp
     assert ("afterok" in status.reason) == (status.state == "never_ran")
 
 
-def test_jobs_after_a_deleted_one_wait_for_ever(commands: Commands) -> None:
-    """204 was deleted; 205 waits for it, and 206 for 205."""
-    recording = pbs_recording("flow/depend_parent_qdel_never_ran")
-    second = recording["afterok"]
-    third = {**second, "depend": "afterok:205.pbs-head@pbs-head"}
-    commands.add("qstat", pbs_job(third, "206.pbs-head"))
-    commands.add("qstat", pbs_job(second, "205.pbs-head"), when="205.pbs-head")
-    assert "for ever" not in Pbs().status("206.pbs-head").reason  # 204 is not known to be deleted
-    commands.add("qstat", pbs_job(recording["parent"], "204.pbs-head"), when="204.pbs-head")
-    for job_id, awaited in (("205.pbs-head", "204.pbs-head"), ("206.pbs-head", "205.pbs-head")):
-        status = Pbs().status(job_id)
-        assert status.state == "held" and f"for ever for {awaited}" in status.reason
-
-
 @pytest.mark.parametrize(("output", "exit_status"), [("", 36), ('{"pbs_version": "23.06.06"}', 0)])
 def test_a_pbs_server_without_a_history(commands: Commands, output: str, exit_status: int) -> None:
     """OpenPBS 23 was seen to exit with 0."""

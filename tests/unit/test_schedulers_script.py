@@ -19,7 +19,7 @@ from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 
 
 def render(scheduler: Scheduler, job: Job) -> str:
-    lines = [*scheduler.directive_lines(job), "set -euo pipefail", *scheduler.setup_lines(job)]
+    lines = [*scheduler.directive_lines(job), "set -euo pipefail", *job.setup_lines()]
     return "\n".join(["#!/bin/bash", *lines, f"launch {job.launch_words()}", ""])
 
 
@@ -42,7 +42,7 @@ def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, e
 
 
 @pytest.mark.parametrize(("scheduler", "field", "value"), [
-    *((Pbs(), *row) for row in (("signal_seconds", 60), ("output", "log-%j.out"), ("output", "/home/a:b"),
+    *((Pbs(), *row) for row in (("output", "log-%j.out"), ("output", "/home/a:b"),
                                 ("output", "\u00e9.out"), ("dependency", "afterok:1?afterok:2"))),
     *((SlurmScheduler(), *row) for row in (
         ("nodes", 0), ("gpus_per_node", -1), ("command", ("-x",)), ("command", ("",)), ("launcher", ""),
@@ -78,11 +78,6 @@ def test_a_script_has_modules_environment_setup_and_command() -> None:
         "set -euo pipefail", CSH, "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
         "launch --launcher mpiexec --ntasks-per-node 2 -- 'my train.py' --lr 1e-3"]
     assert render(SlurmScheduler(), Job(("a.py",), launcher="torchrun")).endswith("\nlaunch --torchrun -- a.py\n")
-
-
-def test_a_script_of_pbs_sends_the_signal_itself() -> None:
-    job = Job(("a.py",), walltime=3600, signal_seconds=300)
-    assert '(sleep 3300 && kill -USR1 "$$")' in render(Pbs(), job)
 
 
 FIELDS: list[tuple[str, str, Callable[[str], Any]]] = [  # an accepted text, and the value of the field with a text

@@ -1,4 +1,4 @@
-"""`submit run` and `submit resubmit` with programs that respond as sbatch and qsub do."""
+"""`submit run` with programs that respond as sbatch and qsub do."""
 from __future__ import annotations
 
 import errno
@@ -17,7 +17,6 @@ from tests.unit.scheduler_commands import ROOT
 from tests.unit.submission import Login
 from utils.tools import interpreter
 from utils.tools.submission import profiles
-from utils.tools.submission import submissions as records
 
 REFUSAL = "sbatch: error: invalid partition specified: nosuch\n"
 
@@ -42,9 +41,9 @@ def quoted(path: str) -> str:
     ("doctor --site lumi --account p --nodes 2 -- --quick --only limits",
      ["--job-name=doctor", "--time=00:10:00",
       f" launch --launcher srun -- {quoted('scripts/doctor.py')} --quick --only limits\n"], "train.py"),
-    ("run --site frontier --account ABC123 --nodes 2 --signal 120 --time 1:00:00 --env 'A=b $c' "
+    ("run --site frontier --account ABC123 --nodes 2 --time 1:00:00 --env 'A=b $c' "
      "--setup 'source my/activate' --directive=--network=single_node_vni train.py",  # replaces the site's network
-     ["--account=ABC123", "--gpus-per-node=8", "--cpus-per-task=7", "--gpu-bind=closest", "--signal=B:USR1@120",
+     ["--account=ABC123", "--gpus-per-node=8", "--cpus-per-task=7", "--gpu-bind=closest",
       "--network=single_node_vni", "module load rccl-net-plugin", "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3\n",
       "export GLOO_SOCKET_IFNAME=hsn0\n", "export A='b $c'", "source my/activate"], "disable_rdzv_get"),
     ("run --site generic-slurm -N 2 -n 8 -c 3 -t 1h30m -p gpu -A p1 -J mine --mem 4G -d afterok:7 "
@@ -140,7 +139,9 @@ def test_chain_is_submitted_completely_or_not_at_all(login: Login) -> None:
     login.commands.add_submitter("sbatch", refused=3, error=REFUSAL)
     done = login.submit("run", "--chain", "4", "train.py")
     assert (done.status, done.out) == (1, "") and REFUSAL.strip() in done.err
-    assert len(login.commands.calls("sbatch")) == 3 and login.submissions() == []
+    [folder] = login.submissions()  # with the scripts, for people; no record of a job
+    assert f"Nothing is in the queue. The script is kept in {folder}" in done.err and (folder / "job-3.sh").exists()
+    assert len(login.commands.calls("sbatch")) == 3 and "no submissions" in login.submit("list").err
     assert login.commands.calls("scancel") == [["scancel", "102"], ["scancel", "101"]]  # so that none starts
 
 
@@ -176,7 +177,6 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("run --checkpoints out train.py", 1, "Add --preflight"),
     ("run --site derecho --account p --dry-run trian.py", 0, "note: command: trian.py does not exist"),
     ("run --site polaris --queue debug --dry-run train.py", 1, "requires an account. Add --account: your project."),
-    ("resubmit 7", 1, "no record of job 7"),
     ("cancle 77", 2, "Did you mean: ddpkit submit cancel 77"),
     ("--nodes 2 train.py", 2, "Did you mean: ddpkit submit run --nodes 2 train.py"),
     ("'my train.py'", 2, "Did you mean: ddpkit submit run 'my train.py'"),
@@ -196,7 +196,7 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
 
 def test_default_site_is_that_of_the_centre_or_scheduler(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     assert login.submit("run", "train.py").status == 0
-    assert records.read(login.submissions()[0]).site == "generic-slurm"
+    assert json.loads((login.submissions()[0] / "submission.json").read_text())["site"] == "generic-slurm"
     login.commands.add_submitter("qsub")
     done = login.submit("run", "train.py")
     assert done.status == 1 and "--site NAME" in done.err and "derecho" in done.err
@@ -226,25 +226,6 @@ def test_python_without_torch_is_refused_unless_another_may_come(
     done = login.submit(*shlex.split(words))
     assert done.status == status and message.format(python=python) in done.err
     assert ("export PYTHON=" in done.out) == ("PYTHON=" in words or words.endswith("bash"))
-
-
-def test_resubmit_submits_the_same_job_again(login: Login, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert login.submit("run", "--nodes", "3", "--chain", "2", "--env", "A=b \udcff", "train.py", "é").status == 0
-    monkeypatch.chdir(tmp_path)
-    again = ["resubmit", "--folder", str(login.folder / "jobs-out"), "102"]
-    for state in ("RUNNING", "PENDING"):
-        login.commands.add("scontrol", f"JobId=101 JobName=a\n   JobState={state} Reason=None\n")
-        done = login.submit(*again)
-        assert (done.status, len(login.submissions())) == (1, 1) and "both would train at once" in done.err
-    login.commands.add("scontrol", error="slurm_load_jobs error: Invalid job id specified", status=1)
-    assert login.submit(*again).status == 0
-    first, second = login.submissions()
-    assert (first / "environment").read_bytes() == (second / "environment").read_bytes()
-    for number in (1, 2):
-        before, after = ((folder / f"job-{number}.sh").read_bytes().replace(os.fsencode(folder), b"FOLDER")
-                         for folder in (first, second))
-        assert before.replace(b"101", b"103") == after
-    assert records.read(second).submit_folder == str(login.folder)
 
 
 def test_missing_scheduler_leaves_nothing_behind(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:

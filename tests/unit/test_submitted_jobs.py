@@ -99,7 +99,7 @@ def test_output_is_printed_once_where_its_file_is_found_by_another_path(
     (DONE, 0, 0), (Status("1", "failed", 42), 42, 42), (Status("1", "failed", 0), 1, 1),
     (Status("1", "cancelled"), 1, 1), (PREEMPTED, 1, 0), (Status("1", "timeout", 0), 1, 0),
     (Status("1", "node_fail"), 1, 0), (Status("1", "never_ran"), 1, 1), (Status("1", "unknown"), 1, 1),
-    (Status("1", "stopped", 75), 75, 0), (Status("1", "held", reason="waits for ever for 7"), 1, 1)])
+    (Status("1", "stopped", 75), 75, 0)])
 def test_exit_status_of_follow(status: Status, alone: int, in_chain: int, chain: Submission) -> None:
     """A job of a chain succeeds if the next one can continue it, the last one if it completed."""
     assert follow(chain, status) == alone
@@ -158,6 +158,13 @@ def test_queries(words: str, states: str, exit_status: int, message: str, chain:
     assert done.status == exit_status
     assert message.format(folder=chain.folder.relative_to(Path.cwd())) in done.out + done.err
     assert ("refuse" in done.out) == (words == "list" or "failed queued" in states or "unknown queued" in states)
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_status_of_a_failed_job_has_its_cause(state: str, chain: Submission, query: Query) -> None:
+    (chain.folder / "1.out").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    found = "cuda_oom. " in (out := query("status 1", scripted(state)).out) and "A restart does not help" in out
+    assert found == (state == "failed"), out
 
 
 def test_list_shows_the_latest_submissions_first(login: Login, chain: Submission, query: Query) -> None:

@@ -21,7 +21,6 @@ _LEAST = {  # of these fields, where they are not None
     "ranks_per_node": 1,
     "cores_per_rank": 1,
     "walltime": 1,
-    "signal_seconds": 1,
 }
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]{0,200}")
 _CONDITION = r"[a-z]+(:[A-Za-z0-9_.+\[\]-]+)*"
@@ -67,14 +66,6 @@ OPTIONS = {  # field of Job: its option
             "help": "whether the job may be restarted after a node failure or preemption",
         },
     ),
-    "signal_seconds": Option(
-        "--signal",
-        {
-            "type": int,
-            "metavar": "SECONDS",
-            "help": "send USR1 to the ranks this long before the time limit",
-        },
-    ),
 }
 _FORMS = {  # field: pattern, example
     **{name: option.form for name, option in OPTIONS.items() if option.form},
@@ -118,7 +109,6 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "auto"  # "torchrun", or a value of ddpkit launch --launcher
     output: str | None = None  # the log. PBS: "folder/" gives folder/JOB_ID.OU
-    signal_seconds: int | None = None  # USR1 to the job script this long before the walltime
     requeue: bool | None = None  # None: the scheduler's default
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
@@ -145,12 +135,6 @@ class Job:
             _check_single_line(line)
         self._check_command()
         self._check_environment()
-        if self.signal_seconds and self.walltime and self.signal_seconds >= self.walltime:
-            raise JobError(
-                "signal_seconds",
-                f"{self.signal_seconds} is not less than the walltime of {self.walltime} s. "
-                "Give fewer seconds, or a longer walltime.",
-            )
 
     @property
     def ranks(self) -> int:

@@ -62,20 +62,6 @@ class Pbs(Scheduler):
             "option to qsub on its command line.",
         )
 
-    def setup_lines(self, job: Job) -> list[str]:
-        """Return the shell lines that a job script runs before ddpkit launch.
-
-        PBS sends no signal before the end, and qsig would end the login shell around the script and
-        with it the job. A process of the script sends USR1 to it.
-        """
-        lines = super().setup_lines(job)
-        if job.signal_seconds and job.walltime:
-            lines.append(
-                f'(sleep {job.walltime - job.signal_seconds} && kill -USR1 "$$") '
-                "< /dev/null > /dev/null 2>&1 &"
-            )
-        return lines
-
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
         return job, _CANNOT_EXCLUDE
 
@@ -125,12 +111,6 @@ def _refuse(job: Job) -> None:
             f"{job.output!r} holds a pattern, a quote, a colon or a letter outside ASCII, which "
             "qsub refuses or misreads. Give a plain file name, or a folder with / at its end: the "
             "log is then named after the job id.",
-        )
-    if job.signal_seconds and not job.walltime:
-        raise JobError(
-            "signal_seconds",
-            "PBS sends no signal before the end; the job script itself waits for it, and needs "
-            "the walltime. Give a walltime.",
         )
 
 
@@ -206,8 +186,6 @@ def _query_status(job_id: str) -> Status:
         return Status(job_id, "unknown", reason=reason)
 
     status = _job_status(job_id, job)
-    if status.scheduler_state == "H" and job.get("depend"):
-        return replace(status, reason=_why_held_forever(job) or status.reason)
     if "too many failed attempts" in status.reason:
         folder = "the folder of its output or its working folder is missing on the hosts"
         return replace(status, reason=f"{status.reason}: most often {folder}; then cancel it")
@@ -275,26 +253,6 @@ def _log(job: Fields, job_id: str) -> str | None:
     if path.endswith("/") or (path and os.path.isdir(path)):
         return os.path.join(path, f"{job_id}.OU")
     return path or None
-
-
-def _why_held_forever(job: Fields, seen: frozenset[str] = frozenset()) -> str:
-    """Why a job waits for ever for another one; "" where it does not.
-
-    PBS holds a job after one that was deleted before it ran, and then those after it in turn.
-    """
-    dependencies = re.findall(r"(after\w*):([^:,@]+)([^,]*)", job.get("depend", ""))
-    for kind, first, rest in dependencies:
-        for other in {first, *re.findall(r":([^:,@]+)", rest)} - seen:
-            try:
-                found = query_job(other, ended=True, timeout_seconds=_TIMEOUT_SECONDS) or {}
-            except SchedulerError:
-                continue
-            waits = f"waits for ever for {other} ({kind}), which"
-            if found.get("job_state") == "F" and "Exit_status" not in found:
-                return f"{waits} was deleted or ended before it ran; cancel this job"
-            if found.get("job_state") == "H" and _why_held_forever(found, seen | {other}):
-                return f"{waits} itself waits for ever; cancel this job"
-    return ""
 
 
 # Limits -------------------------------------------------------------------------------------------

@@ -102,10 +102,6 @@ class Scheduler(ABC):
     def quote(self, word: str) -> str:
         """Quote a word of a directive. Raises JobError where that is impossible."""
 
-    def setup_lines(self, job: Job) -> list[str]:
-        """Return the shell lines that a job script runs before ddpkit launch."""
-        return job.setup_lines()
-
     def directive_lines(self, job: Job) -> list[str]:
         """Return the options of a job as lines of its script. Raises JobError as directives()."""
         options = (" ".join(map(self.quote, words)) for words in self.directives(job))

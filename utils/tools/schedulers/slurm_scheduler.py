@@ -215,7 +215,6 @@ def _field_options(job: Job) -> Iterator[list[str]]:
         "--kill-on-invalid-dep": "yes" if job.dependency else None,
         "--output": job.output,
         "--open-mode": "append",  # a requeued job continues its log
-        "--signal": job.signal_seconds and f"B:USR1@{job.signal_seconds}",
     }
     plain = {option.sbatch: value for option, value in job.plain_options()}
     for name, value in {**plain, **values}.items():

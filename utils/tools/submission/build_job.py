@@ -27,7 +27,6 @@ COMMANDS = {
     "logs": "print the output of jobs",
     "stop": "let running jobs save and stop, as at their time limit; StopSignal does it",
     "cancel": "cancel jobs, and what is left of their chains",
-    "resubmit": "submit recorded jobs again, with the same options and a new folder",
     "doctor": "submit a job that checks the cluster, as ddpkit doctor does",
 }
 # Options that people put after the script by mistake, where they are passed to it.

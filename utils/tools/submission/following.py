@@ -125,13 +125,9 @@ def _follow_one(
                 shown, pause = line, MIN_QUERY_SECONDS
             if status.ended or status.state == "unknown":
                 _print_rest(log)
-                if status.state in ("failed", "node_fail", "timeout"):
-                    _print_cause(logs(job_id))
+                if found := cause(status, logs(job_id)):
+                    note(found)
                 return status
-            if status.state == "held" and "for ever" in status.reason:
-                # PBS never starts a job that waits for a deleted one.
-                return Status(job_id, "never_ran", reason=status.reason)
-
         until = time.monotonic() + pause
         pause = min(pause * 1.5, MAX_QUERY_SECONDS)
         while time.monotonic() < until:
@@ -147,12 +143,14 @@ def _print_rest(log: Log) -> None:
         time.sleep(LOG_SECONDS / 2)
 
 
-def _print_cause(files: Sequence[Path]) -> None:
-    """Print why a job failed, if its output shows the cause."""
+def cause(status: Status, files: Sequence[Path]) -> str:
+    """Return why a job failed and whether a restart helps; "" if its output does not show it."""
+    if status.state not in ("failed", "node_fail", "timeout"):
+        return ""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         found = diagnose([(stack.enter_context(path.open("rb")), path.name) for path in files])
-        if found is not None:
-            note(summary(found))
+        return "" if found is None else summary(found)
+    return ""
 
 
 def note(text: str) -> None:

@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
         note(
             f"not started, since {reason}. The jobs of a chain continue one that stopped after "
             f"saving (exit status {EXIT_REQUEUE}) or reached its time limit. To go on all the "
-            f"same: ddpkit submit resubmit {job_id}"
+            f"same, submit again; {folder / records.FILE} has the command line"
         )
         _write_status(folder, job_id, records.NOT_STARTED if status else 0)
         return status

@@ -85,7 +85,7 @@ def check(
             note(f"preflight: job {job_id} is back in the queue, and avoids {', '.join(bad)}")
             return EXIT_REQUEUE
     if not later:
-        note(f"preflight: submit the job again: ddpkit submit resubmit {job_id}")
+        note(f"preflight: submit the job again; {folder / records.FILE} has its command line")
     return EXIT_REQUEUE
 
 

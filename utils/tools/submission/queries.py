@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from ...job.notation import EXIT_REQUEUE
 from ..schedulers.scheduler import Scheduler, State, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records
-from .following import Log, breaks_chain, describe, follow, note
+from .following import Log, breaks_chain, cause, describe, follow, note
 from .submissions import Submission
 
 MAX_LISTED = 20  # submissions
@@ -68,7 +67,10 @@ def _recorded_status(job_id: str, recorded: int | str | None) -> Status:
 def print_status(
     scheduler: Scheduler, submission: Submission | None, job_id: str, as_json: bool = False
 ) -> int:
-    """Print a job's status and the failed jobs before it in its chain; return an exit status."""
+    """Print a job's status, why it failed, and the failed jobs before it in its chain.
+
+    Returns an exit status.
+    """
     folder = submission.folder if submission is not None else None
     status = query(scheduler, folder, job_id)
     if as_json:
@@ -77,6 +79,8 @@ def print_status(
     print(describe(status))
     failed_before = False
     if submission is not None:
+        if found := cause(status, submission.logs(job_id)):
+            print(f"  {found}")
         for earlier_id in submission.before(job_id):
             earlier = query(scheduler, folder, earlier_id)
             if earlier.state == "completed":
@@ -195,17 +199,6 @@ def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> 
 def is_over(status: Status) -> bool:
     """Whether a job has ended or is no longer known."""
     return status.ended or status.state == "unknown"
-
-
-def dependency_is_over(scheduler: Scheduler, dependency: str) -> bool:
-    """Whether all jobs of a dependency such as "afterok:1:2,afterany:3" are over."""
-    job_ids = [
-        job_id
-        for condition in re.split("[,?]", dependency)
-        for job_id in condition.split(":")[1:]
-        if not job_id.startswith("+")  # Slurm: a delay in minutes
-    ]
-    return all(is_over(scheduler.status(job_id)) for job_id in job_ids)
 
 
 def print_logs(

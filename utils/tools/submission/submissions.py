@@ -39,9 +39,7 @@ class Submission:
     folder: Path
     scheduler: str
     job_ids: tuple[str, ...]  # several for a chain, in order
-    submit_folder: str
     name: str = ""  # of the job
-    site: str = ""
     submitted: str = ""  # "2026-11-22T06:30:00+0000"
 
     def before(self, job_id: str) -> tuple[str, ...]:
@@ -59,23 +57,6 @@ class Submission:
         """Return the existing output files of a job."""
         files = [path for pattern in LOGS for path in self.folder.glob(pattern)]
         return [path for path in files if job_number(path.name) == job_number(job_id)]
-
-    def job(self) -> Job:
-        """Return the submitted job, without the dependencies of a chain.
-
-        Raises OSError, ValueError, KeyError or TypeError where it cannot be read, or is of another
-        user, whose command it would be.
-        """
-        if self.folder.stat().st_uid != os.getuid():
-            raise ValueError(f"{self.folder} belongs to another user")
-        known = {field.name for field in dataclasses.fields(Job)}
-        recorded = json.loads((self.folder / FILE).read_text(encoding="utf-8"))["job"]
-        values: dict[str, Any] = {name: recorded[name] for name in known & set(recorded)}
-        for name, value in values.items():
-            values[name] = tuple(value) if isinstance(value, list) else value
-        variables = os.fsdecode((self.folder / ENVIRONMENT).read_bytes()).split("\0")[:-1]
-        values["environment"] = dict(variable.split("=", 1) for variable in variables)
-        return Job(**values)
 
 
 # Writing and finding submissions ------------------------------------------------------------------
@@ -160,9 +141,7 @@ def read(folder: Path) -> Submission:
         folder=folder,
         scheduler=str(data["scheduler"]),
         job_ids=tuple(map(str, data["job_ids"])),
-        submit_folder=str(data["submit_folder"]),
         name=str(data["job"].get("name") or ""),
-        site=str(data.get("site", "")),
         submitted=str(data.get("submitted", "")),
     )
 

@@ -33,7 +33,7 @@ from .build_job import (
 )
 from .following import follow, note
 from .paths import JOBS, PACKAGE
-from .queries import combined_exit_status, dependency_is_over, is_over, query
+from .queries import query
 from .submissions import Submission
 
 SCRIPT = "job.sh"
@@ -143,63 +143,7 @@ def job_script(
     first = [line for line in ready if line and not line.startswith("#")][:-2]
     command = f"exec python3 {quote(str(PACKAGE))} {run} {job.launch_words()}"
     head = [shebang, _WRITTEN, *scheduler.directive_lines(job), ""]
-    return "\n".join([*head, *first, *lines, *scheduler.setup_lines(job), command, ""])
-
-
-# Resubmitting -------------------------------------------------------------------------------------
-
-
-def resubmit(args: argparse.Namespace) -> int:
-    """Submit recorded jobs again from the folder of the first submission; chains as chains."""
-    return combined_exit_status([_resubmit(job_id, args) for job_id in args.job_ids])
-
-
-def _resubmit(job_id: str, args: argparse.Namespace) -> int:
-    submission = records.find(args.folder, job_id)
-    if submission is None:
-        raise UsageError(
-            f"There is no record of job {job_id} in {args.folder}. Name the folder that holds the "
-            f"folder of its submission with --folder, or submit it with `ddpkit submit run`."
-        )
-    scheduler = get_scheduler(submission.scheduler)
-    job = _job_to_resubmit(scheduler, submission)
-    problems = [] if args.no_check else _unfinished(scheduler, submission)
-    args.folder = submission.folder.parent.absolute()
-    try:
-        os.chdir(submission.submit_folder)
-    except OSError as error:
-        raise UsageError(
-            f"The folder {submission.submit_folder}, from which job {job_id} was submitted, cannot "
-            f"be entered: {error.strerror}. Submit it with `ddpkit submit run` from another one."
-        ) from None
-    count = len(submission.job_ids)
-    return _check_and_submit(scheduler, submission.site, job, args, problems, count)
-
-
-def _job_to_resubmit(scheduler: Scheduler, submission: Submission) -> Job:
-    try:
-        job = submission.job()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"{submission.folder / records.FILE} holds no job that can be submitted: {error}. "
-            f"Submit it with `ddpkit submit run`."
-        ) from None
-    if job.dependency and dependency_is_over(scheduler, job.dependency):
-        note(f"note: {job.dependency} is left out; those jobs have ended")
-        job = dataclasses.replace(job, dependency=None)
-    return job
-
-
-def _unfinished(scheduler: Scheduler, submission: Submission) -> list[str]:
-    problems = []
-    for job_id in submission.job_ids:
-        status = scheduler.status(job_id)
-        if not is_over(status):
-            problems.append(
-                f"job {job_id} of the same submission is {status.state}, and both would train at "
-                "once. Cancel it first, or wait until it has ended."
-            )
-    return problems
+    return "\n".join([*head, *first, *lines, *job.setup_lines(), command, ""])
 
 
 # Chains -------------------------------------------------------------------------------------------
@@ -224,7 +168,7 @@ def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count:
         _submit_each(scheduler, site, job, folder, count, job_ids)
     except BaseException as error:
         raise _withdraw(scheduler, folder, job_ids, error) from None
-    return Submission(folder, scheduler.name, tuple(job_ids), str(Path.cwd()))
+    return Submission(folder, scheduler.name, tuple(job_ids))
 
 
 def _submit_each(
@@ -256,7 +200,10 @@ def _submit_each(
 def _withdraw(
     scheduler: Scheduler, folder: Path, job_ids: Sequence[str], error: BaseException
 ) -> BaseException:
-    """Cancel the jobs of an incomplete chain and remove its folder; return the error to raise."""
+    """Cancel the jobs of an incomplete chain; return the error to raise.
+
+    Its folder is removed, unless the scheduler refused the script, or jobs may be in the queue.
+    """
     # The last first: none may start because the one before it has ended.
     remaining = [job_id for job_id in reversed(job_ids) if not _cancelled(scheduler, job_id)]
     no_response = isinstance(error, SchedulerError) and error.command and error.exit_code is None
@@ -271,6 +218,10 @@ def _withdraw(
             f"{error} The job may be in the queue all the same: check before submitting it again. "
             f"The scripts are kept in {folder}"
         )
+    if isinstance(error, SchedulerError) and error.output:
+        (folder / records.FILE).unlink(missing_ok=True)  # of the jobs that were cancelled
+        refusal = str(error).rstrip(".")
+        return UsageError(f"{refusal}. Nothing is in the queue. The script is kept in {folder}")
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # it holds other submissions
         folder.parent.rmdir()

@@ -20,7 +20,7 @@ from . import submissions as records
 from .build_job import COMMANDS, UsageError, choose_profile
 from .paths import doctor_words
 from .profiles import ProfileError
-from .submit import resubmit, run
+from .submit import run
 
 SITE = "DDPKIT_SITE"  # the profile of this cluster, which a centre's module file sets
 DESCRIPTION = """\
@@ -32,7 +32,7 @@ ddpkit submit run --nodes 2 --time 30m -m package.train     run a module, as pyt
 ddpkit submit run --site lumi --nodes 2 --dry-run train.py  print the script; submit nothing
 ddpkit submit run --nodes 2 --time 12h --chain 5 train.py   five jobs; each continues the last
 ddpkit submit doctor --nodes 2 --follow                     check two nodes: network, GPUs, storage
-ddpkit submit list | status 1234 | logs 1234 | stop 1234 | cancel 1234 | resubmit 1234
+ddpkit submit list | status 1234 | logs 1234 | stop 1234 | cancel 1234
 
 Each submission has a folder, jobs-out/NAME-DATE-TIME, with its scripts, settings and output.
 Exit status: 0: completed (`status`: or not finished yet). 75: saved, to be continued. Otherwise the
@@ -78,8 +78,6 @@ def _run(args: argparse.Namespace) -> int:
         return run(args)
     if args.subcommand == "list":
         return queries.print_list(args.folder, get_scheduler, args.json)
-    if args.subcommand == "resubmit":
-        return resubmit(args)
     return queries.combined_exit_status([_query(args, job_id) for job_id in args.job_ids])
 
 
@@ -172,8 +170,6 @@ def _parser(name: str) -> ArgumentParser:
         parser.add_argument(
             "--follow", action="store_true", help="print state and output until the job ends"
         )
-    if name == "resubmit":
-        _add_submission_options(parser.add_argument)
     _add_folder(parser.add_argument)
     return parser
 
