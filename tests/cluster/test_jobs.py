@@ -231,4 +231,6 @@ def test_job_that_cannot_run_is_refused_with_the_reason(jobs: Jobs, words: str, 
     assert done.status == 1
     for message in messages:
         assert message in done.output, done.output
-    assert not (jobs.folder / "jobs-out").exists()
+    # A script that the scheduler has refused is kept, without a record of a job.
+    names = {path.name for path in jobs.folder.glob("jobs-out/*/*")}
+    assert names == ({"job.sh", "environment"} if "--no-check" in words else set())

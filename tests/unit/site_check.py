@@ -207,6 +207,7 @@ def _unusable(profile: Profile) -> Iterator[str]:
     """Yield the first value with which no job script can be written."""
     try:
         Job(
+            ("train.py",),
             memory=profile.memory_per_node,
             queue=profile.queue,
             setup=profile.setup,

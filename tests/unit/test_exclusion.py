@@ -62,7 +62,7 @@ def test_slurm_job_excludes_nodes_by_the_names_of_their_hosts(
         commands: Commands, directives: tuple[str, ...], nodes: int, hosts: str, expected: list[str],
         problem: str) -> None:
     commands.add("sinfo", NODES + NODES)  # a node is in several partitions
-    job, found = SlurmScheduler().without_hosts(Job(directives=directives, nodes=nodes), hosts.split())
+    job, found = SlurmScheduler().without_hosts(Job(("a.py",), directives=directives, nodes=nodes), hosts.split())
     assert problem in found and bool(problem) == bool(found)
     assert [word for [word, *_] in SlurmScheduler().directives(job) if word.startswith(("--exclude", "-x"))] == expected
 

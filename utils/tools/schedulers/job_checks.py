@@ -141,7 +141,7 @@ def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
 
 def _check_command(job: Job, base: Path) -> list[str]:
     problems = []
-    first = job.command[0] if job.command else "-m"
+    first = job.command[0]
     may_bring_programs = job.container or job.modules or job.setup
     if "/" in first or first.endswith((".py", ".sh")):
         problems += _check_file("command", first, base, must_exist=True)

@@ -92,7 +92,7 @@ class Job:
     """What to submit. Raises JobError, which names the field, for a value that cannot be used."""
 
     # A script or "-m" and a module, then its arguments.
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...]
     nodes: int = 1
     gpus_per_node: int = 0
     ranks_per_node: int | None = None  # None: one for each GPU, or one
@@ -174,8 +174,6 @@ class Job:
                 yield option, getattr(self, name)
 
     def _check_command(self) -> None:
-        if not self.command:  # the values of a profile are checked without one
-            return
         is_module = self.command[0] == "-m" and len(self.command) > 1
         if not is_module and (not self.command[0] or self.command[0].startswith("-")):
             raise JobError(
