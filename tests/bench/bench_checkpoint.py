@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.checkpoint import Checkpointer, storage
 from utils.checkpoint.checksums import memory
 from utils.checkpoint.pack import pack
-from utils.checkpoint.rank_file import read_rank_file
+from utils.checkpoint.rank_file import read_tensors
 from utils.checkpoint.replicas import ReplicaSample
 
 COLUMNS = """\
@@ -170,7 +170,7 @@ def read(path: Path) -> None:
 
 def read_checked(folder: Path) -> None:
     for entry in storage.read_manifest(folder)["files"]:
-        read_rank_file(folder, entry)
+        read_tensors(folder, entry)
 
 
 def drop_from_cache(path: Path) -> None:

@@ -28,7 +28,7 @@ from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank, disk, list_steps
 from utils.checkpoint import snapshot as checkpoint_snapshot
 from utils.checkpoint.format import rank_file_name
-from utils.checkpoint.rank_file import read_rank_file
+from utils.checkpoint.rank_file import read_tensors
 from utils.checkpoint.storage import read_manifest
 
 TIMEOUT = 60.0
@@ -92,7 +92,7 @@ def common_error(checkpoints: Checkpointer) -> str:
 
 
 def tensors_by_rank(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
-    return [read_rank_file(checkpoint, entry)[1] for entry in read_manifest(checkpoint)["files"]]
+    return [read_tensors(checkpoint, entry) for entry in read_manifest(checkpoint)["files"]]
 
 
 def each_rank_gets_back_what_differs(dist: Distributed, checkpoints: Checkpointer) -> None:

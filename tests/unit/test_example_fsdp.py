@@ -113,7 +113,7 @@ def read_alone(job: Distributed, folder: Path) -> bool:
     whole = {f"model/{name}": torch.zeros_like(one) for name, one in model.state_dict().items()}
     for entry in json.loads((checkpoint / "manifest.json").read_text())["manifest"]["files"]:
         tensors = load_file(checkpoint / entry["name"])
-        for key, (name, offsets, sizes) in entry["slices"].items():
+        for key, (name, _, offsets, sizes, _, _) in entry["tensors"].items():
             if name in whole:
                 place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
                 whole[name][place] = tensors[key]

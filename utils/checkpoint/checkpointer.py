@@ -295,7 +295,6 @@ class Checkpointer:
         metadata: RankMetadata = {
             "random": pack(random_states()).tree,
             "own": packed.own,
-            "local": sorted([*packed.local, *packed.mine]) if rank else [],
         }
         if rank == 0:
             metadata["tree"] = packed.tree
@@ -304,12 +303,12 @@ class Checkpointer:
             step,
             turn,
             start,
-            BackgroundChecksums(self._snapshot.bytes),
+            BackgroundChecksums(self._snapshot.places, self._snapshot.bytes),
             metadata,
             _digest_of_shapes(step, packed),
             sample,
-            replicated=bool(share) or rank == 0,
-            slices={key: (name, *shard.box) for key, (name, shard) in slices.items()},
+            local=[*packed.local, *packed.mine] if rank else [],
+            slices={key: (name, shard.box.offsets) for key, (name, shard) in slices.items()},
             metric=number if finite else None,
             retry_until=retry_until,
             interval=interval,

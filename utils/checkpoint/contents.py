@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import platform
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from .entries import StateError, Tree
-from .format import Manifest, SliceEntry
-from .rank_file import read_rank_file
+from .format import Manifest, StoredTensor
+from .rank_file import read_metadata, read_tensors
 from .restore import Restorer
 from .rng import read_random_states
 from .slices import Box, assemble, layouts, like, shard_of, tensor_entries
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-_KEY = "ddpkit"  # of the kit's part in the metadata of a file
 _SHOWN_MISMATCHES = 8
 
 
@@ -47,7 +43,6 @@ class RankMetadata(TypedDict, total=False):
 
     tree: Tree  # of the whole state; in the file of rank 0
     own: dict[str, Tree]  # of the rank's PerRank parts
-    local: list[str]  # tensors that only this rank restores; none are listed for rank 0
     random: Tree  # states of the rank's random number generators
     versions: dict[str, str]  # in the file of rank 0
 
@@ -77,11 +72,6 @@ def changed_versions(saved: Mapping[str, str]) -> list[str]:
     ]
 
 
-def render_metadata(trees: RankMetadata) -> dict[str, str]:
-    """Return the metadata of a rank's file."""
-    return {_KEY: json.dumps(trees)}
-
-
 def load(
     folder: Path,
     manifest: Manifest,
@@ -98,7 +88,7 @@ def load(
     parts: keys of the saved state; default: all.
     Raises Damaged, Unreadable, StateError, OSError or CheckpointError.
     """
-    contents = Contents(folder, manifest, rank, world_size, parts, state)
+    contents = read_contents(folder, manifest, rank, world_size, parts, state)
     restorer = Restorer(state, contents.tree, contents.tensors, contents.own)
     if restorer.mismatches:
         shown = "; ".join(restorer.mismatches[:_SHOWN_MISMATCHES])
@@ -116,127 +106,71 @@ def load(
     )
 
 
+@dataclass(frozen=True)
 class Contents:
-    """What the files of a checkpoint hold for one rank; arguments as for load().
+    """What the files of a checkpoint hold for one rank."""
 
-    tree: of the state, or of the chosen parts. part_names: all parts, if some were chosen.
-    own: trees of the rank's PerRank parts; None if another number of ranks saved them.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        rank: int | None,
-        world_size: int,
-        parts: Collection[str] | None,
-        state: Any = None,
-    ) -> None:
-        self.tree: Tree = None
-        self.tensors: dict[str, Tensor] = {}
-        self.part_names: list[str] = []
-        self.versions: dict[str, str] = {}
-        is_same_size = rank is not None and manifest["world_size"] == world_size
-        of_this_rank: dict[str, Tensor] = {}
-        metadata_by_rank: dict[int, RankMetadata] = {}
-        chosen: set[str] = set()
-
-        sharded = any(entry["slices"] for entry in manifest["files"])
-        needed = _Needed()
-
-        def choose(metadata: dict[str, str]) -> set[str]:
-            trees: RankMetadata = json.loads(metadata[_KEY])
-            if self.tree is None:  # rank 0's file, which is the first, has the tree
-                self.tree = trees["tree"]
-                if parts is not None:
-                    self.tree, self.part_names = _cut(self.tree, parts)
-                chosen.update(_strings(self.tree))
-                needed.find(self.tree, state)
-            own = _strings(trees["own"]) if is_same_size else set()
-            return chosen | own | needed.keys(entry["slices"])
-
-        for number, entry in enumerate(manifest["files"]):
-            all_ranks = rank is not None and not is_same_size  # their generators are needed
-            has_slices = number > 0 and bool(needed.keys(entry["slices"]))
-            if not (entry["replicated"] or number in (0, rank) or all_ranks or has_slices):
-                continue
-            selects = sharded or parts is not None
-            raw, held = read_rank_file(folder, entry, choose if selects else None)
-            metadata = metadata_by_rank[number] = json.loads(raw[_KEY])
-            if number == 0 and not selects:
-                self.tree = metadata["tree"]
-                needed.find(self.tree, state)
-            needed.take(held, entry["slices"])
-            self.versions |= metadata.get("versions", {})
-            if is_same_size and number == rank:
-                of_this_rank = held
-            else:
-                local = set(metadata["local"])
-                self.tensors.update((name, one) for name, one in held.items() if name not in local)
-
-        # Local tensors have the same names in the files of all ranks.
-        self.tensors.update(of_this_rank)
-        needed.assemble(self.tensors)
-        self.own: dict[str, Tree] | None = None
-        ranks: list[int] = []
-        if rank is not None:
-            ranks = [rank] if is_same_size else sorted(metadata_by_rank)
-            self.own = metadata_by_rank[rank]["own"] if is_same_size else None
-        self.random = [read_random_states(metadata_by_rank[one]["random"]) for one in ranks]
+    tree: Tree  # of the state, or of the chosen parts
+    part_names: list[str]  # all parts, if some were chosen
+    own: dict[str, Tree] | None  # as of Restorer
+    tensors: dict[str, Tensor]
+    random: list[dict[str, Any]]
+    versions: dict[str, str]
 
 
-class _Needed:
-    """The boxes of sharded tensors that this rank needs, and what was read of them."""
+def read_contents(
+    folder: Path,
+    manifest: Manifest,
+    rank: int | None,
+    world_size: int,
+    parts: Collection[str] | None,
+    state: Any = None,
+) -> Contents:
+    """Read what one rank needs; arguments as for load()."""
+    files = manifest["files"]
+    is_same_size = rank is not None and len(files) == world_size
+    mine = rank if is_same_size and rank is not None else 0
 
-    def __init__(self) -> None:
-        self._entries: dict[str, dict[str, Any]] = {}  # trees, by name
-        self._layouts: dict[str, DTensor] = {}  # of the present state; others are needed whole
-        self._boxes: dict[str, Box] = {}
-        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
+    @functools.cache
+    def metadata(number: int) -> RankMetadata:
+        return cast(RankMetadata, read_metadata(folder, files[number]))
 
-    def find(self, tree: Tree, state: Any) -> None:
-        """Find out which boxes the present state needs."""
-        self._entries = {entry["tensor"]: entry for entry in tensor_entries(tree)}
-        if "torch.distributed.tensor" in sys.modules:
-            shapes = {name: entry["shape"] for name, entry in self._entries.items()}
-            # The comparison with the state reports other shapes.
-            self._layouts = {
-                name: layout
-                for name, layout in layouts(state, tree).items()
-                if list(layout.shape) == shapes[name]
-            }
-        for name, entry in self._entries.items():
-            box = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
-            if (layout := self._layouts.get(name)) is not None:
-                box = shard_of(layout, (name,)).box
-            self._boxes[name] = box
+    tree, part_names = metadata(0)["tree"], []
+    if parts is not None:
+        tree, part_names = _cut(tree, parts)
+    own = metadata(mine)["own"] if is_same_size else None
+    ranks = [] if rank is None else [mine] if is_same_size else range(len(files))
+    random = [read_random_states(metadata(one)["random"]) for one in ranks]
 
-    def keys(self, slices: Mapping[str, SliceEntry]) -> set[str]:
-        """Return the names of a file's slices that are needed."""
-        return {
-            key
-            for key, (name, offsets, sizes) in slices.items()
-            if name in self._boxes
-            and self._boxes[name].overlap(Box(tuple(offsets), tuple(sizes))) is not None
-        }
+    entries = {entry["tensor"]: entry for entry in tensor_entries([tree, own])}
+    found = layouts(state, tree) if "torch.distributed.tensor" in sys.modules else {}
+    # The comparison with the state reports other shapes.
+    layout = {name: one for name, one in found.items() if [*one.shape] == entries[name]["shape"]}
+    boxes = {
+        name: shard_of(layout[name], (name,)).box if name in layout else Box.of_whole(one["shape"])
+        for name, one in entries.items()
+    }
 
-    def take(self, held: dict[str, Tensor], slices: Mapping[str, SliceEntry]) -> None:
-        """Remove the slices from the tensors of a file, and keep them."""
-        for key, (name, offsets, sizes) in slices.items():
-            if (part := held.pop(key, None)) is not None:
-                box = Box(tuple(offsets), tuple(sizes))
-                self._parts.setdefault(name, []).append((box, part))
+    stored: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in entries}
+    for number in sorted(range(len(files)), key=lambda number: number == mine):  # it comes last
+        chosen = {}
+        for key, place in files[number]["tensors"].items():
+            one = StoredTensor(*place)
+            box = Box(tuple(one.offsets), tuple(one.sizes))
+            is_foreign = number != mine and key in files[number]["local"]
+            if one.name in entries and not is_foreign and boxes[one.name].meets(box):
+                chosen[key] = one.name, box
+        for key, tensor in read_tensors(folder, files[number], chosen).items() if chosen else ():
+            name, box = chosen[key]
+            if "sharded" not in entries[name]:
+                stored[name].clear()  # of rank 0, whose local tensors have the same names
+            stored[name].append((box, tensor))
 
-    def assemble(self, tensors: dict[str, Tensor]) -> None:
-        """Add the sharded tensors, and give all of them the layouts of the present state."""
-        for name, entry in self._entries.items():
-            layout = self._layouts.get(name)
-            if name in tensors and layout is not None:  # it was whole
-                whole = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
-                self._parts[name] = [(whole, tensors[name])]
-            if "sharded" in entry or layout is not None:
-                local = assemble(entry, self._boxes[name], self._parts.pop(name, []))
-                tensors[name] = local if layout is None else like(layout, local)
+    tensors = {}
+    for name, entry in entries.items():
+        whole = assemble(entry, boxes[name], stored[name])
+        tensors[name] = like(layout[name], whole) if name in layout else whole
+    return Contents(tree, part_names, own, tensors, random, metadata(0)["versions"])
 
 
 def _cut(tree: Tree, parts: Collection[str]) -> tuple[Tree, list[str]]:
@@ -246,18 +180,3 @@ def _cut(tree: Tree, parts: Collection[str]) -> tuple[Tree, list[str]]:
         raise StateError("the saved state is no dictionary of parts. Load it with a Checkpointer")
     chosen = {name: part for name, part in content.items() if name in parts}
     return {"dict": chosen}, list(content)
-
-
-def _strings(tree: Tree) -> set[str]:
-    """Return all strings in a tree. The names of its tensors are among them."""
-    found: set[str] = set()
-    remaining = [tree]
-    while remaining:
-        inner = remaining.pop()
-        if type(inner) is str:
-            found.add(inner)
-        elif type(inner) is dict:
-            remaining.extend(inner.values())
-        elif type(inner) is list:
-            remaining.extend(inner)
-    return found

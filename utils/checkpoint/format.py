@@ -6,12 +6,12 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-FORMAT = 4  # raise it whenever one version of the kit would misread checkpoints of another
+FORMAT = 5  # raise it whenever one version of the kit would misread checkpoints of another
 MANIFEST = "manifest.json"
 
 # Tensors of all other types are stored as bytes; their type is in the tree of the state.
@@ -29,7 +29,6 @@ SAFETENSORS_TYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
 class Damaged(Exception):
@@ -40,8 +39,15 @@ class Unreadable(Exception):
     """A checkpoint may be intact, but this process cannot use it."""
 
 
-# A slice of a sharded tensor: the tensor's name, and the slice's offsets and sizes in it.
-SliceEntry = tuple[str, Sequence[int], Sequence[int]]
+class StoredTensor(NamedTuple):
+    """A tensor in a file, or a slice of a sharded tensor."""
+
+    name: str
+    dtype: str
+    offsets: Sequence[int]  # of the slice; 0 for a whole tensor
+    sizes: Sequence[int]
+    start: int  # byte in the file
+    checksums: Sequence[str]  # of its blocks
 
 
 class FileEntry(TypedDict):
@@ -49,9 +55,9 @@ class FileEntry(TypedDict):
 
     name: str
     size: int  # bytes
-    blocks: Sequence[Sequence[Any]]  # (bytes, checksum) of each block
-    replicated: bool  # whether it holds a part of the state that all ranks need
-    slices: Mapping[str, SliceEntry]  # of sharded tensors, by their names in the file
+    header: tuple[int, Sequence[str]]  # bytes, and checksums of its blocks
+    tensors: Mapping[str, StoredTensor]  # by their names in the file
+    local: Sequence[str]  # those that only this rank restores; none are listed for rank 0
 
 
 class Manifest(TypedDict):
@@ -133,13 +139,3 @@ def parse_manifest(raw: bytes) -> Manifest:
             "Continue with the version that wrote it, or start in another folder"
         )
     return manifest
-
-
-def parse_header(raw: bytes) -> tuple[dict[str, str], dict[str, TensorPlace]]:
-    """Return metadata and tensors from the header of a safetensors file, without its length."""
-    fields = json.loads(raw)
-    metadata = fields.pop("__metadata__")
-    return metadata, {
-        name: TensorPlace(_DTYPES[field["dtype"]], field["shape"], *field["data_offsets"])
-        for name, field in fields.items()
-    }

@@ -1,41 +1,34 @@
-"""Write and read one rank's file: safetensors, with a checksum for each block in the manifest."""
+"""Write and read one rank's file: safetensors, whose tensors and checksums the manifest lists."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import itertools
+import json
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from . import disk
-from .checksums import BackgroundChecksums, checksum, checksums, memory
+from .checksums import BLOCK_BYTES, BackgroundChecksums, checksum, checksums, memory
+from .entries import DTYPES
 from .format import (
     SAFETENSORS_TYPES,
     Damaged,
     FileEntry,
-    SliceEntry,
+    StoredTensor,
     TensorPlace,
     Unreadable,
-    parse_header,
     place_tensors,
     render_header,
 )
 
-Choose = Callable[[dict[str, str]], Collection[str]]
-
-
-@dataclass(frozen=True)
-class _Block:
-    start: int  # byte in the file
-    end: int
-    checksum: str
+_KEY = "ddpkit"  # of the kit's part in the metadata of a file
 
 
 def write_rank_file(
@@ -43,29 +36,35 @@ def write_rank_file(
     places: dict[str, TensorPlace],
     data: Tensor,
     data_checksums: BackgroundChecksums,
-    metadata: dict[str, str],
+    metadata: Mapping[str, object],
     *,
-    replicated: bool,
-    slices: dict[str, SliceEntry],
+    local: list[str],
+    slices: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> FileEntry:
     """Write one rank's file, sync it, and return its entry for the manifest.
 
     places: the tensors in `data`, without gaps.
     data: uint8 on the CPU.
+    slices: of the keys that are slices, the tensor and the offsets in it.
     """
-    header = torch.frombuffer(bytearray(render_header(places, metadata)), dtype=torch.uint8)
+    header = render_header(places, {_KEY: json.dumps(metadata)})
     try:
         # The CPU is free while the disk syncs. Earlier, checksums would slow down the writes.
-        disk.write_file(path, memory(header), memory(data), written=data_checksums.start)
+        disk.write_file(path, memoryview(header), memory(data), written=data_checksums.start)
         disk.sync_folder(path.parent)
     finally:
         data_checksums.start()
+    found, tensors = data_checksums.result(), {}
+    for key, place in places.items():
+        name, offsets = slices.get(key, (key, (0,) * len(place.shape)))
+        dtype, start = str(place.dtype).removeprefix("torch."), len(header) + place.start
+        tensors[key] = StoredTensor(name, dtype, offsets, place.shape, start, found[key])
     return {
         "name": path.name,
-        "size": header.numel() + data.numel(),
-        "blocks": checksums(header) + data_checksums.result(),
-        "replicated": replicated,
-        "slices": slices,
+        "size": len(header) + data.numel(),
+        "header": (len(header), checksums(memoryview(header))),
+        "tensors": tensors,
+        "local": local,
     }
 
 
@@ -85,42 +84,39 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     disk.replace_file(path, header, *(memory(tensors[name].contiguous()) for name in places))
 
 
-def read_rank_file(
-    folder: Path, entry: FileEntry, choose: Choose | None = None
-) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return metadata and tensors of one file. Every byte that is read is checked.
+def read_metadata(folder: Path, entry: FileEntry) -> dict[str, object]:
+    """Return the metadata of a file, checked. Raises Damaged, Unreadable or OSError."""
+    size, expected = entry["header"]
+    header = _allocate(entry, (size,), torch.uint8)
+    _read(folder, entry, [(0, memory(header), expected)])
+    metadata: dict[str, object] = json.loads(
+        json.loads(bytes(memory(header)[8:]))["__metadata__"][_KEY]
+    )
+    return metadata
 
-    The tensors are views of one block of memory.
 
-    entry: from the manifest.
-    choose: returns the names of the tensors to read, given the metadata; default: all.
-    Raises Damaged, Unreadable or OSError.
+def read_tensors(
+    folder: Path, entry: FileEntry, keys: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Return tensors of a file, each in memory of its own; default: all, after the metadata.
+
+    Every byte that is read is checked. Raises Damaged, Unreadable or OSError.
     """
-    path = folder / entry["name"]
-    file, size = open_regular_file(path)
-    try:
-        if size != entry["size"]:
-            raise Damaged(f"{path.name} has {size} bytes instead of {entry['size']}")
-        data = _allocate(path, size)
-        metadata, places, start = _read_blocks_of(path, file, data, entry, choose)
-    except OSError as error:
-        if error.errno == errno.EIO:
-            raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
-        raise
-    finally:
-        os.close(file)
-
-    tensors = {}
-    for name, place in places.items():
-        raw = data[start + place.start : start + place.end]
-        if (start + place.start) % place.dtype.itemsize:
-            raw = raw.clone()  # another program wrote the file; torch needs aligned memory
-        tensors[name] = raw.view(place.dtype).view(place.shape)
-    return metadata, tensors
+    if keys is None:
+        read_metadata(folder, entry)
+        keys = entry["tensors"].keys()
+    tensors, pieces = {}, []
+    for key in keys:
+        stored = StoredTensor(*entry["tensors"][key])
+        tensors[key] = _allocate(entry, stored.sizes, DTYPES[stored.dtype])
+        pieces.append((stored.start, memory(tensors[key]), stored.checksums))
+    _read(folder, entry, pieces)
+    return tensors
 
 
-def open_regular_file(path: Path) -> tuple[int, int]:
-    """Open a file and return its descriptor and its size in bytes.
+@contextlib.contextmanager
+def open_regular_file(path: Path) -> Iterator[tuple[int, int]]:
+    """Open a file; yield its descriptor and its size in bytes.
 
     Raises Damaged for a link, which may lead out of the folder, and for a pipe, which may block.
     """
@@ -132,77 +128,54 @@ def open_regular_file(path: Path) -> tuple[int, int]:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise Damaged(f"{path.name} is a link or a socket; expected a file") from None
         raise
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(file)
-        raise Damaged(f"{path.name} is a folder or a device; expected a file")
-    return file, found.st_size
-
-
-def _allocate(path: Path, size: int) -> Tensor:
     try:
-        return torch.empty(size, dtype=torch.uint8)  # pages that are not read take no memory
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path.name} is a folder or a device; expected a file")
+        yield file, found.st_size
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
+        raise
+    finally:
+        os.close(file)
+
+
+def _allocate(entry: FileEntry, sizes: Collection[int], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(tuple(sizes), dtype=dtype)
     except (RuntimeError, MemoryError):
         raise Unreadable(
-            f"{path.name} needs {size} bytes of memory, which this host does not have. "
-            "Use a larger host"
+            f"{entry['name']} needs more memory than this host has. Use a larger host"
         ) from None
 
 
-def _read_blocks_of(
-    path: Path, file: int, data: Tensor, entry: FileEntry, choose: Choose | None
-) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
-    """Read all blocks, or those of the chosen tensors, into `data`.
+def _read(
+    folder: Path, entry: FileEntry, pieces: Collection[tuple[int, memoryview, Collection[str]]]
+) -> None:
+    """Fill each piece of memory with the bytes from a place on, and check them."""
 
-    Returns the metadata, the tensors and the first byte behind the header.
-    """
-    ends = itertools.accumulate(length for length, _ in entry["blocks"])
-    blocks = [
-        _Block(end - length, end, expected)
-        for end, (length, expected) in zip(ends, entry["blocks"], strict=True)
-    ]
-    _read_blocks(path, file, data, blocks[:1] if choose else blocks)
-
-    start = 8 + int.from_bytes(memory(data[:8]), "little")
-    if choose:
-        rest_of_header = [block for block in blocks[1:] if block.start < start]
-        _read_blocks(path, file, data, rest_of_header)
-    metadata, places = parse_header(bytes(memory(data[8:start])))
-
-    if choose:
-        chosen = choose(metadata)
-        places = {name: place for name, place in places.items() if name in chosen}
-        ranges = sorted((start + place.start, start + place.end) for place in places.values())
-        unread = [block for block in blocks[1:] if block.start >= start]
-        _read_blocks(path, file, data, _overlapping(unread, ranges))
-    return metadata, places, start
-
-
-def _overlapping(blocks: Sequence[_Block], ranges: Sequence[tuple[int, int]]) -> list[_Block]:
-    """Return the blocks that have bytes of any range. Both are sorted."""
-    found, number = [], 0
-    for block in blocks:
-        while number < len(ranges) and ranges[number][1] <= block.start:
-            number += 1
-        if number < len(ranges) and ranges[number][0] < block.end:
-            found.append(block)
-    return found
-
-
-def _read_blocks(path: Path, file: int, data: Tensor, blocks: Sequence[_Block]) -> None:
-    view = memory(data)
-
-    def read_and_check(block: _Block) -> None:
-        done = block.start
-        while done < block.end:
-            count = os.preadv(file, [view[done : block.end]], done)
+    def read_and_check(block: tuple[int, memoryview, str]) -> None:
+        start, view, expected = block
+        done = 0
+        while done < len(view):
+            count = os.preadv(file, [view[done:]], start + done)
             if count == 0:
-                raise Damaged(f"{path.name} ends after {done} bytes instead of {len(view)}")
+                raise Damaged(f"{path.name} ends after {start + done} bytes")
             done += count
-        if checksum(data[block.start : block.end]) != block.checksum:
-            place = f"bytes {block.start} to {block.end - 1}"
+        if checksum(view) != expected:
+            place = f"bytes {start} to {start + len(view) - 1}"
             raise Damaged(f"{path.name}: {place} do not match their checksum")
 
-    with ThreadPoolExecutor(2) as readers:  # one computes a checksum while the other reads
+    blocks = [
+        (start + begin, view[begin : begin + BLOCK_BYTES], expected)
+        for start, view, all_expected in pieces
+        for begin, expected in zip(range(0, len(view), BLOCK_BYTES), all_expected, strict=True)
+    ]
+    path = folder / entry["name"]
+    with open_regular_file(path) as (file, size), ThreadPoolExecutor(2) as readers:
+        if size != entry["size"]:
+            raise Damaged(f"{path.name} has {size} bytes instead of {entry['size']}")
+        # One thread computes a checksum while the other reads.
         for _ in readers.map(read_and_check, blocks):
             pass

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..log import get_logger
 from . import disk
-from .contents import CheckpointError, Contents, Restored, load
+from .contents import CheckpointError, Restored, load, read_contents
 from .entries import StateError
 from .format import Damaged, Unreadable
 from .rank_file import write_safetensors
@@ -85,7 +85,7 @@ def export_safetensors(
 
     def load_from(path: Path) -> tuple[int, dict[str, Tensor]]:
         manifest = read_manifest(path)
-        contents = Contents(path, manifest, None, 1, [part])
+        contents = read_contents(path, manifest, None, 1, [part])
         if part not in contents.part_names:
             parts = ", ".join(map(repr, contents.part_names))
             raise StateError(f"it has no part {part!r}; expected one of {parts}. Choose one")

@@ -47,8 +47,7 @@ class Restorer:
         self._own = own
         self._actions: list[tuple[Path, Callable[[], object]]] = []
         self._by_memory: dict[tuple[object, ...], tuple[Path, Tensor]] = {}
-        self._views = Unpacker(tensors)  # for what is copied into tensors of the state
-        self._copies = Unpacker(tensors, copies=True)
+        self._saved = Unpacker(tensors)
         self._names = parameter_names(state)
         self._state = state
         self._result = self._match(state, tree, ())
@@ -82,7 +81,7 @@ class Restorer:
             return state
         if holds_objects(tree) or _holds_objects(state):
             return self._match_container(state, tree, path)
-        return self._copies.value(tree, path)
+        return self._saved.value(tree, path)
 
     def _match_per_rank(self, state: PerRank, tree: Tree, path: Path) -> Any:
         if tag_of(tree) != "per rank":
@@ -102,7 +101,7 @@ class Restorer:
         """Compare a container that holds objects, so that all of it has to match."""
         tag = tag_of(tree)
         if isinstance(state, dict) and tag in MAPPINGS:
-            saved = dict(self._copies.pairs(tree, path))
+            saved = dict(self._saved.pairs(tree, path))
             needed = {  # PerRank parts may be left out of the state
                 key: item
                 for key, item in saved.items()
@@ -135,7 +134,7 @@ class Restorer:
         if tag_of(tree) != "tensor":
             self._mismatch(path, f"is a tensor, but was saved as {kind_of(tree)}")
             return state
-        saved = self._views.value(tree, path)
+        saved = self._saved.value(tree, path)
         self._compare_tensors(state, saved, path)
 
         def copy() -> None:
@@ -183,7 +182,7 @@ class Restorer:
         if isinstance(state, torch.nn.Module):
             saved = self._match_module(state, tree, path)
         else:
-            saved = self._copies.value(tree["state"], path)
+            saved = self._saved.value(tree["state"], path)
         if not is_optimizer:
             self._actions.append((path, lambda: state.load_state_dict(saved)))
             return
@@ -201,7 +200,7 @@ class Restorer:
             what = f"is a {type(module).__name__}, but was saved as {kind_of(tree)} without entries"
             return self._mismatch(path, what)
         keys = {plain_key(key): key for key in own}
-        trees = dict(self._copies.pairs(tree["state"], path))
+        trees = dict(self._saved.pairs(tree["state"], path))
         self._compare_keys(path, keys, trees)
         saved: Any = type(own)()
         # which version of a module's class wrote them
@@ -215,8 +214,8 @@ class Restorer:
         """Compare an entry of a module's state_dict(); return what the module is to load."""
         # load_state_dict() copies tensors, but keeps an extra state as it is.
         if not isinstance(value, Tensor) or key.endswith("_extra_state"):
-            return self._copies.value(tree, path)
-        saved = self._views.value(tree, path)
+            return self._saved.value(tree, path)
+        saved = self._saved.value(tree, path)
         if isinstance(saved, Tensor):
             self._compare_tensors(value, saved, path)
         else:

@@ -11,9 +11,9 @@ from typing import Literal, TypedDict
 from ..coordination import StoreCommunicator
 from . import storage
 from .checksums import BackgroundChecksums
-from .contents import CheckpointError, RankMetadata, render_metadata
+from .contents import CheckpointError, RankMetadata
 from .folder import CheckpointFolder, LaterStep
-from .format import FileEntry, SliceEntry, rank_file_name
+from .format import FileEntry, rank_file_name
 from .lock import FolderInUse
 from .rank_file import write_rank_file
 from .replicas import ReplicaSample, find_divergence
@@ -39,8 +39,8 @@ class SaveJob:
     metadata: RankMetadata
     digest: str  # of the step, names, shapes and types, which have to be equal on all ranks
     sample: ReplicaSample  # of the values that have to be equal on all ranks
-    replicated: bool  # whether this rank's file holds a part of the state that all ranks need
-    slices: dict[str, SliceEntry]  # that this rank writes, by their names in its file
+    local: list[str]  # tensors of its file that only this rank restores
+    slices: dict[str, tuple[str, tuple[int, ...]]]  # as of write_rank_file()
     metric: float | None
     retry_until: float  # time.monotonic() of rank 0
     interval: int  # steps between saves, as rank 0 proposes
@@ -165,8 +165,8 @@ def _write_file(
             snapshot.places,
             snapshot.bytes(),
             job.checksums,
-            render_metadata(job.metadata),
-            replicated=job.replicated,
+            job.metadata,
+            local=job.local,
             slices=job.slices,
         )
         replicas = job.sample.digests()

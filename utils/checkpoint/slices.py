@@ -25,13 +25,19 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def overlap(self, other: Box) -> Box | None:
-        """Return what two boxes of one tensor share; None if that is nothing."""
+    @classmethod
+    def of_whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    def overlap(self, other: Box) -> Box:
+        """Return what two boxes of one tensor share; its sizes are 0 if that is nothing."""
         starts = tuple(map(max, self.offsets, other.offsets))
-        ends = tuple(map(min, self.ends(), other.ends()))
-        if any(start >= end for start, end in zip(starts, ends, strict=True)):
-            return None
+        ends = map(max, starts, map(min, self.ends(), other.ends()))
         return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+    def meets(self, other: Box) -> bool:
+        """Return whether two boxes share elements, or are equal."""
+        return self == other or 0 not in self.overlap(other).sizes
 
     def ends(self) -> tuple[int, ...]:
         return tuple(one + size for one, size in zip(self.offsets, self.sizes, strict=True))
@@ -159,14 +165,15 @@ def assemble(entry: Mapping[str, Any], box: Box, parts: Sequence[tuple[Box, Tens
 
     entry: its tree, with "dtype" and "shape".
     """
-    dtype = DTYPES[entry["dtype"]]
-    found = torch.empty(box.sizes, dtype=dtype)
+    for held, part in parts:
+        if held == box:
+            return part
+    found = torch.empty(box.sizes, dtype=DTYPES[entry["dtype"]])
     missing = found.numel()
     for held, part in parts:
-        if (shared := box.overlap(held)) is not None:
-            values = part.view(dtype).view(held.sizes)
-            shared.of(found, box).copy_(shared.of(values, held))
-            missing -= shared.of(found, box).numel()
+        shared = box.overlap(held)
+        shared.of(found, box).copy_(shared.of(part, held))
+        missing -= shared.of(found, box).numel()
     if missing:
         raise StateError(f"{entry['tensor']}: the checkpoint lacks {missing} of its elements")
     return found

@@ -114,11 +114,11 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is missing, although rank 0 sees it; expected a folder on a file system "
             "that all hosts share. Choose one"
         )
-    file, size = open_regular_file(folder / MANIFEST)
-    with open(file, "rb") as opened:
+    with open_regular_file(folder / MANIFEST) as (file, size):
         if size > _MAX_MANIFEST_BYTES:
             raise Damaged(f"{MANIFEST} has {size} bytes; expected at most {_MAX_MANIFEST_BYTES}")
-        manifest = parse_manifest(opened.read(size + 1))
+        with open(file, "rb", closefd=False) as opened:
+            manifest = parse_manifest(opened.read(size + 1))
 
     if _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder.name):
         raise Unreadable(

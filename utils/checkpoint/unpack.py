@@ -37,14 +37,11 @@ def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class Unpacker:
-    """Builds values from trees.
+    """Builds values from trees."""
 
-    copies: whether tensors get memory of their own, so that they do not keep a whole file.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], *, copies: bool = False) -> None:
-        self._tensors, self._copies = tensors, copies
-        self._copied: dict[str, Tensor] = {}  # so that one tensor stays one
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._strided: dict[str, Tensor] = {}  # so that one tensor stays one
 
     def value(self, tree: Tree, path: Path) -> Any:
         """Return the value of a tree. Raises StateError, with the name of the entry."""
@@ -109,28 +106,17 @@ class Unpacker:
 
     def _tensor(self, tree: dict[str, Tree]) -> Tensor:
         name, dtype, shape = tree["tensor"], DTYPES[tree["dtype"]], tree["shape"]
-        key = f"{name} {dtype} {shape} {tree.get('stride')}"
-        if key in self._copied:
-            return self._copied[key]
-
         found = self._tensors[name]
         if is_sharded(found):
             return found
-        if found.dtype is not dtype:  # safetensors does not have the type
-            if found.dtype is not torch.uint8:
-                raise ValueError(f"its tensor is of type {found.dtype}; expected {dtype}")
-            found = found.view(dtype)
-        found = found.view(shape)
-
+        if found.dtype is not dtype or list(found.shape) != shape:
+            raise ValueError(f"its tensor is {found.dtype}{list(found.shape)}")
         if "stride" in tree:
             strides = tree["stride"]
             if not is_dense(shape, strides):
                 raise ValueError("its strides do not match its shape")
-            found = torch.empty_strided(shape, strides, dtype=dtype).copy_(found)
-        elif self._copies:
-            found = found.clone(memory_format=torch.contiguous_format)
-        if self._copies:
-            self._copied[key] = found
+            strided = torch.empty_strided(shape, strides, dtype=dtype)
+            found = self._strided.setdefault(f"{name} {strides}", strided.copy_(found))
         return found
 
 
