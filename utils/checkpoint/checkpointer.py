@@ -23,11 +23,12 @@ from .. import consistency
 from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
 from .checksums import BackgroundChecksums
-from .contents import CheckpointError, RankMetadata, Restored, versions
+from .contents import CheckpointError, LoadedCheckpoint, RankMetadata, Restored, load, versions
 from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention
+from .format import Manifest
 from .interval import SaveInterval
-from .load import digest, load_on_all_ranks, restore
+from .load import digest, load_newest, restore
 from .pack import Packed, pack
 from .replicas import ReplicaSample
 from .rng import random_states
@@ -433,10 +434,14 @@ class Checkpointer:
             check_state(state)  # also where there is no checkpoint yet: the first save is too late
         except StateError as error:
             raise CheckpointError(f"cannot load into this state: {error}") from error
+
+        def load_from(path: Path, manifest: Manifest) -> LoadedCheckpoint:
+            return load(path, manifest, state, self._ranks.rank, self._ranks.world_size)
+
         topic = f"load {self._turn}"
         self._turn += 1
         try:
-            loaded = load_on_all_ranks(topic, self._ranks, self._folder, state, step)
+            loaded = load_newest(topic, self._ranks, self._folder, load_from, step)
         except CoordinationError as error:
             raise CheckpointError(f"cannot load from {self.folder}: {error}") from error
         return None if loaded is None else restore(loaded, self._ranks, self._folder)

@@ -135,7 +135,8 @@ def read_contents(
     def metadata(number: int) -> RankMetadata:
         return cast(RankMetadata, read_metadata(folder, files[number]))
 
-    tree, part_names = metadata(0)["tree"], []
+    tree = metadata(0)["tree"]
+    part_names: list[str] = []
     if parts is not None:
         tree, part_names = _cut(tree, parts)
     own = metadata(mine)["own"] if is_same_size else None

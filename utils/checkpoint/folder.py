@@ -1,17 +1,27 @@
-"""Keep the folder of a training's checkpoints: what rank 0 does in it at a save and at a load."""
+"""The folder of a training's checkpoints: what a reader sees, and what rank 0 changes in it.
+
+A power cut at any moment leaves a checkpoint complete under its name, or not there at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..log import get_logger
-from . import disk, lock, storage
-from .format import Damaged, FileEntry, Unreadable
+from . import disk, lock
+from .format import FORMAT, MANIFEST, Damaged, FileEntry, Manifest, Unreadable, render_manifest
+from .storage import checkpoint_names, name_after, newest_by_step, read_manifest, step_of
 
 _log = get_logger(__name__)
+_SAVING, _DELETING, _QUARANTINED = ".saving-", ".deleting-", ".damaged"
+
+_open_folders: set[Path] = set()  # temporary folders that this process writes into
 
 
 class LaterStep(Exception):
@@ -38,28 +48,43 @@ class Retention:
             )
 
 
-class CheckpointFolder:
-    """The folder of a training's checkpoints, for one job at a time.
+class ReadFolder:
+    """The folder for those who change nothing in it.
 
-    path: absolute.
-    rank_name: of this rank in messages, such as "rank 0 on node7".
+    owner: whose folder it is in messages, such as "rank 0 on node7".
     """
 
-    def __init__(self, path: Path, retention: Retention, rank_name: str) -> None:
-        self.path = path
-        self._retention = retention
-        self._rank_name = rank_name
-        self._is_locked = False
-        self._metrics: dict[str, float | None] = {}  # by the name of the checkpoint
+    def __init__(self, path: Path, owner: str) -> None:
+        self.path, self.owner = path, owner
 
     def explain(self, what: str, error: OSError) -> str:
         """Return a message: what failed, where, and why."""
-        return f"{what} in {self.path} on {self._rank_name}: {disk.explain(error)}"
+        return f"{what} in {self.path} on {self.owner}: {disk.explain(error)}"
+
+    def list(self) -> list[str]:
+        """Return the names of the checkpoints, oldest first. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return checkpoint_names(self.path)
+        return []
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Note that a checkpoint is damaged."""
+        _log.warning("damaged checkpoint %s; the one before is loaded", reason)
+
+
+class CheckpointFolder(ReadFolder):
+    """The folder for the training, one job at a time. path: absolute."""
+
+    def __init__(self, path: Path, retention: Retention, owner: str) -> None:
+        super().__init__(path, owner)
+        self._retention = retention
+        self._is_locked = False
+        self._metrics: dict[str, float | None] = {}  # by the name of the checkpoint
 
     # --- at a save
 
     def begin(self, step: int) -> Path:
-        """Make the temporary folder of a save. Raises OSError, LaterStep or FolderInUse."""
+        """Make a temporary folder for the files. Raises OSError, LaterStep or FolderInUse."""
         if not self.path.is_dir():
             self.path.mkdir()  # not its parents: their file system may not be mounted
             _log.warning(
@@ -67,8 +92,7 @@ class CheckpointFolder:
                 self.path,
             )
         self._lock()
-        names = storage.checkpoint_names(self.path)
-        later = [name for name in names if storage.step_of(name) > step]
+        later = [name for name in checkpoint_names(self.path) if step_of(name) > step]
         if later:
             raise LaterStep(
                 f"cannot save step {step} in {self.path}: the later checkpoint {later[-1]} exists; "
@@ -76,51 +100,86 @@ class CheckpointFolder:
                 "move it"
             )
         self._remove_leftovers()
-        return storage.begin(self.path)
+        temporary = self.path / f"{_SAVING}{secrets.token_hex(8)}"
+        disk.system.mkdir(temporary)
+        _open_folders.add(temporary)
+        return temporary
 
     def commit(
         self, temporary: Path, step: int, files: Sequence[FileEntry], metric: float | None
-    ) -> str:
-        """Make the files of all ranks a checkpoint; return its name. Raises OSError."""
-        name = storage.commit(temporary, step, files, metric)
+    ) -> None:
+        """Make the files of all ranks, which are on disk, the newest checkpoint of that step.
+
+        files: by rank. Raises OSError.
+        """
+        for entry in files:
+            size = os.stat(temporary / entry["name"]).st_size
+            if size != entry["size"]:
+                what = f"{entry['name']} has {size} bytes after {entry['size']} were written"
+                raise OSError(errno.EIO, what)
+        manifest: Manifest = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": len(files),
+            "metric": metric,
+            "files": list(files),
+        }
+        disk.write_file(temporary / MANIFEST, memoryview(render_manifest(manifest)))
+        disk.sync_folder(temporary)
+        name = name_after(step, checkpoint_names(self.path))
+        disk.system.rename(temporary, self.path / name)
+        self.end(temporary)
+        disk.sync_folder(self.path)
         self._metrics[name] = metric
-        return name
 
     def discard(self, temporary: Path) -> None:
         """Delete the temporary folder of a save that failed, as far as possible."""
         with contextlib.suppress(OSError):
             disk.remove(temporary)
 
+    @staticmethod
+    def end(temporary: Path) -> None:
+        """Note that this process no longer writes there: the next save may delete it."""
+        _open_folders.discard(temporary)
+
     def delete_old(self) -> None:
-        """Delete the checkpoints that need not be kept. An OSError is logged."""
-        retention = self._retention
+        """Delete the checkpoints that need not be kept, as far as possible."""
+        failure = None
         try:
-            best = self._best_names() if retention.keep_best else []
-            storage.delete_old(self.path, retention.keep, retention.keep_every, best)
+            names = checkpoint_names(self.path)
+            for name in set(names) - self._kept(names):
+                try:
+                    # Under this name no reader meets a checkpoint that is half deleted.
+                    deleting = self.path / f"{_DELETING}{secrets.token_hex(8)}"
+                    disk.system.rename(self.path / name, deleting)
+                    disk.remove(deleting)
+                except OSError as error:
+                    failure = error
         except OSError as error:
-            _log.warning("%s", self.explain("cannot delete an old checkpoint", error))
+            failure = error
+        if failure is not None:
+            _log.warning("%s", self.explain("cannot delete an old checkpoint", failure))
 
-    def _best_names(self) -> list[str]:
-        """Return the checkpoints with the best metrics."""
-        names = storage.checkpoint_names(self.path)
-        self._metrics = {
-            name: self._metrics[name] if name in self._metrics else self._read_metric(name)
-            for name in names
-        }
-        metrics = {
-            name: metric
-            for name in storage.newest_by_step(names).values()
-            if (metric := self._metrics[name]) is not None
-        }
-        highest_first = self._retention.best == "max"
-        ranked = sorted(metrics, key=lambda name: metrics[name], reverse=highest_first)
-        return ranked[: self._retention.keep_best]
+    def _kept(self, names: Sequence[str]) -> set[str]:
+        """Return the names that the retention keeps, and the targets of links among them."""
+        rules, newest = self._retention, newest_by_step(names)
+        kept = set(list(newest.values())[-rules.keep :])
+        every = rules.keep_every
+        kept |= {name for step, name in newest.items() if every and step % every == 0}
+        if rules.keep_best:
+            found = {name: self._metric(name) for name in newest.values()}
+            metrics = {name: metric for name, metric in found.items() if metric is not None}
+            ranked = sorted(metrics, key=lambda one: metrics[one], reverse=rules.best == "max")
+            kept |= set(ranked[: rules.keep_best])
+        links = [self.path / name for name in kept if (self.path / name).is_symlink()]
+        return kept | {Path(os.path.realpath(link)).name for link in links}
 
-    def _read_metric(self, name: str) -> float | None:
-        try:
-            return storage.read_manifest(self.path / name)["metric"]
-        except (Damaged, Unreadable, OSError):
-            return None
+    def _metric(self, name: str) -> float | None:
+        if name not in self._metrics:
+            self._metrics[name] = None
+            with contextlib.suppress(Damaged, Unreadable, OSError):
+                self._metrics[name] = read_manifest(self.path / name)["metric"]
+        return self._metrics[name]
 
     # --- at a load
 
@@ -131,12 +190,18 @@ class CheckpointFolder:
         """
         self._lock()
         self._remove_leftovers()
-        return storage.checkpoint_names(self.path)
+        return checkpoint_names(self.path)
 
-    def quarantine(self, name: str, reason: str) -> None:
+    def set_aside(self, name: str, reason: str) -> None:
         """Rename a damaged checkpoint so that it is not read again, and log it."""
+        target, count = self.path / f"{name}{_QUARANTINED}", 1
+        while os.path.lexists(target):
+            count += 1
+            target = self.path / f"{name}{_QUARANTINED}-{count}"
         try:
-            what = f"It is quarantined as {storage.quarantine(self.path, name).name}"
+            disk.system.rename(self.path / name, target)
+            disk.sync_folder(self.path)
+            what = f"It is quarantined as {target.name}"
         except OSError as error:
             what = f"It could not be renamed: {error.strerror}"
         _log.warning("damaged checkpoint %s. %s; the one before is loaded", reason, what)
@@ -155,8 +220,15 @@ class CheckpointFolder:
             lock.release(self.path)
 
     def _remove_leftovers(self) -> None:
-        """Remove what interrupted saves left, where no other job can be saving."""
+        """Delete what interrupted deletions left and, where no other job saves, what saves left.
+
+        Links are removed, and their targets stay.
+        """
         try:
-            storage.remove_leftovers(self.path, self._is_locked)
+            for name in os.listdir(self.path):
+                path = self.path / name
+                is_save = name.startswith(_SAVING) and path not in _open_folders
+                if name.startswith(_DELETING) or is_save and self._is_locked:
+                    disk.remove(path)
         except OSError as error:
             _log.warning("%s", self.explain("cannot remove what an interrupted save left", error))

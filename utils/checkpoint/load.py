@@ -6,21 +6,26 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar
 
 from ..coordination import StoreCommunicator
 from ..log import get_logger
-from .contents import CheckpointError, LoadedCheckpoint, Restored, changed_versions, load
+from .contents import CheckpointError, LoadedCheckpoint, Restored, changed_versions
 from .entries import StateError
-from .folder import CheckpointFolder
-from .format import Damaged, Unreadable
+from .folder import CheckpointFolder, ReadFolder
+from .format import Damaged, Manifest, Unreadable
 from .lock import FolderInUse
-from .reader import ATTEMPTS, PAUSE_SECONDS, show_steps
 from .rng import derive_random_states, restore_random_states
-from .storage import read_manifest, step_of
+from .storage import read_manifest, show_steps, step_of
+
+ATTEMPTS, PAUSE_SECONDS = 20, 0.1  # a training may delete a checkpoint while another reads it
 
 _log = get_logger(__name__)
+_Loaded = TypeVar("_Loaded")
+_SHOWN_CHANGES = 8
+_PRECEDENCE = ("gone", "error", "damaged")
 
 
 class _Listing(TypedDict):
@@ -29,26 +34,22 @@ class _Listing(TypedDict):
 
 
 class _Report(TypedDict):
-    """What a rank found in a checkpoint. In this order the first one found decides for all."""
+    """What a rank found in a checkpoint; the first one in the order of _PRECEDENCE decides."""
 
     status: Literal["gone", "error", "damaged", "intact"]
     detail: str  # the reason, or a digest of the manifest
 
 
-_SHOWN_CHANGES = 8
-_PRECEDENCE = ("gone", "error", "damaged")
-
-
-def load_on_all_ranks(
+def load_newest(
     topic: str,
     ranks: StoreCommunicator,
-    folder: CheckpointFolder,
-    state: Any,
+    folder: ReadFolder,
+    load_from: Callable[[Path, Manifest], _Loaded],
     step: int | None,
-) -> LoadedCheckpoint | None:
-    """Load the newest checkpoint that is intact on all ranks; None if there is none.
+) -> _Loaded | None:
+    """Return what load_from() returns for the newest checkpoint that is intact on all ranks.
 
-    Nothing in the state is changed yet. A damaged checkpoint is quarantined.
+    None if there is none. A damaged checkpoint is set aside.
 
     step: load the checkpoint of this step, and no other.
     Raises CheckpointError, and CoordinationError if the ranks cannot agree.
@@ -61,7 +62,7 @@ def load_on_all_ranks(
 
         is_last = attempt == ATTEMPTS - 1
         for number, name in enumerate(reversed(listing["names"])):
-            report, loaded = _load(name, ranks, folder, state, is_last)
+            report, loaded = _load(name, folder, load_from, is_last)
             decision = ranks.decide(
                 f"{attempt_topic} {number}", report, lambda reports: _decide(reports, folder)
             )
@@ -70,12 +71,10 @@ def load_on_all_ranks(
             if decision["status"] == "gone":  # another process deletes old checkpoints
                 time.sleep(PAUSE_SECONDS)
                 break
-            if decision["status"] == "error":
-                raise CheckpointError(decision["detail"])
-            if step is not None:
-                raise CheckpointError(f"damaged checkpoint {decision['detail']}")
+            if decision["status"] == "error" or step is not None:
+                raise CheckpointError(f"cannot load {decision['detail']}")
             if ranks.rank == 0:
-                folder.quarantine(name, decision["detail"])
+                folder.set_aside(name, decision["detail"])
         else:
             return None
     return None
@@ -135,7 +134,7 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-def _list(folder: CheckpointFolder, step: int | None) -> _Listing:
+def _list(folder: ReadFolder, step: int | None) -> _Listing:
     """List the checkpoints on rank 0."""
     try:
         names = folder.list()
@@ -146,49 +145,48 @@ def _list(folder: CheckpointFolder, step: int | None) -> _Listing:
     if step is None:
         return {"names": names, "error": ""}
     chosen = [name for name in names if step_of(name) == step]
-    if chosen:
-        return {"names": chosen[-1:], "error": ""}
     message = (
         f"there is no checkpoint of step {step} in {folder.path}; expected one of: "
         f"{show_steps(names)}. Choose one of these"
     )
-    return {"names": [], "error": message}
+    return {"names": chosen[-1:], "error": "" if chosen else message}
 
 
 def _load(
-    name: str, ranks: StoreCommunicator, folder: CheckpointFolder, state: Any, is_last: bool
-) -> tuple[_Report, LoadedCheckpoint | None]:
+    name: str,
+    folder: ReadFolder,
+    load_from: Callable[[Path, Manifest], _Loaded],
+    is_last: bool,
+) -> tuple[_Report, _Loaded | None]:
     """Read and check all that this rank needs, and report what it found.
 
     is_last: report an error for a checkpoint that is gone.
     """
     path = folder.path / name
-    where = f"{path} on {ranks.name}"
     try:
         manifest = read_manifest(path)
-        loaded = load(path, manifest, state, ranks.rank, ranks.world_size)
+        loaded = load_from(path, manifest)
         return {"status": "intact", "detail": digest(manifest)}, loaded
     except Exception as error:  # the other ranks need to know
         if not is_last and not os.path.lexists(path):
             return {"status": "gone", "detail": ""}, None
-        if isinstance(error, Damaged):
-            return {"status": "damaged", "detail": f"{where}: {error}"}, None
+        reason = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError):
             reason = f"{error.strerror}. Make it readable, or move it away"
-            return {"status": "error", "detail": f"cannot read {where}: {reason}"}, None
-        known = isinstance(error, Unreadable | StateError | CheckpointError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        return {"status": "error", "detail": f"cannot load {where}: {reason}"}, None
+        elif isinstance(error, Damaged | Unreadable | StateError | CheckpointError):
+            reason = str(error)
+        status: Literal["damaged", "error"] = "damaged" if isinstance(error, Damaged) else "error"
+        return {"status": status, "detail": f"{path} on {folder.owner}: {reason}"}, None
 
 
-def _decide(reports: Sequence[_Report], folder: CheckpointFolder) -> _Report:
+def _decide(reports: Sequence[_Report], folder: ReadFolder) -> _Report:
     for status in _PRECEDENCE:
         for report in reports:
             if report["status"] == status:
                 return report
     if any(report != reports[0] for report in reports):
         error = (
-            f"the ranks do not see the same checkpoint in {folder.path}. Choose a folder on a "
+            f"from {folder.path}: the ranks do not see the same checkpoint. Choose a folder on a "
             "file system that all hosts share"
         )
         return {"status": "error", "detail": error}

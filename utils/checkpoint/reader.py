@@ -7,27 +7,26 @@ need no process group, and may run while the training saves into the same folder
 from __future__ import annotations
 
 import os
-import time
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..coordination import StoreCommunicator
 from ..log import get_logger
 from . import disk
 from .contents import CheckpointError, Restored, load, read_contents
 from .entries import StateError
-from .format import Damaged, Unreadable
+from .folder import ReadFolder
+from .format import Manifest
+from .load import load_newest
 from .rank_file import write_safetensors
-from .storage import checkpoint_names, read_manifest, step_of
+from .storage import step_of
 from .unpack import unpack
 
-# A training may delete a checkpoint while it is read: then the newest is looked for again.
-ATTEMPTS, PAUSE_SECONDS = 20, 0.1
-
 _log = get_logger(__name__)
-_SHOWN_STEPS = 10
 _SHOWN_NAMES = 8
 _Loaded = TypeVar("_Loaded")
 
@@ -37,7 +36,11 @@ def list_steps(folder: str | os.PathLike[str]) -> list[int]:
 
     The list is empty if there is no folder. Raises CheckpointError.
     """
-    return sorted({step_of(name) for name in _list_names(Path(folder))})
+    found = _folder(folder)
+    try:
+        return sorted({step_of(name) for name in found.list()})
+    except OSError as error:
+        raise CheckpointError(found.explain("cannot look for checkpoints", error)) from error
 
 
 def load_part(
@@ -59,11 +62,11 @@ def load_part(
             'as {"model": model}'
         )
 
-    def load_from(path: Path) -> Restored:
-        loaded = load(path, read_manifest(path), state, None, 1, parts=list(state))
+    def load_from(path: Path, manifest: Manifest) -> Restored:
+        loaded = load(path, manifest, state, None, 1, parts=list(state))
         return Restored(loaded.step, loaded.restorer.restore())
 
-    return _load_newest(Path(folder), step, load_from)
+    return _find(folder, step, load_from)
 
 
 def export_safetensors(
@@ -83,8 +86,7 @@ def export_safetensors(
     Raises CheckpointError.
     """
 
-    def load_from(path: Path) -> tuple[int, dict[str, Tensor]]:
-        manifest = read_manifest(path)
+    def load_from(path: Path, manifest: Manifest) -> tuple[int, dict[str, Tensor]]:
         contents = read_contents(path, manifest, None, 1, [part])
         if part not in contents.part_names:
             parts = ", ".join(map(repr, contents.part_names))
@@ -92,7 +94,7 @@ def export_safetensors(
         value = unpack(contents.tree, contents.tensors)[part]
         return manifest["step"], _plain_tensors(value, part)
 
-    found = _load_newest(Path(folder), step, load_from)
+    found = _find(folder, step, load_from)
     if found is None:
         raise CheckpointError(
             f"there is no intact checkpoint in {folder}. Choose the folder of a training"
@@ -108,11 +110,6 @@ def export_safetensors(
             f"cannot export {part!r} of step {found_step} in {folder}: {error}"
         ) from error
     return found_step
-
-
-def show_steps(names: list[str]) -> str:
-    """Return the last steps of these checkpoints for a message, or "none"."""
-    return ", ".join(str(step_of(name)) for name in names[-_SHOWN_STEPS:]) or "none"
 
 
 def _plain_tensors(value: Any, part: str) -> dict[str, Tensor]:
@@ -132,65 +129,13 @@ def _plain_tensors(value: Any, part: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _list_names(folder: Path) -> list[str]:
-    try:
-        return checkpoint_names(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot list the checkpoints in {folder}: {disk.explain(error)}"
-        ) from error
+def _folder(path: str | os.PathLike[str]) -> ReadFolder:
+    return ReadFolder(Path(path), socket.gethostname())
 
 
-def _load_newest(
-    folder: Path, step: int | None, load_from: Callable[[Path], _Loaded]
+def _find(
+    path: str | os.PathLike[str],
+    step: int | None,
+    load_from: Callable[[Path, Manifest], _Loaded],
 ) -> _Loaded | None:
-    """Return what load_from() returns for the newest intact checkpoint, or for that of a step."""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(PAUSE_SECONDS)
-        names = _list_names(folder)
-        if step is not None:
-            chosen = [name for name in names if step_of(name) == step]
-            if not chosen:
-                raise CheckpointError(
-                    f"there is no checkpoint of step {step} in {folder}; expected one of: "
-                    f"{show_steps(names)}. Choose one of these"
-                )
-            names = chosen[-1:]
-        try:
-            return _load_first_intact(folder, names[::-1], step is None, load_from)
-        except FileNotFoundError:
-            continue
-    raise CheckpointError(
-        f"the checkpoints in {folder} are deleted faster than they can be read. Keep more of them"
-    )
-
-
-def _load_first_intact(
-    folder: Path, names: list[str], skip_damaged: bool, load_from: Callable[[Path], _Loaded]
-) -> _Loaded | None:
-    """Return what load_from() returns for the first intact one of these checkpoints.
-
-    Raises FileNotFoundError when the training deletes one meanwhile.
-    """
-    for name in names:
-        path = folder / name
-        try:
-            return load_from(path)
-        except (Damaged, Unreadable, OSError) as error:
-            if not os.path.lexists(path):
-                raise FileNotFoundError(path) from error
-            reason = str(error)
-            if isinstance(error, OSError):
-                reason = error.strerror or reason
-            if not skip_damaged or not isinstance(error, Damaged):
-                raise CheckpointError(f"cannot load {path}: {reason}") from error
-            _log.warning("damaged checkpoint %s: %s; the one before is loaded", path, reason)
-        except (StateError, CheckpointError) as error:
-            raise CheckpointError(f"cannot load {path}: {error}") from error
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"cannot load {path}: {what}") from error
-    return None
+    return load_newest("read", StoreCommunicator("read"), _folder(path), load_from, step)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from ..coordination import StoreCommunicator
-from . import storage
 from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata
 from .folder import CheckpointFolder, LaterStep
@@ -124,7 +123,7 @@ def write_checkpoint(
             topic, report, lambda reports: _commit(job, temporary, reports, folder)
         )
     finally:  # also where another rank has not reported: it may still be writing
-        storage.close(temporary)
+        folder.end(temporary)
     if ranks.rank == 0:
         ranks.forget(f"{topic} folder")
 
