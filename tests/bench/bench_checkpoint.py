@@ -135,7 +135,7 @@ def measure(folder: Path, size: int, runs: int) -> dict[str, list[float]]:
             checkpoints.wait()
             seconds.setdefault("whole save", []).append(checkpoints.seconds or 0.0)
             packed = pack(state)
-            packed.common = packed.main
+            packed.kinds = dict.fromkeys(packed.kinds, "common")
             timed("comparison", lambda packed=packed: ReplicaSample(packed).digests())  # type: ignore[misc]
             whole = checkpoints.folder / storage.checkpoint_names(checkpoints.folder)[-1]
             drop_from_cache(whole)

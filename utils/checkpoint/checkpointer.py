@@ -291,7 +291,8 @@ class Checkpointer:
             if shard.is_written
         }
         parts = {name: shard.local for name, (_, shard) in slices.items()}
-        self._snapshot.take({**share, **packed.local, **packed.mine, **parts})
+        local = packed.of("local", "mine")
+        self._snapshot.take({**share, **local, **parts})
 
         metadata: RankMetadata = {
             "random": pack(random_states()).tree,
@@ -308,7 +309,7 @@ class Checkpointer:
             metadata,
             _digest_of_shapes(step, packed),
             sample,
-            local=[*packed.local, *packed.mine] if rank else [],
+            local=[*local] if rank else [],
             slices={key: (name, shard.box.offsets) for key, (name, shard) in slices.items()},
             metric=number if finite else None,
             retry_until=retry_until,
@@ -466,10 +467,8 @@ def _may_be_compiled_again(value: object) -> bool:
 
 def _digest_of_shapes(step: int, packed: Packed) -> str:
     """Return a digest of the step, names, shapes and types, which have to be equal on all ranks."""
-    kinds = {"common": packed.common, "main": packed.main, "local": packed.local}
     shapes = [
-        (kind, name, str(tensor.dtype), tuple(tensor.shape))
-        for kind, tensors in kinds.items()
-        for name, tensor in tensors.items()
+        (packed.kinds[name], name, str(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in packed.of("common", "main", "local").items()
     ]
-    return digest([step, shapes, packed.shapes])
+    return digest([step, shapes, {name: one.shape for name, one in packed.shards.items()}])

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import base64
 import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +46,9 @@ from .slices import Shard, shard_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Tensors = dict[str, Tensor]  # by their names in the file
+# Who writes a tensor: any rank, since it is equal on all; rank 0, as it has it; or each rank its
+# own: small buffers, and PerRank parts.
+Kind = Literal["common", "main", "local", "mine"]
 
 _LONG = 64 << 10  # bytes; longer values are tensors of the file
 _MAX_LOCAL_BYTES = 1 << 20  # of a buffer: running statistics are smaller, masks are larger
@@ -59,14 +61,15 @@ class Packed:
 
     tree: Tree = None
     own: dict[str, Tree] = field(default_factory=dict)  # trees of the PerRank parts, by place
-    common: Tensors = field(default_factory=dict)  # equal on all ranks: any of them may write it
-    main: Tensors = field(default_factory=dict)  # rank 0 writes it, as rank 0 has it
-    local: Tensors = field(default_factory=dict)  # each rank writes its own: small buffers
-    mine: Tensors = field(default_factory=dict)  # each rank writes its own: PerRank parts
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by their names in the file
+    kinds: dict[str, Kind] = field(default_factory=dict)  # of these tensors
     shards: dict[str, Shard] = field(default_factory=dict)  # of sharded tensors, by their names
-    shapes: dict[str, list[int]] = field(default_factory=dict)  # of these tensors, whole
     # of the optimizers of replicated parameters: equal on all ranks
     settings: dict[str, Tree] = field(default_factory=dict)
+
+    def of(self, *kinds: Kind) -> dict[str, Tensor]:
+        """Return the tensors of these kinds."""
+        return {name: one for name, one in self.tensors.items() if self.kinds[name] in kinds}
 
 
 def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
@@ -77,12 +80,12 @@ def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
     """
     packed = Packed()
     packer = _Packer(packed, replicated, parameter_names(state))
-    packed.tree = packer.tree(state, (), packed.main)
+    packed.tree = packer.tree(state, (), "main")
     return packed
 
 
 class _Packer:
-    """Builds the tree of a state. The argument `target` is where a value's tensors go in Packed."""
+    """Builds the tree of a state. The argument `kind` is that of a value's tensors."""
 
     def __init__(
         self, packed: Packed, replicated: frozenset[int], names: Mapping[int, str]
@@ -90,7 +93,7 @@ class _Packer:
         self._packed, self._replicated, self._names = packed, replicated, names
         self._named: dict[tuple[object, ...], str] = {}  # tensors that have a name already
 
-    def tree(self, value: Any, path: Path, target: Tensors) -> Tree:
+    def tree(self, value: Any, path: Path, kind: Kind) -> Tree:
         """Return the tree of a value."""
         if _is_json_value(value):
             return value
@@ -98,16 +101,16 @@ class _Packer:
         check_type(value, path)
         cls = type(value)
         if cls is list:
-            return self._items(value, path, target)
+            return self._items(value, path, kind)
         if cls is tuple:
-            return {"tuple": self._items(value, path, target)}
+            return {"tuple": self._items(value, path, kind)}
         for name, mapping in MAPPINGS.items():
             if cls is mapping:
-                return self._mapping(name, value, path, target)
+                return self._mapping(name, value, path, kind)
         if cls is PerRank:
-            return self._per_rank(value, path, target)
+            return self._per_rank(value, path, kind)
         if isinstance(value, Tensor):
-            return self._tensor(value, path, target)
+            return self._tensor(value, path, kind)
         if cls is int:
             return {"int": hex(value)}  # json limits decimal text to 4300 digits
         if cls is complex:
@@ -116,22 +119,22 @@ class _Packer:
             if len(value) < _LONG:
                 return {"bytes": base64.b64encode(value).decode()}
             data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-            return {"bytes": self._tensor(data, path, target)}
+            return {"bytes": self._tensor(data, path, kind)}
         if cls.__module__ == "numpy":
-            return self._numpy(value, path, target)
-        return self._object(unwrap(value), path, target)
+            return self._numpy(value, path, kind)
+        return self._object(unwrap(value), path, kind)
 
     # --- containers
 
-    def _items(self, values: Any, path: Path, target: Tensors) -> list[Tree]:
+    def _items(self, values: Any, path: Path, kind: Kind) -> list[Tree]:
         return [
-            item if _is_json_value(item) else self.tree(item, (*path, index), target)
+            item if _is_json_value(item) else self.tree(item, (*path, index), kind)
             for index, item in enumerate(values)
         ]
 
-    def _mapping(self, name: str, value: dict[Any, Any], path: Path, target: Tensors) -> Tree:
+    def _mapping(self, name: str, value: dict[Any, Any], path: Path, kind: Kind) -> Tree:
         if name == "dict" and all(type(key) is str for key in value):
-            items = {key: self.tree(item, (*path, key), target) for key, item in value.items()}
+            items = {key: self.tree(item, (*path, key), kind) for key, item in value.items()}
             return {"dict": items}
 
         for key in value:
@@ -141,31 +144,31 @@ class _Packer:
                     "None, a number, a string, bytes or a tuple of these. Use its name"
                 )
         pairs = [
-            [self.tree(key, (*path, "key"), target), self.tree(item, (*path, key), target)]
+            [self.tree(key, (*path, "key"), kind), self.tree(item, (*path, key), kind)]
             for key, item in value.items()
         ]
         return {name: pairs}
 
-    def _per_rank(self, value: PerRank, path: Path, target: Tensors) -> Tree:
-        if target is self._packed.mine:
+    def _per_rank(self, value: PerRank, path: Path, kind: Kind) -> Tree:
+        if kind == "mine":
             raise StateError(
                 f"{show_path(path)} is PerRank inside of PerRank. Mark the outer one alone"
             )
-        tree = self.tree(value.value, (*path, "own"), self._packed.mine)
+        tree = self.tree(value.value, (*path, "own"), "mine")
         self._packed.own[show_path(path)] = tree
         return {"per rank": show_path(path)}
 
-    def _numpy(self, value: Any, path: Path, target: Tensors) -> Tree:
+    def _numpy(self, value: Any, path: Path, kind: Kind) -> Tree:
         import numpy
 
         # writable: torch warns of others; the bytes of a contiguous array are not copied
         array = numpy.require(value, requirements=["C", "W"])
         tag = "array" if type(value) is numpy.ndarray else "numpy scalar"
-        return {tag: self._tensor(torch.from_numpy(array), path, target)}
+        return {tag: self._tensor(torch.from_numpy(array), path, kind)}
 
     # --- objects
 
-    def _object(self, value: Any, path: Path, target: Tensors) -> Tree:
+    def _object(self, value: Any, path: Path, kind: Kind) -> Tree:
         """Return the tree of an object with state_dict()."""
         name = type(value).__name__
         if isinstance(value, torch.nn.Module):
@@ -174,17 +177,17 @@ class _Packer:
         state = state_of(value, path)
 
         if isinstance(value, torch.optim.Optimizer):
-            if target is self._packed.main and self._is_replicated(value):
-                target = self._packed.common
+            if kind == "main" and self._is_replicated(value):
+                kind = "common"
                 self._note_settings(value, path)
             return {
                 "object": name,
-                "state": self.tree(state, path, target),
+                "state": self.tree(state, path, kind),
                 "parameters": describe_parameters(value, self._names),
             }
         if isinstance(value, torch.nn.Module) and type(state) is collections.OrderedDict:
-            return {"object": name, "state": self._module(value, state, path, target)}
-        return {"object": name, "state": self.tree(state, path, target)}
+            return {"object": name, "state": self._module(value, state, path, kind)}
+        return {"object": name, "state": self.tree(state, path, kind)}
 
     def _is_replicated(self, optimizer: torch.optim.Optimizer) -> bool:
         # Optimizers of torch.distributed keep a different state on each rank.
@@ -207,26 +210,26 @@ class _Packer:
         module: torch.nn.Module,
         state: collections.OrderedDict[str, Any],
         path: Path,
-        target: Tensors,
+        kind: Kind,
     ) -> Tree:
-        targets: dict[str, Tensors] = {}
-        if target is self._packed.main:
+        kinds: dict[str, Kind] = {}
+        if kind == "main":
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if id(parameter) in self._replicated:
-                    targets[name] = self._packed.common
+                    kinds[name] = "common"
             for name, buffer in module.named_buffers(remove_duplicate=False):
                 if buffer.numel() * buffer.element_size() <= _MAX_LOCAL_BYTES:
-                    targets[name] = self._packed.local
+                    kinds[name] = "local"
 
         items = []
         for key, item in state.items():
             plain = plain_key(key)
-            items.append([plain, self.tree(item, (*path, plain), targets.get(key, target))])
+            items.append([plain, self.tree(item, (*path, plain), kinds.get(key, kind))])
         return {"OrderedDict": items}
 
     # --- tensors
 
-    def _tensor(self, value: Tensor, path: Path, target: Tensors) -> Tree:
+    def _tensor(self, value: Tensor, path: Path, kind: Kind) -> Tree:
         check_tensor(value, path)
         value = value.detach()
         if is_sharded(value):
@@ -239,12 +242,12 @@ class _Packer:
             value.stride(),
             value.is_conj(),
             value.is_neg(),
-            id(target),
+            kind,
         )
         name = self._named.get(memory) if value.numel() else None  # tied weights are written once
         if name is None:
             name = self._named[memory] = self._free_name(show_path(path, "state"))
-            target[name] = value
+            self._packed.tensors[name], self._packed.kinds[name] = value, kind
 
         dtype = str(value.dtype).removeprefix("torch.")
         tree: dict[str, Tree] = {"tensor": name, "dtype": dtype, "shape": list(value.shape)}
@@ -259,21 +262,12 @@ class _Packer:
         if name is None:
             name = self._named[memory] = self._free_name(show_path(path, "state"))
             self._packed.shards[name] = shard
-            self._packed.shapes[name] = list(value.shape)
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": name, "dtype": dtype, "shape": list(value.shape), "sharded": True}
 
     def _free_name(self, name: str) -> str:
         # {"a": {"b": x}, "a/b": y}, or the keys 1 and "1". safetensors reserves "__metadata__".
-        packed = self._packed
-        taken: tuple[Collection[str], ...] = (
-            packed.common,
-            packed.main,
-            packed.local,
-            packed.mine,
-            packed.shards,
-            {"__metadata__"},
-        )
+        taken = (self._packed.tensors, self._packed.shards, {"__metadata__"})
         free, count = name, 1
         while any(free in names for names in taken):
             count += 1

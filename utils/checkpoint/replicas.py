@@ -23,10 +23,11 @@ class ReplicaSample:
     """
 
     def __init__(self, packed: Packed) -> None:
-        self.names = [*packed.settings, *packed.common]
+        common = packed.of("common")
+        self.names = [*packed.settings, *common]
         self._settings = [zlib.crc32(json.dumps(one).encode()) for one in packed.settings.values()]
-        self._count = len(packed.common)
-        self._samples = take_sample(list(packed.common.values()))
+        self._count = len(common)
+        self._samples = take_sample(list(common.values()))
 
     def digests(self) -> str:
         """Wait for the copies from a GPU, and return the digests of all entries in one string."""

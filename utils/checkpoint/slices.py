@@ -54,6 +54,7 @@ class Shard(NamedTuple):
 
     local: Tensor
     box: Box
+    shape: tuple[int, ...]  # of the whole tensor
     is_written: bool  # by this rank
 
 
@@ -79,7 +80,8 @@ def shard_of(value: DTensor, path: Path) -> Shard:
         for number, placement in zip(coordinate, placements, strict=True)
         if isinstance(placement, Replicate)
     ]
-    return Shard(local, box, local.numel() > 0 and not any(copies))
+    is_written = local.numel() > 0 and not any(copies)
+    return Shard(local, box, tuple(value.shape), is_written)
 
 
 def like(value: DTensor, local: Tensor) -> DTensor:

@@ -73,16 +73,14 @@ def share_out(packed: Packed, rank: int, world_size: int) -> dict[str, Tensor]:
     Rank 0 writes its own tensors. The common tensors are distributed, largest first, each to the
     rank that has least so far. Every rank computes the same distribution.
     """
-    common_bytes = sum(tensor.nbytes for tensor in packed.common.values())
+    common, share = packed.of("common"), packed.of("main", "local") if rank == 0 else {}
+    common_bytes = sum(tensor.nbytes for tensor in common.values())
     writer_count = max(1, min(world_size, common_bytes // MIN_SHARE_BYTES))
-    of_rank_0 = {**packed.main, **packed.local}
-
     loads = [(0, writer) for writer in range(writer_count)]
-    loads[0] = (sum(tensor.nbytes for tensor in of_rank_0.values()), 0)
+    loads[0] = (sum(tensor.nbytes for tensor in packed.of("main", "local").values()), 0)
     heapq.heapify(loads)
 
-    share = of_rank_0 if rank == 0 else {}
-    for name, tensor in sorted(packed.common.items(), key=lambda item: -item[1].nbytes):
+    for name, tensor in sorted(common.items(), key=lambda item: -item[1].nbytes):
         load, writer = loads[0]
         heapq.heapreplace(loads, (load + tensor.nbytes, writer))
         if writer == rank:
