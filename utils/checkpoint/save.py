@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from ..coordination import StoreCommunicator
 from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata
+from .entries import StateError
 from .folder import CheckpointFolder, LaterStep
 from .format import FileEntry, rank_file_name
 from .lock import FolderInUse
@@ -18,9 +19,10 @@ from .rank_file import write_rank_file
 from .replicas import ReplicaSample, find_divergence
 from .snapshot import Snapshot
 
-# "temporary": this save may be tried again; "final": it would fail again; "permanent": so would
-# every later save, because it is an error of the script and not of the disk.
-Severity = Literal["temporary", "final", "permanent"]
+# 0: this save may be tried again. 1: it would fail again. 2: so would every later save, because it
+# is an error of the script and not of the disk.
+_TEMPORARY, _FINAL, _PERMANENT = range(3)
+_Failure = tuple[int, str]  # one of these, and the message
 
 
 class PermanentError(CheckpointError):
@@ -51,6 +53,7 @@ class RefusedJob:
 
     turn: int
     problem: str
+    step: int = -1
     retry_until: float = 0.0
     interval: int = 0
 
@@ -64,11 +67,6 @@ class SaveResult:
     interval: int  # that of rank 0; 0 where it could not save
 
 
-class _Failure(TypedDict):
-    error: str
-    severity: Severity
-
-
 class _Begun(TypedDict):
     """What rank 0 sends before the files are written."""
 
@@ -77,13 +75,13 @@ class _Begun(TypedDict):
     interval: int
 
 
-class _Report(TypedDict):
-    """What each rank reports after it has written its file."""
+class _Report(TypedDict, total=False):
+    """What each rank reports after it has written its file: a failure, or all others."""
 
-    entry: FileEntry | None
+    failure: _Failure | None
+    entry: FileEntry
     digest: str
     replicas: str  # digests of a ReplicaSample
-    failure: _Failure | None
 
 
 class _Decision(TypedDict):
@@ -106,16 +104,14 @@ def write_checkpoint(
     Raises CoordinationError if the ranks cannot agree.
     """
     topic = f"save {job.turn}"
-    begun = ranks.broadcast(f"{topic} folder", lambda: _begin(job, ranks, folder))
+    begun = ranks.broadcast(f"{topic} folder", lambda: _begin(job, folder))
     temporary = folder.path / begun["temporary"]
-
-    failure = begun["failure"]
-    if failure is not None:
-        report = _Report(entry=None, digest="", replicas="", failure=failure)
-    elif isinstance(job, RefusedJob):
-        report = _Report(entry=None, digest="", replicas="", failure=_refusal(job))
-    else:
-        report = _write_file(job, snapshot, temporary, ranks, folder)
+    report = _Report(failure=begun["failure"])
+    if begun["failure"] is None:
+        try:
+            report = _write_file(job, snapshot, temporary / rank_file_name(ranks.rank))
+        except Exception as error:  # the other ranks need to know
+            report = _Report(failure=_explain(error, job, folder))
     reported()
 
     try:
@@ -127,116 +123,91 @@ def write_checkpoint(
     if ranks.rank == 0:
         ranks.forget(f"{topic} folder")
 
-    error = None
+    problem = None
     if (failure := decision["failure"]) is not None:
-        is_permanent = failure["severity"] == "permanent"
-        error = (PermanentError if is_permanent else CheckpointError)(failure["error"])
-    return SaveResult(error, decision["try_again"], begun["interval"])
+        problem = (PermanentError if failure[0] == _PERMANENT else CheckpointError)(failure[1])
+    return SaveResult(problem, decision["try_again"], begun["interval"])
 
 
-def _begin(job: SaveJob | RefusedJob, ranks: StoreCommunicator, folder: CheckpointFolder) -> _Begun:
+def _begin(job: SaveJob | RefusedJob, folder: CheckpointFolder) -> _Begun:
     """Make the temporary folder on rank 0."""
     temporary, failure = "", None
-    if isinstance(job, RefusedJob):
-        failure = _refusal(job)
-    else:
-        try:
-            temporary = folder.begin(job.step).name
-        except (LaterStep, FolderInUse) as error:
-            failure = _Failure(error=str(error), severity="permanent")
-        except OSError as error:
-            message = folder.explain(f"cannot save step {job.step}", error)
-            failure = _Failure(error=message, severity="temporary")
+    try:
+        temporary = folder.begin(_accepted(job).step).name
+    except Exception as error:
+        failure = _explain(error, job, folder)
     return {"temporary": temporary, "failure": failure, "interval": job.interval}
 
 
-def _write_file(
-    job: SaveJob,
-    snapshot: Snapshot,
-    temporary: Path,
-    ranks: StoreCommunicator,
-    folder: CheckpointFolder,
-) -> _Report:
-    what = f"cannot save step {job.step}"
-    try:
-        entry = write_rank_file(
-            temporary / rank_file_name(ranks.rank),
-            snapshot.places,
-            snapshot.bytes(),
-            job.checksums,
-            job.metadata,
-            local=job.local,
-            slices=job.slices,
-        )
-        replicas = job.sample.digests()
-        return {"entry": entry, "digest": job.digest, "replicas": replicas, "failure": None}
-    except OSError as error:
-        message = folder.explain(what, error)
-    except Exception as error:  # the other ranks need to know
-        message = f"{what} in {folder.path} on {ranks.name}: {type(error).__name__}: {error}"
-    failure: _Failure = {"error": message, "severity": "temporary"}
-    return {"entry": None, "digest": "", "replicas": "", "failure": failure}
+def _write_file(job: SaveJob | RefusedJob, snapshot: Snapshot, path: Path) -> _Report:
+    accepted = _accepted(job)
+    entry = write_rank_file(
+        path,
+        snapshot.places,
+        snapshot.bytes(),
+        accepted.checksums,
+        accepted.metadata,
+        local=accepted.local,
+        slices=accepted.slices,
+    )
+    replicas = accepted.sample.digests()
+    return {"failure": None, "entry": entry, "digest": accepted.digest, "replicas": replicas}
 
 
 def _commit(
     job: SaveJob | RefusedJob, temporary: Path, reports: Sequence[_Report], folder: CheckpointFolder
 ) -> _Decision:
     """Commit the files of all ranks on rank 0, or delete them."""
-    failure = _find_failure(job, reports, folder)
-    if failure is None and isinstance(job, SaveJob):
-        files = [report["entry"] for report in reports if report["entry"] is not None]
-        try:
-            folder.commit(temporary, job.step, files, job.metric)
+    failures = [one for report in reports if (one := report["failure"]) is not None]
+    try:
+        if not failures:
+            accepted = _accepted(job)
+            _compare(accepted, reports)
+            files = [report["entry"] for report in reports]
+            folder.commit(temporary, accepted.step, files, accepted.metric)
             return {"failure": None, "try_again": False}
-        except OSError as error:
-            message = folder.explain(f"cannot save step {job.step}", error)
-            failure = {"error": message, "severity": "temporary"}
-
-    assert failure is not None
+    except Exception as error:
+        failures = [_explain(error, job, folder)]
     if temporary != folder.path:
         folder.discard(temporary)
-    failure["error"] += ". The checkpoints before it are untouched"
+
+    severity, text = max(failures)[0], failures[0][1]
+    if len({text for _, text in failures}) > 1:
+        text += f" ({len(failures) - 1} more ranks failed too)"
+    text += ". The checkpoints before it are untouched"
     has_time = time.monotonic() < job.retry_until
-    return {"failure": failure, "try_again": has_time and failure["severity"] == "temporary"}
+    return {"failure": (severity, text), "try_again": has_time and severity == _TEMPORARY}
 
 
-def _find_failure(
-    job: SaveJob | RefusedJob, reports: Sequence[_Report], folder: CheckpointFolder
-) -> _Failure | None:
-    """Return the failure of the first rank that reports one, with the worst severity of all."""
-    failures = [report["failure"] for report in reports if report["failure"] is not None]
-    if failures:
-        error = failures[0]["error"]
-        if len({failure["error"] for failure in failures}) > 1:
-            error += f" ({len(failures) - 1} more ranks failed too)"
-        found = {failure["severity"] for failure in failures}
-        levels: list[Severity] = ["permanent", "final", "temporary"]
-        return {"error": error, "severity": next(level for level in levels if level in found)}
-
-    return _find_difference(job, reports, folder) if isinstance(job, SaveJob) else None
-
-
-def _find_difference(
-    job: SaveJob, reports: Sequence[_Report], folder: CheckpointFolder
-) -> _Failure | None:
-    """Return a failure if a rank saves another state than rank 0."""
+def _compare(job: SaveJob, reports: Sequence[_Report]) -> None:
+    """Raise PermanentError if a rank saves another state than rank 0."""
     replicas = [report["replicas"] for report in reports]
-    problem = ""
     for rank, report in enumerate(reports):
         is_same_size = len(replicas[rank]) == len(replicas[0])
         if report["digest"] != reports[0]["digest"] and is_same_size:
-            problem = (
+            raise PermanentError(
                 f"rank {rank} saves a different step, or tensors with different names, shapes or "
                 "types, than rank 0. Save the same state on all ranks; wrap per-rank values in "
                 "PerRank"
             )
-            break
-    problem = problem or find_divergence(job.sample.names, replicas)
-    if not problem:
-        return None
-    error = f"cannot save step {job.step} in {folder.path}: {problem}"
-    return {"error": error, "severity": "permanent"}
+    if problem := find_divergence(job.sample.names, replicas):
+        raise PermanentError(problem)
 
 
-def _refusal(job: RefusedJob) -> _Failure:
-    return {"error": job.problem, "severity": "final"}
+def _accepted(job: SaveJob | RefusedJob) -> SaveJob:
+    if isinstance(job, RefusedJob):
+        raise StateError(job.problem)
+    return job
+
+
+def _explain(error: Exception, job: SaveJob | RefusedJob, folder: CheckpointFolder) -> _Failure:
+    what = f"cannot save step {job.step}"
+    if isinstance(error, StateError):  # of a RefusedJob
+        return _FINAL, str(error)
+    if isinstance(error, LaterStep | FolderInUse):
+        return _PERMANENT, str(error)
+    if isinstance(error, PermanentError):
+        return _PERMANENT, f"{what} in {folder.path}: {error}"
+    if isinstance(error, OSError):
+        return _TEMPORARY, folder.explain(what, error)
+    return _TEMPORARY, f"{what} in {folder.path} on {folder.owner}: {type(error).__name__}: {error}"
