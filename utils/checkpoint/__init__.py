@@ -6,14 +6,14 @@ What Checkpointer.save() does, and what it writes, in this order:
    slice of this rank: slices.py), and the tensors are copied into preallocated memory
    (snapshot.py). Then save() returns. The rest is done in a
    background thread (save.py).
-2. Rank 0, which has locked the folder (lock.py), makes .saving-.../ in it (storage.py: begin).
+2. Rank 0, which has locked the folder (lock.py), makes .saving-.../ in it (folder.py: begin).
 3. Each rank writes rank-00000.safetensors, rank-00001.safetensors, ... into it, and syncs its file
-   and the folder (rank_file.py). Checksums of 4 MiB blocks are computed meanwhile (checksums.py).
+   and the folder (rank_file.py). Checksums are computed meanwhile (checksums.py).
 4. Each rank reports size and checksums of its file to rank 0 (../coordination.py).
-5. Rank 0 writes manifest.json with all of these, and syncs it and the folder (storage.py: commit).
+5. Rank 0 writes manifest.json with all of these, and syncs it and the folder (folder.py: commit).
 6. Rank 0 renames the folder to step-000001200/ and syncs the parent folder. Now the checkpoint is
    safe, and readers see it.
-7. Rank 0 deletes old checkpoints: it renames each to .deleting-.../ first (storage.py: delete_old).
+7. Rank 0 deletes old checkpoints: it renames each to .deleting-.../ first (folder.py: delete_old).
 
 A load (load.py, restore.py) checks the manifest and all checksums before it changes the state, and
 renames a damaged checkpoint to step-000001200.damaged/. format.py defines manifest and header.
