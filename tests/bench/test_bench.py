@@ -57,6 +57,13 @@ def test_saves_are_measured_with_their_spread() -> None:
         assert re.search(rf"^{re.escape(name)} +[\d.]+ +[\d,]+(  +\d+\.\d{{3}}){{3}}$", done.stdout, re.MULTILINE), done
 
 
+def test_manifest_of_1024_ranks_needs_little_memory() -> None:
+    done = python("tests/bench/bench_manifest.py")
+    rows = dict(re.findall(r"^(.*?) +\d+\.\d{3} +([\d.]+)$", done.stdout, re.MULTILINE))
+    assert list(rows) == ["rank 0 writes", "a rank reads", "half as many", "one rank"], done
+    assert all(float(megabytes) < 50 for megabytes in rows.values()), rows
+
+
 def test_predicted_step_on_links_of_known_rate(
         need: Callable[[str], object], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """predict() is what plan.py prints, and that is about right."""

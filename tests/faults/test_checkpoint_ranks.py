@@ -32,6 +32,7 @@ from utils.checkpoint.rank_file import read_tensors
 from utils.checkpoint.storage import read_manifest
 
 TIMEOUT = 60.0
+LARGE_BYTES = 20_000_000
 LOG = BufferingHandler(10_000)
 FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": DDP,
@@ -183,6 +184,36 @@ def one_disk_is_full(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert list_steps(checkpoints.folder) == [1, 4]
 
 
+def rank_0_has_no_memory(dist: Distributed, checkpoints: Checkpointer) -> None:
+    """Rank 1 gets the cause from rank 0, not a time-out."""
+    def mkdir(*_: Any) -> None:
+        raise MemoryError
+
+    disk.system = ChangedDisk(mkdir=mkdir) if dist.is_main else os
+    for step in (4, 5):
+        checkpoints.save(step, state_of(dist.rank))
+        error = common_error(checkpoints)
+        assert f"cannot save step {step}" in error and "on rank 0 on" in error and "MemoryError" in error
+    disk.system = os
+    dist.barrier()
+    checkpoints.save_and_wait(4, state_of(dist.rank))
+
+
+def only_what_is_needed_is_read(dist: Distributed, checkpoints: Checkpointer) -> None:
+    """The parts of the other rank are not read; on one rank, no part is: see resume_on_one_rank()."""
+    state: dict[str, Any] = {"x": torch.ones(1000), "mine": PerRank(torch.full((LARGE_BYTES // 4,), float(dist.rank)))}
+    checkpoints.save_and_wait(2, state)
+    dist.barrier()
+    read = bytes_read()
+    checkpoints.load_latest(state)
+    assert LARGE_BYTES <= bytes_read() - read < 1.5 * LARGE_BYTES
+
+
+def bytes_read() -> int:
+    """What this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def states_differ(dist: Distributed, checkpoints: Checkpointer) -> None:
     checkpoints.save(5, {"x": torch.zeros(2 + dist.rank)})
     assert "rank 1 saves a different step, or tensors with different names" in common_error(checkpoints)
@@ -237,8 +268,9 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
 
 # The folder of a run, whose name is that of a form for models; the steps that are saved first; the scenarios.
 RUNS = [*((form, [6], [each_rank_gets_back_what_differs, rank_1_writes_what_ddp_keeps_equal]) for form in FORMS),
-        ("faults", [1, 2], [one_finds_damage, one_disk_is_full, states_differ, one_has_what_cannot_be_saved,
-                            made_too_early, folders_differ, one_is_slow, one_dies])]
+        ("large", [], [only_what_is_needed_is_read]),
+        ("faults", [1, 2], [one_finds_damage, one_disk_is_full, rank_0_has_no_memory, states_differ,
+                            one_has_what_cannot_be_saved, made_too_early, folders_differ, one_is_slow, one_dies])]
 EARLY: list[Checkpointer] = []
 
 
@@ -259,11 +291,21 @@ def resume_on_one_rank(folder: Path) -> None:
     assert not torch.equal(zero["model/norm.running_mean"], one["model/norm.running_mean"])
 
 
+def read_little(folder: Path) -> None:
+    state, read = {"x": torch.zeros(1000)}, bytes_read()
+    with Checkpointer(folder) as checkpoints:
+        assert checkpoints.load_latest(state) is not None
+    assert bool(state["x"].all()) and bytes_read() - read < LARGE_BYTES / 2
+    assert logged("the generators stay as they are")
+
+
 def main(folder: Path) -> None:
     global wrap
     logging.getLogger("ddpkit").addHandler(LOG)
     if os.environ["WORLD_SIZE"] == "1":
-        return [resume_on_one_rank(folder / form) for form in FORMS][0]
+        for form in FORMS:
+            resume_on_one_rank(folder / form)
+        return read_little(folder / "large")
 
     checkpoint_snapshot.MIN_SHARE_BYTES = 1  # both ranks write parts of these small states
     rank = os.environ.pop("RANK")  # as under a launcher with variables of its own

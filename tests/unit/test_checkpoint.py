@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,7 +24,6 @@ from tests.unit.programs import python
 from utils import coordination
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank, disk, export_safetensors, list_steps, load_part
 from utils.checkpoint.format import rank_file_name
-from utils.data import resumable_loader
 
 
 def test_a_save_runs_while_the_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,16 +320,40 @@ def test_settings_that_the_checkpoint_replaces_are_named(
     assert len(found) == bool(said) and all(said in message for message in found)
 
 
-@pytest.mark.parametrize(("options", "dynamic", "is_warned"), [
-    ({}, None, True), ({"drop_last": True}, None, False), ({}, False, False), ({"batch_size": 5}, None, False)])
-def test_short_batch_of_a_compiled_model_is_noticed_once(
-        options: dict[str, Any], dynamic: bool | None, is_warned: bool, tmp_path: Path,
-        caplog: pytest.LogCaptureFixture) -> None:
-    """A resumed run compiles for the short batch at another step."""
-    data = torch.utils.data.TensorDataset(torch.zeros(10, 1))
-    loader = resumable_loader(data, SimpleNamespace(world_size=1, rank=0), **{"batch_size": 4, **options})
-    state = {"model": torch.compile(nn.Linear(1, 1), dynamic=dynamic), "loader": loader}
-    with Checkpointer(tmp_path) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, state)
-    assert caplog.text.count("torch.compile(dynamic=False)") == is_warned
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9]), (1, list(range(1, 10)))])
+def test_steps_after_which_a_save_is_due(every: int, steps: list[int], tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, every=every) as checkpoints:
+        assert [step for step in range(1, 10) if checkpoints.is_due(step)] == steps
+
+
+@pytest.mark.parametrize("every", [0, "auto", True])
+def test_every_is_a_number_of_steps(every: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a number of steps, such as 500"):
+        Checkpointer(tmp_path, every=every)
+    with Checkpointer(tmp_path) as checkpoints, pytest.raises(ValueError, match="every="):
+        checkpoints.is_due(1)
+
+
+LOAD = """\
+import re, sys
+from pathlib import Path
+import torch
+from utils.checkpoint import Checkpointer
+
+def kilobytes(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+state = {name: torch.ones(5_000_000) for name in "abcdefgh"}
+with Checkpointer(sys.argv[1]) as checkpoints:
+    checkpoints.save_and_wait(1, state)
+with Checkpointer(sys.argv[1]) as checkpoints:
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is used now
+    before = kilobytes("VmHWM")
+    checkpoints.load_latest(state)
+    print((kilobytes("VmHWM") - before) / (160e6 / 1024))
+"""
+
+
+def test_a_load_needs_memory_for_the_checkpoint_once(tmp_path: Path) -> None:
+    done = python("-c", LOAD, str(tmp_path))
+    assert 0.5 < float(done.stdout) < 1.2, done

@@ -4,7 +4,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.unit.checkpoint_states import bits, read_safetensors
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank
 from utils.checkpoint.entries import DTYPES, StateError
 from utils.checkpoint.format import rank_file_name
-from utils.checkpoint.rng import derive_random_states, random_states, read_random_states
+from utils.checkpoint.rng import read_random_states
 from utils.checkpoint.unpack import unpack
 
 Resume = Callable[[Any, Any], Any]
@@ -114,28 +113,6 @@ def test_containers_tensors_and_arrays_are_restored_in_place(resume: Resume) -> 
     assert resume(source, state) is state and bits(state) == bits(source)
     assert all(state[name] is before[name] for name in ("history", "mean", "array", "inner"))
     assert state["inner"]["list"][0] is before["nested array"]
-
-
-def draws() -> list[float]:
-    return [random.random(), float(torch.rand(1)), float(numpy.random.rand())]
-
-
-def test_generators_of_another_number_of_ranks_continue_or_are_seeded_anew() -> None:
-    """In the latter way if they differed between the ranks."""
-    states = []
-    for seed in (1, 2):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        numpy.random.seed(seed)
-        states.append(random_states())
-    expected = draws()
-
-    different = []
-    for rank in (0, 1, 2, 0):
-        assert derive_random_states([states[1]] * 2, rank, 3) == [] and draws() == expected
-        assert set(derive_random_states(states, rank, 3)) == {"python", "torch", "numpy"}
-        different.append(tuple(draws()))
-    assert different[0] == different[3] and len(set(different)) == 3
 
 
 # optimizers, and a schedule of each

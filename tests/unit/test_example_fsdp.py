@@ -113,10 +113,12 @@ def read_alone(job: Distributed, folder: Path) -> bool:
     whole = {f"model/{name}": torch.zeros_like(one) for name, one in model.state_dict().items()}
     for entry in json.loads((checkpoint / "manifest.json").read_text())["manifest"]["files"]:
         tensors = load_file(checkpoint / entry["name"])
-        for key, (name, _, offsets, sizes, _, _) in entry["tensors"].items():
+        for key, tensor in tensors.items():
+            name, _, offsets = key.rpartition("@")
             if name in whole:
-                place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-                whole[name][place] = tensors[key]
+                starts = map(int, offsets.split(","))
+                place = tuple(slice(start, start + size) for start, size in zip(starts, tensor.shape, strict=True))
+                whole[name][place] = tensor
     return all(torch.equal(whole[f"model/{name}"], one) for name, one in model.state_dict().items())
 
 

@@ -11,13 +11,9 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Sized
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
-from torch.utils.data import DataLoader
 
 from .. import consistency
 from ..coordination import CoordinationError, StoreCommunicator
@@ -26,8 +22,7 @@ from .checksums import BackgroundChecksums
 from .contents import CheckpointError, LoadedCheckpoint, RankMetadata, Restored, load, versions
 from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention
-from .format import Manifest
-from .interval import SaveInterval
+from .format import Manifest, slice_name
 from .load import digest, load_newest, restore
 from .pack import Packed, pack
 from .replicas import ReplicaSample
@@ -87,8 +82,7 @@ class Checkpointer:
     keep_every: steps that are multiples of it stay as well.
     keep_best: number of checkpoints with the best metric that stay as well.
     best: "min" or "max", whether the lowest or the highest metric is the best.
-    every: for is_due(): steps between two saves; "auto" computes them from the time that a save
-        costs the training and from mtbf_hours, the mean time between failures of the job.
+    every: for is_due(): steps between two saves.
     timeout: seconds in which all ranks must finish a save or a load.
 
     Attributes: failure is the CheckpointError of the last save that has ended, or None if it is
@@ -106,14 +100,15 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: int = 0,
         best: str = "min",
-        every: int | str | None = None,
-        mtbf_hours: float = 24.0,
+        every: int | None = None,
         timeout: float = 1800.0,
     ) -> None:
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}; expected a number above 0")
+        if every is not None and (type(every) is not int or every < 1):
+            raise ValueError(f"every is {every!r}; expected a number of steps, such as 500")
         retention = Retention(keep, keep_every, keep_best, best)
-        self._interval = SaveInterval(every, mtbf_hours)
+        self._every = every
         self.folder = Path(folder).absolute()
         self.seconds: float | None = None
         self.failure: CheckpointError | None = None
@@ -146,11 +141,10 @@ class Checkpointer:
     # --- saving
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step, by `every`; the same on all ranks.
-
-        All ranks call it after the same steps. Raises ValueError without `every`.
-        """
-        return self._interval.is_due(step)
+        """Return whether to save after this step. Raises ValueError without `every`."""
+        if self._every is None:
+            raise ValueError("is_due() needs Checkpointer(every=...): a number of steps")
+        return step % self._every == 0
 
     def save(self, step: int, state: Any, *, metric: float | None = None) -> None:
         """Copy the state and write it in the background. All ranks call it at the same step.
@@ -243,7 +237,6 @@ class Checkpointer:
                 "save() was called after close(). Close the Checkpointer at the end of the training"
             )
         self._check_ranks()
-        called = time.monotonic()
         self._join()
         previous, self._unraised = self._unraised, None
         if isinstance(previous, PermanentError):
@@ -261,7 +254,6 @@ class Checkpointer:
             self._start(RefusedJob(turn, problem))
             raise
         self._start(job)
-        self._interval.end(job.step, time.monotonic() - called)
 
     def _prepare(
         self,
@@ -276,7 +268,6 @@ class Checkpointer:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step is {step}; expected 0 or more")
-        interval = self._interval.begin(step)
         number = None if metric is None else float(metric)
         finite = number is not None and math.isfinite(number)
 
@@ -286,13 +277,14 @@ class Checkpointer:
         share = share_out(packed, rank, self._ranks.world_size)
         sample = ReplicaSample(packed)
         slices = {
-            f"{name}@{','.join(map(str, shard.box.offsets))}": (name, shard)
+            slice_name(name, shard.box.offsets): shard.local
             for name, shard in packed.shards.items()
             if shard.is_written
         }
-        parts = {name: shard.local for name, (_, shard) in slices.items()}
-        local = packed.of("local", "mine")
-        self._snapshot.take({**share, **local, **parts})
+        self._snapshot.take({**share, **packed.of("local", "mine"), **slices})
+        layouts = {shard.layout: shard for shard in packed.shards.values()}
+        numbers = {layout: number for number, layout in enumerate(layouts)}
+        sharded = {name: numbers[shard.layout] for name, shard in packed.shards.items()}
 
         metadata: RankMetadata = {
             "random": pack(random_states()).tree,
@@ -305,29 +297,23 @@ class Checkpointer:
             step,
             turn,
             start,
-            BackgroundChecksums(self._snapshot.places, self._snapshot.bytes),
+            BackgroundChecksums(self._snapshot.bytes),
             metadata,
-            _digest_of_shapes(step, packed),
+            _digest_of_shapes(step, packed, sharded),
             sample,
-            local=[*local] if rank else [],
-            slices={key: (name, shard.box.offsets) for key, (name, shard) in slices.items()},
+            whole=[name for name in share if packed.kinds[name] != "local"],
+            sharded=sharded,
+            boxes=[shard.box if shard.is_written else None for shard in layouts.values()],
             metric=number if finite else None,
             retry_until=retry_until,
-            interval=interval,
         )
 
     def _check_once(self, state: Any) -> None:
-        """Log what the training uses, and the state lacks, and what may change the last bits."""
+        """Log what the training uses, and the state lacks."""
         if self._checked_state or self._ranks.rank:
             return
         self._checked_state = True
         values = [value for _, value in walk(state)]
-        if any(map(_has_short_batch, values)) and any(map(_may_be_compiled_again, values)):
-            _log.warning(
-                "the last batch of an epoch is shorter: torch.compile then compiles again with "
-                "dynamic shapes, a resumed run does so at another step, and its last bits may "
-                "differ. Use drop_last=True, or torch.compile(dynamic=False)"
-            )
         watch = consistency.watch
         if watch and (missing := watch.missing_from([unwrap(value) for value in values])):
             _log.warning(
@@ -351,7 +337,6 @@ class Checkpointer:
                 job, self._snapshot, self._ranks, self._folder, self._own_part_written.set
             )
             self._try_again = result.try_again
-            self._interval.agreed = result.interval or self._interval.agreed
             if result.error is not None:
                 raise result.error
             if isinstance(job, SaveJob):
@@ -400,7 +385,7 @@ class Checkpointer:
         ranks do so when one of them finds damage. Every rank needs memory for the whole checkpoint.
 
         Random number generators are set as they were at save(). With another number of ranks,
-        those that differed between ranks get new states, and PerRank parts are refused. Iterating
+        the generators stay as they are, and PerRank parts are refused. Iterating
         over a DataLoader draws from torch's generator, once more if an epoch is resumed in its
         middle: give the DataLoader a generator of its own, so that all other random numbers stay
         the same. On three or more ranks the bits are the same only if
@@ -448,27 +433,11 @@ class Checkpointer:
         return None if loaded is None else restore(loaded, self._ranks, self._folder)
 
 
-def _has_short_batch(value: object) -> bool:
-    return (
-        isinstance(value, DataLoader)
-        and value.batch_size is not None
-        and not value.drop_last
-        and isinstance(value.sampler, Sized)
-        and len(value.sampler) % value.batch_size != 0
-    )
-
-
-def _may_be_compiled_again(value: object) -> bool:
-    """Whether a module is compiled, and not with dynamic=False (private API)."""
-    modules = value.modules() if isinstance(value, torch.nn.Module) else ()
-    contexts = (getattr(module, "dynamo_ctx", None) for module in modules)
-    return any(one is not None and getattr(one, "_dynamic", None) is not False for one in contexts)
-
-
-def _digest_of_shapes(step: int, packed: Packed) -> str:
+def _digest_of_shapes(step: int, packed: Packed, sharded: dict[str, int]) -> str:
     """Return a digest of the step, names, shapes and types, which have to be equal on all ranks."""
     shapes = [
         (packed.kinds[name], name, str(tensor.dtype), tuple(tensor.shape))
         for name, tensor in packed.of("common", "main", "local").items()
     ]
-    return digest([step, shapes, {name: one.shape for name, one in packed.shards.items()}])
+    layouts = [(name, number, packed.shards[name].layout[0]) for name, number in sharded.items()]
+    return digest([step, shapes, layouts])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import Tensor
-
-from .format import TensorPlace
 
 BLOCK_BYTES = 4 << 20
 
@@ -19,22 +17,22 @@ def checksum(block: memoryview) -> str:
     return f"{zlib.crc32(block):08x}"
 
 
-def checksums(data: memoryview) -> list[str]:
-    """Return the checksum of each block."""
+def checksums(data: memoryview) -> str:
+    """Return the checksums of all blocks, one after the other."""
     starts = range(0, len(data), BLOCK_BYTES)
-    return [checksum(data[start : start + BLOCK_BYTES]) for start in starts]
+    return "".join(checksum(data[start : start + BLOCK_BYTES]) for start in starts)
 
 
 class BackgroundChecksums:
-    """Computes the checksums of tensors in some memory in a thread, from start() on.
+    """Computes the checksums of some memory in a thread, from start() on.
 
     The main thread makes this object: no other thread can start threads while the interpreter
     shuts down.
     """
 
-    def __init__(self, places: Mapping[str, TensorPlace], data: Callable[[], Tensor]) -> None:
-        self._places, self._data = places, data
-        self._result: dict[str, list[str]] | Exception = {}
+    def __init__(self, data: Callable[[], Tensor]) -> None:
+        self._data = data
+        self._result: str | Exception = ""
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="checksums")
         self._thread.start()
@@ -43,8 +41,8 @@ class BackgroundChecksums:
         """Begin. Later calls do nothing."""
         self._started.set()
 
-    def result(self) -> dict[str, list[str]]:
-        """Wait, and return the checksums of the blocks of each tensor. After start()."""
+    def result(self) -> str:
+        """Wait, and return the checksums of all blocks. start() must have been called."""
         self._thread.join()
         if isinstance(self._result, Exception):
             raise self._result
@@ -53,10 +51,7 @@ class BackgroundChecksums:
     def _run(self) -> None:
         self._started.wait()
         try:
-            data = memory(self._data())
-            self._result = {
-                key: checksums(data[place.start : place.end]) for key, place in self._places.items()
-            }
+            self._result = checksums(memory(self._data()))
         except Exception as error:
             self._result = error
 

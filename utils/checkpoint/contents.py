@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from .entries import StateError, Tree
-from .format import Manifest, StoredTensor
-from .rank_file import read_metadata, read_tensors
+from .format import Manifest, slice_name
+from .rank_file import read_data, read_header
 from .restore import Restorer
 from .rng import read_random_states
-from .slices import Box, assemble, layouts, like, shard_of, tensor_entries
+from .slices import Box, Needed, layouts, tensor_entries
 
 _SHOWN_MISMATCHES = 8
 
@@ -54,7 +53,7 @@ class LoadedCheckpoint:
     step: int
     world_size: int
     restorer: Restorer
-    random: list[dict[str, Any]]  # of this rank, or of all ranks if their number has changed
+    random: dict[str, Any] | None  # of this rank; None if another number of ranks saved it
     versions: dict[str, str]
 
 
@@ -114,7 +113,7 @@ class Contents:
     part_names: list[str]  # all parts, if some were chosen
     own: dict[str, Tree] | None  # as of Restorer
     tensors: dict[str, Tensor]
-    random: list[dict[str, Any]]
+    random: dict[str, Any] | None
     versions: dict[str, str]
 
 
@@ -130,48 +129,68 @@ def read_contents(
     files = manifest["files"]
     is_same_size = rank is not None and len(files) == world_size
     mine = rank if is_same_size and rank is not None else 0
+    headers = {number: read_header(folder, files[number]) for number in {0, mine}}
+    of_rank_0: RankMetadata = headers[0].metadata
+    of_mine: RankMetadata = headers[mine].metadata
 
-    @functools.cache
-    def metadata(number: int) -> RankMetadata:
-        return cast(RankMetadata, read_metadata(folder, files[number]))
-
-    tree = metadata(0)["tree"]
+    tree = of_rank_0["tree"]
     part_names: list[str] = []
     if parts is not None:
         tree, part_names = _cut(tree, parts)
-    own = metadata(mine)["own"] if is_same_size else None
-    ranks = [] if rank is None else [mine] if is_same_size else range(len(files))
-    random = [read_random_states(metadata(one)["random"]) for one in ranks]
+    own = of_mine["own"] if is_same_size else None
+    random = read_random_states(of_mine["random"]) if is_same_size else None
 
     entries = {entry["tensor"]: entry for entry in tensor_entries([tree, own])}
     found = layouts(state, tree) if "torch.distributed.tensor" in sys.modules else {}
     # The comparison with the state reports other shapes.
     layout = {name: one for name, one in found.items() if [*one.shape] == entries[name]["shape"]}
-    boxes = {
-        name: shard_of(layout[name], (name,)).box if name in layout else Box.of_whole(one["shape"])
-        for name, one in entries.items()
+    needed = {name: Needed(entry, layout.get(name)) for name, entry in entries.items()}
+
+    boxes = {name: one.box for name, one in needed.items()}
+    for number, slices in slices_by_file(manifest, boxes, mine).items():
+        header = headers.get(number) or read_header(folder, files[number])
+        pieces = []
+        for names, box in slices:
+            for name in names:
+                key = name if box is None else slice_name(name, box.offsets)
+                if key not in header.places:
+                    raise StateError(f"{files[number]['name']} lacks {key}")
+                pieces.append(needed[name].piece(box, header.places[key].start))
+        read_data(folder, files[number], pieces)
+        for name in {name for names, _ in slices for name in names}:
+            needed[name].copy_parts()
+    tensors = {name: one.tensor() for name, one in needed.items()}
+    return Contents(tree, part_names, own, tensors, random, of_rank_0["versions"])
+
+
+def slices_by_file(
+    manifest: Manifest, boxes: Mapping[str, Box], mine: int
+) -> dict[int, list[tuple[list[str], Box | None]]]:
+    """Return what to read of each rank's file: the slices, and the tensors that have such a slice.
+
+    boxes: what is needed of each tensor.
+    mine: the rank whose file has the tensors that every file has.
+    The slice is None where the file has the whole tensors.
+    """
+    whole: dict[int, list[str]] = {}
+    alike: dict[tuple[int, Box], list[str]] = {}  # most tensors have a layout in common
+    for name, box in boxes.items():
+        if 0 in box.sizes:
+            continue
+        if name in manifest["sharded"]:
+            alike.setdefault((manifest["sharded"][name], box), []).append(name)
+        else:
+            whole.setdefault(manifest["whole"].get(name, mine), []).append(name)
+
+    found: dict[int, list[tuple[list[str], Box | None]]] = {
+        rank: [(names, None)] for rank, names in whole.items()
     }
-
-    stored: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in entries}
-    for number in sorted(range(len(files)), key=lambda number: number == mine):  # it comes last
-        chosen = {}
-        for key, place in files[number]["tensors"].items():
-            one = StoredTensor(*place)
-            box = Box(tuple(one.offsets), tuple(one.sizes))
-            is_foreign = number != mine and key in files[number]["local"]
-            if one.name in entries and not is_foreign and boxes[one.name].meets(box):
-                chosen[key] = one.name, box
-        for key, tensor in read_tensors(folder, files[number], chosen).items() if chosen else ():
-            name, box = chosen[key]
-            if "sharded" not in entries[name]:
-                stored[name].clear()  # of rank 0, whose local tensors have the same names
-            stored[name].append((box, tensor))
-
-    tensors = {}
-    for name, entry in entries.items():
-        whole = assemble(entry, boxes[name], stored[name])
-        tensors[name] = like(layout[name], whole) if name in layout else whole
-    return Contents(tree, part_names, own, tensors, random, metadata(0)["versions"])
+    for (layout, box), names in alike.items():
+        for rank, offsets, sizes in manifest["layouts"][layout]:
+            held = Box(tuple(offsets), tuple(sizes))
+            if 0 not in box.overlap(held).sizes:
+                found.setdefault(rank, []).append((names, held))
+    return found
 
 
 def _cut(tree: Tree, parts: Collection[str]) -> tuple[Tree, list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..log import get_logger
 from . import disk, lock
-from .format import FORMAT, MANIFEST, Damaged, FileEntry, Manifest, Unreadable, render_manifest
+from .format import MANIFEST, Damaged, Manifest, Unreadable, render_manifest
 from .storage import checkpoint_names, name_after, newest_by_step, read_manifest, step_of
 
 _log = get_logger(__name__)
@@ -105,32 +105,23 @@ class CheckpointFolder(ReadFolder):
         _open_folders.add(temporary)
         return temporary
 
-    def commit(
-        self, temporary: Path, step: int, files: Sequence[FileEntry], metric: float | None
-    ) -> None:
-        """Make the files of all ranks, which are on disk, the newest checkpoint of that step.
+    def commit(self, temporary: Path, manifest: Manifest) -> None:
+        """Make the files of all ranks, which are on disk, the newest checkpoint of their step.
 
-        files: by rank. Raises OSError.
+        Raises OSError.
         """
-        for entry in files:
+        for entry in manifest["files"]:
             size = os.stat(temporary / entry["name"]).st_size
             if size != entry["size"]:
                 what = f"{entry['name']} has {size} bytes after {entry['size']} were written"
                 raise OSError(errno.EIO, what)
-        manifest: Manifest = {
-            "format": FORMAT,
-            "step": step,
-            "world_size": len(files),
-            "metric": metric,
-            "files": list(files),
-        }
         disk.write_file(temporary / MANIFEST, memoryview(render_manifest(manifest)))
         disk.sync_folder(temporary)
-        name = name_after(step, checkpoint_names(self.path))
+        name = name_after(manifest["step"], checkpoint_names(self.path))
         disk.system.rename(temporary, self.path / name)
         self.end(temporary)
         disk.sync_folder(self.path)
-        self._metrics[name] = metric
+        self._metrics[name] = manifest["metric"]
 
     def discard(self, temporary: Path) -> None:
         """Delete the temporary folder of a save that failed, as far as possible."""

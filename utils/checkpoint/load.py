@@ -17,7 +17,7 @@ from .entries import StateError
 from .folder import CheckpointFolder, ReadFolder
 from .format import Damaged, Manifest, Unreadable
 from .lock import FolderInUse
-from .rng import derive_random_states, restore_random_states
+from .rng import restore_random_states
 from .storage import read_manifest, show_steps, step_of
 
 ATTEMPTS, PAUSE_SECONDS = 20, 0.1  # a training may delete a checkpoint while another reads it
@@ -37,7 +37,7 @@ class _Report(TypedDict):
     """What a rank found in a checkpoint; the first one in the order of _PRECEDENCE decides."""
 
     status: Literal["gone", "error", "damaged", "intact"]
-    detail: str  # the reason, or a digest of the manifest
+    detail: str  # the reason, or the checksum of the manifest
 
 
 def load_newest(
@@ -101,30 +101,20 @@ def restore(
             loaded.step,
             "; ".join(changes[:_SHOWN_CHANGES]),
         )
-    if loaded.world_size == ranks.world_size:
-        missing = restore_random_states(loaded.random[0])
+    if loaded.random is not None:
+        missing = restore_random_states(loaded.random)
         if missing:
             _log.warning(
                 "the saved generators of %s do not exist in this process: random numbers will "
                 "differ from those of an uninterrupted run",
                 ", ".join(missing),
             )
-        return Restored(loaded.step, state)
-
-    reseeded = derive_random_states(loaded.random, ranks.rank, ranks.world_size)
-    if ranks.rank == 0:
-        generators = "the generators had the same state on all ranks, and continue in it"
-        if reseeded:
-            generators = (
-                f"the generators of {', '.join(reseeded)} differed between the ranks and get new "
-                "states, derived from the saved ones"
-            )
+    elif ranks.rank == 0:
         _log.warning(
-            "step %d was saved by %d ranks and continues with %d: %s",
+            "step %d was saved by %d ranks and continues with %d: the generators stay as they are",
             loaded.step,
             loaded.world_size,
             ranks.world_size,
-            generators,
         )
     return Restored(loaded.step, state)
 
@@ -166,7 +156,7 @@ def _load(
     try:
         manifest = read_manifest(path)
         loaded = load_from(path, manifest)
-        return {"status": "intact", "detail": digest(manifest)}, loaded
+        return {"status": "intact", "detail": manifest["crc32"]}, loaded
     except Exception as error:  # the other ranks need to know
         if not is_last and not os.path.lexists(path):
             return {"status": "gone", "detail": ""}, None

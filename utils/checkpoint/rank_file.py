@@ -1,4 +1,4 @@
-"""Write and read one rank's file: safetensors, whose tensors and checksums the manifest lists."""
+"""Write and read one rank's file: safetensors, whose checksums are in the manifest."""
 
 from __future__ import annotations
 
@@ -7,28 +7,39 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import disk
-from .checksums import BLOCK_BYTES, BackgroundChecksums, checksum, checksums, memory
-from .entries import DTYPES
+from .checksums import BLOCK_BYTES, BackgroundChecksums, checksum, memory
 from .format import (
     SAFETENSORS_TYPES,
     Damaged,
     FileEntry,
-    StoredTensor,
     TensorPlace,
     Unreadable,
     place_tensors,
     render_header,
 )
 
+_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+_DIGITS = 8  # of a checksum
 _KEY = "ddpkit"  # of the kit's part in the metadata of a file
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a rank's file holds."""
+
+    metadata: Any
+    places: dict[str, TensorPlace]
 
 
 def write_rank_file(
@@ -37,34 +48,24 @@ def write_rank_file(
     data: Tensor,
     data_checksums: BackgroundChecksums,
     metadata: Mapping[str, object],
-    *,
-    local: list[str],
-    slices: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> FileEntry:
     """Write one rank's file, sync it, and return its entry for the manifest.
 
     places: the tensors in `data`, without gaps.
     data: uint8 on the CPU.
-    slices: of the keys that are slices, the tensor and the offsets in it.
     """
-    header = render_header(places, {_KEY: json.dumps(metadata)})
+    header = memoryview(render_header(places, {_KEY: json.dumps(metadata)}))
     try:
         # The CPU is free while the disk syncs. Earlier, checksums would slow down the writes.
-        disk.write_file(path, memoryview(header), memory(data), written=data_checksums.start)
+        disk.write_file(path, header, memory(data), written=data_checksums.start)
         disk.sync_folder(path.parent)
     finally:
         data_checksums.start()
-    found, tensors = data_checksums.result(), {}
-    for key, place in places.items():
-        name, offsets = slices.get(key, (key, (0,) * len(place.shape)))
-        dtype, start = str(place.dtype).removeprefix("torch."), len(header) + place.start
-        tensors[key] = StoredTensor(name, dtype, offsets, place.shape, start, found[key])
     return {
         "name": path.name,
         "size": len(header) + data.numel(),
-        "header": (len(header), checksums(memoryview(header))),
-        "tensors": tensors,
-        "local": local,
+        "header_size": len(header),
+        "checksums": checksum(header) + data_checksums.result(),
     }
 
 
@@ -84,34 +85,70 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     disk.replace_file(path, header, *(memory(tensors[name].contiguous()) for name in places))
 
 
-def read_metadata(folder: Path, entry: FileEntry) -> dict[str, object]:
-    """Return the metadata of a file, checked. Raises Damaged, Unreadable or OSError."""
-    size, expected = entry["header"]
-    header = _allocate(entry, (size,), torch.uint8)
-    _read(folder, entry, [(0, memory(header), expected)])
-    metadata: dict[str, object] = json.loads(
-        json.loads(bytes(memory(header)[8:]))["__metadata__"][_KEY]
-    )
-    return metadata
+def read_header(folder: Path, entry: FileEntry) -> Header:
+    """Return the header of a file, checked. Raises Damaged, Unreadable or OSError."""
+    raw = memoryview(bytearray(entry["header_size"]))
+    with _opened(folder, entry) as file:
+        _read_block(file, entry, 0, [raw], entry["checksums"][:_DIGITS])
+    fields = json.loads(bytes(raw[8:]))
+    metadata = json.loads(fields.pop("__metadata__")[_KEY])
+    places = {
+        name: TensorPlace(_TYPES[field["dtype"]], field["shape"], *field["data_offsets"])
+        for name, field in fields.items()
+    }
+    return Header(metadata, places)
 
 
-def read_tensors(
-    folder: Path, entry: FileEntry, keys: Collection[str] | None = None
-) -> dict[str, Tensor]:
-    """Return tensors of a file, each in memory of its own; default: all, after the metadata.
+def read_tensors(folder: Path, entry: FileEntry) -> dict[str, Tensor]:
+    """Return all tensors of a file, checked; those that safetensors does not have as bytes.
 
-    Every byte that is read is checked. Raises Damaged, Unreadable or OSError.
+    Raises Damaged, Unreadable or OSError.
     """
-    if keys is None:
-        read_metadata(folder, entry)
-        keys = entry["tensors"].keys()
-    tensors, pieces = {}, []
-    for key in keys:
-        stored = StoredTensor(*entry["tensors"][key])
-        tensors[key] = _allocate(entry, stored.sizes, DTYPES[stored.dtype])
-        pieces.append((stored.start, memory(tensors[key]), stored.checksums))
-    _read(folder, entry, pieces)
+    places = read_header(folder, entry).places
+    tensors = {name: allocate(place.shape, place.dtype) for name, place in places.items()}
+    read_data(folder, entry, [(places[name].start, memory(one)) for name, one in tensors.items()])
     return tensors
+
+
+def allocate(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return memory for a tensor. Raises Unreadable where there is not enough."""
+    try:
+        return torch.empty(tuple(sizes), dtype=dtype)
+    except (RuntimeError, MemoryError):
+        raise Unreadable(
+            f"a tensor of size {list(sizes)} needs more memory than this host has. Use a larger "
+            "host, or more hosts"
+        ) from None
+
+
+def read_data(folder: Path, entry: FileEntry, pieces: Collection[tuple[int, memoryview]]) -> None:
+    """Fill each piece of memory with the bytes from a place in the data of a file on.
+
+    The blocks that the pieces are in are read once each, and checked. Raises Damaged or OSError.
+    """
+    pieces_by_block: dict[int, list[tuple[int, memoryview]]] = {}
+    for start, view in sorted(pieces, key=lambda piece: piece[0]):
+        for number in range(start // BLOCK_BYTES, -(-(start + len(view)) // BLOCK_BYTES)):
+            pieces_by_block.setdefault(number, []).append((start, view))
+    data_bytes = entry["size"] - entry["header_size"]
+
+    def read_and_check(number: int) -> None:
+        begin = position = number * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, data_bytes)
+        views = []
+        for start, view in [*pieces_by_block[number], (end, memoryview(b""))]:
+            if start > position:  # bytes that are read for the checksum only
+                views.append(memoryview(bytearray(start - position)))
+            piece = view[max(begin - start, 0) : max(end - start, 0)]
+            views.append(piece)
+            position = max(start, begin) + len(piece)
+        expected = entry["checksums"][(number + 1) * _DIGITS :][:_DIGITS]
+        _read_block(file, entry, entry["header_size"] + begin, views, expected)
+
+    with _opened(folder, entry) as file, ThreadPoolExecutor(2) as readers:
+        # One thread computes a checksum while the other reads.
+        for _ in readers.map(read_and_check, pieces_by_block):
+            pass
 
 
 @contextlib.contextmanager
@@ -141,41 +178,28 @@ def open_regular_file(path: Path) -> Iterator[tuple[int, int]]:
         os.close(file)
 
 
-def _allocate(entry: FileEntry, sizes: Collection[int], dtype: torch.dtype) -> Tensor:
-    try:
-        return torch.empty(tuple(sizes), dtype=dtype)
-    except (RuntimeError, MemoryError):
-        raise Unreadable(
-            f"{entry['name']} needs more memory than this host has. Use a larger host"
-        ) from None
+@contextlib.contextmanager
+def _opened(folder: Path, entry: FileEntry) -> Iterator[int]:
+    """Open a rank's file; yield its descriptor."""
+    with open_regular_file(folder / entry["name"]) as (file, size):
+        if size != entry["size"]:
+            raise Damaged(f"{entry['name']} has {size} bytes instead of {entry['size']}")
+        yield file
 
 
-def _read(
-    folder: Path, entry: FileEntry, pieces: Collection[tuple[int, memoryview, Collection[str]]]
+def _read_block(
+    file: int, entry: FileEntry, start: int, views: Sequence[memoryview], expected: str
 ) -> None:
-    """Fill each piece of memory with the bytes from a place on, and check them."""
-
-    def read_and_check(block: tuple[int, memoryview, str]) -> None:
-        start, view, expected = block
+    """Fill the memory with the bytes of a file from `start` on, which have one checksum."""
+    position, crc = start, 0
+    for view in views:
         done = 0
         while done < len(view):
-            count = os.preadv(file, [view[done:]], start + done)
+            count = os.preadv(file, [view[done:]], position)
             if count == 0:
-                raise Damaged(f"{path.name} ends after {start + done} bytes")
-            done += count
-        if checksum(view) != expected:
-            place = f"bytes {start} to {start + len(view) - 1}"
-            raise Damaged(f"{path.name}: {place} do not match their checksum")
-
-    blocks = [
-        (start + begin, view[begin : begin + BLOCK_BYTES], expected)
-        for start, view, all_expected in pieces
-        for begin, expected in zip(range(0, len(view), BLOCK_BYTES), all_expected, strict=True)
-    ]
-    path = folder / entry["name"]
-    with open_regular_file(path) as (file, size), ThreadPoolExecutor(2) as readers:
-        if size != entry["size"]:
-            raise Damaged(f"{path.name} has {size} bytes instead of {entry['size']}")
-        # One thread computes a checksum while the other reads.
-        for _ in readers.map(read_and_check, blocks):
-            pass
+                raise Damaged(f"{entry['name']} ends after {position} bytes")
+            done, position = done + count, position + count
+        crc = zlib.crc32(view, crc)
+    if f"{crc:08x}" != expected:
+        place = f"bytes {start} to {position - 1}"
+        raise Damaged(f"{entry['name']}: {place} do not match their checksum")

@@ -6,10 +6,9 @@ the state that it saves.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,42 +87,6 @@ def restore_random_states(states: Mapping[str, Any]) -> list[str]:
         else:
             missing.append(name)
     return missing
-
-
-def derive_random_states(
-    saved: Sequence[Mapping[str, Any]], rank: int, world_size: int
-) -> list[str]:
-    """Set the generators after the number of ranks changed. Return the names of those reseeded.
-
-    Generators with the same state on all ranks continue in that state on all ranks. The others are
-    seeded from the saved states, the number of ranks and the rank: differently on each rank, and
-    in the same way at every resume.
-
-    saved: what read_random_states() returned, for each rank of the checkpoint.
-    """
-    equal = {
-        name: state
-        for name, state in saved[0].items()
-        if all(states.get(name) == state for states in saved)
-    }
-    restore_random_states(equal)
-
-    devices = dict(_devices())
-    reseeded = [name for name in saved[0] if name not in equal]
-    for name in reseeded:
-        key = repr((name, world_size, rank, [states.get(name) for states in saved])).encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
-        if name == "python":
-            random.seed(seed)
-        elif name == "torch":
-            torch.default_generator.manual_seed(seed)
-        elif name == "numpy":
-            import numpy
-
-            numpy.random.seed(seed)
-        elif name in devices:
-            devices[name].manual_seed(seed)
-    return reseeded
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:

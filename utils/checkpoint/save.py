@@ -13,10 +13,11 @@ from .checksums import BackgroundChecksums
 from .contents import CheckpointError, RankMetadata
 from .entries import StateError
 from .folder import CheckpointFolder, LaterStep
-from .format import FileEntry, rank_file_name
+from .format import FORMAT, FileEntry, Manifest, rank_file_name
 from .lock import FolderInUse
 from .rank_file import write_rank_file
 from .replicas import ReplicaSample, find_divergence
+from .slices import Box
 from .snapshot import Snapshot
 
 # 0: this save may be tried again. 1: it would fail again. 2: so would every later save, because it
@@ -40,11 +41,11 @@ class SaveJob:
     metadata: RankMetadata
     digest: str  # of the step, names, shapes and types, which have to be equal on all ranks
     sample: ReplicaSample  # of the values that have to be equal on all ranks
-    local: list[str]  # tensors of its file that only this rank restores
-    slices: dict[str, tuple[str, tuple[int, ...]]]  # as of write_rank_file()
+    whole: list[str]  # tensors of its file that all ranks restore
+    sharded: dict[str, int]  # sharded tensors, and the numbers of their layouts
+    boxes: list[Box | None]  # by layout, the slice that this rank writes
     metric: float | None
     retry_until: float  # time.monotonic() of rank 0
-    interval: int  # steps between saves, as rank 0 proposes
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ class RefusedJob:
     problem: str
     step: int = -1
     retry_until: float = 0.0
-    interval: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class SaveResult:
 
     error: CheckpointError | None
     try_again: bool  # whether there is time to save this step again
-    interval: int  # that of rank 0; 0 where it could not save
 
 
 class _Begun(TypedDict):
@@ -72,14 +71,15 @@ class _Begun(TypedDict):
 
     temporary: str  # name of the temporary folder
     failure: _Failure | None
-    interval: int
 
 
-class _Report(TypedDict, total=False):
+class SaveReport(TypedDict, total=False):
     """What each rank reports after it has written its file: a failure, or all others."""
 
     failure: _Failure | None
     entry: FileEntry
+    whole: list[str]  # as of SaveJob
+    boxes: list[Box | None]
     digest: str
     replicas: str  # digests of a ReplicaSample
 
@@ -106,12 +106,12 @@ def write_checkpoint(
     topic = f"save {job.turn}"
     begun = ranks.broadcast(f"{topic} folder", lambda: _begin(job, folder))
     temporary = folder.path / begun["temporary"]
-    report = _Report(failure=begun["failure"])
+    report = SaveReport(failure=begun["failure"])
     if begun["failure"] is None:
         try:
             report = _write_file(job, snapshot, temporary / rank_file_name(ranks.rank))
         except Exception as error:  # the other ranks need to know
-            report = _Report(failure=_explain(error, job, folder))
+            report = SaveReport(failure=_explain(error, job, folder))
     reported()
 
     try:
@@ -126,7 +126,7 @@ def write_checkpoint(
     problem = None
     if (failure := decision["failure"]) is not None:
         problem = (PermanentError if failure[0] == _PERMANENT else CheckpointError)(failure[1])
-    return SaveResult(problem, decision["try_again"], begun["interval"])
+    return SaveResult(problem, decision["try_again"])
 
 
 def _begin(job: SaveJob | RefusedJob, folder: CheckpointFolder) -> _Begun:
@@ -136,10 +136,10 @@ def _begin(job: SaveJob | RefusedJob, folder: CheckpointFolder) -> _Begun:
         temporary = folder.begin(_accepted(job).step).name
     except Exception as error:
         failure = _explain(error, job, folder)
-    return {"temporary": temporary, "failure": failure, "interval": job.interval}
+    return {"temporary": temporary, "failure": failure}
 
 
-def _write_file(job: SaveJob | RefusedJob, snapshot: Snapshot, path: Path) -> _Report:
+def _write_file(job: SaveJob | RefusedJob, snapshot: Snapshot, path: Path) -> SaveReport:
     accepted = _accepted(job)
     entry = write_rank_file(
         path,
@@ -147,15 +147,22 @@ def _write_file(job: SaveJob | RefusedJob, snapshot: Snapshot, path: Path) -> _R
         snapshot.bytes(),
         accepted.checksums,
         accepted.metadata,
-        local=accepted.local,
-        slices=accepted.slices,
     )
-    replicas = accepted.sample.digests()
-    return {"failure": None, "entry": entry, "digest": accepted.digest, "replicas": replicas}
+    return {
+        "failure": None,
+        "entry": entry,
+        "whole": accepted.whole,
+        "boxes": accepted.boxes,
+        "digest": accepted.digest,
+        "replicas": accepted.sample.digests(),
+    }
 
 
 def _commit(
-    job: SaveJob | RefusedJob, temporary: Path, reports: Sequence[_Report], folder: CheckpointFolder
+    job: SaveJob | RefusedJob,
+    temporary: Path,
+    reports: Sequence[SaveReport],
+    folder: CheckpointFolder,
 ) -> _Decision:
     """Commit the files of all ranks on rank 0, or delete them."""
     failures = [one for report in reports if (one := report["failure"]) is not None]
@@ -163,8 +170,7 @@ def _commit(
         if not failures:
             accepted = _accepted(job)
             _compare(accepted, reports)
-            files = [report["entry"] for report in reports]
-            folder.commit(temporary, accepted.step, files, accepted.metric)
+            folder.commit(temporary, make_manifest(accepted, reports))
             return {"failure": None, "try_again": False}
     except Exception as error:
         failures = [_explain(error, job, folder)]
@@ -179,7 +185,26 @@ def _commit(
     return {"failure": (severity, text), "try_again": has_time and severity == _TEMPORARY}
 
 
-def _compare(job: SaveJob, reports: Sequence[_Report]) -> None:
+def make_manifest(job: SaveJob, reports: Sequence[SaveReport]) -> Manifest:
+    """Return the manifest of the files that all ranks have written."""
+    layouts: list[list[tuple[int, Sequence[int], Sequence[int]]]] = [[] for _ in job.boxes]
+    for rank, report in enumerate(reports):
+        for layout, box in zip(layouts, report["boxes"], strict=True):
+            if box is not None:
+                layout.append((rank, *box))
+    return {
+        "format": FORMAT,
+        "step": job.step,
+        "world_size": len(reports),
+        "metric": job.metric,
+        "files": [report["entry"] for report in reports],
+        "whole": {name: rank for rank, one in enumerate(reports) for name in one["whole"]},
+        "sharded": job.sharded,
+        "layouts": layouts,
+    }
+
+
+def _compare(job: SaveJob, reports: Sequence[SaveReport]) -> None:
     """Raise PermanentError if a rank saves another state than rank 0."""
     replicas = [report["replicas"] for report in reports]
     for rank, report in enumerate(reports):

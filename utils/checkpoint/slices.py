@@ -7,13 +7,15 @@ of the ranks that hold equal slices (HSDP), the first one writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .checksums import memory
 from .entries import DTYPES, Path, StateError, Tree, is_sharded, plain_key, show_path, unwrap, walk
+from .rank_file import allocate
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -25,19 +27,11 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    @classmethod
-    def of_whole(cls, shape: Sequence[int]) -> Box:
-        return cls((0,) * len(shape), tuple(shape))
-
     def overlap(self, other: Box) -> Box:
         """Return what two boxes of one tensor share; its sizes are 0 if that is nothing."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(max, starts, map(min, self.ends(), other.ends()))
         return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
-
-    def meets(self, other: Box) -> bool:
-        """Return whether two boxes share elements, or are equal."""
-        return self == other or 0 not in self.overlap(other).sizes
 
     def ends(self) -> tuple[int, ...]:
         return tuple(one + size for one, size in zip(self.offsets, self.sizes, strict=True))
@@ -54,8 +48,8 @@ class Shard(NamedTuple):
 
     local: Tensor
     box: Box
-    shape: tuple[int, ...]  # of the whole tensor
     is_written: bool  # by this rank
+    layout: tuple[object, ...]  # equal for tensors of which every rank holds equal slices
 
 
 def shard_of(value: DTensor, path: Path) -> Shard:
@@ -81,7 +75,7 @@ def shard_of(value: DTensor, path: Path) -> Shard:
         if isinstance(placement, Replicate)
     ]
     is_written = local.numel() > 0 and not any(copies)
-    return Shard(local, box, tuple(value.shape), is_written)
+    return Shard(local, box, is_written, (value.shape, placements, value.device_mesh))
 
 
 def like(value: DTensor, local: Tensor) -> DTensor:
@@ -162,20 +156,50 @@ def _at(tree: Tree, path: Path) -> Tree:
     return tree
 
 
-def assemble(entry: Mapping[str, Any], box: Box, parts: Sequence[tuple[Box, Tensor]]) -> Tensor:
-    """Return a box of a tensor, from parts that cover it. StateError where they do not.
+class Needed:
+    """What a rank needs of a saved tensor, and what it has read of it.
 
-    entry: its tree, with "dtype" and "shape".
+    entry: the tree of the tensor, with "tensor", "dtype" and "shape".
+    layout: the sharded tensor of the state whose layout it gets, or None for the whole tensor.
     """
-    for held, part in parts:
-        if held == box:
-            return part
-    found = torch.empty(box.sizes, dtype=DTYPES[entry["dtype"]])
-    missing = found.numel()
-    for held, part in parts:
-        shared = box.overlap(held)
-        shared.of(found, box).copy_(shared.of(part, held))
-        missing -= shared.of(found, box).numel()
-    if missing:
-        raise StateError(f"{entry['tensor']}: the checkpoint lacks {missing} of its elements")
-    return found
+
+    def __init__(self, entry: Mapping[str, Any], layout: DTensor | None) -> None:
+        self.name: str = entry["tensor"]
+        self._layout = layout
+        self._whole = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
+        self.box = self._whole if layout is None else shard_of(layout, (self.name,)).box
+        self._local = allocate(self.box.sizes, DTYPES[entry["dtype"]])
+        self._missing = self._local.numel()
+        self._parts: list[tuple[Box, Tensor]] = []
+
+    def piece(self, held: Box | None, start: int) -> tuple[int, memoryview]:
+        """Return where to read from a slice that a file holds, and the memory for it.
+
+        held: the slice; None for the whole tensor.
+        start: the first byte of the slice in the data of the file.
+        """
+        held = held or self._whole
+        shared = self.box.overlap(held)
+        place = shared.of(self._local, self.box)
+        self._missing -= place.numel()
+        if held == self.box:
+            return start, memory(place)
+        if self.box.sizes[1:] == shared.sizes[1:] == held.sizes[1:]:  # some rows of it
+            rows = shared.offsets[0] - held.offsets[0]
+            return start + rows * place[0].nbytes, memory(place)
+        part = allocate(held.sizes, self._local.dtype)
+        self._parts.append((held, part))
+        return start, memory(part)
+
+    def copy_parts(self) -> None:
+        """Copy from the slices that were read whole."""
+        for held, part in self._parts:
+            shared = self.box.overlap(held)
+            shared.of(self._local, self.box).copy_(shared.of(part, held))
+        self._parts.clear()
+
+    def tensor(self) -> Tensor:
+        """Return the tensor. Raises StateError if the slices did not cover it."""
+        if self._missing:
+            raise StateError(f"{self.name}: the checkpoint lacks {self._missing} of its elements")
+        return self._local if self._layout is None else like(self._layout, self._local)
