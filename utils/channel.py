@@ -109,7 +109,7 @@ KINDS: dict[str, Kind] = {
             "is_over": bool,
         },
     ),
-    # Between the ranks: at the start, then while they run. Those of doctor send beats, too.
+    # Between the ranks: at the start, then while they run.
     "report": Kind(1 << 18, {"value": dict}),
     "answer": Kind(
         _CAUSE_LIMIT,
@@ -131,11 +131,8 @@ KINDS: dict[str, Kind] = {
     "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str, **_OF_CAUSE}),
     "end": Kind(_CAUSE_LIMIT, {"cause": str}),
     # Of doctor.
-    "gather": Kind(
-        1 << 24,
-        {"topic": str, "value": _anything, "seconds": float, "ranks": or_none(list)},
-    ),
-    "gathered": Kind(1 << 24, {"topic": str, "values": list, "ended": list}),
+    "request": Kind(1 << 24, {"number": int, "what": str, "values": or_none(list)}),
+    "reply": Kind(1 << 24, {"number": int, "value": _anything}),
 }
 LONGEST_CAUSE = _CAUSE_LIMIT // 16  # characters
 

@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from utils.tools.doctor.check import Check, Finding, Level, RankPlace, Reported
+from utils.tools.doctor.check import Check, Exchange, Finding, Level, RankPlace, Reported
 
 
 def places(*hosts: str) -> list[RankPlace]:
@@ -29,3 +29,18 @@ def problems(check: Check[Any], facts: Sequence[Any], where: Sequence[RankPlace]
 def only(findings: list[Finding]) -> Finding:
     assert len(findings) == 1, findings
     return findings[0]
+
+
+def exchanged(runs: Sequence[Exchange[Any]],
+              during: Callable[[list[Any]], list[Any]] = lambda values: values) -> list[Any]:
+    """What these generators return, one for each rank. during: what each yield returns, given the values of all."""
+    values = [next(run) for run in runs]
+    found: list[Any] = []
+    while not found:
+        sent, values = during(values), []
+        for run in runs:
+            try:
+                values.append(run.send(sent))
+            except StopIteration as end:
+                found.append(end.value)
+    return found

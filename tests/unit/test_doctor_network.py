@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor_findings import conclude, only
+from tests.unit.doctor_findings import conclude, exchanged, only
 from utils.host import network
 from utils.tools.doctor import peers
 from utils.tools.doctor.check import Finding, Level, RankPlace, Ranks
@@ -104,9 +104,10 @@ def test_hosts_that_refuse_or_use_one_address() -> None:
     with socket.create_server((HERE, 0)) as server:
         closed = server.getsockname()
     everyone = (RankPlace(0, "h1", 0, 0), RankPlace(1, "h2", 1, 0))
-    ranks = Ranks(everyone[0], everyone, lambda topic, value: [value, closed])
-    assert peers.connect_hosts(ranks, "127.0.0.2") == {1: ("refused", None)}
-    assert peers.connect_hosts(ranks, HERE) == {1: ("same address", None)}
+    ranks = Ranks(everyone[0], everyone)
+    for address, result in (("127.0.0.2", "refused"), (HERE, "same address")):
+        run = peers.connect_hosts(ranks, address)
+        assert exchanged([run], lambda values: [*values, closed]) == [{1: (result, None)}]
     finding = only(connections(both([(1, 2)], ("same address", None)), address=ADDRESS(2)))
     assert "h2 and h3 use the same address 10.0.0.2 (eth0)" in finding.message
 

@@ -1,19 +1,17 @@
-"""The storage check of doctor: real folders of several "hosts", which are threads, and what is concluded of them."""
+"""The storage check of doctor: real folders of several "hosts", in turns, and what is concluded of them."""
 from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.unit.doctor_findings import conclude, only, places, problems
-from utils.tools.doctor.check import Level, RankPlace, Ranks
+from tests.unit.doctor_findings import conclude, exchanged, only, places, problems
+from utils.tools.doctor.check import Level, Ranks
 from utils.tools.doctor.checks.shared_storage import Folder, StorageCheck, StorageFacts
 from utils.tools.doctor.checks.torch_import import ImportFacts, TorchImportCheck
 
@@ -21,23 +19,14 @@ GIB = 1 << 30
 
 
 def collected(checks: Sequence[StorageCheck], during: Callable[[], None] = lambda: None) -> list[StorageFacts]:
-    """Collect on as many hosts as there are checks. during: called when all have written."""
-    everyone = places(*(f"h{number}" for number in range(1, len(checks) + 1)))
-    gathered: dict[str, list[Any]] = {}
-    barrier = threading.Barrier(len(checks))
+    """Collect on as many hosts as there are checks. during: called at each exchange."""
+    everyone = tuple(places(*(f"h{number}" for number in range(1, len(checks) + 1))))
 
-    def run(me: RankPlace) -> StorageFacts:
-        def all_gather(topic: str, value: Any) -> list[Any]:
-            gathered.setdefault(topic, [None] * len(checks))[me.rank] = value
-            if barrier.wait(30) == 0 and topic == "written":
-                during()
-            barrier.wait(30)
-            return gathered[topic]
+    def values(sent: list[Any]) -> list[Any]:
+        during()
+        return sent
 
-        return checks[me.rank].collect(Ranks(me, everyone, all_gather))
-
-    with ThreadPoolExecutor(len(checks)) as hosts:
-        return list(hosts.map(run, everyone))
+    return exchanged([check.collect(Ranks(me, everyone)) for check, me in zip(checks, everyone, strict=True)], values)
 
 
 @pytest.fixture
@@ -55,8 +44,8 @@ def test_hosts_write_and_read_and_leave_nothing_behind(folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     written: list[str] = []
     facts = collected([StorageCheck("shared", "data") for _ in range(3)],
-                      lambda: written.extend(path.name for path in folder.glob("*/.doctor-*/*/mark")))
-    assert len(written) == 6
+                      lambda: written.extend(map(str, folder.glob("*/.doctor-*/*/mark"))))
+    assert len(set(written)) == 6
     assert sorted(folder.rglob("*")) == before
     assert [one["purpose"] for one in facts[0].folders] == ["checkpoints", "data", "temporary"]
     assert [one.folders[0]["shared"] for one in facts] == [True] * 3

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 Facts = TypeVar("Facts")
-
+# What yields a JSON value to send it to all ranks, and gets those of all ranks, by rank: None for a
+# rank that has sent none within the time limit. Only connections to rank 0 are needed.
+Exchange = Generator[Any, list[Any], Facts]
 
 CPUS = "CPUs"  # the subject of findings that explain that a host is slow
 
@@ -60,15 +62,11 @@ class RankPlace:
 class Ranks:
     """The ranks of this run, as seen from one of them.
 
-    everyone: by rank. all_gather(topic, value): the JSON values of all ranks, by rank; None for a
-    rank that has sent none within the time limit of the check. No collective of torch is involved,
-    and only connections to rank 0 are needed. Each topic is used once by each check.
-    address: of this host on the way to rank 0; "" where it is unknown.
+    everyone: by rank. address: of this host on the way to rank 0; "" where it is unknown.
     """
 
     me: RankPlace
     everyone: tuple[RankPlace, ...]
-    all_gather: Callable[[str, Any], list[Any]]
     address: str = ""
 
     @property
@@ -89,7 +87,7 @@ class Check(abc.ABC, Generic[Facts]):
     """One subject. All ranks run the same checks in the same order.
 
     name: in the table and in --json, such as "limits". per: who collects: every rank, or the first
-    rank of each host. quick: whether --quick runs it. seconds: until collect() counts as hanging.
+    rank of each host. quick: whether --quick runs it. seconds: until a step of collect() hangs.
     facts: a dataclass whose fields are JSON values (numbers, strings, lists, dicts, None).
     """
 
@@ -100,8 +98,8 @@ class Check(abc.ABC, Generic[Facts]):
     facts: type[Facts]
 
     @abc.abstractmethod
-    def collect(self, ranks: Ranks) -> Facts:
-        """Measure or read on this rank. May exchange values with ranks.all_gather()."""
+    def collect(self, ranks: Ranks) -> Facts | Exchange[Facts]:
+        """Measure or read on this rank. The steps of a generator end at its yields."""
 
     @abc.abstractmethod
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...host import gloo, network
-from .check import RankPlace, Ranks
+from .check import Exchange, RankPlace, Ranks
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -128,7 +128,7 @@ def stop(listener: socket.socket) -> None:
     listener.close()
 
 
-def connect_hosts(ranks: Ranks, address: str) -> dict[int, tuple[str, float | None]]:
+def connect_hosts(ranks: Ranks, address: str) -> Exchange[dict[int, tuple[str, float | None]]]:
     """Exchange 12 KB in both directions with the partners of this host, while they do so.
 
     address: of this host. Returns for the number of each host that listens the problem or "", and
@@ -139,7 +139,7 @@ def connect_hosts(ranks: Ranks, address: str) -> dict[int, tuple[str, float | No
     listener = listen(address) if is_first else None
     if listener:
         serve(listener, respond)
-    gathered = ranks.all_gather("listening", listener and listener.getsockname()[:2])
+    gathered = yield listener and listener.getsockname()[:2]
     places = {one.node: gathered[one.rank] for one in ranks.hosts}
     others = partners(len(places), ranks.me.node) if is_first else []
     jobs = {
@@ -148,7 +148,7 @@ def connect_hosts(ranks: Ranks, address: str) -> dict[int, tuple[str, float | No
         if places[node] and places[node][0] != address
     }
     found = in_threads(jobs, 2 * _CONNECT_SECONDS)
-    ranks.all_gather("connected", True)
+    yield True
     if listener:
         stop(listener)
     return {

@@ -10,9 +10,8 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from ...log import print_result
 from ..launch.child_processes import LAUNCH_VARIABLE
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
-from .check import Check, Finding, Level, RankPlace, Ranks, Reported
+from .check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from .checks.collective_calls import Collectives
 from .checks.connections import Connections
 from .checks.equality import Equality
@@ -36,12 +35,11 @@ from .checks.names import Names
 from .checks.placement import PlacementCheck
 from .checks.shared_storage import StorageCheck
 from .checks.torch_import import TorchImportCheck
-from .doctor_exchange import EARLIER_SECONDS, Gathered, JoinedDoctor, Rank0Lost, join
+from .doctor_exchange import EARLIER_SECONDS, Lead, Rank0Lost, join
 from .peers import names_of, show
 from .report import LABELS, FindingsOfCheck, Report, fold
 
 _LAUNCH = "launch"  # the name of the check that the runner itself does
-_LATE_SECONDS = 3.0  # that the report of a hanging check may take
 
 
 @dataclass(frozen=True)
@@ -88,45 +86,39 @@ def main(options: CheckOptions) -> int:
     """
     start = time.monotonic()
     try:
-        joined = join(options.timeout)
-    except (LaunchError, Rank0Lost) as error:
+        lead = join(options.timeout, Steps(all_checks(options)).run)
+    except LaunchError as error:
         return _failed_launch(error, options, start)
-    try:
-        return _run(joined, options, start)
     except Rank0Lost as error:
         print(f"doctor: {error}", file=sys.stderr, flush=True)
         return int(Level.BAD)
+    return _lead(lead, options, start) if lead else 0
 
 
-def _run(joined: JoinedDoctor, options: CheckOptions, start: float) -> int:
-    results = [_launch_result(joined)]
+def _lead(lead: Lead, options: CheckOptions, start: float) -> int:
+    results = [_launch_result(lead)]
     missing: set[int] = set()
     for check in all_checks(options):
         if check.name in options.only or (not options.only and (check.quick or not options.quick)):
-            result = run_check(check, joined, missing)
+            result = run_check(check, lead, missing)
             if result.findings:  # otherwise the check does not apply here
                 results.append(result)
-
-    status = 0
-    if joined.me.rank == 0:
-        launcher = _launcher_name(joined.placement.launcher)
-        fold(results)
-        report = Report(joined.everyone, launcher, results, time.monotonic() - start)
-        _print(report, options)
-        status = int(report.level)
-    joined.gather("end", None, 60.0)
-    joined.close()
-    if status:
+    fold(results)
+    launcher = _launcher_name(lead.placement.launcher)
+    report = Report(lead.everyone, launcher, results, time.monotonic() - start)
+    _print(report, options)
+    lead.close()
+    if report.level:
         time.sleep(0.5)  # the other ranks end first: this status would end them
-    return status
+    return int(report.level)
 
 
-def _launch_result(joined: JoinedDoctor) -> FindingsOfCheck:
+def _launch_result(lead: Lead) -> FindingsOfCheck:
     """Return what the start of the ranks has shown."""
     remedy = "Correct it, or it will slow down or confuse the start of a training"
-    notes = [Finding(Level.WARNING, note, remedy) for note in joined.notes]
-    ranks, hosts = len(joined.everyone), len({one.node for one in joined.everyone})
-    alone = f"no launcher has started this process on {joined.me.host}"
+    notes = [Finding(Level.WARNING, note, remedy) for note in lead.notes]
+    ranks, hosts = len(lead.everyone), len({one.node for one in lead.everyone})
+    alone = f"no launcher has started this process on {lead.everyone[0].host}"
     message = (
         f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} have joined" if ranks > 1 else alone
     )
@@ -222,85 +214,78 @@ def _absent_hosts(message: str) -> list[str]:
 # One check ---------------------------------------------------------------------------------------
 
 
-def run_check(check: Check[Any], joined: JoinedDoctor, missing: set[int]) -> FindingsOfCheck:
-    """Run one check. The result has findings on rank 0 only. Raises Rank0Lost.
+class Steps:
+    """The part of this rank in the checks."""
 
-    missing: ranks that an earlier check has reported as ended or hanging; changed.
-    """
-    start = time.monotonic()
-    report = None
-    if check.per == "rank" or joined.me.local_rank == 0:
-        report = _collect(check, joined, start)
-    # Ranks without a part in the check wait, too: the next one may measure something.
-    seconds = max(0.0, start + check.seconds - time.monotonic()) + _LATE_SECONDS
-    gathered = joined.gather(f"{check.name}/end", {"report": report}, seconds)
-    result = FindingsOfCheck(check.name)
-    if joined.me.rank == 0:
-        members = _members(check, joined.everyone)
-        found = _conclude(check, joined.everyone, members, gathered, missing)
-        result.findings = merge(found)
-    result.seconds = time.monotonic() - start
-    return result
+    def __init__(self, checks: Sequence[Check[Any]]) -> None:
+        self._checks = {check.name: check for check in checks}
+        self._collecting: Exchange[Any] | None = None
 
+    def run(self, ranks: Ranks, name: str, values: list[Any] | None) -> dict[str, Any]:
+        """Run the next step of a check; return its "value" for all ranks, "facts" or "error".
 
-def _members(check: Check[Any], everyone: Sequence[RankPlace]) -> list[int]:
-    """Return the ranks that collect."""
-    return [one.rank for one in everyone if check.per == "rank" or one.local_rank == 0]
-
-
-def _collect(check: Check[Any], joined: JoinedDoctor, start: float) -> dict[str, Any]:
-    """Return this rank's report: {"facts": ...}, {"error": ...}, or {} if collect() hangs."""
-    members = _members(check, joined.everyone) if check.per == "host" else None
-    report: dict[str, Any] = {}
-
-    def all_gather(topic: str, value: Any) -> list[Any]:
-        left = max(0.5, start + check.seconds - time.monotonic())
-        # A part of the time: this rank needs the rest to finish without the missing ranks.
-        return joined.gather(f"{check.name}/{topic}", value, 0.7 * left, members).values
-
-    def collect() -> None:
+        values: of all ranks; None for the first step.
+        """
         try:
-            facts = check.collect(Ranks(joined.me, joined.everyone, all_gather, joined.address))
-            report["facts"] = dataclasses.asdict(facts)
+            if values is None:
+                facts = self._checks[name].collect(ranks)
+                if not isinstance(facts, Generator):
+                    return {"facts": dataclasses.asdict(facts)}
+                self._collecting = facts
+                return {"value": next(facts)}
+            assert self._collecting is not None
+            return {"value": self._collecting.send(values)}
+        except StopIteration as end:
+            return {"facts": dataclasses.asdict(end.value)}
         except Exception as error:  # of any check: the others go on
-            report["error"] = f"{type(error).__name__}: {error}"
+            return {"error": f"{type(error).__name__}: {error}"}
 
-    thread = threading.Thread(target=collect, daemon=True, name=f"check {check.name}")
-    thread.start()
-    thread.join(check.seconds)
-    return dict(report)
+
+def run_check(check: Check[Any], lead: Lead, missing: set[int]) -> FindingsOfCheck:
+    """Run one check on rank 0. missing: ranks that were reported as ended or hanging; changed."""
+    start = time.monotonic()
+    members = {one.rank for one in lead.everyone if check.per == "rank" or one.local_rank == 0}
+    waiting, values = members - missing, None
+    reports: dict[int, dict[str, Any]] = {}
+    while waiting:
+        replies = lead.request(waiting, check.name, values, check.seconds)
+        reports |= {rank: reply for rank, reply in replies.items() if "value" not in reply}
+        waiting = replies.keys() - reports.keys()
+        values = [replies.get(one.rank, {}).get("value") for one in lead.everyone]
+    late = {rank for rank in members - missing - reports.keys() if not lead.has_ended(rank)}
+    responding = lead.responding(late)
+    problems: dict[int, str] = {}
+    for place in lead.everyone:
+        rank = place.rank
+        if rank in responding:
+            problems[rank] = f"did not finish within {check.seconds:.0f} s"
+        elif rank not in missing and rank not in reports and (rank in late or lead.has_ended(rank)):
+            missing.add(rank)
+            problems[rank] = "ended" if lead.has_ended(rank) else "did not respond"
+    found = _conclude(check, lead.everyone, reports, problems)
+    return FindingsOfCheck(check.name, merge(found), time.monotonic() - start)
 
 
 def _conclude(
     check: Check[Any],
     everyone: Sequence[RankPlace],
-    members: Sequence[int],
-    gathered: Gathered,
-    missing: set[int],
+    reports: Mapping[int, Mapping[str, Any]],
+    problem_of: Mapping[int, str],
 ) -> Iterator[Finding]:
     reported: list[Reported[Any]] = []
     errors: dict[str, list[RankPlace]] = {}
     problems: dict[str, list[RankPlace]] = {}
     for place in everyone:
-        value = gathered.values[place.rank]
-        if value is None and place.rank in missing:
-            continue
-        if value is None:
-            missing.add(place.rank)
-            problem = "ended" if place.rank in gathered.ended else "did not respond"
-            problems.setdefault(problem, []).append(place)
-        elif place.rank not in members:
-            continue
-        elif "facts" in value["report"]:
+        report = reports.get(place.rank, {})
+        if place.rank in problem_of:
+            problems.setdefault(problem_of[place.rank], []).append(place)
+        elif "error" in report:
+            errors.setdefault(report["error"], []).append(place)
+        elif report:
             try:
-                reported.append(Reported(place, check.facts(**value["report"]["facts"])))
+                reported.append(Reported(place, check.facts(**report["facts"])))
             except TypeError as error:  # other code of the kit, which equality.py reports
                 errors.setdefault(f"its code of the kit differs ({error})", []).append(place)
-        elif "error" in value["report"]:
-            errors.setdefault(value["report"]["error"], []).append(place)
-        else:
-            problem = f"did not finish within {check.seconds:.0f} s"
-            problems.setdefault(problem, []).append(place)
 
     nodes = {place.node for place in everyone}
     for problem, places in problems.items():

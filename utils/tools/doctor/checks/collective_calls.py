@@ -28,7 +28,7 @@ from ....host import gpus
 from ....launch_error import LaunchError
 from ....launchers.rank_variables import RANK_VARIABLES
 from ...launch.rank_environment import clean, rank_variables
-from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import CPUS, Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch
 
@@ -67,14 +67,14 @@ class Collectives(Check[CollectiveFacts]):
     seconds = 60.0
     facts = CollectiveFacts
 
-    def collect(self, ranks: Ranks) -> CollectiveFacts:
+    def collect(self, ranks: Ranks) -> Exchange[CollectiveFacts]:
         """Run this rank's process: with GPUs one for each rank, otherwise one for each host.
 
         Without a launcher, run two ranks of gloo here.
         """
         if len(ranks.everyone) == 1:
             return _run_two_ranks() if not import_torch().error else CollectiveFacts(0)
-        unreachable, address = self._try_links(ranks)
+        unreachable, address = yield from self._try_links(ranks)
         status = {
             "bad": unreachable,
             "address": address,
@@ -82,16 +82,15 @@ class Collectives(Check[CollectiveFacts]):
             "can_start": not interface_problem(hosts=len(ranks.hosts))
             and (ranks.me.local_rank > 0 or not import_torch().error),
         }
-        gathered = ranks.all_gather("status", status)
+        gathered = yield status
         known = [one for one in gathered if one is not None]
         bad = [one["bad"] or not one["can_start"] for one in known]
         has_gpus = all(one["gpus"] for one in known)
         members = [place for place in ranks.everyone if has_gpus or place.local_rank == 0]
         own = CollectiveFacts(0, unreachable=unreachable)
         if any(bad) or len(known) < len(gathered) or len(members) < 2 or ranks.me not in members:
-            ranks.all_gather("port", None)
             return own
-        port = ranks.all_gather("port", _free_port())[members[0].rank]
+        port = (yield _free_port())[members[0].rank]
         environ = _environment(ranks, members, gathered[members[0].rank]["address"], port)
         return _run(environ, len(members))
 
@@ -127,10 +126,10 @@ class Collectives(Check[CollectiveFacts]):
                 f"bandwidth {bandwidth / 1e9:.3g} GB/s at {size / 1e6:.3g} MB{network}",
             )
 
-    def _try_links(self, ranks: Ranks) -> tuple[list[int], str]:
+    def _try_links(self, ranks: Ranks) -> Exchange[tuple[list[int], str]]:
         """Return the hosts that collectives would hang or crawl with, and this host's address."""
         address = data_address(ranks.address)
-        found = connect_hosts(ranks, address)
+        found = yield from connect_hosts(ranks, address)
         near = {
             node for node, (bad, trip) in found.items() if not bad and (trip or 0) < FAR_SECONDS
         }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ....host import network
 from ...host_pairs import attribute
-from ..check import Check, Finding, Level, Ranks, Reported
+from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import NO_DATA, connect_hosts, data_address, interface_problem, names_of
 
 LONG_ROUND_TRIP_SECONDS = 20e-3
@@ -43,14 +43,14 @@ class Connections(Check[ConnectionFacts]):
     seconds = 30.0
     facts = ConnectionFacts
 
-    def collect(self, ranks: Ranks) -> ConnectionFacts:
+    def collect(self, ranks: Ranks) -> Exchange[ConnectionFacts]:
         """Connect to the partners while they connect to this host."""
         address = data_address(ranks.address)
         interface = network.interface_of(address) or ""
         problem = interface_problem(hosts=len(ranks.hosts))
         facts = ConnectionFacts(address, interface, network.mtu(interface), problem)
         if len(ranks.hosts) > 1:
-            found = connect_hosts(ranks, address)
+            found = yield from connect_hosts(ranks, address)
             facts.others = [(node, *result) for node, result in found.items()]
         return facts
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .... import __version__
-from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of, show
 
 _KIT = Path(__file__).resolve().parents[3]
@@ -77,12 +77,12 @@ class Equality(Check[EqualityFacts]):
     seconds = 15.0
     facts = EqualityFacts
 
-    def collect(self, ranks: Ranks) -> EqualityFacts:
+    def collect(self, ranks: Ranks) -> Exchange[EqualityFacts]:
         files: dict[str, dict[str, str]] = {}
         if ranks.me.local_rank == 0:
             files = {_KIT_CODE: checksums(_KIT), _CODE: checksums(Path.cwd())}
         code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
-        everyones = [one for one in ranks.all_gather("code", code) if one]
+        everyones = [one for one in (yield code) if one]
         different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
         return EqualityFacts(
             software=software(),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ....host import network
-from ..check import Check, Finding, Level, Ranks, Reported
+from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import in_threads, names_of
 
 LOOK_UP_SECONDS = 8.0  # a name server that does not respond takes 5 s and more
@@ -45,11 +45,11 @@ class Names(Check[NameFacts]):
     seconds = 20.0
     facts = NameFacts
 
-    def collect(self, ranks: Ranks) -> NameFacts:
+    def collect(self, ranks: Ranks) -> Exchange[NameFacts]:
         """Look up the names of all hosts."""
         addresses = [*network.interfaces().values(), *_ipv6_addresses()]
         addresses = [one for one in addresses if not network.is_loopback(one)]
-        gathered = ranks.all_gather("addresses", addresses)
+        gathered = yield addresses
         places = {place.node: place for place in ranks.hosts}
         jobs = {node: partial(network.resolve, place.host) for node, place in places.items()}
         resolved = in_threads(jobs, LOOK_UP_SECONDS)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import CPUS, Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of
 from .limits import size_of
 
@@ -93,17 +93,17 @@ class StorageCheck(Check[StorageFacts]):
             self._folders.append(("data", data))
         self._folders.append(("temporary", os.environ.get("TMPDIR") or "/tmp"))
 
-    def collect(self, ranks: Ranks) -> StorageFacts:
+    def collect(self, ranks: Ranks) -> Exchange[StorageFacts]:
         # All hosts use the same names, so that one can look for another's files.
-        [token, *_] = ranks.all_gather("token", f"{os.getpid()}-{os.urandom(6).hex()}")
+        [token, *_] = yield f"{os.getpid()}-{os.urandom(6).hex()}"
         trials = [_Trial(purpose, path, str(token), ranks.me) for purpose, path in self._folders]
         try:
             for trial in trials:
                 trial.measure()
-            ranks.all_gather("written", True)
+            yield True
             for trial in trials:
                 trial.look_for_first_host()
-            ranks.all_gather("seen", True)
+            yield True
         finally:
             for trial in trials:
                 trial.remove_files()
