@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import LAUNCH, ROOT, python
-from utils.tools import host_pairs
+from utils.tools import host_pairs, operations
 from utils.tools.bench import bench_cli as cli
-from utils.tools.bench import links, operations
+from utils.tools.bench import links
 
 EVERY_OPERATION = """
 from utils import setup_distributed
-from utils.tools.bench.operations import OPERATIONS, Participants
+from utils.tools.operations import OPERATIONS, Participants
 with setup_distributed("gloo") as dist:
     ranks = Participants(dist.rank, dist.world_size, dist.device)
     for name, kind in OPERATIONS.items():

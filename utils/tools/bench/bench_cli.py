@@ -17,9 +17,9 @@ from ...log import get_logger
 from .. import host_pairs
 from ..arguments import ArgumentParser
 from ..charts import draw_lines
+from ..operations import OPERATIONS, Participants, gather_objects
 from . import collective_bench as collectives
 from . import links, scaling, try_settings
-from .operations import OPERATIONS, Participants, gather_objects
 from .trials import TrialFailed, Trials, start_trials
 
 _log = get_logger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .operations import (
+from ..operations import (
     OPERATIONS,
     Operation,
     Participants,

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..host_pairs import Pair, rounds, slow_pairs
+from ..operations import AllReduce, Participants, barrier, exchange, gather_objects, time_iterations
 from .collective_bench import CollectiveResult, Sweep, measure, write
-from .operations import AllReduce, Participants, barrier, exchange, gather_objects, time_iterations
 
 _ATTEMPTS = 3  # to measure a slow pair
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,16 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...distributed import Distributed, setup_distributed
-from ..launch.rank_environment import rank_variables
-from .operations import gather_objects
+from .. import child_ranks
+from ..operations import gather_objects
 from .worker import VARIABLE, Phase, Settings, Trial, TrialReport
 
 _FOLLOWER = "ended because another rank has failed"
-_ROOT = Path(__file__).resolve().parents[3]  # what `import utils` needs
-# Not -m: the folder that this command runs in would come first, and may have its own `utils`.
-_WORKER = (
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {__package__}.worker import main; main()"
-)
 
 
 class TrialFailed(RuntimeError):
@@ -71,25 +65,15 @@ class Trials:
         phases: as in Trial. Raises TrialFailed on all ranks.
         """
         self._count += 1
-        port = gather_objects(_free_port())[0]  # rank 0 is on the first host
+        port = gather_objects(child_ranks.free_port())[0]  # rank 0 is on the first host
         chosen = self._places[:ranks]
-        place = self._place
         result: tuple[int, str, str] | None = None
-        if place in chosen:
-            number = chosen.index(place)
-            same_host = [other for other in chosen if other[0] == place[0]]
-            variables = rank_variables(
-                rank=number,
-                world_size=ranks,
-                local_rank=same_host.index(place),
-                local_world_size=len(same_host),
-                node_rank=place[0],
-                address=self._job.master_addr,
-                port=port,
-            )
+        if self._place in chosen:
+            number, nodes = chosen.index(self._place), [node for node, _, _ in chosen]
+            environ = child_ranks.environment(nodes, number, self._job.master_addr, port)
             with tempfile.TemporaryDirectory(prefix="ddpkit-trial-") as folder:
                 trial = Trial(settings, list(phases), f"{folder}/report")
-                result = (number, *self._run_rank(trial, variables))
+                result = (number, *self._run_rank(trial, environ))
         found = sorted(one for one in gather_objects(result) if one is not None)
         failed = [(number, error) for number, _, error in found if error]
         if failed:
@@ -97,19 +81,12 @@ class Trials:
             raise TrialFailed(f"rank {number} of {ranks}: {error}")
         return [_read_report(text) for _, text, _ in found]
 
-    def _run_rank(self, trial: Trial, variables: dict[str, str]) -> tuple[str, str]:
+    def _run_rank(self, trial: Trial, environ: dict[str, str]) -> tuple[str, str]:
         """Run this rank's process. Returns its report, or "" and an error."""
-        settings = trial.settings
-        command = [_fill(word, settings.placeholders) for word in self._command]
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_ASYNC"))
-        }
-        environ.update(variables)
+        command = [_fill(word, trial.settings.placeholders) for word in self._command]
         environ[VARIABLE] = json.dumps(asdict(trial))
         output = Path(f"{trial.output}.out")
-        words = [sys.executable, "-c", _WORKER, *command]
+        words = [*child_ranks.words(f"{__package__}.worker"), *command]
         with output.open("w") as file:
             process = subprocess.Popen(
                 words, env=environ, stdout=file, stderr=file, start_new_session=True
@@ -158,10 +135,3 @@ def _read_report(text: str) -> TrialReport:
     content = json.loads(text)
     phases = {kind: Phase(**phase) for kind, phase in content.pop("phases").items()}
     return TrialReport(**content, phases=phases)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port: int = free.getsockname()[1]
-        return port

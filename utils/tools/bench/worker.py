@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from ..operations import AllReduce, Participants, time_iterations
 from ..script_modules import name_conflict, script_modules
 from . import hooks
-from .operations import AllReduce, Participants, time_iterations
 
 VARIABLE = "DDPKIT_TRIAL"
 HOOKS = ("bf16", "fp16")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass
 
 import torch
-import torch.distributed as dist
 
 from ...distributed import setup_distributed
+from ...launch_error import LaunchError
+from ..operations import AllReduce, Participants, time_iterations
+from .checks.collective_calls import RESULT, START_FAILED
 
-START_SECONDS = 20.0
-COLLECTIVE_SECONDS = 15.0
-_SIZES = (1, 1 << 14, 1 << 18, 1 << 22)  # elements of four bytes
+_START_SECONDS = 20.0
+_COLLECTIVE_SECONDS = 15.0
+_SIZES = (4, 1 << 16, 1 << 20, 1 << 24)  # bytes
 _LONG_SECONDS = 0.5  # of an all-reduce
-_PERIOD = 97  # a block that arrives in the wrong place shows
 _ITERATIONS = 4
 _MATRIX = 8192  # rows of a square matrix in bfloat16
 
@@ -36,49 +40,39 @@ class AllReduceTrial:
 def try_all_reduces() -> AllReduceTrial:
     """Run this rank. RANK and the other variables of torchrun's workers are set."""
     with setup_distributed(
-        timeout=START_SECONDS, collective_timeout=COLLECTIVE_SECONDS, bind=False
+        timeout=_START_SECONDS, collective_timeout=_COLLECTIVE_SECONDS, bind=False
     ) as job:
+        device, ranks = job.device, Participants(job.rank, job.world_size, job.device)
         wrong: dict[str, int] = {}
-        seconds = 0.0
-        for count in _SIZES:
+        for size in _SIZES:
+            operation = AllReduce(ranks, size)
+            wrong[str(size)] = operation.count_wrong()
+            seconds = job.all_reduce_mean(time_iterations(operation.run, 1, device)[0])
             if seconds > _LONG_SECONDS:  # a slow link
                 break
-            values = (torch.arange(count, device=job.device) % _PERIOD).float()
-            result = values + job.rank
-            dist.all_reduce(result)
-            expected = values * job.world_size + job.world_size * (job.world_size - 1) / 2
-            wrong[str(4 * count)] = int((result != expected).sum())
-            seconds = job.all_reduce_mean(_time(result, job.device))
-        if seconds <= _LONG_SECONDS:
-            seconds = min(_time(result, job.device) for _ in range(_ITERATIONS))
-        factor = 2 * (job.world_size - 1) / job.world_size
-        bandwidth = factor * result.nbytes / seconds
-        flops = _multiply(job.device) if job.device.type != "cpu" else None
+        else:
+            seconds = min(time_iterations(operation.run, _ITERATIONS, device))
+        bandwidth = operation.factor * operation.size / seconds
+        flops = _multiply(device) if device.type != "cpu" else None
         return AllReduceTrial(job.backend, wrong, bandwidth, flops)
-
-
-def _time(tensor: torch.Tensor, device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    dist.all_reduce(tensor)
-    _wait(device)
-    return time.perf_counter() - start
 
 
 def _multiply(device: torch.device) -> float:
     """Return the floating-point operations per second of a matrix product."""
     matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device)
-    best = float("inf")
-    for _ in range(_ITERATIONS):
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(_ITERATIONS):
-            torch.mm(matrix, matrix)
-        _wait(device)
-        best = min(best, (time.perf_counter() - start) / _ITERATIONS)
-    return 2 * _MATRIX**3 / best
+    seconds = time_iterations(lambda: torch.mm(matrix, matrix), _ITERATIONS**2, device)
+    return 2 * _MATRIX**3 / min(seconds)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+def main() -> None:
+    """Run this rank; the last line of the output is the result, or why the ranks do not start."""
+    status = 1
+    try:
+        print(RESULT + json.dumps(asdict(try_all_reduces())), flush=True)
+        status = 0
+    except LaunchError as error:
+        print(START_FAILED + str(error).splitlines()[0], flush=True)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # gloo may abort while the interpreter ends

@@ -1,4 +1,4 @@
-"""Start torch.distributed in child processes, and check all-reduces, the network that NCCL
+"""Start torch.distributed in other processes, and check all-reduces, the network that NCCL
 uses, and a matrix product on each GPU.
 
 gloo and NCCL connect every pair of ranks and would hang where one link is broken. So this check
@@ -7,39 +7,28 @@ first connects the hosts by plain TCP, and does not start if that fails.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import select
-import signal
-import socket
 import statistics
-import sys
-import time
-import traceback
-import warnings
+import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ....host import gpus
-from ....launch_error import LaunchError
-from ....launchers.rank_variables import RANK_VARIABLES
-from ...launch.rank_environment import clean, rank_variables
-from ..check import CPUS, Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
+from ...child_ranks import environment, free_port, words
+from ..check import CPUS, Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch
 
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 _CAUSES = ("connections", CPUS, "names", "equality", "installation", "import")
-_SECONDS = 40.0  # for a process
+_SECONDS = 50.0  # for a process, which imports torch
 _LATE = "did not end within"
-_START_FAILED = "the ranks do not start: "
-_RESULT = "RESULT "  # before the last line of the output
-_DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
+START_FAILED = "the ranks do not start: "
+RESULT = "RESULT "  # before the last line of the output
 
 
 @dataclass
@@ -90,9 +79,10 @@ class Collectives(Check[CollectiveFacts]):
         own = CollectiveFacts(0, unreachable=unreachable)
         if any(bad) or len(known) < len(gathered) or len(members) < 2 or ranks.me not in members:
             return own
-        port = (yield _free_port())[members[0].rank]
-        environ = _environment(ranks, members, gathered[members[0].rank]["address"], port)
-        return _run(environ, len(members))
+        first, nodes = members[0].rank, [place.node for place in members]
+        port = (yield free_port())[first]
+        address = gathered[first]["address"]
+        return _run(environment(nodes, members.index(ranks.me), address, port), len(members))
 
     def conclude(self, reported: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
         """Report wrong sums, failures, a slow network and slow GPUs."""
@@ -137,114 +127,40 @@ class Collectives(Check[CollectiveFacts]):
         return [node for node in others if node not in near], address
 
 
-def _environment(
-    ranks: Ranks, members: Sequence[RankPlace], address: str, port: int
-) -> dict[str, str]:
-    same_host = [one for one in members if one.node == ranks.me.node]
-    environ = {
-        name: value for name, value in clean(os.environ).items() if not name.startswith(_DROPPED)
-    }
-    environ |= rank_variables(
-        rank=members.index(ranks.me),
-        world_size=len(members),
-        local_rank=same_host.index(ranks.me),
-        local_world_size=len(same_host),
-        node_rank=ranks.me.node,
-        address=address,
-        port=port,
-    )
-    return environ
-
-
 def _run_two_ranks() -> CollectiveFacts:
     """Try all-reduces of two processes on the CPUs of this host."""
     no_gpus = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    port = _free_port()
-    environs = []
-    for rank in range(2):
-        values = (rank, 2, rank, 2, 0, 0, "127.0.0.1", port)
-        variables = dict(zip(RANK_VARIABLES, map(str, values), strict=True))
-        environs.append({**clean(os.environ), **no_gpus, **variables})
+    port = free_port()
+    environs = [{**environment([0, 0], rank, "127.0.0.1", port), **no_gpus} for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(lambda environ: _run(environ, 2), environs))
     return next((one for one in done if one.error), done[0])
 
 
 def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
-    """Try all-reduces in a child process with a time limit."""
-    import_torch()  # once for all children
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of other threads. Those of this process do not hold locks for long.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        _become_rank(environ, writer)
-    os.close(writer)
-    output, is_late = _read_until(reader, time.monotonic() + _SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(reader)
-
+    """Try all-reduces in a process with a time limit."""
+    program = words(f"{__package__.rpartition('.')[0]}.all_reduce")
+    output, pipe = subprocess.STDOUT, subprocess.PIPE
+    try:
+        done = subprocess.run(program, env=environ, stdout=pipe, stderr=output, timeout=_SECONDS)
+        printed, problem = done.stdout, f"exit status {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        printed, problem = error.stdout or b"", f"{_LATE} {_SECONDS:.0f} s"
+    text = printed.decode(errors="replace")
     # Indented lines are tables and the frames of a traceback.
-    lines = [line for line in output.splitlines() if line.strip() and line[0] != " "]
-    warning = re.search(r"\w+ uses .*, although .* is expected.*", output)
-    network = re.search(r"network: .*", output)
+    lines = [line for line in text.splitlines() if line.strip() and line[0] != " "]
+    warning = re.search(r"\w+ uses .*, although .* is expected.*", text)
+    network = re.search(r"network: .*", text)
     facts = CollectiveFacts(
         ranks, network=network[0] if network else "", warning=warning[0] if warning else ""
     )
-    if lines and lines[-1].startswith(_RESULT):
-        facts.trial = json.loads(lines[-1].removeprefix(_RESULT))
-    elif lines and lines[-1].startswith(_START_FAILED):
+    if lines and lines[-1].startswith(RESULT):
+        facts.trial = json.loads(lines[-1].removeprefix(RESULT))
+    elif lines and lines[-1].startswith(START_FAILED):
         facts.error = lines[-1]
     else:
-        problem = f"{_LATE} {_SECONDS:.0f} s" if is_late else f"exit status {status}"
         facts.error = ": ".join([problem, *lines[-1:]])
     return facts
-
-
-def _become_rank(environ: dict[str, str], output: int) -> NoReturn:
-    """Run this child process as a rank; its output ends with the result."""
-    status = 1
-    try:
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ.clear()
-        os.environ.update(environ)
-        from ..all_reduce import try_all_reduces
-
-        print(_RESULT + json.dumps(asdict(try_all_reduces())), flush=True)
-        status = 0
-    except LaunchError as error:
-        print(_START_FAILED + str(error).splitlines()[0], flush=True)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _read_until(reader: int, limit: float) -> tuple[str, bool]:
-    """Return the output of a process until it ends, and whether it did not end in time."""
-    content = b""
-    while True:
-        left = limit - time.monotonic()
-        if left <= 0 or not select.select([reader], [], [], left)[0]:
-            return content.decode(errors="replace"), True
-        chunk = os.read(reader, 1 << 16)
-        if not chunk:
-            return content.decode(errors="replace"), False
-        content += chunk
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
 
 
 # Findings ----------------------------------------------------------------------------------------
@@ -257,7 +173,7 @@ def _trial(one: Reported[CollectiveFacts]) -> dict[str, Any]:
 def _failure(
     failed: Sequence[Reported[CollectiveFacts]], members: Sequence[Reported[CollectiveFacts]]
 ) -> Finding:
-    common = [one.facts.error for one in failed if one.facts.error.startswith(_START_FAILED)]
+    common = [one.facts.error for one in failed if one.facts.error.startswith(START_FAILED)]
     if common:  # all ranks report what concerns all of them
         return Finding(
             Level.BAD,

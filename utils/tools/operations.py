@@ -209,7 +209,7 @@ def exchange(
         one.wait()
 
 
-def time_iterations(run: Callable[[], None], count: int, device: torch.device) -> list[float]:
+def time_iterations(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
     """Return the seconds of each of `count` runs: by the clock, or by an accelerator's events.
 
     Their sum is the time of the whole loop.
