@@ -149,7 +149,8 @@ def signalled(name: str) -> Callable[[Cluster], None]:
     """Rank 4 gets a signal when it collects facts."""
     def inject(run: Cluster) -> None:
         run.append("h3", ROOT / "utils" / "tools" / "doctor" / "checks" / "limits.py",
-                   f"import signal; Limits.collect = lambda self, ranks: os.kill(os.getpid(), signal.{name})")
+                   "import signal, time\nLimits.collect = lambda self, ranks: (  # it takes effect a little later\n"
+                   f"    os.kill(os.getpid(), signal.{name}), time.sleep(99))")
     return inject
 
 
