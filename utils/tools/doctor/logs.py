@@ -1,13 +1,14 @@
 """Find in the output of a job which rank failed first, on which host and why.
 
-The output is read as a stream. Lines without a sign of a failure are skipped in blocks; the others
-are compared with the table of causes.
+The output is read as a stream. Lines without a sign of a failure are skipped; the others are
+compared with the table of causes.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -33,12 +34,11 @@ _RESTART = {
     False: "does not help: the job would fail again",
     None: "may help; the output does not show it",
 }
-_BLOCK_BYTES = 1 << 20
-_MAXIMUM_LINE_BYTES = 1 << 16
-_TIME_BYTES = 4096  # a line without a time has the last one printed in so many bytes before it
+_LONGEST_LINE = 1 << 16  # bytes
+_RECENT_LINES = 50  # a line without a time has the last one printed in so many lines before it
 
 _VARYING = b"0123456789.-+# "  # what differs between the lines that each step prints
-_MAXIMUM_SHAPES = 100_000
+_MOST_SHAPES = 100_000
 # "2024-07-24 12:01:00,5", c10's "E724 08:34:00.94", "08:34:00"
 _TIME = re.compile(
     rb"(?:\d{4}-(\d\d)-(\d\d)[T _]|\b[IWEF](\d{1,2})(\d\d) |\b)(\d\d):(\d\d):(\d\d(?:[.,]\d+)?)"
@@ -366,40 +366,23 @@ def as_dict(found: Diagnosis | None) -> dict[str, object]:
 
 
 def _lines_of_interest(stream: BinaryIO) -> Iterator[tuple[int, str, bytes]]:
-    """Yield line number, line, and the text up to its end, for lines that hold a keyword.
+    """Yield line number, line, and the lines up to it, for lines that hold a keyword.
 
     The last item is an empty line with the number of lines. Most lines differ only by their numbers
     from an earlier one without a keyword.
     """
-    rest, before, line_number = b"", b"", 0
-    dull: set[bytes] = set()  # lines without what varies
-    while True:
-        block = stream.read(_BLOCK_BYTES)
-        text = (rest + block).replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # progress bars
-        end = text.rfind(b"\n") + 1 if block and len(text) < 2 * _BLOCK_BYTES else len(text)
-        text, rest = text[:end], text[end:]
-
-        start = 0
-        shapes = text.translate(None, _VARYING).split(b"\n")
-        for shape, line in zip(shapes, text.split(b"\n"), strict=True):
-            line_number += 1
-            if shape not in dull:
-                if line_number == 1 or any(keyword in line for keyword in _digitless_keywords()):
-                    stop = start + len(line)
-                    context = text[max(0, start - _TIME_BYTES) : stop]
-                    context = before + context if start < _TIME_BYTES else context
-                    yield line_number, line[:_MAXIMUM_LINE_BYTES].decode(errors="replace"), context
-                else:
-                    dull.add(shape)
-            start += len(line) + 1
-
-        line_number -= 1  # the empty text after the last line's end
-        before = text[-_TIME_BYTES:] or before
-        if len(dull) > _MAXIMUM_SHAPES:
-            dull.clear()
-        if not block:
-            yield line_number, "", b""
-            return
+    keywords, number = _digitless_keywords(), 0
+    recent, dull = deque[bytes](maxlen=_RECENT_LINES), set[bytes]()  # dull: without what varies
+    for lines in stream:
+        for line in lines.rstrip(b"\r\n").split(b"\r"):  # progress bars
+            number += 1
+            recent.append(line)
+            shape = line.translate(None, _VARYING)
+            if number == 1 or shape not in dull and any(keyword in line for keyword in keywords):
+                yield number, line[:_LONGEST_LINE].decode(errors="replace"), b"\n".join(recent)
+            elif len(dull) < _MOST_SHAPES:
+                dull.add(shape)
+    yield number, "", b""
 
 
 @cache
