@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,12 +69,17 @@ def cluster(need: Callable[[str], Path], tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(Lab(hosts, hosts.start_sshd(), need), tmp_path)
 
 
-def alarms(output: str) -> list[tuple[str, str, str]]:
-    """Return what rank 0 has found: for each finding that is not good, its check, hosts and message."""
+def report_of(output: str) -> dict[str, Any]:
+    """Return the report of rank 0. A rank that does not find rank 0 reports earlier."""
     starts = [found.start() for found in re.finditer(r"^\{\n", output, re.MULTILINE)]
     assert starts, output
-    report = json.JSONDecoder().raw_decode(output, starts[-1])[0]  # a rank that does not find rank 0 reports earlier
-    return [(check["name"], " ".join(finding["hosts"]), finding["message"]) for check in report["checks"]
+    report: dict[str, Any] = json.JSONDecoder().raw_decode(output, starts[-1])[0]
+    return report
+
+
+def alarms(output: str) -> list[tuple[str, str, str]]:
+    """Return what rank 0 has found: for each finding that is not good, its check, hosts and message."""
+    return [(check["name"], " ".join(finding["hosts"]), finding["message"]) for check in report_of(output)["checks"]
             for finding in check["findings"] if finding["level"] != "good"]
 
 
@@ -145,11 +151,12 @@ def wrong_interfaces(run: Cluster) -> None:
                   "h4) export GLOO_SOCKET_IFNAME=ib7;;", "esac"]
 
 
-def signalled(name: str) -> Callable[[Cluster], None]:
+def signalled(name: str, check: str = "limits.Limits") -> Callable[[Cluster], None]:
     """Rank 4 gets a signal when it collects facts."""
     def inject(run: Cluster) -> None:
-        run.append("h3", ROOT / "utils" / "tools" / "doctor" / "checks" / "limits.py",
-                   "import signal, time\nLimits.collect = lambda self, ranks: (  # it takes effect a little later\n"
+        module, kind = check.split(".")
+        run.append("h3", ROOT / "utils" / "tools" / "doctor" / "checks" / f"{module}.py",
+                   f"import os, signal, time\n{kind}.collect = lambda self, ranks: (  # it takes effect later\n"
                    f"    os.kill(os.getpid(), signal.{name}), time.sleep(99))")
     return inject
 
@@ -189,8 +196,6 @@ CASES: dict[str, tuple[Callable[[Cluster], None], str, list[tuple[str, str, str]
         ("connections", "h4", "GLOO_SOCKET_IFNAME=ib7, but h4 has no interface ib7")]),
     "killed rank": (signalled("SIGKILL"), "limits", [
         ("limits", "h3", "rank 4 on h3 ended; expected facts about limits")]),
-    "stopped rank": (signalled("SIGSTOP"), "limits", [
-        ("limits", "h3", "rank 4 on h3 did not respond; expected facts about limits")]),
 }
 
 
@@ -205,6 +210,14 @@ def test_doctor_names_the_fault_and_nothing_else(cluster: Cluster, name: str) ->
         assert len(found) == 1, (check, hosts, words, output)
         left.remove(found[0])
     assert not left and status, (left, status, output)
+
+
+def test_stopped_rank_is_named_within_30_seconds(cluster: Cluster) -> None:
+    """Although the check may take 70."""
+    signalled("SIGSTOP", "torch_import.TorchImportCheck")(cluster)
+    _, output = cluster.doctor("--only", "import")
+    assert alarms(output) == [("import", "h3", "rank 4 on h3 did not respond; expected facts about import")]
+    assert report_of(output)["checks"][1]["seconds"] <= 30
 
 
 @pytest.mark.parametrize(("mpi", "options"), [("", []), ("mpich5", ["--quick"])])

@@ -9,11 +9,13 @@ differ: the checks compare them later.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from ... import channel
@@ -32,11 +34,14 @@ from .check import RankPlace, Ranks
 EARLIER_SECONDS = 4.0
 _PLACES_SECONDS = 20.0
 _SEND_SECONDS = _CONNECT_SECONDS = 10.0
-_RESPONSE_SECONDS = 5.0  # within which a process that is not stopped responds
+_BEGIN_SECONDS = 5.0
+# A process that responds to none of these is stopped. One that loads a library holds the GIL.
+_PROBES, _PROBE_SECONDS = 5, 5.0
 _RANK_0_SECONDS = 600.0  # without a request: rank 0 hangs
 _HOST_LOST_SECONDS = 60
 _SEGMENT_BYTES = 500
 _BEGIN, _RESPOND = "begin", "respond"  # requests that are no checks
+_NO_STEP, _FIRST = 0, 1  # numbers: of what replies to no request, and of the first message
 
 # Runs a step: the check, and the values of all ranks since its last step, None for the first one.
 Step = Callable[[Ranks, str, "list[Any] | None"], Any]
@@ -56,30 +61,36 @@ class Lead(PeerServer):
         self._monitor = found.monitor
         self._channels: dict[int, Channel] = {}
         self._ended: set[int] = set()
-        self._number, self._replies = 0, dict[int, Any]()  # of the latest request
+        self._number, self._replies = _FIRST, dict[int, Any]()  # of the latest request
+        self._heard: set[int] = set()  # since the latest call of responding()
+        self._unanswered = Counter[int]()  # probes, not seconds: rank 0 may have waited for its GIL
         _use_small_packets(found.listener)
         super().__init__(found.listener, Loop(), found.secret, placement.world_size)
         ranks = range(placement.world_size)
-        self._wait(ranks, _PLACES_SECONDS)
+        self._wait(ranks, _PLACES_SECONDS, self._replies)
         self.everyone = _places([self._replies.get(rank) for rank in ranks])
         places = [[one.rank, one.host, one.node, one.local_rank] for one in self.everyone]
-        self.request(ranks, _BEGIN, places, _RESPONSE_SECONDS)
+        self.request(ranks, _BEGIN, places, _BEGIN_SECONDS)
 
     def request(
         self, ranks: Collection[int], what: str, values: list[Any] | None, seconds: float
     ) -> dict[int, Any]:
-        """Request a step from these ranks; return the replies that arrive in time, by rank."""
+        """Request a step from these ranks; return the replies that arrive in time, by rank.
+
+        Ranks that have ended, or whose process has not responded for 25 s, are not waited for.
+        """
         self._number, self._replies = self._number + 1, {}
-        for rank in set(ranks) & self._channels.keys() - self._ended:
-            self._channels[rank].send(
-                {"kind": "request", "number": self._number, "what": what, "values": values}
-            )
-        self._wait(ranks, seconds)
+        self._unanswered.clear()
+        self._send(ranks, self._number, what, values)
+        self._wait(ranks, seconds, self._replies)
         return self._replies
 
     def responding(self, ranks: Collection[int]) -> Collection[int]:
-        """Return those of the ranks whose process responds, although a step may hang."""
-        return self.request(ranks, _RESPOND, None, _RESPONSE_SECONDS) if ranks else ()
+        """Return those of the ranks whose process responds, although a step hangs."""
+        self._heard.clear()
+        self._send(ranks, _NO_STEP, _RESPOND, None)
+        self._wait(ranks, math.inf, self._heard)
+        return self._heard & set(ranks)
 
     def has_ended(self, rank: int) -> bool:
         return rank in self._ended
@@ -96,15 +107,31 @@ class Lead(PeerServer):
         super().close()
         self._listener.close()
 
-    def _wait(self, ranks: Collection[int], seconds: float) -> None:
-        """Wait for replies to the latest request."""
-        limit = time.monotonic() + seconds
-        while set(ranks) - self._replies.keys() - self._ended and time.monotonic() < limit:
-            self._loop.run_once(limit - time.monotonic())
+    def _send(self, ranks: Collection[int], number: int, what: str, values: Any) -> None:
+        message = {"kind": "request", "number": number, "what": what, "values": values}
+        for rank in set(ranks) & self._channels.keys() - self._ended:
+            self._channels[rank].send(message)
+
+    def _wait(self, ranks: Collection[int], seconds: float, arrived: Container[int]) -> None:
+        """Wait until all of these ranks have arrived, have ended or are stopped."""
+        now = time.monotonic()
+        limit, probe = now + seconds, now + _PROBE_SECONDS
+        while now < limit and (waiting := [one for one in ranks if one not in arrived]):
+            waiting = [one for one in waiting if one not in self._ended]
+            if now >= probe:
+                self._unanswered.update(waiting)
+                self._send(waiting, _NO_STEP, _RESPOND, None)
+                probe = now + _PROBE_SECONDS
+            if all(self._unanswered[one] >= _PROBES for one in waiting):
+                return
+            self._loop.run_once(max(0.0, min(limit, probe) - now))
+            now = time.monotonic()
 
     def receive(self, peer: Channel, message: Message) -> None:
         rank = peer.session.hello["index"]
         self._channels[rank] = peer
+        self._heard.add(rank)
+        self._unanswered[rank] = 0
         if message["number"] == self._number:
             self._replies[rank] = message["value"]
 
@@ -182,7 +209,7 @@ def _reply(placement: Placement, found: Rendezvous, step: Step) -> None:
     def run(number: int, what: str, values: list[Any] | None) -> None:
         send(number, step(ranks, what, values))
 
-    send(0, [socket.gethostname(), process.boot_id(), process.namespace("net")])
+    send(_FIRST, [socket.gethostname(), process.boot_id(), process.namespace("net")])
     problem = "it does not respond"
     with contextlib.suppress(TimeoutError):
         while (message := peer.receive_one(_RANK_0_SECONDS)) and message["kind"] != "end":
