@@ -180,7 +180,7 @@ def test_findings_that_say_the_same_of_several_hosts_are_one() -> None:
 @pytest.mark.parametrize(("cause", "effect", "is_below"), [
     ({"hosts": ("a",)}, {"hosts": ("a", "b"), "follows": ("limits",)}, True),
     ({"hosts": ("a",)}, {"hosts": ("b",), "follows": ("limits",)}, False),  # another host
-    ({"hosts": ("a",)}, {"hosts": ("a",), "follows": ("names",)}, False),
+    ({"hosts": ("a",)}, {"hosts": ("a",), "follows": ("storage",)}, False),
     ({"hosts": ("a",)}, {"follows": ("limits",)}, False),  # a failure of all, after a warning for one
     ({"hosts": ("a",), "subject": "X"}, {"hosts": ("b",), "subject": "X", "follows": ("X",)}, True),  # the odd one is b
     ({"hosts": ("a",), "subject": "X", "follows": ("network",)}, {"hosts": ("a",), "follows": ("X",)}, True)])

@@ -16,41 +16,9 @@ from utils.tools.doctor.check import Finding, Level, RankPlace, Ranks
 from utils.tools.doctor.checks.collective_calls import CollectiveFacts, Collectives
 from utils.tools.doctor.checks.connections import ConnectionFacts, Connections
 from utils.tools.doctor.checks.gpu_health import GpuFacts, Gpus, parse, parse_rocm
-from utils.tools.doctor.checks.names import NameFacts, Names
 
 ADDRESS, HERE = "10.0.0.{}".format, "127.0.0.1"
 EVERYONE = ("h1", "h2", "h3", "h4")
-
-
-# Names
-
-
-def names(wrong: dict[int, list[tuple[int, list[str] | None]]], count: int = 4) -> list[Finding]:
-    return conclude(Names(), [NameFacts([ADDRESS(node + 1)], wrong.get(node, [])) for node in range(count)])
-
-
-@pytest.mark.parametrize("wrong, hosts, words", [
-    ({node: [(2, [])] for node in (0, 1, 3)}, ("h3",), "all other hosts: h3 is not resolved at all; expected 10.0.0.3"),
-    ({1: [(2, [])], 3: [(2, [])]}, ("h2", "h4"), "h2 and h4: h3 is not resolved at all"),
-    ({1: [(2, None)]}, ("h2",), "h2: h3 is not resolved within 8 s"),
-    ({1: [(2, [ADDRESS(4)])]}, ("h2",), "h2: h3 leads to 10.0.0.4, an address of h4; expected 10.0.0.3"),
-    ({1: [(2, ["127.0.0.1"])]}, ("h2",), "h2: h3 leads to 127.0.0.1, the host itself"),
-    ({1: [(2, ["10.9.9.9", ADDRESS(3)])]}, ("h2",), "h2: h3 leads to 10.9.9.9, no address of a host of this job"),
-    ({1: [(2, ["fd00::99"])]}, ("h2",), "h2: h3 leads to fd00::99, no address of a host of this job"),
-    ({node: [(other, []) for other in range(4)] for node in range(4)}, EVERYONE,
-     "all other hosts: h1, h2, h3 and h4 is not resolved")])
-def test_wrong_names(wrong: dict[int, list[tuple[int, list[str] | None]]], hosts: tuple[str, ...], words: str) -> None:
-    finding = only(names(wrong))
-    assert (finding.level, finding.hosts) == (Level.WARNING, hosts)
-    assert words in finding.message and finding.remedy
-
-
-def test_right_names_and_other_families_are_good_and_many_hosts_one_finding() -> None:
-    for wrong in ({}, {1: [(2, [ADDRESS(3), "fe80::1"])]}, {1: [(2, [ADDRESS(3), "127.0.1.1"])]}):
-        assert only(names(wrong)).level is Level.GOOD
-    assert not names({0: [(0, ["127.0.1.1"])]}, count=1)  # a laptop
-    finding = only(names({node: [(node, ["127.0.1.1"])] for node in range(10)}, count=10))
-    assert finding.message.startswith("the own name of h1, h2, h3, h4, h5, h6, h7, h8 and 2 more leads to 127.0.1.1")
 
 
 # Connections

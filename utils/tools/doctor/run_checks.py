@@ -31,7 +31,6 @@ from .checks.equality import Equality
 from .checks.gpu_health import Gpus
 from .checks.installation import Installation
 from .checks.limits import Limits
-from .checks.names import Names
 from .checks.placement import PlacementCheck
 from .checks.shared_storage import StorageCheck
 from .checks.torch_import import TorchImportCheck
@@ -68,7 +67,6 @@ def all_checks(options: CheckOptions) -> list[Check[Any]]:
         StorageCheck(options.checkpoints, options.data),
         TorchImportCheck(),
         Gpus(),
-        Names(),
         Connections(),
         Collectives(),
     ]

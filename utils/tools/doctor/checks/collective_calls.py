@@ -24,7 +24,7 @@ from .torch_import import import_torch
 
 FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
-_CAUSES = ("connections", CPUS, "names", "equality", "installation", "import")
+_CAUSES = ("connections", CPUS, "equality", "installation", "import")
 _SECONDS = 50.0  # for a process, which imports torch
 _LATE = "did not end within"
 START_FAILED = "the ranks do not start: "
