@@ -64,7 +64,7 @@ def test_placement_names_problem_and_host(facts: list[placement.PlacementFacts],
 
 # equality --------------------------------------------------------------------------------------------------------
 
-SAME = equality.EqualityFacts(software={"Python": "3.12.1", "torch": "2.6.0"}, code={}, files={},
+SAME = equality.EqualityFacts(software={"Python": "3.12.1", "torch": "2.6.0"},
                               variables={"NCCL_DEBUG": "INFO"})
 
 
@@ -84,29 +84,13 @@ def test_equality_names_the_odd_rank_of_a_host_and_what_is_the_same() -> None:
     found = only(conclude(equality.Equality(), [SAME, odd, SAME, SAME], places("a", "a", "b", "b")))
     assert "rank 1 on a: (unset)" in found.message and found.ranks == (1,)
     good = only(conclude(equality.Equality(), [SAME] * 3))
-    assert good.message.startswith("Python 3.12.1, torch 2.6.0; the same code and variables")
+    assert good.message.startswith("Python 3.12.1, torch 2.6.0; the same variables")
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-
-
-def test_checksums_cover_scripts_and_packages(tmp_path: Path) -> None:
-    write(tmp_path, {name: name for name in (
-        "train.py", "model/__init__.py", "model/layers/__init__.py", "data/raw.py", "notes.txt")})
-    assert sorted(equality.checksums(tmp_path)) == ["model/__init__.py", "model/layers/__init__.py", "train.py"]
-
-
-def test_items_that_differ_on_other_hosts_are_other_findings() -> None:
-    group = "code of the kit"
-    usual = {"x": "2.1", "y": "1.0"}
-    facts = [dataclasses.replace(SAME, files={group: items}) for items in (
-        usual, {**usual, "x": "1.26"}, {"x": "2.1"}, usual, usual)]
-    assert [(one.level, one.message) for one in conclude(equality.Equality(), facts)] == [
-        (Level.BAD, f"{group} (x) differs. h2: 1.26; the other ranks: 2.1"),
-        (Level.BAD, f"{group} (y) differs. h3: none; the other ranks: 1.0")]
 
 
 def test_entries_of_paths_are_compared_once() -> None:

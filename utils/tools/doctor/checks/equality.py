@@ -1,4 +1,4 @@
-"""Check that all ranks have the same software, code and variables.
+"""Check that all ranks have the same software and variables.
 
 torch is not imported: its version is read from its files.
 """
@@ -9,18 +9,15 @@ import importlib.util
 import os
 import platform
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .... import __version__
-from ..check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
+from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of, show
 
-_KIT = Path(__file__).resolve().parents[3]
 _PREFIXES = (
     "NCCL_",
     "RCCL_",
@@ -43,33 +40,23 @@ _OTHERS = (
 _OF_RANK = ("CUDA_VISIBLE_DEVICES",)
 # Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
 _OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
-_MOST_FILES = 2000
 _SHOWN = 60  # characters of a value
 _UNSET = "(unset)"
 _TORCH = "torch"
-_KIT_CODE, _CODE = "code of the kit", "code in the working directory"
-_CODE_SUFFIXES = (".py", ".pyc", ".yaml", ".yml", ".toml")
 _VERSIONS = ("Python", _TORCH, "kit version", "NCCL")
 _ONE_ENVIRONMENT = "Use one environment on all hosts"
-SAME_FILES = "Copy the same files to all hosts, or use a shared file system"
 
 
 @dataclass(frozen=True)
 class EqualityFacts:
-    """What should be the same everywhere.
-
-    software: versions, by name. code: digests of code, by group, from the first rank of each host.
-    files: the checksum of each file, by group, if the digests differ between hosts.
-    """
+    """What should be the same everywhere. software: versions, by name."""
 
     software: dict[str, str]
-    code: dict[str, str]
-    files: dict[str, dict[str, str]]
     variables: dict[str, str]
 
 
 class Equality(Check[EqualityFacts]):
-    """Software, code and variables of all ranks."""
+    """Software and variables of all ranks."""
 
     name = "equality"
     per = "rank"
@@ -77,19 +64,8 @@ class Equality(Check[EqualityFacts]):
     seconds = 15.0
     facts = EqualityFacts
 
-    def collect(self, ranks: Ranks) -> Exchange[EqualityFacts]:
-        files: dict[str, dict[str, str]] = {}
-        if ranks.me.local_rank == 0:
-            files = {_KIT_CODE: checksums(_KIT), _CODE: checksums(Path.cwd())}
-        code = {name: f"{zlib.crc32(repr(found).encode()):08x}" for name, found in files.items()}
-        everyones = [one for one in (yield code) if one]
-        different = {name for name in code if len({one.get(name) for one in everyones}) > 1}
-        return EqualityFacts(
-            software=software(),
-            code=code,
-            files={name: files[name] for name in different},
-            variables=relevant_variables(os.environ),
-        )
+    def collect(self, ranks: Ranks) -> EqualityFacts:
+        return EqualityFacts(software(), relevant_variables(os.environ))
 
     def conclude(self, reported: Sequence[Reported[EqualityFacts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
@@ -97,11 +73,6 @@ class Equality(Check[EqualityFacts]):
             values = {one.place: one.facts.software.get(name, "none") for one in reported}
             level = Level.BAD if name in _VERSIONS else Level.WARNING
             findings += compare(name, values, level, _ONE_ENVIRONMENT, ("Python", _TORCH))
-        for name in _names(one.facts.files for one in reported):
-            items = {
-                one.place: one.facts.files[name] for one in reported if name in one.facts.files
-            }
-            findings += compare_items(name, items, Level.BAD, SAME_FILES, ("kit version",))
         for name in _names(one.facts.variables for one in reported):
             values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
@@ -113,7 +84,7 @@ class Equality(Check[EqualityFacts]):
             versions = ", ".join(
                 f"{name} {facts.software[name]}" for name in _VERSIONS if name in facts.software
             )
-            same = "; the same code and variables on all ranks"
+            same = "; the same variables on all ranks"
             findings = [Finding(Level.GOOD, versions + (same if len(reported) > 1 else ""))]
         yield from findings
 
@@ -166,27 +137,6 @@ def driver_version() -> str:
     return ""
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    """Return the CRC-32 of code and settings in a folder and in the packages there, by path."""
-    found: dict[str, str] = {}
-    pending = [folder]
-    while pending and len(found) < _MOST_FILES:
-        try:
-            entries = sorted(os.scandir(pending.pop(0)), key=lambda entry: entry.name)
-        except OSError:
-            continue
-        for entry in entries:
-            path = Path(entry.path)
-            try:
-                if entry.name.endswith(_CODE_SUFFIXES):
-                    found[str(path.relative_to(folder))] = f"{zlib.crc32(path.read_bytes()):08x}"
-                elif entry.is_dir() and (path / "__init__.py").is_file():
-                    pending.append(path)
-            except OSError:
-                found[str(path.relative_to(folder))] = "unreadable"
-    return found
-
-
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change how a training runs."""
     found = {
@@ -204,7 +154,7 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _names(values: Iterable[Mapping[str, Any]]) -> list[str]:
+def _names(values: Iterable[Mapping[str, str]]) -> list[str]:
     """Return the names in all of these, in the order in which they first appear."""
     return list(dict.fromkeys(name for one in values for name in one))
 
@@ -266,23 +216,3 @@ def _shorten(value: str, other: str) -> str:
     own = [entry for entry in value.split(os.pathsep) if entry not in entries]
     shown = os.pathsep.join(own) or value
     return f"...{shown[-_SHOWN:]}" if len(shown) > _SHOWN else f"...{shown}..."
-
-
-def compare_items(
-    name: str,
-    items: Mapping[RankPlace, Mapping[str, str]],
-    level: Level,
-    remedy: str,
-    follows: tuple[str, ...] = (),
-) -> Iterator[Finding]:
-    """Name those whose items differ from most ranks: one finding for items that differ together."""
-    different: dict[tuple[RankPlace, ...], list[str]] = {}
-    for item in sorted({item for one in items.values() for item in one}):
-        values = {place: one.get(item) for place, one in items.items()}
-        common = Counter(values.values()).most_common(1)[0][0]
-        if odd := tuple(place for place, value in values.items() if value != common):
-            different.setdefault(odd, []).append(item)
-    for names in different.values():
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        first = {place: one.get(names[0], "none") for place, one in items.items()}
-        yield from compare(f"{name} ({shown})", first, level, remedy, follows)
