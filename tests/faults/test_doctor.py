@@ -31,7 +31,6 @@ class Cluster:
         self.lab, self.hosts, self.folder = lab, lab.hosts, folder
         self.shell: list[str] = []
         self.mpi = ""
-        self.environ: dict[str, str] = {}
         self.checkpoints, self.work = folder / "checkpoints", folder / "work"
         self.checkpoints.mkdir()
         self.work.mkdir()
@@ -50,7 +49,7 @@ class Cluster:
         ranks = [host for host in self.hosts.hosts for _ in range(1 if self.mpi else 2)]
         (self.folder / "nodes").write_text("\n".join(ranks))
         environ = {"PATH": f"{self.lab.ssh.parent}:{CLEAN_ENV['PATH']}", "NCPUS": "2",
-                   "PYTHONDONTWRITEBYTECODE": "1", **self.environ}
+                   "PYTHONDONTWRITEBYTECODE": "1"}
         if self.mpi:
             start = self.lab.mpiexec(self.mpi, " ".join(ranks), environ)
             environ["PATH"] = f"{Path(start[0]).parent}:{environ['PATH']}"
@@ -114,11 +113,6 @@ def different_hosts(run: Cluster) -> None:
     run.shell.append("if [ $(hostname) = h3 ]; then export NCCL_IB_DISABLE=1; fi")
 
 
-def other_mpi4py(run: Cluster) -> None:
-    """mpiexec of Open MPI, and an mpi4py that loads MPICH."""
-    run.mpi, run.environ = "openmpi5", run.lab.mpi4py("mpich5")
-
-
 def broken_storage(run: Cluster) -> None:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("needs /dev/fuse, which this user may not open")
@@ -171,9 +165,6 @@ CASES: dict[str, tuple[Callable[[Cluster], None], str, list[tuple[str, str, str]
     "different hosts": (different_hosts, "equality", [
         ("equality", "h3", r"kit version differs\. h3: 0\.0\.9; the other ranks: "),
         ("equality", "h3", r"NCCL_IB_DISABLE differs\. h3: 1; the other ranks: \(unset\)")]),
-    "mpi4py of another MPI": (other_mpi4py, "installation", [
-        ("installation", "h1 h2 h3 h4",
-         r"mpi4py on h1, h2, h3 and h4 loads \S+ \(MPICH\), but mpiexec is openmpi \(Open MPI\)")]),
     "broken storage": (broken_storage, "storage", [
         ("storage", "h2", r"h2 cannot write in the checkpoint folder .*: Read-only file system; 2 other hosts can"),
         ("storage", "h3", "rank 4 on h3 did not finish within 25 s; expected facts about storage")]),

@@ -1,13 +1,10 @@
-"""Check what is installed on each host: torch for GPUs and driver, MPI, stale variables."""
+"""Check what is installed on each host: torch for GPUs and driver, stale variables."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +23,6 @@ _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D and display controllers, acc
 # The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
-OPEN_MPI, MPICH = "Open MPI", "MPICH"  # Intel MPI, Cray MPICH and MVAPICH are of its family
-_LIBRARY = re.compile(rb"libmpi(?:_\w+|ch)?\.so(?:\.\d+)?")
-# In this order mpi4py's wheels try them; the number is that of the binary interface.
-_NAMES = ("libmpi.so", "libmpi.so.12", "libmpi.so.40")
 _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", "GROUP_RANK")]
 
 
@@ -37,14 +30,11 @@ _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", 
 class InstallationFacts:
     """What is installed on a host.
 
-    launcher: of this process, "single" without one; mpi_launcher: the MPI that it belongs to.
     torch, cuda, hip, driver: versions, "" without. stale: variables of another launch. pci_gpus:
     GPUs on the PCI bus, by vendor. has_devices: whether this process sees the device files of a
-    driver. mpiexec: "TITLE (PATH)". mpi4py: the library that it would load.
+    driver. mpiexec: "TITLE (PATH)".
     """
 
-    launcher: str
-    mpi_launcher: str
     scheduler: str
     stale: str
     torch: str
@@ -54,7 +44,6 @@ class InstallationFacts:
     pci_gpus: dict[str, int]
     has_devices: bool
     mpiexec: str
-    mpi4py: str
 
 
 class Installation(Check[InstallationFacts]):
@@ -70,15 +59,11 @@ class Installation(Check[InstallationFacts]):
         self._quick = quick
 
     def collect(self, ranks: Ranks) -> InstallationFacts:
-        launcher, mpi = _launcher()
         single = len(ranks.everyone) == 1
         build, has_torch = torch_build(), torch_folder() is not None
-        needs_mpi = bool(mpi) or not self._quick
         return InstallationFacts(
-            launcher=launcher,
-            mpi_launcher=mpi,
             scheduler=_scheduler() if single else "",
-            stale=shown(os.environ, _RANK_VARIABLES) if launcher == "single" else "",
+            stale=shown(os.environ, _RANK_VARIABLES) if _has_no_launcher() else "",
             torch=build.get("__version__", "unknown") if has_torch else "",
             cuda=build.get("cuda", ""),
             hip=build.get("hip", ""),
@@ -86,18 +71,10 @@ class Installation(Check[InstallationFacts]):
             pci_gpus=pci_gpus(),
             has_devices=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
             mpiexec="" if self._quick else _mpiexec(),
-            mpi4py=library_of_mpi4py() if needs_mpi else "",
         )
 
     def conclude(self, reported: Sequence[Reported[InstallationFacts]]) -> Iterator[Finding]:
-        findings = [
-            found
-            for one in reported
-            for found in (
-                *_check_torch(one.facts, one.place.host),
-                *_check_mpi(one.facts, one.place.host),
-            )
-        ]
+        findings = [found for one in reported for found in _check_torch(one.facts, one.place.host)]
         first = reported[0] if reported else None
         if first is not None and first.facts.stale:
             names = [word.partition("=")[0] for word in first.facts.stale.split()]
@@ -119,13 +96,11 @@ class Installation(Check[InstallationFacts]):
 # Facts of this host -------------------------------------------------------------------------------
 
 
-def _launcher() -> tuple[str, str]:
-    """Return the launcher of this process, and the MPI that it belongs to, such as "Open MPI"."""
+def _has_no_launcher() -> bool:
     try:
-        found = find_launcher()
+        return find_launcher().placement.launcher == "single"
     except LaunchError:
-        return "unknown", ""
-    return found.placement.launcher, next(iter(found.launcher.mpi_libraries), "")
+        return False
 
 
 def _scheduler() -> str:
@@ -152,64 +127,6 @@ def pci_gpus(root: Path = Path("/")) -> dict[str, int]:
         if vendor and kind.startswith(_GPU_CLASSES):
             found[vendor] = found.get(vendor, 0) + 1
     return found
-
-
-def library_of_mpi4py(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the library that mpi4py would load, such as "libmpi.so.40"; "" without mpi4py.
-
-    The result is a path where mpi4py itself searches for the library: its wheels do.
-    """
-    spec = importlib.util.find_spec("mpi4py")
-    if spec is None or spec.origin is None:
-        return ""
-    extensions = sorted(Path(spec.origin).parent.glob("MPI*.so"))
-    if len(extensions) > 1:  # a wheel has one for each family
-        return environ.get("MPI4PY_LIBMPI") or next(_search(environ), "")
-    for extension in extensions:
-        found = _LIBRARY.search(extension.read_bytes())  # the name is in its dynamic section
-        if found:
-            return found[0].decode()
-    return ""
-
-
-def family(library: str) -> str:
-    """Return the family of a library by its name or path; "" if it is unknown."""
-    name = os.path.basename(os.path.realpath(library) if os.path.exists(library) else library)
-    if re.search(r"libmpi(?:_cray|ch)|libmpi\.so\.12\b", name):
-        return MPICH
-    return OPEN_MPI if re.search(r"libmpi\.so\.[24]0\b", name) else ""
-
-
-def family_of_mpiexec(title: str) -> str:
-    """Return the family of a launch method's title or a launcher's name."""
-    return OPEN_MPI if re.search("open ?mpi", title, re.IGNORECASE) else MPICH
-
-
-def _search(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the libraries that mpi4py's wheels find, the preferred one first."""
-    own = (f"{sys.prefix}/lib/{name}" for name in _NAMES)
-    yield from (path for path in own if os.path.exists(path))
-    cached = _cached_libraries()
-    for name in _NAMES:  # as the dynamic linker searches
-        for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
-            if os.path.exists(f"{folder}/{name}"):
-                yield f"{folder}/{name}"
-        if name in cached:
-            yield cached[name]
-
-
-def _cached_libraries() -> dict[str, str]:
-    """Return the paths of the system's MPI libraries, by name."""
-    environ = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/sbin:/usr/sbin"}
-    try:
-        done = subprocess.run(
-            ["ldconfig", "-p"], env=environ, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    # "	libmpi.so.40 (libc6,x86-64) => /lib/x86_64-linux-gnu/libmpi.so.40"
-    lines = re.findall(r"^\s*(libmpi\.so\S*) .*=> (\S+)$", done.stdout, re.MULTILINE)
-    return dict(reversed(lines))
 
 
 # What rank 0 concludes ----------------------------------------------------------------------------
@@ -257,31 +174,10 @@ def _check_torch(facts: InstallationFacts, host: str) -> Iterator[Finding]:
         )
 
 
-def _check_mpi(facts: InstallationFacts, host: str) -> Iterator[Finding]:
-    """Compare the library of mpi4py with the mpiexec that starts, or would start, the ranks."""
-    if not facts.mpi4py:
-        return
-    found = family(facts.mpi4py)
-    by_mpiexec = f"{facts.launcher} ({facts.mpi_launcher})" if facts.mpi_launcher else ""
-    used = by_mpiexec or (facts.mpiexec if facts.launcher == "single" else "")
-    expected = family_of_mpiexec(used) if used else ""
-    if found and expected and found != expected:
-        yield Finding(
-            Level.WARNING,
-            f"mpi4py on {host} loads {facts.mpi4py} ({found}), but mpiexec is {used}. Expected one "
-            "MPI: each process would be rank 0 of 1, or would end in MPI_Init",
-            f"Install mpi4py for {expected}, load the module of {found}, or set MPI4PY_LIBMPI to "
-            f"the libmpi of {expected}",
-            hosts=(host,),
-        )
-
-
 def _describe(facts: InstallationFacts) -> str:
     parts = [f"torch {facts.torch}"]
     if facts.driver:
         parts.append(f"driver {facts.driver}")
     parts.append(facts.mpiexec or "")
-    if facts.mpi4py:
-        parts.append(f"mpi4py with {os.path.basename(facts.mpi4py)}")
     parts.append(facts.scheduler and f"scheduler {facts.scheduler}, site generic-{facts.scheduler}")
     return ", ".join(filter(None, parts))
