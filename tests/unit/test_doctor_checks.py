@@ -131,16 +131,14 @@ def test_memory_is_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
 # installation ----------------------------------------------------------------------------------------------------
 
 INSTALLED = installation.InstallationFacts(scheduler="slurm", stale="", torch="2.6.0", cuda="", hip="", driver="",
-                                           pci_gpus={}, has_devices=False, mpiexec="")
+                                           gpus=0, gpu_vendor="", mpiexec="")
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({}, ""), ({"cuda": "12.4"}, ""), ({"pci_gpus": {"NVIDIA": 2}}, ""),  # a container without devices
+    ({}, ""), ({"cuda": "12.4"}, ""), ({"gpus": 2, "gpu_vendor": "intel"}, ""),
     ({"torch": ""}, "the Python of c has no torch"),
-    ({"cuda": "12.4", "pci_gpus": {"NVIDIA": 2}}, "c: 2 GPU(s) of NVIDIA on the PCI bus, but no driver"),
-    ({"pci_gpus": {"NVIDIA": 2}, "driver": "550.54", "has_devices": True},
-     "c: 2 GPU(s) of NVIDIA, but torch 2.6.0 is not built for CUDA"),
-    ({"cuda": "12.4", "pci_gpus": {"NVIDIA": 2}, "driver": "470.82", "has_devices": True},
+    ({"gpus": 2, "gpu_vendor": "nvidia", "driver": "550.54"}, "c: 2 GPU(s), but torch 2.6.0 is not built for CUDA"),
+    ({"cuda": "12.4", "gpus": 2, "gpu_vendor": "nvidia", "driver": "470.82"},
      "the driver of c is 470.82, but torch 2.6.0 is built for CUDA 12.4, which needs 525 or newer"),
     ({"stale": "RANK=3 WORLD_SIZE=8"}, "RANK=3 WORLD_SIZE=8 is set on c, but no launcher")])
 def test_installation(change: dict[str, Any], message: str) -> None:

@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from ....host import gpus
 from ....job.commands import SchedulerError
 from ....launch_error import LaunchError
 from ....launchers.detect import find_launcher
@@ -18,8 +18,7 @@ from ...schedulers import get_scheduler
 from ..check import Check, Finding, Level, Ranks, Reported
 from .equality import driver_version, torch_build, torch_folder
 
-_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
-_GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D and display controllers, accelerators
+_BUILDS = {"nvidia": "CUDA", "amd": "ROCm"}
 # The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
@@ -30,9 +29,8 @@ _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", 
 class InstallationFacts:
     """What is installed on a host.
 
-    torch, cuda, hip, driver: versions, "" without. stale: variables of another launch. pci_gpus:
-    GPUs on the PCI bus, by vendor. has_devices: whether this process sees the device files of a
-    driver. mpiexec: "TITLE (PATH)".
+    torch, cuda, hip, driver: versions, "" without. stale: variables of another launch. gpus:
+    of gpu_vendor, that the driver shows without masks. mpiexec: "TITLE (PATH)".
     """
 
     scheduler: str
@@ -41,8 +39,8 @@ class InstallationFacts:
     cuda: str
     hip: str
     driver: str
-    pci_gpus: dict[str, int]
-    has_devices: bool
+    gpus: int
+    gpu_vendor: str
     mpiexec: str
 
 
@@ -68,8 +66,8 @@ class Installation(Check[InstallationFacts]):
             cuda=build.get("cuda", ""),
             hip=build.get("hip", ""),
             driver=driver_version(),
-            pci_gpus=pci_gpus(),
-            has_devices=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
+            gpus=gpus.count_gpus({}),
+            gpu_vendor=gpus.gpu_vendor() or "",
             mpiexec="" if self._quick else _mpiexec(),
         )
 
@@ -115,20 +113,6 @@ def _mpiexec() -> str:
     return f"{found.method.title} ({found.path})" if found else ""
 
 
-def pci_gpus(root: Path = Path("/")) -> dict[str, int]:
-    """Count the GPUs of NVIDIA and AMD on the PCI bus, whether they have a driver or not."""
-    found: dict[str, int] = {}
-    for device in (root / "sys/bus/pci/devices").glob("*"):
-        try:
-            vendor = _VENDORS.get((device / "vendor").read_text().strip())
-            kind = (device / "class").read_text().strip()
-        except OSError:
-            continue
-        if vendor and kind.startswith(_GPU_CLASSES):
-            found[vendor] = found.get(vendor, 0) + 1
-    return found
-
-
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
@@ -143,28 +127,19 @@ def _check_torch(facts: InstallationFacts, host: str) -> Iterator[Finding]:
             follows=("Python",),
         )
         return
-    for vendor, build, name in (("NVIDIA", facts.cuda, "CUDA"), ("AMD", facts.hip, "ROCm")):
-        count = facts.pci_gpus.get(vendor, 0)
-        if not count:
-            continue
-        if not build and (facts.driver and facts.has_devices):
-            yield Finding(
-                Level.WARNING,
-                f"{host}: {count} GPU(s) of {vendor}, but torch {facts.torch} is not built for "
-                f"{name}: it would train on CPUs",
-                f"Install a build of torch for {name}: https://pytorch.org/get-started/locally",
-                hosts=(host,),
-            )
-        elif build and not facts.driver:
-            yield Finding(
-                Level.WARNING,
-                f"{host}: {count} GPU(s) of {vendor} on the PCI bus, but no driver is loaded",
-                "Log in to another host, or ask the centre to load the driver",
-                hosts=(host,),
-            )
+    build = {"nvidia": facts.cuda, "amd": facts.hip}.get(facts.gpu_vendor)
+    if build == "":
+        name = _BUILDS[facts.gpu_vendor]
+        yield Finding(
+            Level.WARNING,
+            f"{host}: {facts.gpus} GPU(s), but torch {facts.torch} is not built for {name}: it "
+            "would train on CPUs",
+            f"Install a build of torch for {name}: https://pytorch.org/get-started/locally",
+            hosts=(host,),
+        )
     oldest = _OLDEST_DRIVER.get(facts.cuda.partition(".")[0])
     major = re.match(r"\d+", facts.driver)
-    if oldest and major and "NVIDIA" in facts.pci_gpus and int(major[0]) < oldest:
+    if oldest and major and facts.gpu_vendor == "nvidia" and int(major[0]) < oldest:
         yield Finding(
             Level.BAD,
             f"the driver of {host} is {facts.driver}, but torch {facts.torch} is built for CUDA "
