@@ -87,12 +87,6 @@ def test_equality_names_the_odd_rank_of_a_host_and_what_is_the_same() -> None:
     assert good.message.startswith("Python 3.12.1, torch 2.6.0; the same variables")
 
 
-def write(folder: Path, texts: dict[str, str]) -> None:
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
 def test_entries_of_paths_are_compared_once() -> None:
     entries = [equality.relevant_variables({"LD_LIBRARY_PATH": text}) for text in ("/a:/b:/b", ":/a:/b:")]
     assert entries[0] == entries[1] == {"LD_LIBRARY_PATH": "/a:/b"}
@@ -100,32 +94,18 @@ def test_entries_of_paths_are_compared_once() -> None:
 
 # limits ----------------------------------------------------------------------------------------------------------
 
-LIMITS = limits.LimitFacts(ranks=2, world_size=8, fabric="", locked_bytes=-1, open_files=1024,
-                      shared_bytes=8 * GIB, shared_free_bytes=8 * GIB, memory_bytes=16 * GIB, free_bytes=9 * GIB,
-                      processes=-1, seconds_left=None)
+LIMITS = limits.LimitFacts(world_size=8, fabric="", locked_bytes=-1, open_files=1024,
+                      shared_bytes=8 * GIB, shared_free_bytes=8 * GIB, seconds_left=None)
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({}, ""), ({"open_files": 4096, "locked_bytes": 8 << 20, "fabric": ""}, ""),
     ({"fabric": "mlx5_0", "locked_bytes": 64 << 10}, "c may lock 64.0 KiB of memory (ulimit -l), but mlx5_0 needs it"),
-    ({"shared_bytes": 1 << 20, "shared_free_bytes": 1 << 20}, "/dev/shm of c has 1.0 MiB free of 1.0 MiB"),
-    ({"memory_bytes": 1 << 28, "free_bytes": 1 << 28}, "the processes on c may use 256.0 MiB of memory in all"),
-    ({"free_bytes": 1 << 28}, "c has 256.0 MiB of memory free"),
-    ({"processes": 9}, "c allows 9 processes and threads of a user (ulimit -u)")])
+    ({"shared_bytes": 1 << 20, "shared_free_bytes": 1 << 20}, "/dev/shm of c has 1.0 MiB free of 1.0 MiB")])
 def test_limits(change: dict[str, Any], message: str) -> None:
     check_odd_host(limits.Limits(), LIMITS, change, message)
     found = only(conclude(limits.Limits(), [dataclasses.replace(LIMITS, seconds_left=90.0)]))
     assert found.message.startswith("the job has 90 s left")
-
-
-def test_memory_is_the_smallest_of_the_control_groups(tmp_path: Path) -> None:
-    groups = "sys/fs/cgroup"
-    write(tmp_path, {"proc/self/cgroup": "4:cpu,cpuacct:/job\n0::/job/step\n", **{f"{groups}/{name}": text
-        for name, text in {
-        "job/step/memory.max": "max\n", "job/memory.max": "4096000\n", "job/memory.current": "1096000\n",
-        "job/memory.stat": "anon 5\ninactive_file 96000\n"}.items()}})
-    write(tmp_path, {"proc/meminfo": "MemTotal:  8000 kB\nMemAvailable:  7000 kB\n"})
-    assert limits.memory_limit(tmp_path) == (4096000, 3096000)
 
 
 # installation ----------------------------------------------------------------------------------------------------
