@@ -5,7 +5,6 @@ four processes  torchrun --standalone --nproc-per-node 4 examples/07_fsdp.py
 HSDP            torchrun --standalone --nproc-per-node 4 examples/07_fsdp.py --replicate 2
 Slurm job       sbatch -A ACCOUNT -N 2 jobs/slurm.sh examples/07_fsdp.py --replicate 2
 PBS job         ARGS=examples/07_fsdp.py qsub -A ACCOUNT jobs/pbs.sh
-memory          ddpkit plan --gpus 4 --gpu a100-40 examples/07_fsdp.py --width 1024
 
 DDP keeps parameters, gradients and the optimizer's state whole on every rank. Use FSDP where they
 do not fit: N ranks keep 1/N each. Before a block computes, its parameters are gathered; then they

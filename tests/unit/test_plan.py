@@ -59,14 +59,6 @@ def test_adamw_in_mixed_precision_needs_16_bytes_per_parameter(plan: Plan) -> No
     assert memory["buckets"] == 14e9
 
 
-def test_sharded_states_are_divided_and_need_no_buckets(plan: Plan) -> None:
-    found = plan(f"{SEVEN_BILLION} --gpus 16 --shard 8 --gpu a100-40")
-    assert found["memory"] == {"parameters": 1.75e9, "gradients": 1.75e9, "optimizer": 10.5e9}
-    assert found["advice"] == ["Without activations, the training needs 14.0 GB of the 36.0 GB that are usable on "
-                               "a100-40. They may not fit."] and found["scaling"] == []
-    assert "FSDP2 on groups of 8 GPUs. Step times are predicted for DDP only." in found["notes"]
-
-
 def test_one_all_reduce_per_parameter_reaches_a_tenth_of_the_bandwidth() -> None:
     """ResNet-50, 161 parameters with 25.6 million elements, on 8 GPUs with NVLink, whose figures have sources."""
     hardware = Hardware()
@@ -110,7 +102,6 @@ CHECKPOINT = "torch.utils.checkpoint, which recomputes activations."
 SMALLER = LESS + "a smaller micro-batch with accumulation, or " + CHECKPOINT
 FUSED = ("The peak is in the optimizer, whose temporary tensors need 8.0 GB. Adam, AdamW, SGD and Adagrad have none "
          "with fused=True: the training then needs {} GB.")
-SHARDED = {"parameters": 2e9, "gradients": 0.0, "optimizer": 0.0, "buckets": 0.0}
 
 
 def fails(needed: str, usable: str, *changes: str, even: str = "", **fit: Any) -> advice.Fit:
@@ -143,9 +134,7 @@ def fails(needed: str, usable: str, *changes: str, even: str = "", **fit: Any) -
     ({}, 1e9, {"complete": False},
      fails("20.0", "1.0", "Parameters, gradients and optimizer need 16.0 GB. Use FSDP2 (fully_shard) on more than 16 "
            "GPUs.", even=" even without activations", ddp=False)),
-    ({**SHARDED, "activations": 60e9}, 36e9, {"sharded": True, "batch": 9}, fails("62.0", "36.0", SMALLER, ddp=False)),
-    ({**SHARDED, "parameters": 20e9}, 18e9, {"sharded": True},
-     fails("20.0", "18.0", "Shard the model over more GPUs.", ddp=False))])
+    ])
 def test_memory_advice_recommends_the_first_change_that_fits(
         more: dict[str, float], capacity: float, options: dict[str, Any], expected: advice.Fit) -> None:
     options = {"complete": True, **options}
@@ -256,8 +245,7 @@ def test_measured_links_replace_those_of_the_site(plan: Plan, tmp_path: Path) ->
     ("--parameters 1e6 --links /nowhere", "cannot be read"), ("--model no_such:thing", "no_such"),
     ("--parameters 1e6 --site derecho", "--gpu"), ("nothing.py", "nothing.py"),
     ("--parameters 1e6 --html /nowhere/x", "/nowhere/x: No such file or directory. Expected"),
-    ("--model json:dumps --precision bf16", "bf16-pure"), ("--parameters 1e6 --gpus 8 --shard 3", "divisor of 8"),
-    ("--model tests.unit.plan_models:planned_gpt --shard 8", "calls fully_shard()")])
+    ("--model json:dumps --precision bf16", "bf16-pure")])
 def test_mistake_is_named(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(options.split()) == 1
     assert words in capsys.readouterr().err

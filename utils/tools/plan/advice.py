@@ -49,16 +49,14 @@ def memory_advice(
     *,
     complete: bool,
     passes: Mapping[str, float] | None = None,
-    sharded: bool = False,
     largest: int | None = None,
     batch: int | None = None,
 ) -> Fit:
     """Return what fits on a GPU, and the changes that make the training fit.
 
     memory: predicted bytes by category; capacity: usable bytes. complete: the activations are
-    included. passes: as memory, at the peak outside the optimizer. sharded: memory is that of
-    FSDP2. largest: samples of the largest micro-batch that fits; batch: those of the present one;
-    None where they are not known.
+    included. passes: as memory, at the peak outside the optimizer. largest: samples of the
+    largest micro-batch that fits; batch: those of the present one; None where they are not known.
     """
     total = sum(memory.values())
     used = f"{total / GB:.1f} GB of the {capacity / GB:.1f} GB that are usable on {name}"
@@ -90,10 +88,6 @@ def memory_advice(
     elif largest is None and batch != 1:
         less += "a smaller micro-batch with accumulation, or "
     less += "torch.utils.checkpoint, which recomputes activations."
-    if sharded:
-        text = "Shard the model over more GPUs." if total - growing > capacity else less
-        return Fit((*texts, text), ddp=False)
-
     saved = min(memory.get("buckets", 0.0), memory.get("gradients", 0.0))
     view = (
         f"DDP(gradient_as_bucket_view=True) saves {saved / GB:.1f} GB, the second copy of the "

@@ -53,7 +53,7 @@ Predict memory, step time and scaling of DDP training. Needs neither a GPU nor a
 
 A factory function receives the size of the micro-batch, and returns (model, inputs) or (model,
 inputs, loss function). A script runs until its second optimizer step, with tensors that have shapes
-but no data; where values decide, with real ones on the CPU.
+but no data. Where values decide how the steps go on, or under FSDP2, measure a step instead.
 """
 
 
@@ -91,7 +91,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         type=float,
         default=300,
         metavar="S",
-        help="seconds for two steps of SCRIPT, or of --model with real tensors (300)",
+        help="seconds for two steps of SCRIPT (300)",
     )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--batch", type=int, default=1, help="samples per micro-batch and GPU (1)")
@@ -107,12 +107,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help="micro-batches per optimizer step (1)",
     )
     how.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of DDP")
-    how.add_argument(
-        "--shard",
-        type=int,
-        metavar="N",
-        help="FSDP2: GPUs that share one copy of the model (all, if a script calls fully_shard())",
-    )
     how.add_argument(
         "--compute-seconds",
         type=float,
@@ -146,7 +140,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     for name in ("precision", "optimizer", "accumulate"):
         if args.script and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is for --model and --parameters: a script itself decides that")
-    counts = ("parameters", "batch", "accumulate", "shard", "gpus", "nodes", "gpus_per_node")
+    counts = ("parameters", "batch", "accumulate", "gpus", "nodes", "gpus_per_node")
     for name in counts:
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -170,25 +164,18 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     largest: traced.LargestBatch | None = None
     if trace and gpu is None and args.compute_seconds is not None:
         assumed.append(f"operations take shares of the step as on {_GPU} (--gpu)")
-    shards = _shards(args, trace, gpus)
     bucket_view = bool(trace and trace.ddp_options.get("gradient_as_bucket_view"))
     if trace is None:
         memory = state_memory(args.parameters, args.precision, args.optimizer)
         notes.append("The memory excludes activations. Give --model or a script to include them.")
-        if shards:
-            del memory["buckets"]
-            memory = {name: size / shards for name, size in memory.items()}
-            notes.append("The memory excludes what FSDP gathers. Give a script to include it.")
     else:
         memory_of = functools.partial(traced.memory, bucket_view=bucket_view)
-        if shards:
-            memory_of = functools.partial(traced.sharded_memory, shards=shards)
         memory = memory_of(trace)
         if gpu is not None:
             largest = _largest_batch(args, trace, gpu, memory_of, notes)
         notes += trace.notes
 
-    work = None if shards else _workload(args, trace, gpu)
+    work = _workload(args, trace, gpu)
     fit = advice.Fit()
     if gpu is not None:
         fit = advice.memory_advice(
@@ -197,15 +184,12 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             gpus,
             gpu.name,
             complete=trace is not None,
-            sharded=bool(shards),
             largest=largest.samples if largest and not largest.unconfirmed else None,
             batch=args.batch if largest or not trace else None,
             passes=memory_of(trace, optimizer=False) if trace else None,
         )
     texts, points = list(fit.texts), []
-    if shards:
-        notes.append(f"FSDP2 on groups of {shards} GPUs. Step times are predicted for DDP only.")
-    elif work is None:
+    if work is None:
         gpu_option = "--gpu TYPE, a --site whose GPU is known, or " if trace else ""
         notes.append(f"No step time: give {gpu_option}--compute-seconds.")
     else:
@@ -224,7 +208,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "inputs": _inputs(args, network, gpus, work, trace),
         "gpus": gpus,
         "memory": memory,
-        "peak": trace.peak(without_gradients=bucket_view).where if trace and not shards else "",
+        "peak": trace.peak(without_gradients=bucket_view).where if trace else "",
         "largest_micro_batch": {"gpu": name, **vars(largest)} if largest else None,
         "scaling": [point.as_dict() for point in points],
         "holds_up_to": {
@@ -235,21 +219,6 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "advice": texts,
         "notes": notes,
     }
-
-
-def _shards(args: argparse.Namespace, trace: Trace | None, gpus: int) -> int:
-    """Return the number of GPUs that share one copy of the model; 0 for DDP."""
-    shards: int = args.shard or (gpus if trace and trace.shard_groups else 0)
-    if shards and gpus % shards:
-        raise PredictionError(
-            f"--shard is {shards}, and there are {gpus} GPUs. Expected a divisor of {gpus}."
-        )
-    if shards and trace and not trace.shard_groups:
-        raise PredictionError(
-            f"--shard is {shards}, but nothing in the trace calls fully_shard(), which determines "
-            "what is gathered together. Give a script that calls it, or --parameters."
-        )
-    return shards
 
 
 def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
@@ -314,7 +283,6 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
             args.optimizer,
             args.precision,
             args.accumulate,
-            seconds=args.trace_timeout,
         )
     from .script import trace_script
 
@@ -342,7 +310,7 @@ def _largest_batch(
         if loaded > host_memory() / 4:
             return None
         other = trace if samples == args.batch else _trace(args, samples)
-        return sum(memory_of(other).values()) if other.is_real == trace.is_real else None
+        return sum(memory_of(other).values())
 
     from .trace import host_memory
 

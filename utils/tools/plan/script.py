@@ -1,8 +1,7 @@
 """Trace a training script as it is: run it until its second optimizer step, with fake parameters.
 
 Parameters are made fake when they are created, and whatever is computed from them is fake, too.
-Everything else, such as the loading of data, runs as usual. A script that needs values of the model
-runs again with real parameters.
+Everything else, such as the loading of data, runs as usual.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from .trace import (
     StepsTraced,
     StepTracer,
     Trace,
+    ValueNeeded,
+    caller,
     convertible_parameters,
     described,
     fake_mode,
@@ -84,24 +85,24 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
     with _time_limit(path, timeout), script_modules(folder), _output_to_stderr():
         try:
             try:
-                trace = trace_steps(run, seconds=timeout / 2)
+                trace = trace_steps(run)
             except KeyError as error:
                 if error.args[0] not in _RANK_VARIABLES:
                     raise
                 # A script for torchrun alone. The variables are not set at first: without them,
                 # most scripts and libraries leave torch.distributed out.
                 variables = _RANK_VARIABLES
-                trace = trace_steps(run, seconds=timeout / 2)
+                trace = trace_steps(run)
         except PredictionError as error:
             raise PredictionError(f"{path} could not be traced. {error}") from error
         except Exception as problem:
             raise PredictionError(
-                f"{path} could not be traced: {described(problem)}{name_conflict(problem)}. It "
-                "fails with real tensors on the CPU, too. Expected a script that trains as the "
-                "only rank on a CPU. Correct it, or use --model or --parameters."
+                f"{path} could not be traced: {described(problem)}{name_conflict(problem)}. "
+                "Expected a script that trains as the only rank on a CPU, without values of its "
+                "tensors. Correct it, or use --model or --parameters."
                 f"{_last(output)}"
             ) from problem
-    if not trace.ddp_options and not trace.shard_groups:
+    if not trace.ddp_options:
         trace.notes.append("The script does not use DDP: its default buckets are assumed.")
     trace.notes.append("The script ran as the only rank: a global batch that it divides is whole.")
     return trace
@@ -117,7 +118,7 @@ def _run(
     """Run the script with these rank variables."""
     argv, sys.argv = sys.argv, [path, *arguments]
     try:
-        with _Patches(tracer).applied(variables), tracer.active(), _OnCPU():
+        with _Patches(tracer).applied(variables), tracer.active(), _OnCPU(tracer):
             with contextlib.redirect_stdout(output), convertible_parameters():
                 runpy.run_path(path, run_name="__main__")
     except StepsTraced:
@@ -174,11 +175,17 @@ def _time_limit(path: str, seconds: float) -> Iterator[None]:
 class _OnCPU(TorchFunctionMode):
     """Put on the CPU what a script puts on a GPU: a login node has none."""
 
+    def __init__(self, tracer: StepTracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if function is torch.Tensor.numpy and is_fake(args[0]):
+            self._tracer.end(ValueNeeded("The script reads an array of them"))
         args, kwargs = tree_map(_on_cpu, (args, kwargs or {}))
         if function is torch.Tensor.to and isinstance(args[1] if args[1:] else None, int):
             args = (args[0], "cpu", *args[2:])
@@ -202,7 +209,6 @@ class _Patches:
 
     def __init__(self, tracer: StepTracer) -> None:
         self._tracer, self._mode = tracer, fake_mode()
-        self._sharded: nn.Module | None = None  # given to fully_shard(), not tracked yet
 
     @contextlib.contextmanager
     def applied(self, variables: dict[str, str]) -> Iterator[None]:
@@ -216,7 +222,7 @@ class _Patches:
         def make_parameter(
             cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True
         ) -> Any:
-            if data is not None and not is_fake(data) and not tracer.values.real:
+            if data is not None and not is_fake(data):
                 data = self._mode.from_tensor(data.detach())
             return new_parameter(cls, data, requires_grad)
 
@@ -237,18 +243,14 @@ class _Patches:
             return to_module(module, *args, **options)
 
         def fully_shard(module: Any, **options: Any) -> Any:
-            parts = module if isinstance(module, list) else [module]
-            tracer.track_shards(parts)
-            self._sharded = parts[-1]  # after the last call: the whole model
-            if getattr(options.get("mp_policy"), "param_dtype", None) is not None:
-                tracer.notes.append("Predicted without the mixed precision of fully_shard().")
-            return module
+            text = (
+                f"It calls fully_shard(){caller()}. Memory and steps under FSDP2 are not "
+                "predicted: measure a step, and print torch.cuda.max_memory_allocated()."
+            )
+            tracer.end(PredictionError(text))
 
         def make_optimizer(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
             init_optimizer(optimizer, params, *args, **options)
-            if self._sharded is not None:
-                tracer.track(self._sharded)
-                self._sharded = None
             tracer.track_optimizer(optimizer)
 
         def make_autocast(autocast: Any, device_type: str, *args: Any, **options: Any) -> None:

@@ -1,22 +1,20 @@
 """Trace training steps: the memory and the work of each operation.
 
 The tensors are fake: they have a shape but no data, so nothing is allocated and nothing is
-computed. Where values decide, the steps run with real tensors on the CPU instead.
+computed. Where values decide how the steps go on, the trace ends with ValueNeeded.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import time
 import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +43,7 @@ CATEGORIES = (
     "rounding",  # of each block, by the allocator
 )
 _BLOCK = 512  # bytes; kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
-_MOST_STEPS = 25  # traced until the optimizer's state grows no more: LBFGS, for example
+_MOST_STEPS = 25  # traced until the optimizer's state grows no more
 _READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor}
 
@@ -68,14 +66,6 @@ class Peak:
     where: str = ""
 
 
-class ShardedGradient(NamedTuple):
-    """A gradient that FSDP divides among the ranks, when it is ready."""
-
-    group: int  # index in Trace.shard_groups
-    size: int  # bytes
-    live: dict[str, int]  # bytes by category at that time
-
-
 @dataclass
 class Trace:
     """What the last traced step needs."""
@@ -90,10 +80,6 @@ class Trace:
     bucket_bytes: int
     micro_steps: int  # backward passes
     ddp_options: dict[str, Any] = field(default_factory=dict)
-    # Bytes of the parameters that each fully_shard() gathers together, in the order of the calls.
-    shard_groups: list[int] = field(default_factory=list)
-    shard_gradients: list[ShardedGradient] = field(default_factory=list)  # last backward pass
-    is_real: bool = False  # traced with real tensors
     notes: list[str] = field(default_factory=list)
 
     def peak(self, *, without_gradients: bool = False) -> Peak:
@@ -109,29 +95,17 @@ class _Storage:
 
 
 class StepsTraced(SystemExit):
-    """Ends a script, orderly, after the steps that were to be traced."""
+    """Ends a script, orderly, when the steps are traced, or cannot be."""
 
 
 class ValueNeeded(PredictionError):
     """Values decide how the steps go on, and fake tensors have none."""
 
-
-class TooLarge(PredictionError):
-    """The steps with real tensors need too much memory or time of this host."""
-
-
-@dataclass(frozen=True)
-class Values:
-    """Where a trace gets the values of tensors from.
-
-    real: from a run with real tensors, which ends with TooLarge after `seconds`. Otherwise,
-    `assumed` is the value of each bool, and masks and nonzero() select all elements; None raises
-    ValueNeeded.
-    """
-
-    real: bool = False
-    seconds: float = math.inf
-    assumed: bool | None = None
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"It needs values{caller()}: measure a step, for example with ddpkit bench ddp. "
+            f"({what}; a trace has shapes, but no values.)"
+        )
 
 
 class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -140,19 +114,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The first step creates the state of the optimizer; the last one is reported.
     """
 
-    def __init__(
-        self, values: Values = Values(), *, num_steps: int = 2, foreach: bool = True
-    ) -> None:
+    def __init__(self, *, num_steps: int = 2, foreach: bool = True) -> None:
         # foreach: torch's optimizers use their multi-tensor form on GPUs, which needs more memory.
         super().__init__()  # type: ignore[no-untyped-call]
         self.sync = True  # false under DDP.no_sync()
         self.ddp_options: dict[str, Any] = {}
-        self.shard_groups: list[int] = []
         self.notes: list[str] = []
-        self.values = values
-        self._deadline = time.monotonic() + values.seconds
-        # Login nodes are shared.
-        self._memory_limit = host_memory() / 4 if values.real else math.inf
+        self._reason: PredictionError | None = None  # why there is no trace
         self._state_bytes, self._extra_steps = 0, _MOST_STEPS - num_steps
         self._steps_left, self._foreach = num_steps, foreach
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -166,7 +134,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._total = 0
         self._module, self._in_optimizer = "", False
         self._parameters: list[nn.Parameter] = []
-        self._group_of: dict[int, int] = {}  # id() of a parameter: index in shard_groups
         self._hooks: list[Any] = []
         self._begin_step()
 
@@ -177,7 +144,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Trace what runs in the block."""
         # With oneDNN, a fake LSTM lacks what it keeps for the backward pass.
         set_onednn: Any = torch.backends.mkldnn.set_flags
-        onednn, *_ = set_onednn(None if self.values.real else False)
+        onednn, *_ = set_onednn(False)
         self._hooks += [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -198,13 +165,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(buffer, "buffers")
         self.track_parameters(model.parameters())
 
-    def track_shards(self, modules: Iterable[nn.Module]) -> None:
-        """Note what fully_shard() would gather together: parameters in no earlier group."""
-        own = {id(one): one for module in modules for one in module.parameters()}
-        own = {key: one for key, one in own.items() if key not in self._group_of}
-        self._group_of.update(dict.fromkeys(own, len(self.shard_groups)))
-        self.shard_groups.append(sum(parameter.nbytes for parameter in own.values()))
-
     def track_optimizer(self, optimizer: Optimizer) -> None:
         """Let a step include one of this optimizer."""
         self._optimizers.add(optimizer)
@@ -222,19 +182,20 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 add_hook: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(add_hook(self._gradient_ready))
 
-    def check_host(self) -> None:
-        """Raise TooLarge where this host cannot hold the training of the parameters."""
-        needed = 4 * sum(parameter.nbytes for parameter in self._parameters)
-        if needed > host_memory() / 4:
-            raise TooLarge(f"needs {needed / 1e9:.1f} GB of host memory without activations")
-
     @property
     def is_finished(self) -> bool:
         """Whether the steps have been traced; what follows changes nothing."""
         return self._finished is not None
 
+    def end(self, reason: PredictionError) -> NoReturn:
+        """End the script, which neither catches nor reports the reason; result() raises it."""
+        self._reason = reason
+        raise StepsTraced
+
     def result(self) -> Trace:
-        """Return the trace. Raises PlanError where there was no step."""
+        """Return the trace. Raises PredictionError where there is none."""
+        if self._reason is not None:
+            raise self._reason
         if self._finished is None:
             raise PredictionError(
                 f"The trace ended {self._steps_left} optimizer steps too early. Expected a model "
@@ -268,9 +229,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sum(size for _, size in last.values()),
             max(self._times_ready.values(), default=0),
             self.ddp_options,
-            self.shard_groups,
-            self._shard_gradients,
-            self.values.real,
         )
 
     # --- events
@@ -279,7 +237,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
         self._operations: list[TracedOperation] = []
         self._gradients: list[tuple[int, int, int]] = []  # id() of the parameter, index, bytes
-        self._shard_gradients: list[ShardedGradient] = []
         self._times_ready = Counter[int]()  # id() of a parameter: backward passes
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -302,15 +259,10 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for part in parts:
             self._count(part, "gradients")
         size = sum(part.nbytes for part in parts)
-        if self._times_ready[id(parameter)] == max(self._times_ready.values(), default=0):
-            self._shard_gradients = []  # of an earlier backward pass
         self._times_ready[id(parameter)] += 1
         if self.sync:
             index = len(self._operations) - 1
             self._gradients.append((id(parameter), index, size))
-            if (group := self._group_of.get(id(parameter))) is not None:
-                gradient = ShardedGradient(group, size, dict(self._live))
-                self._shard_gradients.append(gradient)
 
     def _before_optimizer(
         self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
@@ -367,13 +319,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if time.monotonic() > self._deadline:
-            raise TooLarge(f"takes more than {self.values.seconds:.0f} s")
         if function is _READS_A_VALUE and is_fake(args[0]):
             return self._value_of(args[0])
         output = self._run(function, args, kwargs)
         inputs, outputs = list(_strided((args, kwargs))), list(_strided(output))
-        if not any(map(self._is_of_model, inputs)) and not any(map(is_fake, outputs)):
+        if not any(map(is_fake, inputs)) and not any(map(is_fake, outputs)):
             return output  # loading of data, for example
         for tensor in inputs:
             if tensor.untyped_storage() not in self._storages:
@@ -386,7 +336,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, or make fake results where values decide."""
+        """Run an operation. Raises ValueNeeded where values decide on its result."""
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -394,41 +344,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         try:
             output = function(*args, **kwargs)
-        except DataDependentOutputException as error:
-            return self._assumed(f"the result of {function}", error)
-        except DynamicOutputShapeException as error:
-            return self._selection(function, args, error)
+        except DataDependentOutputException:
+            self.end(ValueNeeded(f"They are the result of {function}"))
+        except DynamicOutputShapeException:
+            self.end(ValueNeeded(f"They decide on the size of {function}"))
         if isinstance(output, Tensor) and output.is_sparse and is_fake(output):
-            raise ValueNeeded(f"sparse tensors need values{_caller()}")
+            self.end(ValueNeeded("A sparse tensor has as many elements as its values say"))
         return output
-
-    def _selection(self, function: Any, args: Any, error: Exception) -> Any:
-        """Return fake results of an operation that selects elements by their values."""
-        aten = torch.ops.aten
-        text = f"the size of the result of {function} depends on values{_caller()}"
-        if function not in (aten.nonzero.default, aten.masked_select.default, aten.index.Tensor):
-            raise ValueNeeded(text) from error
-        if self.values.assumed is None:
-            raise ValueNeeded(text) from error
-        self.notes.append(f"{function} is taken to select all elements{_caller()}.")
-        if function is aten.nonzero.default:
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        if function is aten.masked_select.default:
-            return args[0].new_empty(args[1].expand_as(args[0]).numel())
-        indices: list[Tensor | None] = []
-        for index in args[1]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
-                indices.append(index)
-            else:
-                indices += [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim()
-        return function(args[0], indices)
-
-    def _is_of_model(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the model's, or was computed with them."""
-        if not self.values.real:
-            return is_fake(tensor)
-        entry = self._storages.get(tensor.untyped_storage())
-        return entry is not None and entry.category != "inputs"
 
     def _is_view(self, outputs: list[Tensor]) -> bool:
         return all(tensor.untyped_storage() in self._storages for tensor in outputs)
@@ -464,19 +386,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operations.append(TracedOperation(self._phase(), flops, size, str(dtype)[6:]))
 
     def _value_of(self, tensor: Tensor) -> float:
-        """Return a value for a tensor without data, and note it; ValueNeeded where it decides."""
+        """Return a value for a number that is printed, and note it; ValueNeeded for others."""
         if tensor.is_floating_point():
-            self.notes.append(f"The script reads a computed value{_caller()}: traced as 1.0.")
+            self.notes.append(f"The script reads a computed value{caller()}: traced as 1.0.")
             return 1.0
-        return self._assumed(f"a value of type {tensor.dtype} that the model computed")
-
-    def _assumed(self, what: str, error: Exception | None = None) -> bool:
-        """Return the value that is assumed; ValueNeeded where none is."""
-        value = self.values.assumed
-        if value is None:
-            raise ValueNeeded(f"the script uses {what}{_caller()}") from error
-        self.notes.append(f"The script uses {what}{_caller()}: assumed to be {value}.")
-        return value
+        self.end(ValueNeeded(f"The model computed a {str(tensor.dtype)[6:]} that the script reads"))
 
     # --- bytes
 
@@ -497,8 +411,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entry = self._storages[storage] = _Storage(size, category)
         weakref.finalize(storage, self._change, entry, -1)
         self._change(entry, 1)
-        if self._total > self._memory_limit:
-            raise TooLarge(f"needs more than {self._memory_limit / 1e9:.1f} GB of host memory")
         for without in (False, True):
             total = self._total - (self._live["gradients"] if without else 0)
             if total > self._peaks[self._in_optimizer, without].total:
@@ -587,68 +499,18 @@ def convertible_parameters() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def trace_steps(
-    run: Callable[[StepTracer], None],
-    *,
-    seconds: float = math.inf,
-    foreach: bool = True,
-) -> Trace:
+def trace_steps(run: Callable[[StepTracer], None], *, foreach: bool = True) -> Trace:
     """Trace the steps that `run` runs with a tracer.
 
-    Where values decide, the steps run with real tensors for at most so many seconds. Where those
-    are too large for this host, values are assumed, and notes say so.
-    Raises PlanError, or what a run with real tensors raises.
+    Raises PredictionError, or what `run` raises.
     """
-
-    def attempt(values: Values) -> Trace:
-        tracers.append(tracer := StepTracer(values, foreach=foreach))
-        try:
-            run(tracer)
-        except Exception:
-            if not tracer.is_finished:  # what a script does at its end may fail
-                raise
-        return tracer.result()
-
-    tracers: list[StepTracer] = []
-    needed: Exception
+    tracer = StepTracer(foreach=foreach)
     try:
-        return attempt(Values())
-    except ValueNeeded as error:
-        needed = error
-    except PredictionError:
-        raise
-    except Exception as error:
-        needed = error
-
-    text = str(needed) if isinstance(needed, ValueNeeded) else described(needed)
-    reason: Exception
-    try:
-        tracers[0].check_host()
-        trace = attempt(Values(real=True, seconds=seconds))
-    except Exception as error:
-        reason = error
-    else:
-        trace.notes.append(f"The steps ran with real tensors on the CPU: {text}.")
-        return trace
-    why = str(reason) if isinstance(reason, TooLarge) else f"fails with {described(reason)}"
-    if not isinstance(needed, ValueNeeded):
-        if not isinstance(reason, TooLarge):
-            raise reason
-        raise PredictionError(f"{text}. A run with real tensors {why}. {_REMEDIES}") from needed
-    for assumed in (False, True):
-        try:
-            trace = attempt(Values(assumed=assumed))
-        except Exception:
-            continue
-        trace.notes.append(f"Values are assumed, because a run with real tensors {why}.")
-        return trace
-    raise PredictionError(
-        f"The steps depend on values, which fake tensors do not have: {text}. A run with real "
-        f"tensors {why}. {_REMEDIES}"
-    ) from needed
-
-
-_REMEDIES = "Use a smaller batch, raise --trace-timeout, or use --model or --parameters."
+        run(tracer)
+    except Exception:
+        if not tracer.is_finished:  # what a script does at its end may fail
+            raise
+    return tracer.result()
 
 
 def trace_training(
@@ -658,44 +520,35 @@ def trace_training(
     *,
     accumulate_steps: int = 1,
     foreach: bool = True,
-    seconds: float = math.inf,
 ) -> Trace:
     """Trace training steps of a model.
 
     build: makes the model; its tensors are made fake. step: runs a forward pass on a batch, and
-    returns the loss. seconds: see trace_steps().
+    returns the loss.
     """
 
     def run(tracer: StepTracer) -> None:
-        with nullcontext() if tracer.values.real else fake_mode(), convertible_parameters():
+        with fake_mode(), convertible_parameters():
             model = build()
         optimizer = make_optimizer(model.parameters())
-
-        def micro_steps() -> Any:
-            optimizer.zero_grad()
-            for i in range(accumulate_steps):
-                tracer.sync = i == accumulate_steps - 1
-                loss: Any = step(model)
-                loss.backward()
-            return loss
 
         with tracer.active():
             tracer.track(model)
             try:
                 while True:
-                    if isinstance(optimizer, torch.optim.LBFGS):
-                        lbfgs_step: Any = optimizer.step
-                        lbfgs_step(micro_steps)
-                    else:
-                        micro_steps()
-                        optimizer.step()
+                    optimizer.zero_grad()
+                    for i in range(accumulate_steps):
+                        tracer.sync = i == accumulate_steps - 1
+                        loss: Any = step(model)
+                        loss.backward()
+                    optimizer.step()
             except StepsTraced:
                 pass
 
-    return trace_steps(run, seconds=seconds, foreach=foreach)
+    return trace_steps(run, foreach=foreach)
 
 
-def _caller() -> str:
+def caller() -> str:
     """Return " at FILE:LINE" of the innermost frame outside torch and this package, or ""."""
     return _place(traceback.extract_stack())
 

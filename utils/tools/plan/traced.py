@@ -1,11 +1,10 @@
-"""Turn a trace into predictions: memory of DDP or FSDP2, times of a GPU, the largest batch."""
+"""Turn a trace into predictions: memory with DDP, times of a GPU, the largest batch."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 _MOST_TRACES = 30  # for the largest micro-batch
 _MOST_SAMPLES = 2**40
-_ACTIVE = ("buffers", "inputs", "activations", "temporary")  # whole on each rank
 
 
 def memory(
@@ -34,68 +32,6 @@ def memory(
     else:
         peak = trace.peaks[optimizer, bucket_view]
     return {**peak.bytes, "buckets": float(trace.bucket_bytes)}
-
-
-def sharded_memory(trace: Trace, shards: int, *, optimizer: bool | None = None) -> dict[str, float]:
-    """Return the bytes by category at the peak on one of `shards` ranks that share a model.
-
-    Parameters, gradients and the optimizer's state are divided among the ranks. "gathered" is what
-    a rank has of whole parameters and gradients while it computes.
-
-    optimizer: True for the peak while the optimizer runs, False for that of the rest of the step.
-    """
-    at_rest = trace.peaks[True, True].bytes
-    states = {name: at_rest[name] / shards for name in ("parameters", "optimizer")}
-    moments: list[dict[str, float]] = []
-    if optimizer is not True:
-        moments += _computing(trace, shards)
-    if optimizer is not False:
-        # Its temporary tensors are as large as what it updates.
-        gradients = trace.bucket_bytes / shards
-        active = {name: float(at_rest[name]) for name in _ACTIVE}
-        active["temporary"] /= shards
-        moments.append({"gradients": gradients, **active, "gathered": 0.0})
-    most = max(moments, key=lambda parts: sum(parts.values()))
-    return {**states, **most}
-
-
-def _computing(trace: Trace, shards: int) -> Iterator[dict[str, float]]:
-    """Yield the bytes by category, without the states, at moments of the two passes.
-
-    The group of the whole model, the last one, stays gathered. Of the others, the parameters of two
-    are gathered: those in use, and those of the next one. Gradients are whole until the last one of
-    their group is ready. Then they are copied and reduced, and the copy stays until the next ones
-    are copied.
-    """
-    groups = trace.shard_groups
-    is_divided = shards > 1  # a single rank gathers nothing, and still copies the gradients
-    root = len(groups) - 1
-    largest = max(groups[:root], default=0)
-
-    def moment(live: dict[str, int], gathered: float, reduced: float) -> dict[str, float]:
-        active = {name: float(live[name]) for name in _ACTIVE}
-        return {"gradients": reduced / shards, **active, "gathered": gathered}
-
-    # Activations are at their peak between the forward and the backward pass.
-    yield moment(trace.peaks[False, True].bytes, is_divided * (groups[root] + 2 * largest), 0)
-
-    order = [gradient.group for gradient in trace.shard_gradients]
-    missing = Counter(order)
-    whole, reducing, reduced = Counter[int](), 0, 0
-    for number, (group, size, live) in enumerate(trace.shard_gradients):
-        coming = next((later for later in order[number:] if later not in (group, root)), None)
-        parameters = groups[root] + (0 if coming is None else groups[coming])
-        whole[group] += size
-        in_use = groups[group] if group != root else 0
-        gathered = is_divided * (parameters + in_use) + whole.total() + reducing
-        yield moment(live, gathered, reduced)
-
-        missing[group] -= 1
-        if not missing[group]:
-            reducing = whole.pop(group)
-            gathered = is_divided * parameters + whole.total() + 2 * reducing
-            yield moment(live, gathered, reduced)
-            reduced += reducing
 
 
 def computation(trace: Trace, gpu: Accelerator) -> Computation:
@@ -196,24 +132,17 @@ def _solution(known: dict[int, float], capacity: float) -> int:
 
 
 def trace_factory(
-    name: str,
-    batch: int,
-    optimizer: str,
-    precision: str,
-    accumulate_steps: int,
-    *,
-    seconds: float,
+    name: str, batch: int, optimizer: str, precision: str, accumulate_steps: int
 ) -> Trace:
     """Trace the model of a factory "module:function".
 
     The function gets the micro-batch and returns (model, inputs) or (model, inputs, loss): inputs
-    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number. seconds:
-    see trace_steps().
+    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number.
     """
     import torch
     from torch import nn
 
-    from .trace import trace_training
+    from .trace import ValueNeeded, trace_training
 
     if precision not in ("fp32", "amp", "bf16-pure"):
         raise PredictionError(
@@ -256,14 +185,15 @@ def trace_factory(
                 step,
                 classes[optimizer],
                 accumulate_steps=accumulate_steps,
-                seconds=seconds,
             )
+    except ValueNeeded as error:
+        raise PredictionError(f"{name} could not be traced. {error}") from error
     except PredictionError:
         raise
     except Exception as error:
         raise PredictionError(
-            f"{name} could not be traced: {type(error).__name__}: {error}. It fails with real "
-            "tensors on the CPU, too. Correct it, or use --parameters instead."
+            f"{name} could not be traced: {type(error).__name__}: {error}. Expected "
+            "a model that trains on a CPU. Correct it, or use --parameters instead."
         ) from error
 
 
