@@ -106,7 +106,7 @@ ATTACKS = {
     "append to the job script": "echo id >> '{0.folder}/job.sh'",
     "replace the job script": "echo id > /tmp/$$; mv -f /tmp/$$ '{0.folder}/job.sh' || (rm /tmp/$$; false)",
     "replace the folder": "mv '{0.folder}' '{0.folder}.old'",
-    "stop the job": "touch '{0.folder}/stop'",
+    "stop the job": "touch '{0.folder}/101.stop'",
     "add a submission": "mkdir '{0.project}/jobs-out/train-1'",
     "replace a checkpoint": "mv '{0.project}/checkpoints' '{0.project}/old'",
     "write into a checkpoint": "find '{0.project}/checkpoints' -type f -writable | grep .",

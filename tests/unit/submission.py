@@ -61,6 +61,9 @@ class Scripted:
             raise value
         return value
 
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, Status]:
+        return {job_id: self.status(job_id) for job_id in job_ids}
+
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
 

@@ -38,11 +38,12 @@ def test_a_job_is_submitted_and_cancelled(commands: Commands, scheduler: Schedul
     submit, cancel = ("sbatch", "scancel") if scheduler.name == "slurm" else ("qsub", "qdel")
     commands.add(submit, f"{output}\n")
     commands.add(cancel)
-    assert scheduler.submit("job.sh", Job(("a.py",), directives=("-H",))) == job_id
+    hold = "-H" if scheduler.name == "slurm" else "-h"
+    assert scheduler.submit("job.sh", Job(("a.py",), directives=(hold,))) == job_id
     scheduler.cancel(job_id)
     [submitted, cancelled] = commands.calls()
     assert (submitted[0], submitted[-1], cancelled) == (submit, "job.sh", [cancel, job_id])
-    assert "-H" in submitted[:submitted.index("--") if submit == "qsub" else -1]  # SBATCH_* come before #SBATCH
+    assert hold in submitted[:submitted.index("--") if submit == "qsub" else -1]  # SBATCH_* come before #SBATCH
 
 
 @pytest.mark.parametrize("scheduler", [SlurmScheduler(), Pbs()])
@@ -113,7 +114,8 @@ def test_a_qsub_that_submits_to_slurm_is_not_pbs(commands: Commands) -> None:
 @pytest.mark.parametrize(("scontrol", "state", "exit_code"), [
     (slurm_output("job-odd-name"), "running", None),  # its name has JobState=COMPLETED in it
     (slurm_output("job-newline"), "held", None), (slurm_output("job-never"), "queued", None),
-    (CANCELLED, "cancelled", 143), (ended("COMPLETED"), "completed", 0), (ended("COMPLETING"), "ending", None),
+    (CANCELLED, "cancelled", 143), (ended("CANCELLED", reason="Priority"), "cancelled", None),
+    (ended("COMPLETED"), "completed", 0), (ended("COMPLETING"), "ending", None),
     (ended("FAILED", "3:0", "NonZeroExitCode"), "failed", 3),
     (ended("FAILED", "75:0", "NonZeroExitCode"), "stopped", 75),
     (ended("TIMEOUT", "0:15", "TimeLimit"), "timeout", 143), (ended("NODE_FAIL", "0:15", "NodeDown"), "node_fail", 143),
@@ -127,12 +129,13 @@ def test_the_status_of_a_slurm_job(commands: Commands, scontrol: str, state: str
     commands.add("scontrol", scontrol)
     status = SlurmScheduler().status("33")
     assert (status.job_id, status.state, status.exit_code) == ("33", state, exit_code)
+    assert state != "cancelled" or status.reason == ""  # not that of its wait in the queue
     if state == "running":
         assert (status.hosts, status.output) == (("node1", "node2"), "/cluster/log of 33.out")
 
 
 @pytest.mark.parametrize(("sacct", "state", "hosts"), [
-    (("CANCELLED by 0\x1f0:0\x1fnode[1-2]\n",), "cancelled", ("node1", "node2")),
+    (("33\x1fCANCELLED by 0\x1f0:0\x1fnode[1-2]\n",), "cancelled", ("node1", "node2")),
     (("", "Slurm accounting storage is disabled\n", 1), "unknown", ())])
 def test_the_status_of_a_job_that_slurm_has_forgotten(commands: Commands, sacct: tuple[Any, ...], state: str,
                                                       hosts: tuple[str, ...]) -> None:
@@ -140,6 +143,35 @@ def test_the_status_of_a_job_that_slurm_has_forgotten(commands: Commands, sacct:
     commands.add("sacct", *sacct)
     status = SlurmScheduler().status("33")
     assert (status.state, status.exit_code, status.hosts) == (state, None, hosts)
+
+
+def test_many_slurm_jobs_are_queried_at_once(commands: Commands) -> None:
+    """Recorded of Slurm 22.05 with the columns of the query; scontrol reports exit status 75 as 75:0."""
+    rows = (("3", "CANCELLED", "JobHeldUser", "0", "0", "", "/w/slurm-3.out"),
+            ("2", "FAILED", "NonZeroExitCode", "4294901758", "19200", "node1", "/w/slurm-2.out"),
+            ("4", "FAILED", "JobLaunchFailure", "4294901757", "9", "node1", "/w/slurm-4.out"),
+            ("6", "PENDING", "JobHeldUser", "0", "0", "", "/w/slurm-6.out"))
+    commands.add("squeue", "".join("\x1f".join([*row, "\n"]) for row in rows))
+    commands.add("sacct", "7\x1fCOMPLETED\x1f0:0\x1fnode1\n8_1\x1fFAILED\x1f3:0\x1fnode1\n")
+    found = SlurmScheduler().statuses(["2", "3", "4", "6", "7", "8", "9"])
+    assert {job_id: (one.state, one.exit_code) for job_id, one in found.items()} == {
+        "2": ("stopped", 75), "3": ("cancelled", None), "4": ("failed", 137), "6": ("held", None),
+        "7": ("completed", 0), "8": ("failed", 3), "9": ("unknown", None)}
+    assert [words[0] for words in commands.calls()] == ["squeue", "sacct"]
+    commands.add("squeue", error="slurm_load_jobs error: Invalid job id specified\n", status=1)  # of a single one
+    commands.add("sacct", error="Slurm accounting storage is disabled\n", status=1)
+    assert SlurmScheduler().statuses(["9"])["9"].state == "unknown"
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_many_pbs_jobs_are_queried_at_once(commands: Commands, history: bool) -> None:
+    job = pbs_record("exitcodes/exit7") if history else {"job_state": "R"}
+    commands.add("qstat", pbs_job(job, "7.server"), "qstat: Unknown Job Id 8.server\n", 153)
+    if not history:
+        commands.add("qstat", error="qstat: PBS is not configured to maintain job history\n", status=36, when="-x")
+    found = Pbs().statuses(["7", "8.server"])
+    assert (found["7"].state, found["8.server"].state) == ("failed" if history else "running", "unknown")
+    assert len(commands.calls("qstat")) == 2 - history
 
 
 @pytest.mark.parametrize(("record", "expected"), [

@@ -42,11 +42,12 @@ def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, e
 
 
 @pytest.mark.parametrize(("scheduler", "field", "value"), [
-    *((Pbs(), *row) for row in (("output", "log-%j.out"), ("output", "/home/a:b"),
+    *((Pbs(), *row) for row in (("output", "log-%j.out"), ("output", "/home/a:b"), ("directives", ("--qos=x",)),
                                 ("output", "\u00e9.out"), ("dependency", "afterok:1?afterok:2"))),
     *((SlurmScheduler(), *row) for row in (
         ("nodes", 0), ("gpus_per_node", -1), ("command", ("-x",)), ("command", ("",)), ("launcher", ""),
-        ("environment", {"A B": "1"}), ("directives", ("gpu",)),
+        ("environment", {"A B": "1"}), ("directives", ("gpu",)), ("directives", ("-l filesystems=home",)),
+        ("directives", ("-W group_list=x",)),
         ("setup", ("echo \\",)), ("setup", ("a\nb",))))])
 def test_a_value_that_cannot_be_used_is_refused(scheduler: Scheduler, field: str, value: Any) -> None:
     with pytest.raises(JobError) as refused:

@@ -170,6 +170,10 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("run --env NOT_SET train.py", 1, "NOT_SET is not set here. Expected NAME=VALUE"),
     ("run --chain 0 train.py", 1, "--chain is 0"),
     ("run --queue @ train.py", 1, "--partition"),
+    ("run --directive='-l filesystems=home' train.py", 1,
+     "'-l filesystems=home' is not an option of sbatch, and this job is for slurm. Give an option of sbatch. (option"),
+    ("run --site generic-pbs --directive=--qos=x train.py", 1, "'--qos=x' is not an option of qsub"),
+    ("run -c 1 --ntasks-per-node 1 train.py", 0, "the profile generic-slurm adds --exclusive: the job waits for whole"),
     ("run --site generic-pbs --ntasks-per-node 99 train.py", 1, "4 cores"),
     ("run -N 2 -n 3 train.py", 1, "--ntasks 3"),
     ("run -n 2 --ntasks-per-node 2 train.py", 1, "Both --ntasks"),
@@ -192,6 +196,24 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
     assert done.out.startswith("#!/bin/bash") == ("--dry-run" in words)
     if status:
         assert login.commands.calls() == [] and login.submissions() == []
+
+
+@pytest.mark.parametrize(("words", "variable", "value"), [
+    ("", "SBATCH_ACCOUNT", "m1"), ("--account m1", "", ""), ("--directive='-A m1'", "", "")])
+def test_account_may_come_from_the_shell_or_a_directive(words: str, variable: str, value: str, login: Login,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "")
+    assert "requires an account" in login.submit("run", "--site", "perlmutter", "--dry-run", "train.py").err
+    if variable:
+        monkeypatch.setenv(variable, value)
+    done = login.submit("run", "--site", "perlmutter", *shlex.split(words), "--dry-run", "train.py")
+    assert done.status == 0 and "account" not in done.err
+
+
+def test_nodes_are_shared_on_request(login: Login) -> None:
+    assert "--exclusive" in login.submit("run", "--dry-run", "-c", "1", "train.py").out
+    done = login.submit("run", "--dry-run", "-c", "1", "--directive=--oversubscribe", "train.py")
+    assert "--exclusive" not in done.out + done.err
 
 
 def test_default_site_is_that_of_the_centre_or_scheduler(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:

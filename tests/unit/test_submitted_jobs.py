@@ -185,10 +185,46 @@ def test_json_has_a_line_for_each_job(chain: Submission, query: Query) -> None:
     assert Path(two["folder"]).name == "train-1"
 
 
-def test_stop_touches_the_file_that_the_running_job_watches(login: Login, chain: Submission) -> None:
-    done = login.submit("stop", "2")
-    assert done.status == 0 and (chain.folder / "stop").exists() and "cancel 2" in done.out
-    assert "no record of job 77" in login.submit("stop", "77").err
+@pytest.mark.parametrize(("states", "message"), [
+    ("stopped running queued", ""), ("stopped ending queued", ""), ("down down down", ""),
+    ("stopped queued queued", "job 2: queued. Expected a running job, which can save. To end this one: ddpkit submit"),
+    ("stopped held queued", "job 2: held. Expected"), ("stopped cancelled queued", "job 2: cancelled. Expected"),
+    ("stopped unknown queued", "There is nothing to stop")])
+def test_stop_touches_the_file_that_the_running_job_watches(states: str, message: str, chain: Submission,
+                                                            query: Query) -> None:
+    done = query("stop 2", scripted(states))
+    assert (done.status, message in done.err) == (int(bool(message)), True)
+    assert (chain.folder / "2.stop").exists() == ("cancel 2" in done.out) == (not message)
+    assert "no record of job 77" in query("stop 77", scripted("")).err
+
+
+def test_stop_holds_for_one_run_of_one_job(job: InJob) -> None:
+    def launch() -> int:
+        watched = Path(os.environ["DDPKIT_STOP_FILE"])
+        found = watched.exists()
+        watched.touch()
+        return 75 if found else 0
+
+    (job.folder / "2.stop").touch()  # before the script of the running job has come so far
+    (job.folder / "1.stop").touch()
+    assert (job.run(launch), job.run(launch)) == (75, 0)  # the second run is of the same job, requeued
+
+
+def test_list_queries_the_scheduler_once(login: Login, chain: Submission) -> None:
+    for number in range(3):
+        assert login.submit("run", "--job-name", f"n{number}", "--chain", "2", "train.py").status == 0
+    before = len(login.commands.calls())
+    login.commands.add("squeue")
+    login.commands.add("sacct")
+    assert login.submit("list").out.count("unknown") == 9
+    assert [words[0] for words in login.commands.calls()[before:]] == ["squeue", "sacct"]
+
+
+def test_status_and_the_next_job_agree_on_how_a_job_ended(job: InJob, query: Query) -> None:
+    """scancel of a running job: it has saved and recorded that, and Slurm says CANCELLED."""
+    records.write_status(job.folder, "1", 75)
+    assert "refuse" not in query("status 2", scripted("cancelled queued queued")).out
+    assert (job.run(lambda: 0, Status("1", "cancelled")), job.started) == (0, 1)
 
 
 @pytest.mark.parametrize(("states", "cancelled"), [

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from . import commands as command
 from .commands import SchedulerError
@@ -55,6 +55,8 @@ def configuration() -> dict[str, str]:
 
 # Low byte of PBSE_JOBHISTNOTSET (15140): qstat -x where the server has no job_history_enable.
 _NO_HISTORY = 36
+JOB_FINISHED = 35  # also of qdel
+MISSING_JOBS = (153, JOB_FINISHED, _NO_HISTORY)  # exit statuses of qstat
 
 
 def query_objects(
@@ -62,13 +64,19 @@ def query_objects(
     program: str,
     *words: str,
     timeout_seconds: float = command.TIMEOUT_SECONDS,
+    accepted_statuses: Sequence[int] = (0,),
 ) -> dict[str, Fields]:
     """Run qstat or pbsnodes and return its records; kind: see objects().
 
     Raises SchedulerError.
     """
     query = [find_program(program), "-F", "json", *words]
-    return objects(command.run_command(query, timeout_seconds=timeout_seconds), kind)
+    output = command.run_command(
+        query, timeout_seconds=timeout_seconds, accepted_statuses=accepted_statuses
+    )
+    if not output.strip() and any(accepted_statuses):  # qstat knows none of the jobs
+        return {}
+    return objects(output, kind)
 
 
 def query_job(

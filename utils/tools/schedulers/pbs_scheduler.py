@@ -9,13 +9,19 @@ from dataclasses import dataclass, replace
 
 from ...job.commands import SchedulerError, run_command
 from ...job.notation import format_walltime, parse_number, parse_size
-from ...job.pbs_job import Fields, find_program, query_job, query_objects
+from ...job.pbs_job import (
+    JOB_FINISHED,
+    MISSING_JOBS,
+    Fields,
+    find_program,
+    query_job,
+    query_objects,
+)
 from .job_checks import check_dependency, check_paths, check_queue
 from .job_spec import Job, JobError, option_name, option_value, split_directive
 from .scheduler import Queue, Scheduler, State, Status, state_of_exit
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub reads these as they are
-_UNKNOWN_JOB, _JOB_FINISHED = 153, 35  # exit statuses of qstat and qdel
 _DELETED, _SUCCEEDED = 91, 92  # substates of a finished job
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
 _CANNOT_EXCLUDE = "PBS cannot exclude a host. For other hosts give a -l select with host=NAME"
@@ -34,6 +40,8 @@ class Pbs(Scheduler):
 
     name = "pbs"
     directive_prefix = "#PBS"
+    submit_command = "qsub"
+    option_pattern = re.compile("-[aAcCefGhIjJklmMNopPqrRSuvVWXz]")
     # "12.pbs-head", "79[].pbs_2", "12.sched@sched-2": number, submission server, server now
     job_id_pattern = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9_.-]+)?(?:@[A-Za-z0-9_.-]+)?")
     job_id_examples = "1234, 1234.server or 1234[].server"
@@ -44,6 +52,7 @@ class Pbs(Scheduler):
         An option in job.directives replaces the kit's option for the same setting.
         """
         _refuse(job)
+        self.check_directives(job)
         extra = [split_directive(entry) for entry in job.directives]
         replaced = {setting for words in extra for setting in _settings(words)}
         kept = [words for words in _field_options(job) if not replaced & set(_settings(words))]
@@ -91,9 +100,15 @@ class Pbs(Scheduler):
         self.check_job_id(job_id)
         return _query_status(job_id)
 
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, Status]:
+        for job_id in job_ids:
+            self.check_job_id(job_id)
+        found = _query_known(job_ids)
+        return {job_id: _status_of(job_id, found.get(job_id)) for job_id in job_ids}
+
     def cancel(self, job_id: str) -> None:
         self.check_job_id(job_id)
-        run_command([find_program("qdel"), job_id], accepted_statuses=(0, _JOB_FINISHED))
+        run_command([find_program("qdel"), job_id], accepted_statuses=(0, JOB_FINISHED))
 
 
 # Options of qsub ---------------------------------------------------------------------------------
@@ -178,9 +193,28 @@ def _query_status(job_id: str) -> Status:
     try:
         job = query_job(job_id, ended=True)
     except SchedulerError as error:
-        if error.exit_code not in (_UNKNOWN_JOB, _JOB_FINISHED):
+        if error.exit_code not in MISSING_JOBS:
             raise
         job = None
+    return _status_of(job_id, job)
+
+
+def _query_known(job_ids: Sequence[str]) -> dict[str, Fields]:
+    """Return the records of those jobs that the server knows; qstat reports unknown ones as errors.
+
+    Only the number of an id need be the same: the server may have another name.
+    """
+    jobs: dict[str, Fields] = {}
+    for options in (["-x", "-f"], ["-f"]):  # where it keeps no history, -x is an error, or empty
+        jobs = jobs or query_objects(
+            "Jobs", "qstat", *options, *job_ids, accepted_statuses=(0, *MISSING_JOBS)
+        )
+    numbers = {name.partition(".")[0]: job for name, job in jobs.items()}
+    known = {job_id: jobs.get(job_id, numbers.get(job_id)) for job_id in job_ids}
+    return {job_id: job for job_id, job in known.items() if job is not None}
+
+
+def _status_of(job_id: str, job: Fields | None) -> Status:
     if job is None:
         reason = "PBS does not know this job, or no longer (see job_history_enable)"
         return Status(job_id, "unknown", reason=reason)

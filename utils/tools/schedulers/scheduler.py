@@ -11,7 +11,7 @@ from typing import Literal
 
 from ...job.commands import SUBMIT_TIMEOUT_SECONDS, SchedulerError, run_command
 from ...job.notation import EXIT_REQUEUE
-from .job_spec import Job
+from .job_spec import Job, JobError, split_directive
 
 State = Literal[
     "running",
@@ -89,6 +89,9 @@ class Scheduler(ABC):
     directive_prefix: str  # "#SBATCH"
     job_id_pattern: re.Pattern[str]
     job_id_examples: str
+    submit_command: str  # "sbatch"
+    option_pattern: re.Pattern[str]  # the beginning of an option of the submit command
+    account_variable: str = ""  # the variable that names an account to the submit command
     can_requeue: bool = False  # whether users may put their running jobs back into the queue
 
     @abstractmethod
@@ -101,6 +104,16 @@ class Scheduler(ABC):
     @abstractmethod
     def quote(self, word: str) -> str:
         """Quote a word of a directive. Raises JobError where that is impossible."""
+
+    def check_directives(self, job: Job) -> None:
+        """Raise JobError for an option that only another scheduler has."""
+        for entry in job.directives:
+            if not self.option_pattern.match(" ".join(split_directive(entry))):
+                raise JobError(
+                    "directives",
+                    f"{entry[:60]!r} is not an option of {self.submit_command}, and this job is "
+                    f"for {self.name}. Give an option of {self.submit_command}.",
+                )
 
     def directive_lines(self, job: Job) -> list[str]:
         """Return the options of a job as lines of its script. Raises JobError as directives()."""
@@ -170,6 +183,10 @@ class Scheduler(ABC):
     @abstractmethod
     def status(self, job_id: str) -> Status:
         """Query a job; state "unknown" where the scheduler does not know it, or no longer."""
+
+    @abstractmethod
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, Status]:
+        """Query many jobs, by as few commands as possible; see status()."""
 
     @abstractmethod
     def cancel(self, job_id: str) -> None:

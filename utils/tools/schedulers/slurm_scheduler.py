@@ -84,6 +84,10 @@ class SlurmScheduler(Scheduler):
     directive_prefix = "#SBATCH"
     job_id_pattern = re.compile(r"[0-9]+(?:_[0-9]+)?")
     job_id_examples = "1234 or 1234_5"
+    submit_command = "sbatch"
+    # -W has no value: "-W group_list=x" is of qsub.
+    option_pattern = re.compile("--[a-z]|-[aAbBcCdDeFGhHiIJkLmMnNoOpqQsStuvVwxZ]|-W$")
+    account_variable = "SBATCH_ACCOUNT"
     can_requeue = True
 
     def directives(self, job: Job) -> list[list[str]]:
@@ -92,6 +96,7 @@ class SlurmScheduler(Scheduler):
         An option in job.directives replaces the kit's option for the same setting.
         """
         _refuse(job)
+        self.check_directives(job)
         extra = [split_directive(entry) for entry in job.directives]
         replaced = {_setting(words) for words in extra}
         return [words for words in _field_options(job) if _setting(words) not in replaced] + extra
@@ -145,6 +150,15 @@ class SlurmScheduler(Scheduler):
     def status(self, job_id: str) -> Status:
         self.check_job_id(job_id)
         return _query_status(job_id)
+
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, Status]:
+        for job_id in job_ids:
+            self.check_job_id(job_id)
+        known = _query_queue(job_ids)
+        missing = [job_id for job_id in job_ids if job_id not in known]
+        if missing:
+            known |= _query_accounting(missing)
+        return {job_id: _status_of(job_id, known.get(job_id, [])) for job_id in job_ids}
 
     def cancel(self, job_id: str) -> None:
         self.check_job_id(job_id)
@@ -285,7 +299,10 @@ def _partition(name: str, rows: Sequence[Fields], limits: Fields) -> Queue:
 
 def _query_status(job_id: str) -> Status:
     """Return the status from scontrol; of a job that it no longer knows, from sacct."""
-    jobs = _query_controller(job_id) or _query_accounting(job_id)
+    return _status_of(job_id, _query_controller(job_id) or _query_accounting([job_id]).get(job_id))
+
+
+def _status_of(job_id: str, jobs: Sequence[Fields] | None) -> Status:
     if not jobs:
         return Status(job_id, "unknown", reason="Slurm does not know this job, or no longer")
     statuses = [_job_status(job_id, job) for job in jobs]
@@ -302,18 +319,54 @@ def _query_controller(job_id: str) -> list[Fields]:
         raise
 
 
-def _query_accounting(job_id: str) -> list[Fields]:
+_QUEUE_COLUMNS = (  # of squeue: the name in scontrol
+    ("ArrayJobID", "JobId"),
+    ("State", "JobState"),
+    ("Reason", "Reason"),
+    ("PriorityLong", "Priority"),
+    ("exit_code", "ExitCode"),
+    ("NodeList", "NodeList"),
+    ("StdOut", "StdOut"),
+)
+
+
+def _query_queue(job_ids: Sequence[str]) -> dict[str, list[Fields]]:
+    """Return the records of those jobs that the controller knows, with scontrol's names."""
+    columns = ",".join(f"{column}:{SEPARATOR}" for column, _ in _QUEUE_COLUMNS)
+    query = ["squeue", "--noheader", "--states=all", f"--Format={columns}"]
+    try:
+        output = run_command([*query, f"--jobs={','.join(job_ids)}"])
+    except SchedulerError as error:  # a single job that is unknown is an error, of several none
+        if "invalid job id" in error.output.lower():
+            return {}
+        raise
+    found: dict[str, list[Fields]] = {}
+    for row in table(output, [*(name for _, name in _QUEUE_COLUMNS), ""]):
+        row["ExitCode"] = _wait_status(row["ExitCode"])
+        found.setdefault(row["JobId"], []).append(row)
+    return found
+
+
+def _wait_status(text: str) -> str:
+    """Write squeue's exit code as scontrol does: "19200", as of waitpid(2), is "75:0"."""
+    value = parse_number(text)
+    return text if value is None else f"{value >> 8}:{value & 127}"
+
+
+def _query_accounting(job_ids: Sequence[str]) -> dict[str, list[Fields]]:
     """The records that sacct has, with scontrol's names; none where there is no accounting."""
-    columns = ("State", "ExitCode", "NodeList")
+    columns = ("JobID", "State", "ExitCode", "NodeList")
     query = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}"]
     try:
-        output = run_command([*query, f"--format={','.join(columns)}", "--jobs", job_id])
+        output = run_command([*query, f"--format={','.join(columns)}", "--jobs", ",".join(job_ids)])
     except SchedulerError:
-        return []
-    return [  # State is "CANCELLED by 0"
-        {**row, "JobState": row["State"].partition(" ")[0], "Reason": row["State"]}
-        for row in table(output, columns)
-    ]
+        return {}
+    found: dict[str, list[Fields]] = {}
+    for row in table(output, columns):  # State is "CANCELLED by 0", JobID of an array "6_1"
+        record = {**row, "JobState": row["State"].partition(" ")[0], "Reason": row["State"]}
+        for job_id in {row["JobID"], re.split("[_+]", row["JobID"])[0]}:
+            found.setdefault(job_id, []).append(record)
+    return found
 
 
 def _job_status(job_id: str, job: Fields) -> Status:
@@ -331,6 +384,12 @@ def _job_status(job_id: str, job: Fields) -> Status:
     if state == "failed":
         state = state_of_exit(exit_code)
 
+    if (
+        scheduler_state == "CANCELLED"
+        and state == "cancelled"
+        and reason not in (job.get("State"), "")
+    ):
+        reason = ""  # of its wait in the queue
     if not reason and job.get("PreemptTime", "None") not in ("None", "Unknown"):
         reason = "Preempted"
     if reason == "DependencyNeverSatisfied":

@@ -15,7 +15,7 @@ from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
 from ..launch.nested import refusal
 from ..schedulers import get_scheduler
-from ..schedulers.job_spec import OPTIONS, Job, parse_walltime
+from ..schedulers.job_spec import OPTIONS, Job, option_name, parse_walltime, split_directive
 from . import preflight, profiles
 from .following import note
 from .profiles import Profile
@@ -34,6 +34,9 @@ MISPLACED = (
     *("--nodes", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--time"),
     *("--partition", "--account", "--follow", "--chain", "--dry-run", "--no-check"),
 )
+
+
+_WHOLE_NODES = "--exclusive"  # of sbatch
 
 
 class UsageError(Exception):
@@ -166,6 +169,13 @@ def _queue_and_directives(
         directives.append(f"--qos={queue}")
         queue = None
     given = {_option_name(directive) for directive in args.directives}
+    if given & {"--oversubscribe", "-s"}:
+        given.add(_WHOLE_NODES)
+    if _WHOLE_NODES in {*directives} - given and args.cores_per_rank is not None:
+        note(
+            f"note: the profile {profile.name} adds {_WHOLE_NODES}: the job waits for whole nodes, "
+            "whatever -c is. Where nodes are shared, add --directive=--oversubscribe"
+        )
     kept = [directive for directive in directives if _option_name(directive) not in given]
     return queue, (*kept, *args.directives)
 
@@ -230,7 +240,12 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
 
 def missing_account(profile: Profile, job: Job) -> list[str]:
     """Return that the site requires an account, where the job has none."""
-    if not profile.account_example or job.account:
+    by_directive = any(
+        option_name(split_directive(directive)) in ("-A", "--account")
+        for directive in job.directives
+    )
+    variable = get_scheduler(profile.scheduler).account_variable
+    if not profile.account_example or job.account or by_directive or os.environ.get(variable):
         return []
     example = profile.account_example
     return [f"{profile.title} requires an account. Add --account: {example}."]

@@ -43,8 +43,9 @@ def main(words: Sequence[str]) -> int:
     if launch_words[:1] == ["--preflight"]:
         doctor_options, launch_words = shlex.split(launch_words[1]), launch_words[2:]
     os.environ[exclude_file.VARIABLE] = str(exclusion.path(folder.parent))
-    os.environ[STOP_FILE] = str(folder / records.STOP)
     scheduler, job_id = _this_job(os.environ)
+    stop_file = records.stop_file(folder, job_id)
+    os.environ[STOP_FILE] = str(stop_file)
     refused = refusal(scheduler, folder, previous) if previous else None
     if refused is not None:
         status, reason = refused
@@ -59,8 +60,9 @@ def main(words: Sequence[str]) -> int:
     started = time.time()
     limit = started + _seconds_left(default=math.inf)
     with contextlib.suppress(OSError):  # the folder may not be writable now
+        if records.has_started(folder, job_id):  # requeued: the file was for the run before
+            stop_file.unlink(missing_ok=True)
         records.write_limit(folder, job_id, limit)
-        (folder / records.STOP).unlink()  # of the job before
     status = 1
     try:
         stopped = None

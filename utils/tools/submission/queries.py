@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,15 +43,27 @@ def query(scheduler: Scheduler, folder: Path | None, job_id: str) -> Status:
     folder: of its submission; None: it has no record.
     Raises SchedulerError where the scheduler does not respond, and nothing is recorded.
     """
-    recorded = records.read_status(folder, job_id) if folder is not None else None
     try:
         status = scheduler.status(job_id)
     except SchedulerError:
-        if recorded is None:
+        if (found := _with_record(folder, job_id, None)) is None:
             raise
-        return _recorded_status(job_id, recorded)
-    counts = recorded in _EXACT or (recorded is not None and status.state == "unknown")
-    return _recorded_status(job_id, recorded) if counts and is_over(status) else status
+        return found
+    return _with_record(folder, job_id, status) or status
+
+
+def _with_record(folder: Path | None, job_id: str, status: Status | None) -> Status | None:
+    """Return the recorded status of a job if it counts more than that of the scheduler.
+
+    status: from the scheduler; None: it does not respond.
+    """
+    recorded = records.read_status(folder, job_id) if folder is not None else None
+    if status is not None and (recorded is None or not is_over(status)):
+        return status
+    if recorded is None:
+        return None
+    counts = status is None or recorded in _EXACT or status.state == "unknown"
+    return _recorded_status(job_id, recorded) if counts else status
 
 
 def _recorded_status(job_id: str, recorded: int | str | None) -> Status:
@@ -110,17 +122,19 @@ def print_list(
 ) -> int:
     """Print a line for each job of the latest submissions in a folder, the newest first."""
     submissions = records.read_all(parent)
+    listed = submissions[:MAX_LISTED]
+    statuses = _query_all(listed, scheduler_named)
     if as_json:
-        for submission in submissions[:MAX_LISTED]:
-            for row in _rows(submission, scheduler_named(submission.scheduler), parent):
+        for submission in listed:
+            for row in _rows(submission, statuses, parent):
                 print(json.dumps(dict(zip(_COLUMNS, row, strict=True))))
         return 0
     if not submissions:
         note(f"no submissions in {parent}")
         return 0
     rows: list[tuple[str, ...]] = [tuple(map(str.upper, _COLUMNS))]
-    for submission in submissions[:MAX_LISTED]:
-        rows += _rows(submission, scheduler_named(submission.scheduler), parent)
+    for submission in listed:
+        rows += _rows(submission, statuses, parent)
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
@@ -134,13 +148,28 @@ def print_list(
     return 0
 
 
-def _rows(submission: Submission, scheduler: Scheduler, parent: Path) -> list[tuple[str, ...]]:
+def _query_all(
+    submissions: Sequence[Submission], scheduler_named: Callable[[str], Scheduler]
+) -> dict[str, Status]:
+    """Query the jobs of all submissions at once; none where the scheduler does not respond."""
+    job_ids: dict[str, list[str]] = {}  # of each scheduler
+    for submission in submissions:
+        job_ids.setdefault(submission.scheduler, []).extend(submission.job_ids)
+    found: dict[str, Status] = {}
+    for name, ids in job_ids.items():
+        with contextlib.suppress(SchedulerError):
+            found |= scheduler_named(name).statuses(ids)
+    return found
+
+
+def _rows(
+    submission: Submission, statuses: Mapping[str, Status], parent: Path
+) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     failed_before = False
     for job_id in submission.job_ids:
-        try:
-            status = query(scheduler, submission.folder, job_id)
-        except SchedulerError:
+        status = _with_record(submission.folder, job_id, statuses.get(job_id))
+        if status is None:
             state = "no response"
         else:
             state = status.state.replace("_", " ")
@@ -155,15 +184,20 @@ def _rows(submission: Submission, scheduler: Scheduler, parent: Path) -> list[tu
     return rows
 
 
-def stop(submission: Submission | None, job_id: str) -> int:
+def stop(scheduler: Scheduler, submission: Submission, job_id: str) -> int:
     """Let a running job save and stop, by the file that its StopSignal watches."""
-    if submission is None:
-        note(
-            f"error: There is no record of job {job_id}. Give --folder, or touch the file that the "
-            "training gave to StopSignal."
-        )
-        return 1
-    (submission.folder / records.STOP).touch()
+    with contextlib.suppress(SchedulerError):  # the file works without the scheduler
+        status = query(scheduler, submission.folder, job_id)
+        if is_over(status):
+            note(f"error: {describe(status)}. Expected a running job. There is nothing to stop")
+            return 1
+        if status.state not in ("running", "ending"):
+            note(
+                f"error: {describe(status)}. Expected a running job, which can save. To end this "
+                f"one: ddpkit submit cancel {job_id}"
+            )
+            return 1
+    records.stop_file(submission.folder, job_id).touch()
     print(f"job {job_id}: saves and stops at its next step, where the training has a StopSignal")
     if submission.after(job_id):
         print(

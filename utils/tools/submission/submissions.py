@@ -27,7 +27,6 @@ LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.O
 UNTIL = "until"  # and the time of its limit: the job runs, or nothing was left to record its end
 TIME_LIMIT = "time limit"  # the time limit was reached
 HOST_LOST = "host lost"  # a host failed, or was cut off
-STOP = "stop"  # a file in the folder of a submission: the running job saves and stops
 NOT_STARTED = "not started"  # the job before it in the chain had failed
 CANCELLED = "cancelled"  # by `ddpkit submit cancel`
 
@@ -209,6 +208,16 @@ def read_status(folder: Path, job_id: str) -> int | str | None:
     except (OSError, ValueError):
         return None
     return text if text in (TIME_LIMIT, HOST_LOST, NOT_STARTED, CANCELLED) else None
+
+
+def has_started(folder: Path, job_id: str) -> bool:
+    """Whether a job has recorded an earlier run of itself."""
+    return _status_path(folder, job_id).exists()
+
+
+def stop_file(folder: Path, job_id: str) -> Path:
+    """Return the file at which a running job saves and stops."""
+    return folder / f"{job_number(job_id)}.stop"
 
 
 def _status_path(folder: Path, job_id: str) -> Path:

@@ -18,6 +18,7 @@ from ..schedulers.job_spec import OPTIONS, JobError
 from . import profiles, queries
 from . import submissions as records
 from .build_job import COMMANDS, UsageError, choose_profile
+from .following import note
 from .paths import doctor_words
 from .profiles import ProfileError
 from .submit import run
@@ -83,11 +84,17 @@ def _run(args: argparse.Namespace) -> int:
 
 def _query(args: argparse.Namespace, job_id: str) -> int:
     submission = records.find(args.folder, job_id)
-    if args.subcommand == "stop":
-        return queries.stop(submission, job_id)
+    if args.subcommand == "stop" and submission is None:
+        note(
+            f"error: There is no record of job {job_id}. Give --folder, or touch the file that the "
+            "training gave to StopSignal."
+        )
+        return 1
     scheduler = get_scheduler(
         submission.scheduler if submission else choose_profile(args.site).scheduler
     )
+    if args.subcommand == "stop" and submission is not None:
+        return queries.stop(scheduler, submission, job_id)
     if args.subcommand == "status":
         return queries.print_status(scheduler, submission, job_id, args.json)
     if args.subcommand == "logs":
