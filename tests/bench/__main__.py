@@ -66,7 +66,7 @@ def check_causes(names: list[str]) -> int:
         name, rate, options = PLANTED[plant]
         with Hosts(3 if plant == "link" else 2) as hosts:
             shape(hosts, rate, {("h1", "h3"): "60mbit"} if plant == "link" else None)
-            words = [str(ROOT / "scripts/bench.py"), "ddp", "--full-only", "--steps", "6", TRAINING, "--plant", plant,
+            words = [str(ROOT / "utils"), "bench", "ddp", "--full-only", "--steps", "6", TRAINING, "--plant", plant,
                      *options]
             output = run_ranks(hosts, words, threads=8 if plant == "threads" else 1)
         first = re.search(r"^1\. (.*?), up to", output, re.MULTILINE)
@@ -80,7 +80,7 @@ def check_try(rates: list[str]) -> None:
     for rate in rates:
         with Hosts(2) as hosts:
             shape(hosts, "" if rate == "fast" else rate)
-            words = [str(ROOT / "scripts/bench.py"), "ddp", "--try", "hook=powersgd-16", "--try", "default",
+            words = [str(ROOT / "utils"), "bench", "ddp", "--try", "hook=powersgd-16", "--try", "default",
                      "--steps", "8" if rate == "100mbit" else "20", TRAINING,
                      "--batch", "32", "--width", "1024", "--layers", "4"]
             print(f"--- {rate}\n{run_ranks(hosts, words, seconds=480)}", flush=True)

@@ -78,7 +78,8 @@ def main() -> None:
     )
     dry = [
         sys.executable,
-        str(ROOT / "scripts" / "submit.py"),
+        str(ROOT / "utils"),
+        "submit",
         "run",
         "--site",
         "derecho",

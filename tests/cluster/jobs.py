@@ -51,7 +51,7 @@ class Jobs:
         return f"{self.path}/{name}"
 
     def submit_py(self, *words: str, seconds: float = 120) -> Result:
-        return self.run([sys.executable, str(ROOT / "scripts" / "submit.py"), *words], seconds=seconds)
+        return self.run([sys.executable, str(ROOT / "utils"), "submit", *words], seconds=seconds)
 
     def submit(self, *words: str, seconds: float = 120) -> Result:
         """Submit with submit.py. Without the checks: the nodes share /tmp, which is an error elsewhere."""

@@ -32,7 +32,7 @@ CLI_HEAD = """\
 # Commands
 
 `ddpkit COMMAND --help` prints this with examples, exit statuses and columns of tables. In a clone,
-`./scripts/COMMAND.py` is the same command. This page is written by `python -m tests.docs.reference --write`."""
+`python utils COMMAND` is the same. This page is written by `python -m tests.docs.reference --write`."""
 API_HEAD = """\
 # Names for training scripts
 

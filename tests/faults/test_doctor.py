@@ -45,7 +45,8 @@ class Cluster:
     def doctor(self, *options: str) -> tuple[int, str]:
         """Run doctor.py; return its exit status and its output."""
         words = ["sh", "-c", "\n".join([*self.shell, 'exec "$@"']), "sh", sys.executable,
-                 str(ROOT / "scripts" / "doctor.py"), "--json", "--checkpoints", str(self.checkpoints), *options]
+                 str(ROOT / "utils" / "__main__.py"), "doctor", "--json", "--checkpoints",
+                 str(self.checkpoints), *options]
         ranks = [host for host in self.hosts.hosts for _ in range(1 if self.mpi else 2)]
         (self.folder / "nodes").write_text("\n".join(ranks))
         environ = {"PATH": f"{self.lab.ssh.parent}:{CLEAN_ENV['PATH']}", "NCPUS": "2",

@@ -58,7 +58,7 @@ def job(lab: Lab) -> Iterator[Job]:
 
 def run(job: Job, by: str) -> Result:
     if by == "doctor":
-        return job.run("ssh", str(ROOT / "scripts" / "doctor.py"), "--quick", DDPKIT_PORT_RANGE=PORTS,
+        return job.run("ssh", str(ROOT / "utils" / "__main__.py"), "doctor", "--quick", DDPKIT_PORT_RANGE=PORTS,
                        OMP_NUM_THREADS="1")
     if by != "by hand":
         return job.run(by, "trains.py", str(job.folder), DDPKIT_PORT_RANGE=PORTS)

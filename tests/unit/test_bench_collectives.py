@@ -79,7 +79,7 @@ def test_wrong_elements_are_counted() -> None:
 
 def test_table_of_each_operation_once_json_and_links(tmp_path: Path) -> None:
     saved, measured = tmp_path / "new" / "results.json", tmp_path / "other" / "links.json"
-    done = python("scripts/bench.py", "collectives", "-b", "1000", "-e", "64K", "-n", "3", "-J", str(saved),
+    done = python("utils", "bench", "collectives", "-b", "1000", "-e", "64K", "-n", "3", "-J", str(saved),
                   "--links", str(measured), *operations.OPERATIONS, "broadcast", ranks=2)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -102,7 +102,7 @@ def test_table_of_each_operation_once_json_and_links(tmp_path: Path) -> None:
 
 def test_interrupt_of_one_rank_leaves_what_was_measured(tmp_path: Path) -> None:
     saved = tmp_path / "results.json"
-    words = ["scripts/bench.py", "collectives", "-b", "8", "-e", "1G", "-n", "20", "-J", str(saved)]
+    words = ["utils/__main__.py", "bench", "collectives", "-b", "8", "-e", "1G", "-n", "20", "-J", str(saved)]
     with subprocess.Popen([*LAUNCH, "2", *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
         assert run.stdout

@@ -150,7 +150,7 @@ while True:
 def test_slow_rank_is_found_although_the_script_waits_for_it(tmp_path: Path) -> None:
     script, table = tmp_path / "script.py", tmp_path / "table.json"
     script.write_text(SLOW_RANK)
-    done = python("scripts/bench.py", "ddp", "--full-only", "--steps", "3", "--json", str(table), str(script),
+    done = python("utils", "bench", "ddp", "--full-only", "--steps", "3", "--json", str(table), str(script),
                   ranks=2)
     assert re.search(r"% efficiency \(weak scaling\) on 2 ranks", done.stdout), done.stdout + done.stderr
     points = json.loads(table.read_text())["points"]
@@ -255,7 +255,7 @@ def test_terminated_command_leaves_no_trial(tmp_path: Path) -> None:
     script, started = tmp_path / "script.py", tmp_path / "started"
     script.write_text(f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
                       "time.sleep(600)")
-    words = [sys.executable, "scripts/bench.py", "ddp", "--try", "fused", "--trial-timeout", "90", str(script)]
+    words = [sys.executable, "utils", "bench", "ddp", "--try", "fused", "--trial-timeout", "90", str(script)]
     with subprocess.Popen(words, cwd=ROOT) as tuning:
         wait_until(lambda: started.exists() and bool(started.read_text()), "the trial", seconds=60)
         tuning.terminate()
@@ -263,6 +263,6 @@ def test_terminated_command_leaves_no_trial(tmp_path: Path) -> None:
 
 
 def test_trial_that_fails_names_rank_and_output() -> None:
-    done = python("scripts/bench.py", "ddp", "--try", "fused", TRAINING, "--bad-option")
+    done = python("utils", "bench", "ddp", "--try", "fused", TRAINING, "--bad-option")
     assert done.returncode == 1
     assert re.search(r"unchanged script failed.*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)

@@ -158,7 +158,7 @@ def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, A
 
 def doctor(*words: str, environ: dict[str, str] | None = None, launch: Sequence[str] = (),
            stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    command = [*launch, str(ROOT / "scripts" / "doctor.py"), *words]
+    command = [*launch, str(ROOT / "utils" / "__main__.py"), "doctor", *words]
     return subprocess.run([sys.executable, *command], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True,
                           timeout=120, env={**os.environ, **(environ or {})})
 

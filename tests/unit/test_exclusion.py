@@ -140,6 +140,7 @@ def test_preflight_decides_what_becomes_of_the_job(
     assert preflight.check(queue, folder, "12.head", ["--quick"],  # type: ignore[arg-type]
                            ["--torchrun", "--", "train.py", "--", "x"]) == expected
     [words] = launched
-    assert words[:2] == ["--torchrun", "--"] and words[2].endswith("scripts/doctor.py") and words[-1] == "--quick"
+    assert words[:2] == ["--torchrun", "--"] and words[2].endswith("utils/__main__.py")
+    assert words[3] == "doctor" and words[-1] == "--quick"
     assert message in capfd.readouterr().err
     assert queue.excluded == ({"13.head": ["n1"]} if bad and status == 2 else {})

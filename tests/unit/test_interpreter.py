@@ -19,8 +19,7 @@ from utils.tools import interpreter
 from utils.tools.interpreter import InterpreterError, choose
 
 SYSTEM = "/usr/bin:/bin"
-COMMANDS = ["utils/__main__.py", *(  # started by any Python
-    f"scripts/{name}.py" for name in ("bench", "doctor", "launch", "plan", "plot", "sites", "submit"))]
+COMMANDS = ["utils/__main__.py", "scripts/launch.py"]  # started by any Python
 TRAIN = """
 import os, sys, torch
 print("trains with", sys.executable, *{"DDPKIT_STARTED_BY"} & set(os.environ))
@@ -171,7 +170,7 @@ def test_python_3_6_can_parse_what_starts_first(file: str) -> None:
 def test_submit_restarts_under_the_kits_python_for_yaml(kit: Path, pythons: dict[str, Path]) -> None:
     yaml = kit / ".venv" / "lib" / f"python3.{sys.version_info[1]}" / "site-packages" / "yaml.py"
     yaml.write_text("import sys\nsys.exit(f'yaml of {sys.executable}')\n")
-    words = ["scripts/submit.py", "run", "--site", "lumi", "--dry-run", "train.py"]
+    words = ["utils", "submit", "run", "--site", "lumi", "--dry-run", "train.py"]
     assert run(pythons["torch"], kit, *words).stderr == f"yaml of {kit}/.venv/bin/python\n"
     yaml.unlink()
     done = run(pythons["torch"], kit, *words)
@@ -179,14 +178,14 @@ def test_submit_restarts_under_the_kits_python_for_yaml(kit: Path, pythons: dict
 
 
 def test_bench_restarts_under_a_python_with_torch(kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:
-    done = run(pythons["base"], kit, "scripts/bench.py", "--help")
+    done = run(pythons["base"], kit, "utils", "bench", "--help")
     assert "No module named 'torch.distributed'" in done.stderr  # the stand-in for torch in the kit's .venv
     (kit / "scripts/ddpkit").write_text(  # as pip installs it
         "import sys\nsys.path[0] = '.'\nfrom utils.tools.main import main\nsys.exit(main())\n")
     done = run(pythons["base"], kit, "scripts/ddpkit", "bench", "--help")
     assert done.returncode == 1 and "ddpkit is installed for it alone. Expected both in one Python" in done.stderr
     shutil.copytree(kit, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv"))
-    done = run(pythons["base"], tmp_path, "scripts/bench.py", "--help")
+    done = run(pythons["base"], tmp_path, "utils", "bench", "--help")
     assert done.returncode == 1 and done.stderr.startswith("ddpkit bench: error: no Python for the ranks:")
 
 

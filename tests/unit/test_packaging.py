@@ -64,7 +64,7 @@ LAUNCH = "--ntasks-per-node 2 --dry-run train.py"
     (f"SITE/bin/ddpkit launch {LAUNCH}", 0, "PYTHON -u train.py"),
     (f"PYTHON -m ddpkit launch {LAUNCH}", 0, "PYTHON -u train.py"),
     (f"PYTHON SITE/ddpkit launch {LAUNCH}", 0, "PYTHON -u train.py"),
-    ("SITE/bin/ddpkit explain", 0, "launcher          single"),
+    ("PYTHON -m ddpkit.launchers", 0, "launcher          single"),
     ("SITE/bin/ddpkit --help", 0, "submit a training script"),
     ("SITE/bin/ddpkit lanch", 2, "Did you mean launch?"),
     ("SITE/bin/ddpkit", 2, "a command is missing")])

@@ -1,4 +1,4 @@
-"""scripts/plan.py from numbers: reference figures, links, advice, and the page in a real browser."""
+"""ddpkit plan from numbers: reference figures, links, advice, and the page in a real browser."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""scripts/plan.py of a training script: a prediction, or a sentence that says what could not be traced."""
+"""ddpkit plan of a training script: a prediction, or a sentence that says what could not be traced."""
 from __future__ import annotations
 
 import json
@@ -81,7 +81,7 @@ def test_script_for_torchrun_and_gpus_is_traced_without_them(planned: Planned, t
     ("examples/05_survive.py --folder {}", 64 * 128 + 128 + 128 * 4 + 4, 96 * (64 * 4 + 8))])
 def test_example_is_traced_as_it_is(example: str, parameters: int, inputs: int, tmp_path: Path) -> None:
     """The second one resumes, and primes its buckets."""
-    done = python("scripts/plan.py", "--json", "--gpu", "a100-40", *example.format(tmp_path).split())
+    done = python("utils", "plan", "--json", "--gpu", "a100-40", *example.format(tmp_path).split())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["inputs"]["parameters"] == parameters
@@ -167,7 +167,7 @@ def test_what_cannot_be_traced_is_said(
 @pytest.mark.parametrize("step", [
     "model(torch.zeros(1, 10)).sum().backward()", "torch.linalg.eigvals(torch.randn(9000, 9000))"])
 def test_script_without_an_optimizer_step_is_ended(tmp_path: Path, step: str) -> None:
-    done = python("scripts/plan.py", "--trace-timeout", "8", written(tmp_path, f"{HEAD}while True: {step}"))
+    done = python("utils", "plan", "--trace-timeout", "8", written(tmp_path, f"{HEAD}while True: {step}"))
     assert done.returncode == 1 and "within 8 s" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

@@ -47,7 +47,7 @@ def project(folder: Path, layout: str, training: str = TRAINING) -> str:
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / words[0]), *words[1:]]
+    command = [sys.executable, str(ROOT / "utils"), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
 
 
@@ -62,8 +62,8 @@ def test_script_imports_its_own_package(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "words", "shown"), [
-    ("beside_a_copy", ["plan.py", "--gpu", "a100-40"], "Notes"),
-    *((layout, ["bench.py", "ddp", "--full-only", "--steps", "2"], "efficiency (weak scaling)")
+    ("beside_a_copy", ["plan", "--gpu", "a100-40"], "Notes"),
+    *((layout, ["bench", "ddp", "--full-only", "--steps", "2"], "efficiency (weak scaling)")
       for layout in ("package", "kit"))])
 def test_commands_import_what_the_script_does(tmp_path: Path, layout: str, words: list[str], shown: str) -> None:
     done = run(tmp_path, *words, project(tmp_path, layout))
@@ -75,20 +75,20 @@ def test_factory_imports_its_own_package(tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(
         "import torch, utils\ndef make(batch):\n    from utils import size\n"
         "    return torch.nn.Linear(size(), 10), torch.zeros(batch, utils.size())\n")
-    done = run(tmp_path, "plan.py", "--model", "models:make")
+    done = run(tmp_path, "plan", "--model", "models:make")
     assert done.returncode == 0, done.stderr
 
 
 def test_script_that_imports_the_kit_gets_the_modules_of_the_command(tmp_path: Path) -> None:
-    """plan.py prints its own kind of error as it is, and describes others."""
+    """plan prints its own kind of error as it is, and describes others."""
     (tmp_path / "train.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                                        "from utils.tools.plan.hardware import PredictionError\n"
                                        "raise PredictionError('the same')")
-    done = run(tmp_path, "plan.py", "train.py")
+    done = run(tmp_path, "plan", "train.py")
     assert done.returncode == 1 and done.stderr == "ddpkit plan: error: train.py could not be traced. the same\n"
 
 
-@pytest.mark.parametrize("command", [["plan.py"], ["bench.py", "ddp"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["plan"], ["bench", "ddp"]], ids=" ".join)
 def test_kit_hidden_by_the_scripts_own_package_is_named(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "utils.py").write_text(OWN)
     (tmp_path / "train.py").write_text("from utils import setup_distributed")
@@ -100,7 +100,7 @@ def test_kit_hidden_by_the_scripts_own_package_is_named(tmp_path: Path, command:
 
 def test_trial_of_a_script_that_spawns_its_ranks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
-    done = run(tmp_path, "bench.py", "ddp", "train.py")
+    done = run(tmp_path, "bench", "ddp", "train.py")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert ("the script starts its own ranks with torch.multiprocessing.spawn. Expected one process per rank"
             in done.stderr)

@@ -40,7 +40,7 @@ def quoted(path: str) -> str:
       f"exec python3 {quoted('utils')} launch --launcher srun -- train.py --epochs 3\n"], "time"),
     ("doctor --site lumi --account p --nodes 2 -- --quick --only limits",
      ["--job-name=doctor", "--time=00:10:00",
-      f" launch --launcher srun -- {quoted('scripts/doctor.py')} --quick --only limits\n"], "train.py"),
+      f" launch --launcher srun -- {quoted('utils/__main__.py')} doctor --quick --only limits\n"], "train.py"),
     ("run --site frontier --account ABC123 --nodes 2 --time 1:00:00 --env 'A=b $c' "
      "--setup 'source my/activate' --directive=--network=single_node_vni train.py",  # replaces the site's network
      ["--account=ABC123", "--gpus-per-node=8", "--cpus-per-task=7", "--gpu-bind=closest",

@@ -12,7 +12,7 @@
 
 Put the Metrics into the state of the Checkpointer: a save then first writes all values up to its
 step. After a restart, the lines of the steps that are trained again are dropped. So the log
-metrics.jsonl has every step once, however often the training is killed. scripts/plot.py draws it.
+metrics.jsonl has every step once, however often the training is killed. ddpkit plot draws it.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def restart_under_newer_python() -> NoReturn:
         newer = choose(os.environ, torch=False).path
     except InterpreterError as error:
         version = ".".join(map(str, sys.version_info[:3]))
-        # A program of scripts/ has run the package as a folder.
+        # The package was started by the path of its folder, as by scripts/launch.py.
         command = f"ddpkit {sys.argv[1]}" if os.path.isdir(sys.argv[0]) else "ddpkit"
         sys.exit(f"{command}: error: this is Python {version} ({sys.executable}). {error}")
     restart(newer)

@@ -3,76 +3,69 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from .. import __version__
 from . import interpreter
 
+
+class Command(NamedTuple):
+    """A command, and the module whose main() runs it."""
+
+    description: str
+    module: str
+    kit_needs: tuple[str, ...] = ()  # restarts under the kit's .venv where one of them is missing
+    needs_torch: bool = False  # restarts under the Python that ddpkit launch would choose
+
+
 COMMANDS = {
-    "launch": "start a training script on every GPU of every host of this job",
-    "submit": "submit a training script as a Slurm or PBS job, and query submitted jobs",
-    "sites": "list and write profiles of clusters",
-    "doctor": "find out what is wrong with a job",
-    "bench": "measure collectives, links between hosts, how a training scales, and its settings",
-    "plan": "predict memory, step time and scaling of a training",
-    "checkpoints": "list, verify and export the checkpoints of a training",
-    "plot": "draw the logs of training runs, or step times, as a picture",
-    "explain": "print which launcher started this process, and why",
+    "launch": Command(
+        "start a training script on every GPU of every host of this job", "launch.launch_cli"
+    ),
+    "submit": Command(
+        "submit a training script as a Slurm or PBS job, and query submitted jobs",
+        "submission.submit_cli",
+        kit_needs=("yaml",),
+    ),
+    "sites": Command(
+        "list and write profiles of clusters", "submission.sites_cli", kit_needs=("yaml",)
+    ),
+    "doctor": Command("find out what is wrong with a job", "doctor.doctor_cli"),
+    "bench": Command(
+        "measure collectives, links between hosts, how a training scales, and its settings",
+        "bench.bench_cli",
+        needs_torch=True,
+    ),
+    "plan": Command(
+        "predict memory, step time and scaling of a training",
+        "plan.plan_cli",
+        kit_needs=("yaml", "torch"),
+    ),
+    "checkpoints": Command(
+        "list, verify and export the checkpoints of a training", "checkpoints_cli", needs_torch=True
+    ),
+    "plot": Command("draw the logs of training runs, or step times, as a picture", "charts"),
 }
+_OF_JOB_SCRIPTS = {"job": Command("", "submission.job_start")}
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. words: its name and arguments; None: sys.argv."""
     words = sys.argv[1:] if words is None else list(words)
     name, arguments = (words[0], words[1:]) if words else ("", [])
-    if name == "launch":
-        from .launch import launch_cli as launch
-
-        return launch.main(arguments)
-    if name == "submit":
-        _restart_where_installed("yaml")
-        from .submission import submit_cli as submission
-
-        return submission.main(arguments)
-    if name == "sites":
-        _restart_where_installed("yaml")
-        from .submission import sites_cli as sites
-
-        return sites.main(arguments)
-    if name == "doctor":
-        from .doctor import doctor_cli as doctor
-
-        return doctor.main(arguments)
-    if name == "plan":
-        _restart_where_installed("yaml", "torch")
-        from .plan import plan_cli as plan
-
-        return plan.main(arguments)
-    if name == "job":  # used by job scripts
-        from .submission import job_start as in_job
-
-        return in_job.main(arguments)
-    if name == "bench":
-        _restart_with_torch(name)
-        from .bench import bench_cli as bench
-
-        return bench.main(arguments)
-    if name == "checkpoints":
-        _restart_with_torch(name)
-        from . import checkpoints_cli as checkpoints
-
-        return checkpoints.main(arguments)
-    if name == "plot":
-        from . import charts
-
-        return charts.main(arguments)
-    if name == "explain":
-        from ..launchers import __main__ as explain
-
-        return explain.main(arguments)
+    command = (COMMANDS | _OF_JOB_SCRIPTS).get(name)
+    if command is not None:
+        _restart_where_installed(command.kit_needs)
+        if command.needs_torch:
+            _restart_with_torch(name)
+        module = importlib.import_module(f"{__package__}.{command.module}")
+        status: int = module.main(arguments)
+        return status
     if name in ("-h", "--help"):
         print(_usage())
         return 0
@@ -84,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:<11} {one.description}" for name, one in COMMANDS.items())
     options = "Options: ddpkit COMMAND --help. Version: ddpkit --version"
     return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\n{options}"
 
@@ -97,7 +90,7 @@ def _unknown(name: str) -> str:
     return f"{name!r} is not a command. Expected one of: {', '.join(COMMANDS)}.{hint}"
 
 
-def _restart_where_installed(*modules: str) -> None:
+def _restart_where_installed(modules: Sequence[str]) -> None:
     """Restart under the kit's .venv where this Python lacks one of the modules."""
     if all(importlib.util.find_spec(name) is not None for name in modules):
         return

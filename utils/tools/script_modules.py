@@ -25,7 +25,7 @@ def script_modules(folder: str) -> Iterator[None]:
     meanwhile must not import further modules of it.
     """
     path, kept = list(sys.path), _remove_modules()
-    for place in (str(_ROOT), str(_ROOT / "scripts"), ""):  # what started this command
+    for place in (str(_ROOT), ""):  # what started this command
         if sys.path[0] == place:
             del sys.path[0]
     sys.path.insert(0, folder)

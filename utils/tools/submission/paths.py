@@ -13,5 +13,6 @@ JOBS = KIT / "jobs"
 
 def doctor_words() -> list[str]:
     """Return the words that run doctor on a rank, in a checkout or installed by pip."""
-    script = KIT / "scripts" / "doctor.py"
-    return [str(script)] if script.exists() else ["-m", __name__.partition(".")[0], "doctor"]
+    if KIT == PACKAGE:
+        return ["-m", __name__.partition(".")[0], "doctor"]
+    return [str(PACKAGE / "__main__.py"), "doctor"]
