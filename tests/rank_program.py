@@ -96,7 +96,7 @@ def join(rank: Placement, args: argparse.Namespace) -> None:
     report(rank, f"rank 0 at {met.master_addr if met.monitor else '-'}", *([
         f"MPI says rank {world.Get_rank()} of {world.Get_size()}, sum {world.allreduce(1)}"] if world else []))
     if met.monitor is not None:
-        met.monitor.leave("")
+        met.monitor.leave(None)
 
 
 _terminated: list[int] = []

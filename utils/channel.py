@@ -65,6 +65,14 @@ def or_none(check: Check) -> Check:
     return lambda value: value is None or _accepts(check, value)
 
 
+def _row(*checks: Check) -> Check:
+    def is_row(value: object) -> bool:
+        is_list = isinstance(value, list) and len(value) == len(checks)
+        return is_list and all(map(_accepts, checks, value))  # type: ignore[call-overload]
+
+    return is_row
+
+
 def _anything(value: object) -> bool:
     return True
 
@@ -77,12 +85,7 @@ class Kind(NamedTuple):
 
 
 _CAUSE_LIMIT = 1 << 18
-# Whose failure a cause is: see monitor.launch_report.Failure.
-_OF_CAUSE: dict[str, Check] = {
-    "about": _text(16),
-    "rank": or_none(int),
-    "host": or_none(_text(256)),
-}
+_CAUSE = _row(str, _text(16), or_none(int), or_none(_text(256)), bool)  # launch_report.Failure
 KINDS: dict[str, Kind] = {
     "hello": Kind(
         512,
@@ -105,7 +108,9 @@ KINDS: dict[str, Kind] = {
         {
             "what": _one_of("failed", "saved"),
             "text": _text(2000),
-            **_OF_CAUSE,
+            "about": _text(16),
+            "rank": or_none(int),
+            "host": or_none(_text(256)),
             "is_over": bool,
         },
     ),
@@ -116,20 +121,21 @@ KINDS: dict[str, Kind] = {
         {"assignment": or_none(dict), "error": str, "master_addr": str, "host": str},
     ),
     "connected": Kind(64, {}),
-    "start_failed": Kind(_CAUSE_LIMIT, {"cause": str}),
+    "start_failed": Kind(_CAUSE_LIMIT, {"cause": _CAUSE}),
     "beat": Kind(1 << 14, {"progress": int, "entered": int, "location": str}),
     "ask_position": Kind(64, {"ends": bool}),
     "position": Kind(1 << 20, {"position": or_none(list)}),
     "ask_states": Kind(1 << 14, {"pids": list}),
     "states": Kind(1 << 16, {"states": list}),
-    "failed": Kind(_CAUSE_LIMIT, {"cause": str}),
+    "failed": Kind(_CAUSE_LIMIT, {"cause": _CAUSE}),
     "query": Kind(64, {"about": _one_of("lost", "timeout")}),
-    "cause": Kind(_CAUSE_LIMIT, {"cause": str, **_OF_CAUSE}),
+    "cause": Kind(_CAUSE_LIMIT, {"cause": or_none(_CAUSE)}),
     "left": Kind(
-        _CAUSE_LIMIT, {"cause": str, "first_cause": str, "entered": or_none(int), **_OF_CAUSE}
+        2 * _CAUSE_LIMIT,
+        {"cause": or_none(_CAUSE), "first": or_none(_CAUSE), "entered": or_none(int)},
     ),
-    "hang": Kind(_CAUSE_LIMIT, {"cause": str, "folder": str, **_OF_CAUSE}),
-    "end": Kind(_CAUSE_LIMIT, {"cause": str}),
+    "hang": Kind(_CAUSE_LIMIT, {"cause": _CAUSE, "folder": str}),
+    "end": Kind(_CAUSE_LIMIT, {"cause": _CAUSE}),
     # Of doctor.
     "request": Kind(1 << 24, {"number": int, "what": str, "values": or_none(list)}),
     "reply": Kind(1 << 24, {"number": int, "value": _anything}),

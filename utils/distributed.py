@@ -23,16 +23,14 @@ import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from . import __version__, effects
-from .consistency import TrainingWatch
-from .coordination import StoreCommunicator
-from .host import device, gloo, nccl_log
+from .host import device
 from .host.cores import bind_process, parse_ranges
 from .host.gpus import set_masks
 from .launch_error import LaunchError
@@ -40,20 +38,24 @@ from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
 from .launchers.rank_variables import set_variables
 from .log import get_logger, setup_logging
-from .monitor import collectives
 from .monitor.monitor import Monitor
-from .monitor.positions import HangWatch
 from .monitor.shutdown import (
     Shutdown,
     connection_failure,
     entered_collectives,
     print_without_traceback,
     start_up_time_out,
+    total_collectives,
     write_hang_report,
 )
 from .startup.address import Rendezvous
 from .startup.reports import RankReport, make_report
 from .startup.store import rendezvous
+
+if TYPE_CHECKING:
+    from .consistency import TrainingWatch
+    from .coordination import StoreCommunicator
+    from .monitor.hang import Collective, Group
 
 CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off
 START_UP_SECONDS = 100.0
@@ -237,6 +239,8 @@ def setup_distributed(
     if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
+        from .consistency import TrainingWatch
+
         job._watch = TrainingWatch(_communicator(job))
     return job
 
@@ -298,17 +302,24 @@ def _start(
         os.environ["OMP_NUM_THREADS"] = str(assignment["threads"])  # for child processes
     has_network, interface = assignment["num_nodes"] > 1, ""
     if chosen_backend == "gloo" and has_network:
+        from .host import gloo
+
         interface = gloo.choose_interface(found.local_addr, found.master_addr)
 
     reads_log = chosen_backend == "nccl" and has_network and placement.rank == 0
-    with nccl_log.log_of_nccl(reads_log) as log:
+    with contextlib.ExitStack() as stack:
+        log: list[str] = []
+        if reads_log:
+            from .host.nccl_log import log_of_nccl
+
+            log = stack.enter_context(log_of_nccl())
         _connect_ranks(placement, chosen_backend, chosen_device, found, store, collective_timeout)
     if found.monitor:
         found.monitor.entered_collectives = entered_collectives
         if cause := found.monitor.connected():
-            raise LaunchError(cause, rank=found.monitor.failed_at_start)
+            raise LaunchError(cause.text, rank=cause.rank)
         if not effects.may_have("monitor"):
-            found.monitor.leave("")
+            found.monitor.leave(None)
             found = replace(found, monitor=None)
     if placement.rank == 0:
         _log_start(placement, chosen_backend, found)
@@ -346,10 +357,19 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
         if not faulthandler.is_enabled() and effects.may_have("faulthandler"):
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
-    monitor.read_collectives = lambda ends: collectives.read_collectives(locations=ends)
-    monitor.progress = lambda: collectives.total_collectives() + job._reported_progress
+
+    def read_collectives(ends: bool) -> tuple[list[Collective], dict[str, Group]]:
+        from .monitor import collectives
+
+        return collectives.read_collectives(locations=ends)
+
+    monitor.read_collectives = read_collectives
+    monitor.progress = lambda: total_collectives() + job._reported_progress
     monitor.write_report = functools.partial(write_hang_report, job.rank)
     if hang_timeout is not None:
+        from .monitor import collectives
+        from .monitor.positions import HangWatch
+
         has_recorder = collectives.has_recorder()
         if not has_recorder and job.is_main:
             _log.warning(
@@ -367,6 +387,8 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
 def _communicator(job: Distributed) -> StoreCommunicator | None:
     if job.world_size == 1:
         return None
+    from .coordination import StoreCommunicator
+
     # A wait of the script in its store would hold this one up.
     store = job.store.clone()  # type: ignore[attr-defined, unused-ignore]
     return StoreCommunicator("training", job.rank, job.world_size, store)
@@ -393,6 +415,8 @@ def _report_rank(placement: Placement, backend: str | None, bind: bool) -> RankR
     except (LaunchError, RuntimeError) as error:
         problem = str(error)
     if chosen == "gloo":
+        from .host import gloo
+
         problem = problem or gloo.interface_problem()
 
     return make_report(
@@ -455,6 +479,8 @@ def _log_network(backend: str, interface: str, log: list[str]) -> None:
     elif backend == "xccl":  # oneCCL logs to standard output only
         _log.info("network: unknown; CCL_LOG_LEVEL=info shows the log of oneCCL")
     elif log:
+        from .host import nccl_log
+
         library = "RCCL" if torch.version.hip else "NCCL"
         used = nccl_log.classify(log)
         text, is_warning = nccl_log.describe(used, nccl_log.expected_network(), library)

@@ -43,7 +43,7 @@ def starting(channels: Channels) -> Iterator[list[Monitor]]:
     monitors = [monitor_of(rank, channels) for rank in range(3)]
     yield monitors
     for monitor in monitors:
-        monitor.leave("")
+        monitor.leave(None)
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_no_rank_goes_on_before_torch_has_connected_all(starting: list[Monitor],
     with ThreadPoolExecutor() as pool:
         others = [pool.submit(monitor.connected) for rank, monitor in enumerate(starting) if rank != last]
         assert not wait(others, timeout=0.3).done
-        assert starting[last].connected() == ""
-        assert [other.result(20) for other in others] == ["", ""]
+        assert starting[last].connected() is None
+        assert [other.result(20) for other in others] == [None, None]
 
 
 @pytest.mark.parametrize("dead", range(3))
@@ -70,25 +70,27 @@ def test_rank_that_dies_while_others_wait_for_it_is_the_cause(channels: Channels
         for end in channels[dead]:
             end.socket.shutdown(socket.SHUT_RDWR)
         for other in others:
-            assert f"rank {dead} on h{dead} died while torch was connecting the ranks" in other.result(20)
+            assert f"rank {dead} on h{dead} died while torch was connecting the ranks" in other.result(20).text
     for monitor in monitors:
-        monitor.leave("")
+        monitor.leave(None)
 
 
 def test_rank_that_left_normally_hides_no_failure(ranks: list[Monitor]) -> None:
     zero, one, two = ranks
-    zero.leave("rank 0 left normally")
-    one.leave("rank 1 left normally")
-    assert two.find_cause("lost") == "rank 0 left normally"
-    assert two.report_failure("rank 2 failed") == "rank 2 failed"
+    left, failed = Failure("rank 0 left normally", "uneven", 0), Failure("rank 2 failed", "exception", 2)
+    zero.leave(left)
+    one.leave(Failure("rank 1 left normally", "uneven", 1))
+    assert two.find_cause("lost") == left
+    assert two.report_failure(failed) == failed
 
 
 def test_rank_that_another_stopped_is_not_the_cause(ranks: list[Monitor]) -> None:
     zero, one, two = ranks
-    two.report_failure("rank 2 failed")
-    one.leave("")
-    two.leave("rank 2 failed")
-    assert zero.find_cause("lost") == "rank 2 failed"
+    failed = Failure("rank 2 failed", "exception", 2, "h2")
+    two.report_failure(failed)
+    one.leave(None)
+    two.leave(failed)
+    assert zero.find_cause("lost") == failed
 
 
 @pytest.mark.parametrize("dead", [0, 2])
@@ -96,7 +98,7 @@ def test_killed_rank_is_named_with_its_host(ranks: list[Monitor], channels: Chan
     for end in channels[dead]:
         end.socket.shutdown(socket.SHUT_RDWR)
     for rank in {0, 1, 2} - {dead}:
-        assert f"rank {dead} on h{dead} ended without a report. It was killed" in ranks[rank].find_cause("lost")
+        assert f"rank {dead} on h{dead} ended without a report. It was killed" in ranks[rank].find_cause("lost").text
 
 
 @pytest.mark.parametrize(("dead", "reporter"), [(2, 0), (0, 1)])
@@ -109,9 +111,9 @@ def test_first_cause_reaches_launch_py(
         monkeypatch.setenv(VARIABLE, launch_py.variables[VARIABLE])
         ranks[reporter].report_to_launcher(cause)
         wait_until(lambda: launch_py.first_cause is not None, "the notice")
-        assert launch_py.first_cause == Failure(cause, "killed", dead, f"h{dead}")
-        report_first_cause(Failure(cause, "hang"))  # by a rank that does not know whose it is
-        assert launch_py.first_cause == Failure(cause, "killed", dead, f"h{dead}")
+        assert launch_py.first_cause == cause == Failure(cause.text, "killed", dead, f"h{dead}")
+        report_first_cause(Failure(cause.text, "hang"))  # by a rank that does not know whose it is
+        assert launch_py.first_cause == cause
         report_first_cause(Failure("another", "hang"))
         assert launch_py.first_cause == Failure("another", "hang")
 
@@ -125,7 +127,7 @@ def test_collective_that_all_ranks_have_entered_times_out(ranks: list[Monitor], 
         monitor.entered_collectives = lambda: 7
     if stopped:
         ranks[1].entered_collectives = lambda: 7 if resumed.wait(20) else None
-    cause = ranks[2].find_cause("timeout")
+    cause = ranks[2].find_cause("timeout").text
     resumed.set()
     assert expected in cause and "rank 0" not in cause
 
@@ -135,8 +137,8 @@ def test_a_rank_that_has_left_hides_no_late_one(ranks: list[Monitor]) -> None:
     for entered, monitor in zip((2, 2, 1), ranks, strict=True):
         monitor.entered_collectives = lambda entered=entered: entered
         monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
-    ranks[1].leave("rank 1 left normally")
-    assert "rank 2 on h2 did not enter collective 2" in ranks[0].find_cause("timeout")
+    ranks[1].leave(Failure("rank 1 left normally", "uneven", 1))
+    assert "rank 2 on h2 did not enter collective 2" in ranks[0].find_cause("timeout").text
 
 
 @pytest.mark.parametrize("entered", [4, 5])
@@ -151,12 +153,12 @@ def test_a_rank_that_left_too_early_ends_those_that_wait(
     for monitor in ranks:
         monitor.read_collectives = lambda locations: ([call], {"": Group("0-2", 5)})
     ranks[1].entered_collectives = lambda: entered
-    ranks[1].leave(f"rank 1 left normally after {entered} collectives")
+    ranks[1].leave(Failure(f"rank 1 left normally after {entered} collectives", "uneven", 1))
     if entered == 4:
         wait_until(lambda: len(ended) == 2, "the end of ranks 0 and 2", seconds=20)
         monkeypatch.setattr("utils.monitor.monitor._REPORT_SECONDS", 0)
         for monitor in ranks:
-            monitor.leave("")
+            monitor.leave(None)
     else:
         time.sleep(4)
         assert not ended
@@ -172,10 +174,10 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     for entered, monitor in zip((3, 4, 4), ranks, strict=True):
         monitor.entered_collectives = lambda entered=entered: entered
         monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
-    cause = ranks[1].find_cause("timeout")
+    cause = ranks[1].find_cause("timeout").text
     assert "rank 0 on h0 did not enter collective 4, in which ranks 1-2 wait. It is at " in cause
     for monitor in ranks[1:]:
-        monitor.leave("")
+        monitor.leave(None)
     assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err
 
 
@@ -197,7 +199,7 @@ def test_silent_ranks_alone_on_their_hosts_are_named_once(
     time.sleep(5)
     for end in channels[0]:
         end.socket.shutdown(socket.SHUT_RDWR)
-    zero.leave("")
+    zero.leave(None)
     assert capfd.readouterr().err == "".join(
         f"rank {rank} on h{rank} (pid 7) has sent nothing for 2 s: its process is stopped, or busy in native code. "
         "To continue a stopped one, run kill -CONT there; otherwise it is ended about 3 s from now\n"

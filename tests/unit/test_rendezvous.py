@@ -68,7 +68,7 @@ def start_rank(placement: Placement, environ: Mapping[str, str], timeout: float 
         found = agree(placement, report, launcher=launcher_named(placement.launcher), timeout=timeout,
                       environ=environ, name_service=name_service)
         found.monitor.started()
-        found.monitor.leave("")
+        found.monitor.leave(None)
         if placement.rank == 0:
             found.listener.close()
         return found

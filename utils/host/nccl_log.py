@@ -136,15 +136,15 @@ def describe(
 
 @contextlib.contextmanager
 def log_of_nccl(
-    wanted: bool, environ: MutableMapping[str, str] = os.environ
+    environ: MutableMapping[str, str] = os.environ,
 ) -> Iterator[list[str]]:
     """Direct NCCL's log into memory; after the `with` block, the list contains its lines.
 
     The variables for this are then restored, so that child processes do not inherit them. The list
-    stays empty if `wanted` is False, or if the user or the site has set NCCL_DEBUG.
+    stays empty if the user or the site has set NCCL_DEBUG.
     """
     lines: list[str] = []
-    if not wanted or "NCCL_DEBUG" in environ or _is_configured(environ):
+    if "NCCL_DEBUG" in environ or _is_configured(environ):
         yield lines
         return
     with open(os.memfd_create("nccl-log"), errors="replace") as log:

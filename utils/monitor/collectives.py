@@ -20,16 +20,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from ..host.cores import format_ranges
 from .hang import Collective, Group, thread_location, user_frame
+from .shutdown import sequence_number, total_collectives
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-
-
-def total_collectives() -> int:
-    """Return how many collectives of all groups this rank has entered; 0 where torch counts none.
-
-    Private API: torch lists its groups nowhere else.
-    """
-    return sum(_sequence_number(group) or 0 for group in list(c10d._world.pg_map))
 
 
 def has_recorder() -> bool:
@@ -58,7 +51,7 @@ def read_collectives(
             ranks = dist.get_process_group_ranks(process_group)
             label = _label(process_group, format_ranges(ranks))
             members[str(process_group.group_name)] = label, ranks
-            groups[label] = Group(format_ranges(ranks), _sequence_number(process_group))
+            groups[label] = Group(format_ranges(ranks), sequence_number(process_group))
     try:
         recorded = [trace.get("entries") or [] for trace in traces]
         entries = sorted(itertools.chain(*recorded), key=lambda one: int(one["time_created_ns"]))
@@ -108,13 +101,6 @@ def _read_recorders(locations: bool) -> list[dict[str, Any]]:
                 with _device_of_rank(), _without_inductor():
                     traces.append(pickle.loads(dump(True, locations, False, **options)))
     return traces
-
-
-def _sequence_number(group: dist.ProcessGroup) -> int | None:
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError, ValueError):
-        return None
 
 
 def _label(group: dist.ProcessGroup, ranks: str) -> str:

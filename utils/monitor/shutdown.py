@@ -27,13 +27,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from .. import effects
-from ..host import gloo, process
+from ..host import process
 from ..job.notation import EXIT_REQUEUE
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..log import get_logger
-from .collectives import show_collectives
-from .hang import user_frame
 from .launch_report import Failure, report_first_cause
 from .monitor import Monitor
 
@@ -110,6 +108,8 @@ class Shutdown:
             self.report(error)
         how = _LEFT
         if error is not None:
+            from .hang import user_frame
+
             frames = reversed(traceback.extract_tb(error.__traceback__))
             place = user_frame((f.filename, f.lineno or 0, f.name) for f in frames)
             how = f"left by sys.exit() at {place}"
@@ -137,6 +137,8 @@ class Shutdown:
                 _DESTROY_SECONDS,
             )
             _exit_now()
+        from ..host import gloo
+
         gloo.wait_for_threads()
 
     def report(self, error: BaseException) -> None:
@@ -154,27 +156,27 @@ class Shutdown:
         named = re.search(_FAILED_RANK, description) if _raised_by_torch(error) else None
         rank, host = (int(named[1]), named[2]) if named else (self._rank, socket.gethostname())
         failed_rank = f"rank {rank} on {host}"
-        failure = f"{failed_rank} failed: {description}"
+        failure = Failure(f"{failed_rank} failed: {description}", "exception", rank, host)
         kind = peer_failure(error) if self._world_size > 1 else ""
         first = self._first_cause(kind, failure)
         if first and self._monitor is not None:
             self._monitor.report_to_launcher(first)
         elif first:
-            report_first_cause(Failure(first, "exception", rank, host))
+            report_first_cause(first)
         self._release_closing_ranks()
 
         is_root_cause = first == failure and failed_rank == self._this_rank
         another_rank_shows_it = not is_root_cause and (
-            bool(first) and _raised_by_torch(error) if kind else description in first
+            bool(first) and _raised_by_torch(error) if kind else first and description in first.text
         )
-        message = failure
+        message = failure.text
         if not first:
             message = (
                 f"{self._this_rank} stops: {description}. No rank reported a cause: look for the "
                 "first message of the others"
             )
         elif not is_root_cause:
-            message = f"{self._this_rank} stops, because {first}"
+            message = f"{self._this_rank} stops, because {first.text}"
 
         # Where an exit was called explains nothing.
         is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
@@ -183,29 +185,30 @@ class Shutdown:
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
         _write_error_file(message, is_root_cause=is_root_cause)
-        self._leave(failure if is_root_cause else "")
+        self._leave(failure if is_root_cause else None)
 
-    def _first_cause(self, kind: str, failure: str) -> str:
-        """Return what failed first; "" where no rank knows. kind: see peer_failure()."""
+    def _first_cause(self, kind: str, failure: Failure) -> Failure | None:
+        """Return what failed first; None where no rank knows. kind: see peer_failure()."""
         if self._monitor is None:
-            return "" if kind else failure
+            return None if kind else failure
         if kind:
             return self._monitor.find_cause(kind)
         return self._monitor.report_failure(failure)
 
-    def _leave(self, cause: str) -> None:
+    def _leave(self, cause: Failure | None) -> None:
         if self._monitor is not None:
             self._monitor.leave(cause)
 
-    def _departure(self, how: str) -> str:
+    def _departure(self, how: str) -> Failure:
         """What the other ranks report if they still need this rank, which has not failed."""
         entered = entered_collectives()
         after = "" if entered is None else f" after {entered} collectives"
-        return (
+        text = (
             f"{self._this_rank} {how}{after}, and other ranks need it for more. The ranks have "
             "uneven work: give each the same number of steps (DistributedSampler, "
             "drop_last=True), or train under DistributedDataParallel.join()"
         )
+        return Failure(text, "uneven", self._rank, socket.gethostname())
 
     def _wait_for_all(self) -> None:
         """Wait until all ranks close, one has failed, or the slowest takes half an hour."""
@@ -270,6 +273,21 @@ def entered_collectives() -> int | None:
         return None
 
 
+def total_collectives() -> int:
+    """Return how many collectives of all groups this rank has entered; 0 where torch counts none.
+
+    Private API: torch lists its groups nowhere else.
+    """
+    return sum(sequence_number(group) or 0 for group in list(dist.distributed_c10d._world.pg_map))
+
+
+def sequence_number(group: dist.ProcessGroup) -> int | None:
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
 def write_hang_report(rank: int, folder: str, cause: str) -> None:
     """Write the Python stacks of all threads and the last collectives of this rank to a file.
 
@@ -290,6 +308,8 @@ def write_hang_report(rank: int, folder: str, cause: str) -> None:
 
 
 def _write_stacks(file: TextIO, cause: str) -> None:
+    from .collectives import show_collectives
+
     file.write(f"{cause}\n\nStacks, innermost frame first:\n\n")
     file.flush()
     faulthandler.dump_traceback(file, all_threads=True)
@@ -320,7 +340,7 @@ def connection_failure(
     """Return why torch could not connect the ranks: a rank that has died, or torch's error."""
     cause = monitor.start_failure(timeout=2)
     if cause:
-        return LaunchError(cause, rank=monitor.failed_at_start)
+        return LaunchError(cause.text, rank=cause.rank)
     interfaces = " ".join(
         f"{name}={os.environ.get(name, '')!r}"
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

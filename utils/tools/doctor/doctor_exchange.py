@@ -100,7 +100,7 @@ class Lead(PeerServer):
         for rank in self._channels.keys() - self._ended:
             self._channels[rank].send({"kind": "end", "cause": ""})
         if self._monitor is not None:
-            self._monitor.leave("")
+            self._monitor.leave(None)
         limit = time.monotonic() + 3.0
         while self._channels.keys() - self._ended and time.monotonic() < limit:
             self._loop.run_once(0.2)
@@ -167,7 +167,7 @@ def join(timeout: float, step: Step) -> Lead | None:
         _reply(placement, found, step)
     finally:
         if found.monitor is not None:
-            found.monitor.leave("")
+            found.monitor.leave(None)
     return None
 
 
