@@ -65,13 +65,13 @@ def kill(*_: object, **__: object) -> None:
 
 
 def fail_at_the_start(fault: str, timeout: float) -> None:
-    from utils.connection import Connection
+    from utils.channel import Channel
 
     if fault == "late":
         time.sleep(timeout + 5)
         sys.exit("this rank ends before it starts")
     if fault == "kill-during":  # between its report and the result, as a rank that runs out of memory
-        Connection.receive_one = kill  # type: ignore[assignment,method-assign]
+        Channel.receive_one = kill  # type: ignore[assignment,method-assign]
 
 
 def join(rank: Placement, args: argparse.Namespace) -> None:

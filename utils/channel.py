@@ -1,9 +1,8 @@
-"""One channel between the processes of a launch: typed messages, proved by the launch's secret.
+"""One channel between the processes of a launch: JSON messages, after one proof of the secret.
 
-A server and its peers first prove to each other that they know the secret, without sending it;
-every later message carries a MAC (HMAC, RFC 2104, over a counter, so that none can be replayed).
-Before the proof a peer may send a few hundred bytes and has twenty seconds, and so many such peers
-are kept. Messages can be read on the network, but not changed. Standard library only.
+When they connect, a server and its peer prove to each other that they know the secret, without
+sending it (as the authkey of multiprocessing). Later messages are neither encrypted nor signed, as
+those of torch's store, gloo and NCCL. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,146 +14,42 @@ import hmac
 import itertools
 import json
 import os
-import re
+import select
 import selectors
 import socket
+import struct
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from .connection import Connection, Message, ProtocolError
-
-_VERSION = 2
-_HEADER_BYTES = 80  # "kind length mac\n", at most
+_VERSION = 3
+_HEADER = struct.Struct(">4sI")  # _MAGIC, bytes of the JSON that follows
+_MAGIC = b"ddp\n"
+_LONGEST, _LONGEST_OF_PROOF = 1 << 26, 1 << 12  # bytes
 _ACCEPTS = 64  # at once, between other events
-_PROOF_SECONDS = 20.0  # a busy host may be slow; sooner where there are too many
+_PROOF_SECONDS = 20.0  # a busy host may be slow
 _CONNECT_SECONDS = 3.0
-_EVICTION_SECONDS = 1.0  # a peer proves itself sooner
 _PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
-_OF_PROOF = ("hello", "challenge", "proof")
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+_CHUNK_BYTES = 1 << 14  # each recv() allocates so much
+_RETRANSMITS = 3  # in a row, which takes a second or more
+_HOST_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _ENCODE = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode  # one order at both ends
-_DECODE = json.JSONDecoder().decode
 
-# Of a field: its exact type, or a function. Integers are not negative.
-Check = type | Callable[[object], bool]
+Message = dict[str, Any]  # what json can write, its name as "kind"
 
 
-def _accepts(check: Check, value: object) -> bool:
-    if isinstance(check, type):
-        return type(value) is check and not (check is int and value < 0)  # type: ignore[operator]
-    return check(value)
-
-
-def _text(longest: int) -> Check:
-    return lambda value: isinstance(value, str) and len(value) <= longest
-
-
-def _hex(digits: int) -> Check:
-    matches = re.compile(f"[0-9a-f]{{{digits}}}").fullmatch
-    return lambda value: isinstance(value, str) and matches(value) is not None
-
-
-def _one_of(*values: object) -> Check:
-    return lambda value: value in values
-
-
-def or_none(check: Check) -> Check:
-    return lambda value: value is None or _accepts(check, value)
-
-
-def _row(*checks: Check) -> Check:
-    def is_row(value: object) -> bool:
-        is_list = isinstance(value, list) and len(value) == len(checks)
-        return is_list and all(map(_accepts, checks, value))  # type: ignore[call-overload]
-
-    return is_row
-
-
-def _anything(value: object) -> bool:
-    return True
-
-
-class Kind(NamedTuple):
-    """What a kind of message holds. limit: bytes of its JSON. fields: the check of each value."""
-
-    limit: int
-    fields: Mapping[str, Check]
-
-
-_CAUSE_LIMIT = 1 << 18
-_CAUSE = _row(str, _text(16), or_none(int), or_none(_text(256)), bool)  # launch_report.Failure
-KINDS: dict[str, Kind] = {
-    "hello": Kind(
-        512,
-        {
-            "version": int,
-            "role": _text(32),
-            "index": int,
-            "size": int,
-            "instance": _hex(16),
-            "nonce": _hex(32),
-        },
-    ),
-    "challenge": Kind(2048, {"nonce": _hex(32), "proof": _hex(64), "credential": str}),
-    "proof": Kind(256, {"proof": _hex(64)}),
-    "ack": Kind(64, {}),
-    "ask_missing": Kind(64, {}),
-    # To launch.py.
-    "notice": Kind(
-        1 << 14,
-        {
-            "what": _one_of("failed", "saved"),
-            "text": _text(2000),
-            "about": _text(16),
-            "rank": or_none(int),
-            "host": or_none(_text(256)),
-            "is_over": bool,
-        },
-    ),
-    # Between the ranks: at the start, then while they run.
-    "report": Kind(1 << 18, {"value": dict}),
-    "answer": Kind(
-        _CAUSE_LIMIT,
-        {"assignment": or_none(dict), "error": str, "master_addr": str, "host": str},
-    ),
-    "connected": Kind(64, {}),
-    "start_failed": Kind(_CAUSE_LIMIT, {"cause": _CAUSE}),
-    "beat": Kind(1 << 14, {"progress": int, "entered": int, "location": str}),
-    "ask_position": Kind(64, {"ends": bool}),
-    "position": Kind(1 << 20, {"position": or_none(list)}),
-    "ask_states": Kind(1 << 14, {"pids": list}),
-    "states": Kind(1 << 16, {"states": list}),
-    "failed": Kind(_CAUSE_LIMIT, {"cause": _CAUSE}),
-    "query": Kind(64, {"about": _one_of("lost", "timeout")}),
-    "cause": Kind(_CAUSE_LIMIT, {"cause": or_none(_CAUSE)}),
-    "left": Kind(
-        2 * _CAUSE_LIMIT,
-        {"cause": or_none(_CAUSE), "first": or_none(_CAUSE), "entered": or_none(int)},
-    ),
-    "hang": Kind(_CAUSE_LIMIT, {"cause": _CAUSE, "folder": str}),
-    "end": Kind(_CAUSE_LIMIT, {"cause": _CAUSE}),
-    # Of doctor.
-    "request": Kind(1 << 24, {"number": int, "what": str, "values": or_none(list)}),
-    "reply": Kind(1 << 24, {"number": int, "value": _anything}),
-}
-LONGEST_CAUSE = _CAUSE_LIMIT // 16  # characters
+class ProtocolError(Exception):
+    """The peer sent what is no message; the text says what was wrong."""
 
 
 class Secret(NamedTuple):
-    """What both ends know. label: of this launch, so that another one with the same key differs.
-
-    credential: of a server, contains the key for those who can read it. read: of a peer, returns
-    the key in the server's credential, or raises OSError.
-    """
+    """What both ends know. label: of this launch, so that another one with the same key differs."""
 
     key: bytes
     label: str = ""
-    credential: str = ""
-    read: Callable[[str], bytes] | None = None
-    kinds: Mapping[str, Kind] = KINDS  # that both ends send
 
 
 class HasFileno(Protocol):
@@ -162,139 +57,99 @@ class HasFileno(Protocol):
 
 
 class Session:
-    """The messages of one connection as bytes, from its proof on. Does no input or output.
-
-    Use: Connection(socket, Session(...)).
-    """
+    """The messages of one connection as bytes, from its proof on. Does no input or output."""
 
     def __init__(self, secret: Secret, hello: Message | None = None) -> None:
         """hello: of a peer that connects; None for the end of a server."""
         self.is_open = False
         self.output = bytearray()  # to be sent at once
-        self.hello = hello or {}
-        self.secret = secret
-        self._is_peer = hello is not None
-        self.name, self._other = ("peer", "server") if self._is_peer else ("server", "peer")
-        self._nonce = os.urandom(16).hex()
-        self.key = b""  # of both ends, from the proof on
+        self._secret, self._is_peer = secret, hello is not None
+        self._nonce, self._key = os.urandom(16).hex(), b""
         self._waiting: list[Message] = []  # for the proof of the server
         self._input = bytearray()
-        self._counters: dict[str, int] = {}  # messages of each sender
+        self.hello: Message = {}
         if hello is not None:
-            self.hello = {**hello, "version": _VERSION, "nonce": self._nonce}
-            self._put("hello", self.hello)
+            self.hello = {**hello, "kind": "hello", "version": _VERSION, "nonce": self._nonce}
+            self.output += _frame(self.hello)
 
     def encode(self, message: Message) -> bytes:
-        """Return the bytes of a message, its name as "kind"; b"" while the server is unproved."""
-        if not self.is_open:
-            self._waiting.append(message)
-            return b""
-        fields = {name: value for name, value in message.items() if name != "kind"}
-        return self._frame(message["kind"], fields)
+        """Return the bytes of a message; b"" while the server is unproved."""
+        if self.is_open:
+            return _frame(message)
+        self._waiting.append(message)
+        return b""
 
     def feed(self, data: bytes) -> list[Message]:
         """Return the messages that have arrived. Raises ProtocolError for any other bytes."""
         self._input += data
         messages = []
-        while self._input and (found := self._next()) is not None:
-            kind, fields = found
-            if kind not in _OF_PROOF:
-                messages.append({"kind": kind, **fields})
+        while self._input and (message := self._next()) is not None:
+            if self.is_open:
+                messages.append(message)
             else:
-                self._prove(kind, fields)
+                self._prove(message)
         return messages
 
-    def _next(self) -> tuple[str, Message] | None:
+    def _next(self) -> Message | None:
         """Take a whole message from the input."""
-        end = self._input.find(b"\n", 0, _HEADER_BYTES)
-        if end < 0:
-            if len(self._input) >= _HEADER_BYTES:
-                raise ProtocolError("it sent no message; another program runs there")
-            return None
-        kind, length, mac = self._header(bytes(self._input[:end]))
-        if len(self._input) < end + 1 + length:
-            return None
-        body = bytes(self._input[end + 1 : end + 1 + length])
-        del self._input[: end + 1 + length]
-        if self.is_open and not hmac.compare_digest(mac, self._mac(self._other, kind, body)):
-            raise ProtocolError("its message was changed on the way")
-        try:
-            fields = _DECODE(body.decode())
-        except (ValueError, RecursionError):
-            fields = None
-        expected = self.secret.kinds[kind].fields
-        if isinstance(fields, dict) and fields.keys() == expected.keys():
-            for name, check in expected.items():
-                if not _accepts(check, fields[name]):
-                    break
-            else:
-                return kind, fields
-        raise ProtocolError(f"it sent no valid message of the kind {kind}")
-
-    def _header(self, line: bytes) -> tuple[str, int, str]:
-        """Return kind, length and MAC, checked before the body is read."""
-        kind, _, rest = line.decode("ascii", "replace").partition(" ")
-        length, _, mac = rest.partition(" ")
-        kinds = self.secret.kinds
-        if kind not in (kinds if self.is_open else _OF_PROOF) or not length.isdecimal():
+        if self._input[: len(_MAGIC)] != _MAGIC[: len(self._input)]:
             raise ProtocolError("it sent no message; another program runs there")
-        if int(length) > kinds[kind].limit:
+        if len(self._input) < _HEADER.size:
+            return None
+        _, length = _HEADER.unpack_from(self._input)
+        if length > (_LONGEST if self.is_open else _LONGEST_OF_PROOF):
             raise ProtocolError(f"it sent a message of {length} bytes; expected a shorter one")
-        return kind, int(length), mac
+        end = _HEADER.size + length
+        if len(self._input) < end:
+            return None
+        body = bytes(self._input[_HEADER.size : end])
+        del self._input[:end]
+        with contextlib.suppress(ValueError, RecursionError):
+            message = json.loads(body)
+            if isinstance(message, dict) and isinstance(message.get("kind"), str):
+                return message
+        raise ProtocolError("it sent no valid message")
 
-    def _prove(self, kind: str, fields: Message) -> None:
+    def _prove(self, message: Message) -> None:
         """Answer hello, challenge or proof. Only the one that is due is right."""
-        if kind == "challenge" and self._is_peer and not self.key:
-            if self.secret.read is not None:
-                try:
-                    self.secret = self.secret._replace(key=self.secret.read(fields["credential"]))
-                except OSError as error:
-                    raise ProtocolError(f"it has no credential of this user: {error}") from None
-            self.key = self._session_key(fields["nonce"])
-            self._check_proof(fields["proof"], "server")
-            self._put("proof", {"proof": self._proof("peer")})
+        kind, nonce = message["kind"], message.get("nonce")
+        if kind == "challenge" and self._is_peer:
+            self._derive_key(nonce)
+            self._check_proof(message, "server")
+            self.output += _frame({"kind": "proof", "proof": self._proof("peer")})
             self.is_open = True
-            for message in self._waiting:
-                self.output += self.encode(message)
+            self.output += b"".join(map(_frame, self._waiting))
             self._waiting.clear()
         elif kind == "hello" and not self._is_peer and not self.hello:
-            if fields["version"] != _VERSION:
+            whole = (isinstance(message.get(one), int) for one in ("version", "index", "size"))
+            if not all(whole) or message["version"] != _VERSION:
                 raise ProtocolError("it runs another version of this kit")
-            self.hello = fields
-            self.key = self._session_key(self._nonce)
-            proof, credential = self._proof("server"), self.secret.credential
-            self._put("challenge", {"nonce": self._nonce, "proof": proof, "credential": credential})
-        elif kind == "proof" and not self._is_peer and self.key and not self.is_open:
-            self._check_proof(fields["proof"], "peer")
+            self.hello = message
+            self._derive_key(self._nonce)
+            proof = self._proof("server")
+            self.output += _frame({"kind": "challenge", "nonce": self._nonce, "proof": proof})
+        elif kind == "proof" and not self._is_peer and self._key:
+            self._check_proof(message, "peer")
             self.is_open = True
         else:
             raise ProtocolError(f"it sent a message of the kind {kind}, which is not due")
 
-    def _session_key(self, nonce_of_server: str) -> bytes:
-        text = _ENCODE(["session", self.hello, self.secret.label, nonce_of_server])
-        return hmac.digest(self.secret.key, text.encode(), "sha256")
+    def _derive_key(self, nonce_of_server: object) -> None:
+        text = _ENCODE([self.hello, self._secret.label, nonce_of_server])
+        self._key = hmac.digest(self._secret.key, text.encode(), "sha256")
 
     def _proof(self, whose: str) -> str:
-        return hmac.digest(self.key, whose.encode(), "sha256").hex()
+        return hmac.digest(self._key, whose.encode(), "sha256").hex()
 
-    def _check_proof(self, proof: str, whose: str) -> None:
-        if not hmac.compare_digest(proof, self._proof(whose)):
+    def _check_proof(self, message: Message, whose: str) -> None:
+        given = str(message.get("proof")).encode()
+        if not hmac.compare_digest(given, self._proof(whose).encode()):
             raise ProtocolError("it does not know the secret of this launch")
 
-    def _put(self, kind: str, fields: Message) -> None:
-        self.output += self._frame(kind, fields)
 
-    def _frame(self, kind: str, fields: Message) -> bytes:
-        body = _ENCODE(fields).encode()
-        mac = self._mac(self.name, kind, body) if self.is_open else "-"
-        return f"{kind} {len(body)} {mac}\n".encode() + body
-
-    def _mac(self, sender: str, kind: str, body: bytes) -> str:
-        """Return the MAC of the next message of a sender."""
-        number = self._counters.get(sender, 0) + 1
-        self._counters[sender] = number
-        head = f"{sender} {number} {kind} ".encode()
-        return hmac.digest(self.key, head + body, "sha256")[:16].hex()
+def _frame(message: Message) -> bytes:
+    body = _ENCODE(message).encode()
+    return _HEADER.pack(_MAGIC, len(body)) + body
 
 
 class Loop:
@@ -336,15 +191,25 @@ class Loop:
             heapq.heappop(self._timers)[2]()
 
 
-class Channel(Connection):
-    """A connection whose ends prove themselves; served by a Loop if attached."""
+class Channel:
+    """One end of a connection whose ends prove themselves. It blocks only where a timeout is given.
+
+    closed: the peer closed the connection or sent invalid data; `problem` has the reason.
+    host_lost: it was closed because the other host does not respond; see keep_alive().
+    """
 
     def __init__(self, connected: socket.socket, secret: Secret, hello: Message | None = None):
-        """hello: see Session."""
+        """Take over a connected socket. hello: see Session."""
+        self.socket = connected
         self.session = Session(secret, hello)
-        super().__init__(connected, self.session)
+        self.closed = self.host_lost = False
+        self.problem = ""
+        self._can_send = True
+        self._unsent = bytearray()
+        self._messages: deque[Message] = deque()
         self._loop: Loop | None = None
         self._awaited = 0  # the events that the loop waits for
+        connected.setblocking(False)
         self.flush()
 
     def attach(
@@ -368,15 +233,142 @@ class Channel(Connection):
             self._loop.remove(self)
             self._loop = None
 
+    def keep_alive(self, lost_seconds: int) -> None:
+        """Let the kernel close the connection when the other host does not respond for so long.
+
+        A host that was switched off or cut off sends nothing. The kernel there responds for a
+        process that is stopped or busy.
+        """
+        options = (
+            ("TCP_KEEPIDLE", lost_seconds // 3),
+            ("TCP_KEEPINTVL", max(1, lost_seconds // 6)),
+            ("TCP_KEEPCNT", 4),
+            ("TCP_USER_TIMEOUT", lost_seconds * 1000),
+        )
+        with contextlib.suppress(OSError):  # another kind of socket
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in options:
+                if hasattr(socket, option):
+                    self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for selectors."""
+        return self.socket.fileno()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait to be sent."""
+        return len(self._unsent)
+
     def send(self, message: Message, timeout: float = 0.0) -> None:
         """Send a message, or keep what the kernel does not take within `timeout` seconds."""
-        super().send(message, timeout)
+        if self.closed or not self._can_send:
+            return
+        self._unsent += self.session.encode(message)
+        self.flush()
+        deadline = time.monotonic() + timeout
+        while self._unsent and self._wait(select.POLLOUT, deadline):
+            self.flush()
         self._update()
 
+    def flush(self) -> None:
+        """Send what the kernel takes at once."""
+        self._unsent += self.session.output
+        self.session.output.clear()
+        try:
+            while self._unsent:
+                sent = self.socket.send(self._unsent[: 1 << 20])
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:  # what the other end sent before can still be received
+            self._can_send = False
+            self._note_lost_host(error)
+            self._unsent.clear()
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived."""
+        self._read()
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
+
+    def receive_one(self, timeout: float) -> Message | None:
+        """Wait for the next message and leave later ones; None when the connection has ended.
+
+        Raises TimeoutError when no message arrives within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._messages and not self.closed:
+            if not self._wait(select.POLLIN, deadline):
+                raise TimeoutError("no message arrived")
+            self._read()
+        return self._messages.popleft() if self._messages else None
+
+    def wait_for_input(self, deadline: float) -> bool:
+        """Take what arrives next; False at the deadline, or when the connection has ended."""
+        if not self._wait(select.POLLIN, deadline):
+            return False
+        self._read()
+        return not self.closed
+
+    def is_unacknowledged(self) -> bool:
+        """Whether the other host acknowledges nothing: it is down or cut off. Linux only.
+
+        A process that is stopped does not matter: its host acknowledges what arrives.
+        """
+        if self.closed or not hasattr(socket, "TCP_INFO"):
+            return self.host_lost
+        # struct tcp_info of tcp(7): state, ca_state, retransmits of the same data, ...
+        try:
+            return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2] >= _RETRANSMITS
+        except OSError:  # another kind of socket
+            return False
+
     def close(self) -> None:
-        """Close this end; nothing more is delivered from it."""
+        """Close this end. Unsent messages are dropped, and nothing more is delivered from it."""
         self.detach()
-        super().close()
+        self._lose("closed by this process")
+        self.socket.close()
+
+    def _read(self) -> None:
+        if self.closed:
+            return
+        try:
+            chunk = self.socket.recv(_CHUNK_BYTES)
+            while chunk:
+                self._messages.extend(self.session.feed(chunk))
+                if len(chunk) < _CHUNK_BYTES:  # a selector reports the rest, and the end
+                    break
+                chunk = self.socket.recv(_CHUNK_BYTES)
+            if not chunk:
+                self._lose("it closed the connection")
+        except BlockingIOError:
+            pass
+        except ProtocolError as error:
+            self._lose(str(error))
+        except OSError as error:
+            self._note_lost_host(error)
+            self._lose(error.strerror or str(error))
+        if self.session.output:
+            self.flush()
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        """Wait for an event of poll(2); False at the deadline or when the connection is closed."""
+        seconds = deadline - time.monotonic()
+        if self.closed or seconds <= 0:
+            return False
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self.socket, event)
+        return bool(poll.poll(seconds * 1000))
+
+    def _note_lost_host(self, error: OSError) -> None:
+        self.host_lost = self.host_lost or error.errno in _HOST_LOST
+
+    def _lose(self, problem: str) -> None:
+        self.closed = True
+        self.problem = self.problem or problem
+        self._unsent.clear()
 
     def _handle(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -391,25 +383,26 @@ class Channel(Connection):
         """Set the events to wait for, or report that the connection was lost."""
         if self._loop is None:
             return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         if self.closed:
             self.close()
             self._on_lost(self)
-        elif self._awaited != self.events:
-            self._awaited = self.events
-            self._loop.set_events(self, self._awaited)
+        elif self._awaited != events:
+            self._awaited = events
+            self._loop.set_events(self, events)
 
 
 class PeerServer:
     """The end of a channel to which peers connect, served by a Loop. Subclasses handle messages.
 
-    Peers that have not proved themselves are closed after twenty seconds, and where there are more
-    than `size` + 64 of them: then the oldest of the address that has most.
+    Peers that have not proved themselves are closed after twenty seconds; the oldest, where there
+    are more than `size` + 64.
     """
 
     def __init__(self, listener: socket.socket, loop: Loop, secret: Secret, size: int) -> None:
         """size: the number of peers that are expected. The listener stays open in the end."""
         self._listener, self._loop, self._secret, self._size = listener, loop, secret, size
-        self._unproved: dict[Channel, tuple[str, float]] = {}  # address, time; oldest first
+        self._unproved: dict[Channel, None] = {}  # oldest first
         self._peers: set[Channel] = set()
         self._closed = False
         listener.setblocking(False)
@@ -444,7 +437,7 @@ class PeerServer:
     def _accept(self, _: int) -> None:
         for _ in range(_ACCEPTS):
             try:
-                client, address = self._listener.accept()
+                client, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -452,15 +445,15 @@ class PeerServer:
                     continue  # the client gave up between its connect() and this accept()
                 if not self._unproved:
                     self.out_of_files(error)
-                if not self._evict(older_than=_EVICTION_SECONDS):
-                    self._loop.remove(self._listener)
-                    self._loop.after(_PAUSE_SECONDS, self._listen)
-                    return
-                continue
+                for peer in [*self._unproved][:1]:
+                    self._close_unproved(peer)
+                self._loop.remove(self._listener)
+                self._loop.after(_PAUSE_SECONDS, self._listen)
+                return
             if len(self._unproved) >= self._size + 64:
-                self._evict()
+                self._close_unproved(next(iter(self._unproved)))
             peer = Channel(client, self._secret)
-            self._unproved[peer] = str(address[0]), time.monotonic()
+            self._unproved[peer] = None
             peer.attach(self._loop, self._receive, self._lost)
             self._loop.after(_PROOF_SECONDS, partial(self._close_unproved, peer))
 
@@ -469,29 +462,17 @@ class PeerServer:
             del self._unproved[peer]
             peer.close()
 
-    def _evict(self, older_than: float = 0.0) -> bool:
-        """Close the oldest unproved peer of the address that has most; False if there is none."""
-        before = time.monotonic() - older_than
-        unproved = {
-            one: address
-            for one, (address, accepted_at) in self._unproved.items()
-            if accepted_at <= before and not one.session.is_open
-        }
-        if not unproved:
-            return False
-        [(most, _)] = Counter(unproved.values()).most_common(1)
-        self._close_unproved(next(one for one in unproved if unproved[one] == most))
-        return True
-
     def _receive(self, peer: Channel, message: Message) -> None:
-        if self._unproved.pop(peer, None):
+        if peer in self._unproved:
+            del self._unproved[peer]
             self._peers.add(peer)
         self.receive(peer, message)
 
     def _lost(self, peer: Channel) -> None:
-        if self._unproved.pop(peer, None) is None:
+        if peer in self._peers:
             self._peers.discard(peer)
             self.lost(peer)
+        self._unproved.pop(peer, None)
 
 
 class Unresponsive(ConnectionError):

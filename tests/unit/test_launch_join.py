@@ -16,8 +16,7 @@ import pytest
 
 from tests.unit.launch_plans import SLURM, job, make
 from tests.unit.notices import served
-from utils.channel import Channel, Loop
-from utils.connection import Message
+from utils.channel import Channel, Loop, Message
 from utils.host.cores import cpus_of_mask
 from utils.monitor.launch_report import VARIABLE, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command

@@ -11,7 +11,7 @@ from utils.launchers.detect import LAUNCHERS
 from utils.launchers.launcher import Launcher
 from utils.startup import agree, secret
 from utils.startup.reports import make_report
-from utils.startup.secret import FILE, REQUIRED, find_secret, forget_secret, read_credential
+from utils.startup.secret import FILE, REQUIRED, find_secret, forget_secret
 
 HERE, TWO_HOSTS = Placement("srun", 0, 2, 0, 2), Placement("srun", 0, 2, 0, 1)
 TORCHRUN = HERE.replace(launcher="torchrun", local_world_size=1)
@@ -85,33 +85,6 @@ def test_a_file_of_the_user(tmp_path: Path, mode: int | None, content: str | Non
         return
     with pytest.raises(LaunchError, match=f"{FILE}={path} cannot be used: .*{problem}.*umask 077"):
         find_secret(environ, TWO_HOSTS, "")
-
-
-@pytest.mark.parametrize(("printed", "status", "problem"), [
-    (f"UID:  {os.getuid()}\n\n0a0b", 0, ""), (f"UID:  {os.getuid()}\n\n0a0b", 17, ""),  # 17: read before
-    (f"UID:  {os.getuid() + 1}\n\n0a0b", 0, "of another user"), ("unmunge: Error: Unauthorized", 18, "unmunge: "),
-    ("", 0, "of another user")])
-def test_only_a_credential_of_this_user_is_a_secret(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, status: int, problem: str) -> None:
-    program = tmp_path / "unmunge"
-    program.write_text(f"#!/bin/sh\nprintf '{printed}'\nexit {status}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    if not problem:
-        assert read_credential("MUNGE:...") == b"\x0a\x0b"
-        return
-    with pytest.raises(OSError, match=problem):
-        read_credential("MUNGE:...")
-
-
-def test_a_container_may_map_the_user_to_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outer = 1000 + os.getuid()
-    monkeypatch.setattr(secret.process, "read", lambda path: b"         0       1000      65536\n")
-    program = tmp_path / "munge"
-    program.write_text('#!/bin/sh\ncat > /dev/null\necho "$*"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert secret.credential(b"key") == f"--restrict-uid={outer} --ttl=-1"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

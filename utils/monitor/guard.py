@@ -27,7 +27,7 @@ _INTERVAL = 0.5  # seconds
 _CLOSED_INTERVAL = 0.05  # the same once the rank's end of the pipe is closed: it is ending
 _UNREAD_SECONDS = 5.0  # in which a rank must read that the job has ended
 _UNREAD_BYTES = 1 << 20
-_END = re.compile(rb"(?:^|})(?:hang|end) \d+ [0-9a-f]{32}\n")  # messages of channel.py
+_END = re.compile(rb'"kind":"(?:hang|end)"')  # messages of channel.py
 
 
 class Guard:

@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..channel import Channel
-from ..connection import Message
+from ..channel import Channel, Message
 from ..host import process
 from . import monitor
 from .hang import (

@@ -22,8 +22,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..channel import LONGEST_CAUSE, Channel
-from ..connection import Message
+from ..channel import Channel, Message
 from ..host import process
 from .launch_report import Failure, report_first_cause
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:  # loaded when a rank hangs, times out or sends nothing, or wi
     from .inspection import Inspection
     from .positions import HangWatch
 
+_LONGEST_CAUSE = 1 << 14  # characters, such as of an exception with a long text
 HUNG_RANK_TIMEOUT = 10.0
 HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
 _BEAT_SHARE = 1 / 3  # of that: how often ranks send beats without a HangWatch
@@ -409,7 +409,7 @@ class Monitor:
 
     def hang(self, text: str, blamed: Collection[int]) -> Failure:
         """Return the failure that is a hang: of one rank, if one alone is to blame."""
-        text = text[:LONGEST_CAUSE]  # what a message may hold
+        text = text[:_LONGEST_CAUSE]
         return self._of(min(blamed), text, "hang") if len(blamed) == 1 else Failure(text, "hang")
 
     # Decisions of rank 0 -------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _serve(
     listener = open_listener(endpoints, placement.world_size)
     port = int(listener.getsockname()[1])
     try:
-        key = _secret_of_rank_0(endpoints, _publish(endpoints, port, deadline))
+        key = endpoints.secret(_publish(endpoints, port, deadline))
         hints = functools.partial(_hints, placement, endpoints)
         with RendezvousServer(listener, placement.world_size, key, hints) as server:
             try:
@@ -135,16 +135,6 @@ def _serve(
         secret=key,
         is_authenticated=endpoints.is_authenticated,
     )
-
-
-def _secret_of_rank_0(endpoints: Endpoints, published: str) -> Secret:
-    try:
-        return endpoints.secret(published, of_rank_0=True)
-    except OSError as error:
-        raise LaunchError(
-            f"rank 0 on {socket.gethostname()} cannot make a MUNGE credential: {error}. Have the "
-            f"site start munged there, or export {secret.FILE}=<a private file> to all ranks"
-        ) from None
 
 
 def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
@@ -241,7 +231,7 @@ def _join(
                 local_addr=joined.local_addr,
                 monitor=joined.monitor,
                 notes=tuple(endpoints.notes),
-                secret=joined.secret,
+                secret=key,
                 is_authenticated=endpoints.is_authenticated,
             )
         attempts += 1

@@ -8,9 +8,7 @@ of the launch; a broadcast by mpi4py; MASTER_ADDR and MASTER_PORT alone.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from ..launch_error import LaunchError
 from ..launchers import mpi
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
 from ..launchers.torchrun import is_stale
-from .secret import credential, find_secret, has_munge, read_credential
+from .secret import find_secret
 
 _NUM_CANDIDATES = 8
 
@@ -51,24 +49,11 @@ class Endpoints:
     def is_authenticated(self) -> bool:
         """Whether the ranks have a secret that other users do not."""
         service = self.name_service
-        return bool(
-            self.known_secret or self.uses_munge or (service is not None and service.is_private)
-        )
+        return bool(self.known_secret or (service is not None and service.is_private))
 
-    @functools.cached_property
-    def uses_munge(self) -> bool:
-        """Whether rank 0 sends the secret in a MUNGE credential, as Slurm itself does."""
-        has_none = not self.known_secret and self.name_service is None
-        return has_none and self.launcher.name == "slurm" and has_munge()
-
-    def secret(self, published: str = "", *, of_rank_0: bool = False) -> Secret:
+    def secret(self, published: str = "") -> Secret:
         """Return the secret, which can be guessed where there is none. published: by rank 0."""
         label = hashlib.sha256(f"{self.identity}|{published}".encode()).hexdigest()
-        if self.uses_munge:
-            if not of_rank_0:
-                return Secret(b"", label, read=read_credential)
-            key = os.urandom(32)
-            return Secret(key, label, credential(key))
         text = self.known_secret or published or self.identity
         return Secret(text.encode(), label)
 

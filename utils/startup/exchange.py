@@ -17,8 +17,7 @@ from types import TracebackType
 from typing import NamedTuple, cast
 
 from .. import channel
-from ..channel import Channel, Loop, PeerServer, Secret
-from ..connection import Message
+from ..channel import Channel, Loop, Message, PeerServer, Secret
 from ..host import network
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
@@ -203,7 +202,6 @@ class NotRank0(Exception):
 class Joined(NamedTuple):
     """What a rank has after the start-up exchange."""
 
-    secret: Secret
     assignment: Assignment
     master_addr: str
     local_addr: str  # of this host, on the way to rank 0
@@ -256,9 +254,7 @@ def join(
     local_addr = network.plain_address(peer.socket.getsockname()[0])
     rank_0 = Peer(0, answer["host"])
     monitor = Monitor({peer: rank_0}, rank=rank, host=_host(report))
-    return Joined(
-        peer.session.secret, answer["assignment"], answer["master_addr"], local_addr, monitor
-    )
+    return Joined(answer["assignment"], answer["master_addr"], local_addr, monitor)
 
 
 def _wait_for_answer(peer: Channel, deadline: float) -> Message | None:

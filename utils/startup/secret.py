@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import stat
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..host import process
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import launch_rank
@@ -23,8 +20,6 @@ _log = get_logger(__name__)
 FILE = "DDPKIT_SECRET_FILE"  # a file that all ranks can read and no other user
 REQUIRED = "DDPKIT_REQUIRE_SECRET"  # "1": ranks without a secret do not start
 _LONGEST = 4096  # bytes of a file
-_MUNGE_SOCKET = Path("/run/munge/munge.socket.2")
-_REPLAYED = 17  # of unmunge: another rank of this host has read the credential
 
 
 def find_secret(environ: Mapping[str, str], placement: Placement, identity: str) -> str:
@@ -56,45 +51,6 @@ def find_secret(environ: Mapping[str, str], placement: Placement, identity: str)
                     FILE,
                 )
     return ""
-
-
-def has_munge() -> bool:
-    """Whether MUNGE (munge(7)) can pass a secret on to the other hosts of this cluster."""
-    return bool(_MUNGE_SOCKET.is_socket() and shutil.which("munge") and shutil.which("unmunge"))
-
-
-def credential(key: bytes) -> str:
-    """Return a MUNGE credential with a key, which this user alone can read. Raises OSError."""
-    return _run(["munge", f"--restrict-uid={_outer_uid()}", "--ttl=-1"], key.hex())
-
-
-def read_credential(text: str) -> bytes:
-    """Return the key in a credential of this user. Raises OSError if it is not one."""
-    found = _run(["unmunge", "--keys=UID", "--numeric"], text, accepted=(0, _REPLAYED))
-    metadata, _, payload = found.partition("\n\n")
-    if metadata.split() != ["UID:", str(_outer_uid())]:
-        raise OSError(f"it is of another user ({' '.join(metadata.split())[:60]})")
-    return bytes.fromhex(payload)
-
-
-def _outer_uid() -> int:
-    """Return this user's id outside of a container that maps it to another: munged sees that."""
-    uid = os.getuid()
-    for line in process.read("/proc/self/uid_map").splitlines():  # user_namespaces(7)
-        inside, outside, count = map(int, line.split())
-        if inside <= uid < inside + count:
-            return outside + uid - inside
-    return uid
-
-
-def _run(words: list[str], text: str, accepted: tuple[int, ...] = (0,)) -> str:
-    try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=10)
-    except subprocess.TimeoutExpired:
-        raise OSError(f"{words[0]} does not respond") from None
-    if done.returncode not in accepted:
-        raise OSError(f"{words[0]}: {done.stderr.strip()[:200]}")
-    return done.stdout.strip()
 
 
 def forget_secret(identity: str) -> None:

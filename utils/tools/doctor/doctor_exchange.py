@@ -19,8 +19,7 @@ from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from ... import channel
-from ...channel import Channel, Loop, PeerServer, Secret
-from ...connection import Message
+from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import Detection, find_launcher

@@ -12,8 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from ...channel import Channel
-from ...connection import Message
+from ...channel import Channel, Message
 from ...launch_error import LaunchError
 from ...monitor.launch_report import VARIABLE
 from .child_processes import Processes

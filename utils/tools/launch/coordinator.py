@@ -9,8 +9,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 
-from ...channel import Channel
-from ...connection import Message
+from ...channel import Channel, Message
 from ...host import network
 from ...monitor.launch_report import VARIABLE
 from . import agent

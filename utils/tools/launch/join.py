@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ...channel import Channel, Loop
-from ...connection import Message
+from ...channel import Channel, Loop, Message
 from ...host import network
 from ...job.notation import short_name
 from ...startup.reports import did_not_join

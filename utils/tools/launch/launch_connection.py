@@ -7,13 +7,12 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
 from ... import channel
-from ...channel import Channel, Kind, Loop, PeerServer, Secret, or_none
-from ...connection import Message
+from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...host import network
 from ...launch_error import LaunchError
 from ...monitor.launch_report import VARIABLE, Failure
@@ -26,72 +25,6 @@ LOST_SECONDS = 30  # without any TCP response from the other host
 CONNECT_SECONDS = 60.0
 REFUSED_SECONDS = 5.0
 
-KINDS: Mapping[str, Kind] = {
-    **channel.KINDS,
-    # The first message of an agent. index: of its host in the plan. reached: the address by which
-    # it has reached ddpkit launch.
-    "agent": Kind(1 << 12, {"index": int, "reached": str, "host": str}),
-    # problem: why the ranks cannot start, or "". port: reserved on that host
-    "ready": Kind(1 << 17, {"problem": str, "port": int}),
-    "output": Kind(
-        1 << 20,  # of twice rank_output's longest line, where each byte may be 6 in JSON
-        {"stream": lambda value: value in (1, 2), "text": str, "process": int},
-    ),
-    "exit": Kind(256, {"process": int, "status": int}),
-    "done": Kind(256, {}),  # all processes of the host have ended, and all output was sent
-    # Of an agent, or of the rank of a native launcher that has started the watch of its host; see
-    # nested.GroupWatch. group: a rank that has one without the others.
-    "group": Kind(256, {"rank": int, "size": int}),
-    "copies": Kind(256, {"running": bool}),
-    "handled": Kind(1 << 12, {"signals": list}),  # those of HELD that all handle
-    # To an agent: the arguments of host_readiness.problem_with(), and the first and the last of the
-    # ports to reserve one of; then what it starts
-    "check": Kind(1 << 18, {"folder": str, "script": str, "checksum": or_none(int), "ports": list}),
-    "start": Kind(
-        1 << 24,
-        {
-            "launch_id": str,
-            "host": str,  # of ddpkit launch
-            "environ": dict,
-            "output_dir": str,
-            "watched_ranks": int,  # for nested.GroupWatch
-            "processes": list,  # of host_ranks.HostProcess
-        },
-    ),
-    "signal": Kind(256, {"number": int, "to_workers": bool}),
-    "end": Kind(256, {}),  # end all processes; to a rank that has joined: the launch has failed
-    # The first message of a rank of a native launcher. host: its name, and what distinguishes it
-    # from another of that name. process: id, start time, namespace of process ids. port: of rank 0,
-    # reserved on its host. cores: a host_ranks.RankMask. problem: why the rank cannot start, or "";
-    # the rest may be unknown then.
-    "join": Kind(
-        1 << 17,
-        {
-            "reached": str,
-            "host": list,
-            "rank": or_none(int),
-            "world_size": or_none(int),
-            "local_rank": or_none(int),
-            "process": list,
-            "port": int,
-            "cores": or_none(dict),
-            "problem": str,
-        },
-    ),
-    # The answer. cores: of the host, by local rank. processes: of the ranks of the host, for the
-    # one that starts the watch there.
-    "variables": Kind(
-        1 << 22,
-        {
-            "variables": dict,
-            "num_hosts": int,
-            "cores": list,
-            "watched_ranks": int,
-            "processes": list,
-        },
-    ),
-}
-
 
 def secret_of_ranks(launch_secret: str) -> str:
     """Return the secret that ranks use, which an agent derives from its own."""
@@ -100,7 +33,7 @@ def secret_of_ranks(launch_secret: str) -> str:
 
 def secret_of(text: str) -> Secret:
     """Return what the processes of a launch prove to each other. text: known to all of them."""
-    return Secret(os.fsencode(text), kinds=KINDS)
+    return Secret(os.fsencode(text))
 
 
 def peer_address(peer: Channel) -> str:

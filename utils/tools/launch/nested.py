@@ -14,7 +14,7 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...connection import Message
+from ...channel import Message
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
 from . import proc_reader

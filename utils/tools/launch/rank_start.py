@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from ...channel import Channel
-from ...connection import Message
+from ...channel import Channel, Message
 from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
