@@ -77,26 +77,30 @@ def fail_at_the_start(fault: str, timeout: float) -> None:
 def join(rank: Placement, args: argparse.Namespace) -> None:
     """Meet the other ranks without torch, and start MPI before or after it."""
     from utils.launchers.detect import find_launcher
+    from utils.monitor.monitor import Monitor
     from utils.startup import agree
+    from utils.startup.exchange import host_and_pid
     from utils.startup.reports import make_report
 
     if args.mpi4py == "before":
         from mpi4py import MPI
-    met = agree(rank, make_report(rank), launcher=find_launcher().launcher, timeout=args.timeout)
+    own_report = make_report(rank)
+    met = agree(rank, own_report, launcher=find_launcher().launcher, timeout=args.timeout)
+    monitor = Monitor(met.connections, rank=rank.rank, host=host_and_pid(own_report)) if met.connections else None
     if args.fault:
         time.sleep(args.timeout)  # in place of torch, which connects the ranks
-    if met.monitor is not None:
-        met.monitor.started()
+    if monitor is not None:
+        monitor.connected()
     if args.mpi4py == "after":
         from mpi4py import MPI
 
     for note in (*rank.notes, *met.notes):
         sys.stderr.write(f"note: {note}\n")
     world = MPI.COMM_WORLD if args.mpi4py else None
-    report(rank, f"rank 0 at {met.master_addr if met.monitor else '-'}", *([
+    report(rank, f"rank 0 at {met.master_addr if monitor else '-'}", *([
         f"MPI says rank {world.Get_rank()} of {world.Get_size()}, sum {world.allreduce(1)}"] if world else []))
-    if met.monitor is not None:
-        met.monitor.leave(None)
+    if monitor is not None:
+        monitor.leave(None)
 
 
 _terminated: list[int] = []

@@ -52,6 +52,13 @@ class Secret(NamedTuple):
     label: str = ""
 
 
+class Peer(NamedTuple):
+    """The rank at the other end of a connection."""
+
+    rank: int
+    host: str  # "node17 (pid 4711)"
+
+
 class HasFileno(Protocol):
     def fileno(self) -> int: ...
 

@@ -1,15 +1,14 @@
 """Start torch.distributed in this process, whatever launcher started it: setup_distributed().
 
-Start reading here. The steps of a start, in order:
+Start reading here. No step reads ranks from the environment again after the first:
 
-    find_launcher()       which launcher, and this process's rank
-    rendezvous()          find rank 0; every rank reports, rank 0 checks, assigns devices and cores
-    device.pin()          make the assigned GPU the current one
-    bind_process()        run on the assigned cores only
-    init_process_group()  torch connects the ranks
-    Distributed           what the training script holds; closing it ends this rank's part
-
-No later step reads ranks from the environment again.
+    find_launcher()     which launcher, and this process's rank
+    report_rank()       this host, its devices and versions, as every rank reports to rank 0
+    find_rank_0()       rank 0 checks the reports of all ranks, and assigns devices and cores
+    watch_ranks()       a thread notices from now on when another rank ends
+    use_assignment()    make the assigned GPU the current one, run on the assigned cores only
+    connect_ranks()     open the store of all ranks; torch connects them
+    Distributed         what the training script holds; closing it ends this rank's part
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import functools
 import logging
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,21 +35,21 @@ from .host.gpus import set_masks
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
-from .launchers.rank_variables import set_variables
+from .launchers.rank_variables import set_variables, without_inherited
 from .log import get_logger, setup_logging
-from .monitor.monitor import Monitor
+from .monitor.counts import entered_collectives, total_collectives
+from .monitor.monitor import Monitor, OwnRank
 from .monitor.shutdown import (
     Shutdown,
     connection_failure,
-    entered_collectives,
     print_without_traceback,
     start_up_time_out,
-    total_collectives,
     write_hang_report,
 )
-from .startup.address import Rendezvous
+from .startup.address import Rendezvous, agree
+from .startup.exchange import host_and_pid
 from .startup.reports import RankReport, make_report
-from .startup.store import rendezvous
+from .startup.store import AgentStore, agent_store, open_store
 
 if TYPE_CHECKING:
     from .consistency import TrainingWatch
@@ -175,42 +174,15 @@ def setup_distributed(
     hang_timeout: seconds without progress until a job that hangs ends: every rank writes its
         stacks and last collectives to a file, and rank 0 names the ranks that the others wait
         for. Progress is a collective that any rank enters, or Distributed.report_progress(). A
-        time in which no rank waits and all are idle is a hang, too. A rank that works while the
-        others wait is reported as busy, and the job ends after three times as long. None: only
-        torch's time limits end such a job, since the script's own groups may have longer ones. The
-        same value on all ranks.
-    bind: "auto" binds this process to its share of the cores, as described below. False keeps the
-        cores that the launcher has set. The value must be the same on all ranks.
-    check_training: report a training that goes wrong without an error, as described below. The
-        same value on all ranks.
+        rank that works while the others wait is reported as busy, and the job ends after three
+        times as long. None: only torch's time limits end such a job. The same on all ranks.
+    bind: "auto" binds this process to its share of the cores, near its GPU. False keeps the cores
+        that the launcher has set. The same on all ranks.
+    check_training: report a training that goes wrong without an error: ranks whose parameters
+        differ, or that train on the same data. The same on all ranks.
 
-    What it does to the process; docs/launchers.md has what switches off each effect:
-    - With more than one rank it sets torchrun's variables, for libraries that read them, and
-      DDPKIT_RANK_PROCESS, so that a program which this rank starts is no rank.
-    - It binds this process, with its threads and child processes, to cores. Ranks of a host with
-      the same affinity mask divide its cores: each gets whole cores on the NUMA node of its GPU. If
-      there are fewer than two for each rank, they share them. A rank that its launcher has bound
-      alone keeps its cores, and a warning follows if they are far from its GPU.
-    - Where OMP_NUM_THREADS is not set, it sets that and torch's number of threads to this rank's
-      share of the cores. With gloo on several hosts it sets GLOO_SOCKET_IFNAME where gloo would
-      choose an interface that other hosts cannot reach.
-    - With NCCL or RCCL on several hosts, rank 0 prints which network the library uses, and warns
-      if that is TCP although the profile (DDPKIT_NETWORK) or the host has a faster one. For this,
-      NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE direct the library's log into memory during
-      the start; then they are restored. If NCCL_DEBUG is set, rank 0 does none of this.
-    - It replaces sys.excepthook, to name the rank that failed first, registers an atexit function
-      that closes the process group, and enables faulthandler.
-    - A thread holds a connection to rank 0. It ends the process with status 1 when another rank
-      dies during the start, when this rank hangs and all others have stopped, or when a host does
-      not respond for 60 s and this rank then waits in a collective for 20 s, or enters none for
-      five minutes; also when a rank is stopped (SIGSTOP) for about two minutes and the others wait.
-    - With check_training, a hook runs after each step of an optimizer, and DataLoader.__iter__ and
-      the __next__ of its iterators are wrapped. It compares samples of the parameters after
-      optimizer steps 1, 2, 4, ... 1024, 2048, 3072, ..., and the first batches of three epochs. An
-      ERROR then says which ranks differ, or train on the same data; the training goes on.
-    - It ends the process with status 1 when the start takes 10 % longer than `timeout` and, if
-      hang_timeout is given, when the ranks hang. faulthandler.dump_traceback_later() then prints
-      the stacks of a rank that holds the GIL for more than half of that.
+    docs/launchers.md lists all that this call changes in its process, and what switches off each
+    effect; DDPKIT_WITHOUT is one of these.
 
     Raises LaunchError when the ranks cannot start together: on every rank, with the cause; also
     where torch is older than 2.8.
@@ -219,23 +191,29 @@ def setup_distributed(
     _check_arguments(backend, timeout, collective_timeout, hang_timeout, bind)
     deadline = time.monotonic() + timeout
     try:
-        _check_torch()
-        effects.check_effects()
-        if hang_timeout is not None and not effects.may_have("monitor"):
-            raise LaunchError(
-                "hang_timeout is set, but DDPKIT_WITHOUT names the monitor, which finds hangs. "
-                "Expected one of them. Leave out the other"
-            )
+        _check_process(hang_timeout)
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
         with start_up_time_out(placement.rank, placement.world_size, timeout):
-            job = _start(
-                detection, backend, deadline, collective_timeout, hang_timeout, bind == "auto"
-            )
+            report = report_rank(placement, backend, bind == "auto")
+            agent = agent_store(detection, deadline)
+            found = find_rank_0(detection, report, agent, deadline)
+            monitor = watch_ranks(placement, report, found)
+            chosen = use_assignment(found, report["backend"])
+            store = open_store(placement, found, agent, deadline)
+            log = connect_ranks(placement, chosen, found, store, monitor, collective_timeout)
+        job = make_job(placement, chosen, found, store, monitor)
     except LaunchError as error:
         print_without_traceback(error)
         raise
+    if job.is_main:
+        _log_start(job, found)
+        _log_network(job, chosen, log)
+        if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
+            _log.warning("%s", warning)
+    if monitor and effects.may_have("monitor"):
+        _watch_collectives(job, monitor, hang_timeout)
     if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
@@ -272,139 +250,26 @@ def _check_arguments(
         )
 
 
-def _check_torch() -> None:
+def _check_process(hang_timeout: float | None) -> None:
+    """Raise LaunchError where this torch, or DDPKIT_WITHOUT, cannot do what is asked for."""
     major, minor = str(torch.__version__).split(".")[:2]
     if (int(major), int(minor)) < _OLDEST_TORCH:
         raise LaunchError(
             f"torch {torch.__version__} is too old; expected 2.8 or newer. Install one, for "
             "example with pip install 'torch>=2.8', or load a newer PyTorch module"
         )
+    effects.check_effects()
+    if hang_timeout is not None and not effects.may_have("monitor"):
+        raise LaunchError(
+            "hang_timeout is set, but DDPKIT_WITHOUT names the monitor, which finds hangs. "
+            "Expected one of them. Leave out the other"
+        )
 
 
-def _start(
-    detection: Detection,
-    backend: str | None,
-    deadline: float,
-    collective_timeout: float | None,
-    hang_timeout: float | None,
-    bind: bool,
-) -> Distributed:
-    placement = detection.placement
-    report = _report_rank(placement, backend, bind)
-    found, store = rendezvous(detection, report, deadline)
-    assignment, chosen_backend = found.assignment, report["backend"]
-
-    chosen_device = device.device_at(chosen_backend, assignment["device_index"])
-    device.pin(chosen_device)
-    _bind(assignment["cpus"])
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(assignment["threads"])
-        os.environ["OMP_NUM_THREADS"] = str(assignment["threads"])  # for child processes
-    has_network, interface = assignment["num_nodes"] > 1, ""
-    if chosen_backend == "gloo" and has_network:
-        from .host import gloo
-
-        interface = gloo.choose_interface(found.local_addr, found.master_addr)
-
-    reads_log = chosen_backend == "nccl" and has_network and placement.rank == 0
-    with contextlib.ExitStack() as stack:
-        log: list[str] = []
-        if reads_log:
-            from .host.nccl_log import log_of_nccl
-
-            log = stack.enter_context(log_of_nccl())
-        _connect_ranks(placement, chosen_backend, chosen_device, found, store, collective_timeout)
-    if found.monitor:
-        found.monitor.entered_collectives = entered_collectives
-        if cause := found.monitor.connected():
-            raise LaunchError(cause.text, rank=cause.rank)
-        if not effects.may_have("monitor"):
-            found.monitor.leave(None)
-            found = replace(found, monitor=None)
-    if placement.rank == 0:
-        _log_start(placement, chosen_backend, found)
-        if has_network:
-            _log_network(chosen_backend, interface, log)
-        if backend is None and chosen_backend == "gloo" and (warning := device.unused_gpus()):
-            _log.warning("%s", warning)
-
-    job_store = PrefixStore("job", store)
-    shutdown = Shutdown(
-        placement.rank, placement.world_size, chosen_backend, job_store, found.monitor
-    )
-    shutdown.register_hooks()
-    job = Distributed(
-        rank=placement.rank,
-        world_size=placement.world_size,
-        local_rank=assignment["local_rank"],
-        local_world_size=assignment["local_world_size"],
-        node_rank=assignment["node_rank"],
-        num_nodes=assignment["num_nodes"],
-        launcher=placement.launcher,
-        backend=chosen_backend,
-        device=chosen_device,
-        master_addr=found.master_addr,
-        master_port=found.master_port,
-        _shutdown=shutdown,
-    )
-    if found.monitor:
-        _watch_collectives(job, found.monitor, hang_timeout)
-    return job
+# The steps ---------------------------------------------------------------------------------------
 
 
-def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | None) -> None:
-    """Let the monitor see this rank's collectives and, if requested, end a job that hangs."""
-    with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
-        if not faulthandler.is_enabled() and effects.may_have("faulthandler"):
-            faulthandler.enable()  # gloo aborts a rank that receives more than it expects
-
-    def read_collectives(ends: bool) -> tuple[list[Collective], dict[str, Group]]:
-        from .monitor import collectives
-
-        return collectives.read_collectives(locations=ends)
-
-    monitor.read_collectives = read_collectives
-    monitor.progress = lambda: total_collectives() + job._reported_progress
-    monitor.write_report = functools.partial(write_hang_report, job.rank)
-    if hang_timeout is not None:
-        from .monitor import collectives
-        from .monitor.positions import HangWatch
-
-        has_recorder = collectives.has_recorder()
-        if not has_recorder and job.is_main:
-            _log.warning(
-                f"torch {torch.__version__} does not record the collectives of {job.backend} "
-                f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
-                "of a hang is then found from stacks and counts of collectives alone. Unset this "
-                "variable if it is 0; otherwise use a newer torch"
-            )
-        recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
-        monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
-    elif job.local_world_size == 1:
-        monitor.note_alone()
-
-
-def _communicator(job: Distributed) -> StoreCommunicator | None:
-    if job.world_size == 1:
-        return None
-    from .coordination import StoreCommunicator
-
-    # A wait of the script in its store would hold this one up.
-    store = job.store.clone()  # type: ignore[attr-defined, unused-ignore]
-    return StoreCommunicator("training", job.rank, job.world_size, store)
-
-
-def _bind(cpus: str) -> None:
-    """Bind this process to CPUs, such as "0-7,64-71"; do nothing for ""."""
-    if not cpus:
-        return
-    try:
-        bind_process(frozenset(parse_ranges(cpus)))
-    except OSError as error:  # without the binding, training is slower, not wrong
-        _log.warning("this rank could not be bound to CPUs %s: %s", cpus, error)
-
-
-def _report_rank(placement: Placement, backend: str | None, bind: bool) -> RankReport:
+def report_rank(placement: Placement, backend: str | None, bind: bool) -> RankReport:
     """Return this rank's report. It contains what fails here, so that every rank shows it."""
     chosen, devices, problem = backend or "", [], ""
     device_nodes: list[int | None] = []
@@ -433,50 +298,204 @@ def _report_rank(placement: Placement, backend: str | None, bind: bool) -> RankR
     )
 
 
-def _connect_ranks(
+def find_rank_0(
+    detection: Detection, report: RankReport, agent: AgentStore | None, deadline: float
+) -> Rendezvous:
+    """Find rank 0 and report to it; return what it has assigned to this rank.
+
+    agent: torchrun's store, which then has the address of rank 0. deadline: monotonic seconds.
+    Raises LaunchError when the ranks cannot start together.
+    """
+    found = agree(
+        detection.placement,
+        report,
+        launcher=detection.launcher,
+        timeout=deadline - time.monotonic(),
+        environ=without_inherited(os.environ),
+        name_service=agent,
+    )
+    if agent is not None:
+        found.master_addr = os.environ["MASTER_ADDR"]
+        found.master_port = int(os.environ["MASTER_PORT"])
+    return found
+
+
+def watch_ranks(placement: Placement, report: RankReport, found: Rendezvous) -> Monitor | None:
+    """Let a thread notice when another rank ends; None for a single rank."""
+    if placement.world_size == 1:
+        return None
+    return Monitor(found.connections, rank=placement.rank, host=host_and_pid(report))
+
+
+class Chosen(NamedTuple):
+    """What this rank computes on and communicates by. interface: that gloo has to use, or ""."""
+
+    backend: str
+    device: torch.device
+    interface: str = ""
+
+
+def use_assignment(found: Rendezvous, backend: str) -> Chosen:
+    """Pin the assigned GPU, and run on the assigned cores, with as many threads."""
+    assignment = found.assignment
+    chosen_device = device.device_at(backend, assignment["device_index"])
+    device.pin(chosen_device)
+    if assignment["cpus"]:  # such as "0-7,64-71"
+        try:
+            bind_process(frozenset(parse_ranges(assignment["cpus"])))
+        except OSError as error:  # without the binding, training is slower, not wrong
+            _log.warning("this rank could not be bound to CPUs %s: %s", assignment["cpus"], error)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(assignment["threads"])
+        os.environ["OMP_NUM_THREADS"] = str(assignment["threads"])  # for child processes
+    interface = ""
+    if backend == "gloo" and assignment["num_nodes"] > 1:
+        from .host import gloo
+
+        interface = gloo.choose_interface(found.local_addr, found.master_addr)
+    return Chosen(backend, chosen_device, interface)
+
+
+def connect_ranks(
     placement: Placement,
-    backend: str,
-    chosen_device: torch.device,
+    chosen: Chosen,
     found: Rendezvous,
     store: Store,
+    monitor: Monitor | None,
     collective_timeout: float | None,
-) -> None:
-    """Let torch connect the ranks. Raises LaunchError when it cannot."""
+) -> list[str]:
+    """Let torch connect the ranks, and wait until it has connected all.
+
+    Returns what NCCL has logged on rank 0, if the ranks run on several hosts. Raises LaunchError
+    when torch cannot connect them.
+    """
+    log: list[str] = []
     timeout = None if collective_timeout is None else timedelta(seconds=collective_timeout)
-    try:
-        dist.init_process_group(
-            backend,
-            # Separates the keys from those of a library that calls init_process_group() by env://.
-            store=PrefixStore("ddpkit/group", store),
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=timeout,
-            device_id=None if chosen_device.type == "cpu" else chosen_device,
-        )
-    except (RuntimeError, ValueError) as error:
-        if found.monitor is None:
-            raise LaunchError(f"{backend} cannot start on {chosen_device}: {error}") from error
-        raise connection_failure(placement, backend, error, found.monitor) from error
+    has_network = found.assignment["num_nodes"] > 1
+    with contextlib.ExitStack() as stack:
+        if chosen.backend == "nccl" and has_network and placement.rank == 0:
+            from .host.nccl_log import log_of_nccl
+
+            log = stack.enter_context(log_of_nccl())
+        try:
+            dist.init_process_group(
+                chosen.backend,
+                # Separates the keys from those of a library that initialises by env://.
+                store=PrefixStore("ddpkit/group", store),
+                rank=placement.rank,
+                world_size=placement.world_size,
+                timeout=timeout,
+                device_id=None if chosen.device.type == "cpu" else chosen.device,
+            )
+        except (RuntimeError, ValueError) as error:
+            if monitor is None:
+                raise LaunchError(
+                    f"{chosen.backend} cannot start on {chosen.device}: {error}"
+                ) from error
+            raise connection_failure(placement, chosen.backend, error, monitor) from error
+    if monitor:
+        monitor.own.entered_collectives = entered_collectives
+        if cause := monitor.connected():
+            raise LaunchError(cause.text, rank=cause.rank)
+    return log
 
 
-def _log_start(placement: Placement, backend: str, found: Rendezvous) -> None:
+def make_job(
+    placement: Placement,
+    chosen: Chosen,
+    found: Rendezvous,
+    store: Store,
+    monitor: Monitor | None,
+) -> Distributed:
+    """Return what the training script holds, and register what ends it."""
+    if monitor and not effects.may_have("monitor"):
+        monitor.leave(None)
+        monitor = None
+    assignment, job_store = found.assignment, PrefixStore("job", store)
+    shutdown = Shutdown(placement.rank, placement.world_size, chosen.backend, job_store, monitor)
+    shutdown.register_hooks()
+    return Distributed(
+        rank=placement.rank,
+        world_size=placement.world_size,
+        local_rank=assignment["local_rank"],
+        local_world_size=assignment["local_world_size"],
+        node_rank=assignment["node_rank"],
+        num_nodes=assignment["num_nodes"],
+        launcher=placement.launcher,
+        backend=chosen.backend,
+        device=chosen.device,
+        master_addr=found.master_addr,
+        master_port=found.master_port,
+        _shutdown=shutdown,
+    )
+
+
+# What follows the start --------------------------------------------------------------------------
+
+
+def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | None) -> None:
+    """Let the monitor see this rank's collectives and, if requested, end a job that hangs."""
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
+        if not faulthandler.is_enabled() and effects.may_have("faulthandler"):
+            faulthandler.enable()  # gloo aborts a rank that receives more than it expects
+
+    def read_collectives(ends: bool) -> tuple[list[Collective], dict[str, Group]]:
+        from .monitor import collectives
+
+        return collectives.read_collectives(locations=ends)
+
+    monitor.own = OwnRank(
+        entered_collectives,
+        read_collectives,
+        progress=lambda: total_collectives() + job._reported_progress,
+        write_report=functools.partial(write_hang_report, job.rank),
+    )
+    if hang_timeout is not None:
+        from .monitor import collectives
+        from .monitor.positions import HangWatch
+
+        has_recorder = collectives.has_recorder()
+        if not has_recorder and job.is_main:
+            _log.warning(
+                f"torch {torch.__version__} does not record the collectives of {job.backend} "
+                f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
+                "of a hang is then found from stacks and counts of collectives alone. Unset this "
+                "variable if it is 0; otherwise use a newer torch"
+            )
+        recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
+        monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
+
+
+def _communicator(job: Distributed) -> StoreCommunicator | None:
+    if job.world_size == 1:
+        return None
+    from .coordination import StoreCommunicator
+
+    # A wait of the script in its store would hold this one up.
+    store = job.store.clone()  # type: ignore[attr-defined, unused-ignore]
+    return StoreCommunicator("training", job.rank, job.world_size, store)
+
+
+def _log_start(job: Distributed, found: Rendezvous) -> None:
     """Print on rank 0 how many ranks have started, where, and what they should know."""
-    ranks, hosts = placement.world_size, found.assignment["num_nodes"]
-    address = f", rank 0 at {found.master_addr}:{found.master_port}" if ranks > 1 else ""
+    ranks, hosts = job.world_size, job.num_nodes
+    address = f", rank 0 at {job.master_addr}:{job.master_port}" if ranks > 1 else ""
     address += "" if found.is_authenticated else ", connections not authenticated"
     _log.info(
         f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} by "
-        f"{placement.launcher}, backend {backend}{address}\n{found.table}"
+        f"{job.launcher}, backend {job.backend}{address}\n{found.table}"
     )
     for note in found.notes:
         _log.warning("%s", note)
 
 
-def _log_network(backend: str, interface: str, log: list[str]) -> None:
+def _log_network(job: Distributed, chosen: Chosen, log: list[str]) -> None:
     """Print on rank 0 which network carries the data between hosts, if that is known."""
-    if backend == "gloo" and interface:
-        _log.info("network: TCP over %s (gloo)", interface)
-    elif backend == "xccl":  # oneCCL logs to standard output only
+    if job.num_nodes == 1:
+        return
+    if chosen.interface:
+        _log.info("network: TCP over %s (gloo)", chosen.interface)
+    elif chosen.backend == "xccl":  # oneCCL logs to standard output only
         _log.info("network: unknown; CCL_LOG_LEVEL=info shows the log of oneCCL")
     elif log:
         from .host import nccl_log

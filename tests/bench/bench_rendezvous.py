@@ -180,8 +180,6 @@ def rank_zero(pipe: Connection, ranks: int, job_id: str, open_files: int | None)
         }
     )
     pipe.recv()
-    if found.monitor is not None:
-        found.monitor.started()
 
 
 def other_ranks(pipe: Connection, ranks: int, job_id: str, numbers: range) -> None:
@@ -230,9 +228,6 @@ def other_ranks(pipe: Connection, ranks: int, job_id: str, numbers: range) -> No
         return pipe.send(f"failed: {first}")
     pipe.send(max(end for end, _ in joined))
     pipe.recv()
-    for _, found in joined:
-        if found.monitor is not None:
-            found.monitor.started()
 
 
 def check_seconds(ranks: int) -> float:

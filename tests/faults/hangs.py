@@ -33,9 +33,9 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
     import torch.distributed as dist
 
     from utils import setup_distributed
-    from utils.monitor import monitor
+    from utils.monitor import decisions
 
-    monitor.HOST_LOST_SECONDS = lost_seconds or monitor.HOST_LOST_SECONDS
+    decisions.HOST_LOST_SECONDS = lost_seconds or decisions.HOST_LOST_SECONDS
     block = partial(compute, 2 * limit) if kind.startswith("busy-") else threading.Event().wait
     kind = kind.removeprefix("busy-")
     with setup_distributed("gloo", timeout=60, hang_timeout=limit or None) as job:

@@ -30,13 +30,14 @@ GUESSED = Secret(b"guessed")
 FAILED = {"kind": "notice", "what": "failed", "text": "forged", "rank": 0, "is_over": True}
 ATTACKS: dict[str, Callable[[socket.socket], bytes]] = {}
 HELD: list[socket.socket] = []  # silent connections
-FRAME = re.compile(rb"(\w+) (\d{1,7}) ([0-9a-f]{32}|-)\n")
+FRAME = re.compile(rb'ddp\n(.{4})\{', re.DOTALL)
+KIND = re.compile(rb'"kind":"(\w+)"')
 
 
 class Forger(Session):
     """Goes on whatever the server has proved."""
 
-    def _check_proof(self, proof: str, whose: str) -> None:
+    def _check_proof(self, message: dict[str, Any], whose: str) -> None:
         pass
 
 
@@ -52,21 +53,28 @@ def hello(**changed: object) -> bytes:
     return bytes(Session(GUESSED, {**PEER, **changed}).output)
 
 
+def frame(**fields: object) -> bytes:
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    return b"ddp\n" + struct.pack(">I", len(body)) + body
+
+
 def proof(text: str) -> bytes:
-    body = json.dumps({"proof": text}).encode()
-    return b"proof %d -\n" % len(body) + body
+    return frame(kind="proof", proof=text)
 
 
 def fields(heard: bytes) -> dict[str, Any]:
-    return json.loads(heard.partition(b"\n")[2] or b'{"nonce": "", "proof": ""}')  # type: ignore[no-any-return]
+    return json.loads(heard[8:] or b'{"nonce": "", "proof": ""}')  # type: ignore[no-any-return]
 
 
 def recorded(*kinds: bytes) -> list[bytes]:
     """Messages of the job's own processes, oldest first."""
     path = FOLDER / "recording"
     data = path.read_bytes()[-(1 << 22):] if path.exists() else b""
-    found = [data[one.start():one.end() + int(one[2])] for one in FRAME.finditer(data) if not kinds or one[1] in kinds]
-    return [one for one in found if INSTANCE not in one] or [b"none 0 -\n"]
+    ends = ((one.start(), one.start() + 8 + int.from_bytes(one[1], "big")) for one in FRAME.finditer(data))
+    found = [data[start:end] for start, end in ends]
+    foreign = (one for one in found if INSTANCE not in one)
+    own = [one for one in foreign if (kind := KIND.search(one)) and (not kinds or kind[1] in kinds)]
+    return own or [frame(kind="none")]
 
 
 def forge(secret: Secret = GUESSED, *messages: dict[str, Any], **changed: object) -> Callable[[socket.socket], bytes]:
@@ -144,10 +152,10 @@ def parallel(opened: socket.socket, host: str = "") -> bytes:
 
 ATTACKS |= {
     # Proof
-    "no proof": lambda opened: listen(opened, hello() + b'notice 16 -\n{"what":"saved"}'),
+    "no proof": lambda opened: listen(opened, hello() + frame(kind="notice", what="saved")),
     "wrong secret": forge(), "empty secret": forge(Secret(b"")), "other label": forge(Secret(b"guessed", "launch 1")),
     "other role": forge(role="agent"), "unknown role": forge(role="root"), "other size": forge(size=3),
-    "old version": say(lambda: hello().replace(b'"version":2', b'"version":1')),
+    "old version": say(lambda: hello().replace(b'"version":3', b'"version":2')),
     # Replay
     "hello again": say(lambda: recorded(b"hello")[-1]),
     "hello and proof again": say(lambda: recorded(b"hello")[-1] + recorded(b"proof")[-1]),
@@ -159,8 +167,8 @@ ATTACKS |= {
     "challenge of another host": lambda opened: parallel(opened, HOSTS[opened.getpeername()[0] == HOSTS[0]]),
     "changed message": say(lambda: b"".join(recorded()[:40]).replace(b":0", b":1")),
     # Half messages
-    "silence": hold(b""), "half a header": hold(b"hello 1"), "half a body": hold(hello()[:60]),
-    "a byte at a time": one_byte_at_a_time, "a length without a body": hold(b"hello 400 -\n"),
+    "silence": hold(b""), "half a header": hold(b"ddp\n\0"), "half a body": hold(hello()[:60]),
+    "a byte at a time": one_byte_at_a_time, "a length without a body": hold(b"ddp\n\0\0\1\0"),
     "4,097 bytes": say(lambda: b"a" * 4097),
     # Floods
     "flood of silence": flood(b""), "flood of half messages": flood(hello()[:40]),

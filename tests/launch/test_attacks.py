@@ -109,7 +109,7 @@ def attack(hosts: Hosts, folder: Path, names: tuple[str, str, str], by: str, job
     attacks, recorded = json.loads((folder / "attacks").read_text()), recording.read_bytes()
     assert done.status == 0 and len(attacks["attacks"]) == 40, f"{attacks}\n{done.output}"
     assert all(attacks["attacks"].values()), attacks["attacks"]
-    assert "forged" not in done.output and b"hello " in recorded
+    assert "forged" not in done.output and b'"kind":"hello"' in recorded
     if by != "doctor":
         means = [line for line in done.output.splitlines() if ": mean " in line]
         assert sorted(means) == ["rank 0: mean 0.5", "rank 1: mean 0.5"], done.output

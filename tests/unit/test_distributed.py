@@ -65,7 +65,7 @@ def test_network_of_nccl_is_printed(one_rank: None, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(device, name, lambda *args, result=result: result)
     met = Rendezvous({"node_rank": 0, "num_nodes": 2, "local_rank": 0, "local_world_size": 1,
                       "device_index": 0, "cpus": "", "threads": 1})
-    monkeypatch.setattr("utils.distributed.rendezvous", lambda *args: (met, dist.HashStore()))
+    monkeypatch.setattr("utils.distributed.find_rank_0", lambda *args: met)
     monkeypatch.setattr(dist, "init_process_group", connect)
     monkeypatch.setenv("DDPKIT_NETWORK", "AWS Libfabric")
     setup_distributed().close()

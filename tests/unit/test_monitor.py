@@ -2,10 +2,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +13,10 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.unit.channels import opened_pair
 from tests.unit.notices import served
-from utils.channel import Channel
+from utils.channel import Channel, Peer
 from utils.monitor.hang import Collective, Group, user_frame
 from utils.monitor.launch_report import VARIABLE, Failure, report_first_cause
-from utils.monitor.monitor import Monitor, Peer
+from utils.monitor.monitor import Monitor
 
 Channels = list[list[Channel]]  # of each rank
 
@@ -48,8 +45,8 @@ def starting(channels: Channels) -> Iterator[list[Monitor]]:
 
 @pytest.fixture
 def ranks(starting: list[Monitor]) -> list[Monitor]:
-    for monitor in starting:
-        monitor.started()
+    with ThreadPoolExecutor() as pool:
+        assert not any(pool.map(Monitor.connected, starting))
     return starting
 
 
@@ -124,9 +121,9 @@ def test_first_cause_reaches_launch_py(
 def test_collective_that_all_ranks_have_entered_times_out(ranks: list[Monitor], stopped: bool, expected: str) -> None:
     resumed = threading.Event()
     for monitor in ranks:
-        monitor.entered_collectives = lambda: 7
+        monitor.own.entered_collectives = lambda: 7
     if stopped:
-        ranks[1].entered_collectives = lambda: 7 if resumed.wait(20) else None
+        ranks[1].own.entered_collectives = lambda: 7 if resumed.wait(20) else None
     cause = ranks[2].find_cause("timeout").text
     resumed.set()
     assert expected in cause and "rank 0" not in cause
@@ -135,8 +132,8 @@ def test_collective_that_all_ranks_have_entered_times_out(ranks: list[Monitor], 
 def test_a_rank_that_has_left_hides_no_late_one(ranks: list[Monitor]) -> None:
     """In a gather, a rank that is not the root sends and goes on."""
     for entered, monitor in zip((2, 2, 1), ranks, strict=True):
-        monitor.entered_collectives = lambda entered=entered: entered
-        monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
+        monitor.own.entered_collectives = lambda entered=entered: entered
+        monitor.own.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
     ranks[1].leave(Failure("rank 1 left normally", "uneven", 1))
     assert "rank 2 on h2 did not enter collective 2" in ranks[0].find_cause("timeout").text
 
@@ -147,12 +144,12 @@ def test_a_rank_that_left_too_early_ends_those_that_wait(
     """A collective of NCCL does not raise."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr("utils.monitor.monitor.HOST_LOST_SECONDS", 3)
+    monkeypatch.setattr("utils.monitor.decisions.HOST_LOST_SECONDS", 3)
     call = Collective(group="", number=5, operation="all_reduce", sizes="", between_two=False, peer=None, location="",
                       thread=1, pending=True, blocks=True)
     for monitor in ranks:
-        monitor.read_collectives = lambda locations: ([call], {"": Group("0-2", 5)})
-    ranks[1].entered_collectives = lambda: entered
+        monitor.own.read_collectives = lambda locations: ([call], {"": Group("0-2", 5)})
+    ranks[1].own.entered_collectives = lambda: entered
     ranks[1].leave(Failure(f"rank 1 left normally after {entered} collectives", "uneven", 1))
     if entered == 4:
         wait_until(lambda: len(ended) == 2, "the end of ranks 0 and 2", seconds=20)
@@ -172,8 +169,8 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     for entered, monitor in zip((3, 4, 4), ranks, strict=True):
-        monitor.entered_collectives = lambda entered=entered: entered
-        monitor.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
+        monitor.own.entered_collectives = lambda entered=entered: entered
+        monitor.own.read_collectives = lambda locations, entered=entered: ([], {"": Group("0-2", entered)})
     cause = ranks[1].find_cause("timeout").text
     assert "rank 0 on h0 did not enter collective 4, in which ranks 1-2 wait. It is at " in cause
     for monitor in ranks[1:]:
@@ -188,41 +185,3 @@ def test_a_position_is_in_the_code_of_the_user(library: str) -> None:
     frames = [(library, 3, "wait"), ("/home/me/train.py", 7, "main")]
     assert user_frame(frames) == "/home/me/train.py, line 7, in main"
     assert user_frame(frames[:1]) == f"{library}, line 3, in wait"
-
-
-def test_silent_ranks_alone_on_their_hosts_are_named_once(
-        channels: Channels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("utils.monitor.monitor.HOST_LOST_SECONDS", 3)
-    peers = {end: Peer(rank, f"h{rank} (pid 7)") for rank, end in enumerate(channels[0], 1)}
-    zero = Monitor(peers, rank=0, host="h0 (pid 7)")
-    zero.started()
-    time.sleep(5)
-    for end in channels[0]:
-        end.socket.shutdown(socket.SHUT_RDWR)
-    zero.leave(None)
-    assert capfd.readouterr().err == "".join(
-        f"rank {rank} on h{rank} (pid 7) has sent nothing for 2 s: its process is stopped, or busy in native code. "
-        "To continue a stopped one, run kill -CONT there; otherwise it is ended about 3 s from now\n"
-        for rank in (1, 2))
-
-
-# A rank that is killed, as for lack of memory, while a worker of it waits for a disk.
-KILLED = """\
-import multiprocessing, os, signal, subprocess, sys, time
-from utils.monitor.guard import Guard
-guard = Guard([])
-if sys.argv[1] == "child":
-    worker = subprocess.Popen(["sleep", "600"])
-else:  # as Python 3.14 starts the workers of a DataLoader
-    multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,)).start()
-subprocess.run([sys.executable, "-c", "import utils.monitor.guard"])  # takes as long as the start of the guard
-time.sleep(3)  # it looks twice a second
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("kind", ["child", "child of a fork server"])
-def test_guard_ends_the_workers_of_a_killed_rank(kind: str) -> None:
-    """They hold the output open: without a guard, this would wait for ten minutes."""
-    done = subprocess.run([sys.executable, "-c", KILLED, kind], stdout=subprocess.PIPE, timeout=60)
-    assert done.returncode == -signal.SIGKILL

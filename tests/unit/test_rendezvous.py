@@ -67,8 +67,8 @@ def start_rank(placement: Placement, environ: Mapping[str, str], timeout: float 
     def run() -> Rendezvous:
         found = agree(placement, report, launcher=launcher_named(placement.launcher), timeout=timeout,
                       environ=environ, name_service=name_service)
-        found.monitor.started()
-        found.monitor.leave(None)
+        for connection in found.connections:
+            connection.close()
         if placement.rank == 0:
             found.listener.close()
         return found

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..host.cores import format_ranges
+from .counts import sequence_number, total_collectives
 from .hang import Collective, Group, thread_location, user_frame
-from .shutdown import sequence_number, total_collectives
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 

@@ -32,6 +32,7 @@ from ..job.notation import EXIT_REQUEUE
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..log import get_logger
+from .counts import entered_collectives
 from .launch_report import Failure, report_first_cause
 from .monitor import Monitor
 
@@ -259,33 +260,6 @@ def _raised_by_torch(error: BaseException) -> bool:
     """Whether the innermost frame is in torch or in this package, as for a collective."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_TORCH_AND_KIT)
-
-
-def entered_collectives() -> int | None:
-    """Return how many collectives of the default group this rank has entered.
-
-    None where torch does not count them. Private API: it is the only count that the backends keep
-    themselves, also of DistributedDataParallel's reductions.
-    """
-    try:
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError, ValueError):
-        return None
-
-
-def total_collectives() -> int:
-    """Return how many collectives of all groups this rank has entered; 0 where torch counts none.
-
-    Private API: torch lists its groups nowhere else.
-    """
-    return sum(sequence_number(group) or 0 for group in list(dist.distributed_c10d._world.pg_map))
-
-
-def sequence_number(group: dist.ProcessGroup) -> int | None:
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError, ValueError):
-        return None
 
 
 def write_hang_report(rank: int, folder: str, cause: str) -> None:

@@ -12,13 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..channel import Secret
+from ..channel import Channel, Peer, Secret
 from ..host import network
 from ..launch_error import LaunchError
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
-from ..monitor.monitor import Monitor
 from . import secret
 from .endpoints import Endpoints, find_endpoints
 from .exchange import NotRank0, RendezvousServer, join
@@ -37,7 +36,7 @@ class Rendezvous:
     rank_0_addr: the address of rank 0 by which this rank has reached it.
     local_addr: this host's address on the way to rank 0.
     listener: on rank 0 the socket bound to master_port, for torch's store; else None.
-    monitor: of the ranks' connections to rank 0; None for a single rank.
+    connections: to rank 0, or on rank 0 to every other rank; none for a single rank.
     table: on rank 0 one row per host. secret: of the ranks of this launch.
     is_authenticated: whether others cannot guess it.
     """
@@ -48,7 +47,7 @@ class Rendezvous:
     rank_0_addr: str = "127.0.0.1"
     local_addr: str = "127.0.0.1"
     listener: socket.socket | None = None
-    monitor: Monitor | None = None
+    connections: dict[Channel, Peer] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     table: str = ""
     secret: Secret = Secret(b"")
@@ -117,7 +116,7 @@ def _serve(
             except LaunchError as error:
                 server.refuse(str(error), deadline)
                 raise
-            monitor = server.send(result.assignments)
+            connections = server.send(result.assignments)
     except BaseException:
         listener.close()
         raise
@@ -129,7 +128,7 @@ def _serve(
         master_port=port,
         local_addr=server.address,
         listener=listener,
-        monitor=monitor,
+        connections=connections,
         notes=(*result.notes, *notes),
         table=result.table,
         secret=key,
@@ -229,7 +228,7 @@ def _join(
                 master_port=port,
                 rank_0_addr=address,
                 local_addr=joined.local_addr,
-                monitor=joined.monitor,
+                connections=joined.connections,
                 notes=tuple(endpoints.notes),
                 secret=key,
                 is_authenticated=endpoints.is_authenticated,

@@ -1,8 +1,7 @@
 """The start-up exchange: every rank reports to rank 0, which sends each rank its assignment.
 
 Each rank has one connection to rank 0, over which both have proved that they know the secret of
-the launch. The connections stay open: monitor.py notices a rank that dies while torch connects the
-ranks. No torch.
+the launch. The connections stay open, for whoever watches the ranks from then on. No torch.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from types import TracebackType
 from typing import NamedTuple, cast
 
 from .. import channel
-from ..channel import Channel, Loop, Message, PeerServer, Secret
+from ..channel import Channel, Loop, Message, Peer, PeerServer, Secret
 from ..host import network
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
-from ..monitor.monitor import Monitor, Peer
 from .reports import Assignment, RankReport, did_not_join
 
 _ROLE = "rank"
@@ -83,15 +81,16 @@ class RendezvousServer(PeerServer):
             self._loop.run_once(max(0.0, deadline - time.monotonic()))
         return [self._reports[rank] for rank in range(self._world_size)]
 
-    def send(self, assignments: Sequence[Assignment]) -> Monitor:
-        """Send every rank its assignment; return the monitor of the connections."""
+    def send(self, assignments: Sequence[Assignment]) -> dict[Channel, Peer]:
+        """Send every rank its assignment; return the connections, which stay open."""
         peers = {
-            peer: Peer(rank, _host(self._reports[rank])) for peer, rank in self._rank_of.items()
+            peer: Peer(rank, host_and_pid(self._reports[rank]))
+            for peer, rank in self._rank_of.items()
         }
         for peer, rank in self._rank_of.items():
-            self.release(peer)  # the monitor notices its end
+            self.release(peer)
             self._answer(peer, assignment=assignments[rank])
-        return Monitor(peers, rank=0, host=_host(self._reports[0]))
+        return peers
 
     def refuse(self, cause: str, deadline: float) -> None:
         """Send the cause of a failed start to every rank, for some seconds also to late ranks."""
@@ -118,7 +117,7 @@ class RendezvousServer(PeerServer):
         rank = self._rank_of.get(peer)
         if rank is not None and not self._refusal:
             raise LaunchError(
-                f"rank {rank} on {_host(self._reports[rank])} ended while the ranks were "
+                f"rank {rank} on {host_and_pid(self._reports[rank])} ended while the ranks were "
                 "starting. Look for its own message",
                 rank=rank,
                 host=self._reports[rank]["host"],
@@ -150,13 +149,14 @@ class RendezvousServer(PeerServer):
         if world_size != self._world_size:
             raise LaunchError(
                 f"the ranks disagree on the world size: rank 0 of {self._world_size} on "
-                f"{_host(self._reports[0])}, rank {rank} of {world_size} on {_host(report)}. Start "
-                "all ranks by one launch with one size"
+                f"{host_and_pid(self._reports[0])}, rank {rank} of {world_size} on "
+                f"{host_and_pid(report)}. Start all ranks by one launch with one size"
             )
         if earlier is not None:
             raise LaunchError(
-                f"two processes report as rank {rank}: on {_host(earlier)} and on {_host(report)}. "
-                "Check whether two launches use the same MASTER_ADDR and MASTER_PORT"
+                f"two processes report as rank {rank}: on {host_and_pid(earlier)} and on "
+                f"{host_and_pid(report)}. Check whether two launches use the same MASTER_ADDR and "
+                "MASTER_PORT"
             )
         if report.get("error"):
             raise LaunchError(_cannot_start(rank, report), rank=rank, host=report["host"])
@@ -189,7 +189,7 @@ class RendezvousServer(PeerServer):
         self, peer: Channel, *, assignment: Assignment | None = None, error: str = ""
     ) -> None:
         answer = {"assignment": assignment, "error": error, "master_addr": self.address}
-        host = _host(self._reports[0])
+        host = host_and_pid(self._reports[0])
         peer.send({"kind": "answer", **answer, "host": host}, _SEND_SECONDS)
 
 
@@ -205,7 +205,7 @@ class Joined(NamedTuple):
     assignment: Assignment
     master_addr: str
     local_addr: str  # of this host, on the way to rank 0
-    monitor: Monitor
+    connections: dict[Channel, Peer]  # to rank 0
 
 
 def join(
@@ -250,11 +250,9 @@ def join(
             raise refused
         on_failure.pop_all()
 
-    # The monitor may close the connection at any time.
     local_addr = network.plain_address(peer.socket.getsockname()[0])
     rank_0 = Peer(0, answer["host"])
-    monitor = Monitor({peer: rank_0}, rank=rank, host=_host(report))
-    return Joined(answer["assignment"], answer["master_addr"], local_addr, monitor)
+    return Joined(answer["assignment"], answer["master_addr"], local_addr, {peer: rank_0})
 
 
 def _wait_for_answer(peer: Channel, deadline: float) -> Message | None:
@@ -270,9 +268,10 @@ def _wait_for_answer(peer: Channel, deadline: float) -> Message | None:
     return None
 
 
-def _host(report: RankReport) -> str:
+def host_and_pid(report: RankReport) -> str:
+    """Return "node17 (pid 4711)"."""
     return f"{report.get('host', '?')} (pid {report.get('pid', '?')})"
 
 
 def _cannot_start(rank: int, report: RankReport) -> str:
-    return f"rank {rank} on {_host(report)} cannot start: {report['error']}"
+    return f"rank {rank} on {host_and_pid(report)} cannot start: {report['error']}"

@@ -1,7 +1,7 @@
-"""Find rank 0, exchange the start-up reports, and open the key-value store of all ranks.
+"""Open the key-value store that the ranks share, once they have found rank 0.
 
-The store is torchrun's, where its agent serves one, and otherwise rank 0's, on the port of the
-start-up exchange.
+It is torchrun's, where its agent serves one, and otherwise rank 0's, on the port of the start-up
+exchange.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import replace
 from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -22,32 +21,34 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from ..launch_error import LaunchError
 from ..launchers.detect import Detection
 from ..launchers.launcher import NameService, Placement, poll
-from ..launchers.rank_variables import without_inherited
-from .address import Rendezvous, agree
-from .reports import RankReport
+from .address import Rendezvous
 
 
-def rendezvous(
-    detection: Detection, report: RankReport, deadline: float
-) -> tuple[Rendezvous, Store]:
-    """Return what all ranks have agreed on, and the store that they share.
+def agent_store(detection: Detection, deadline: float) -> AgentStore | None:
+    """Connect to the store that torchrun's agent serves; None where this launch has no agent.
 
-    deadline: monotonic seconds. Raises LaunchError when the ranks cannot start together.
+    deadline: monotonic seconds. Raises LaunchError when it cannot be reached.
     """
-    launcher, placement = detection.launcher, detection.placement
-    timeout = deadline - time.monotonic()
+    placement = detection.placement
+    if placement.world_size == 1 or not detection.launcher.has_store(os.environ):
+        return None
+    return AgentStore(_connect_to_agent_store(deadline), placement.world_size)
+
+
+def open_store(
+    placement: Placement, found: Rendezvous, agent: AgentStore | None, deadline: float
+) -> Store:
+    """Return the store of all ranks: the agent's, rank 0's, or one in memory for a single rank.
+
+    found: rank 0's listener becomes the store's. deadline: monotonic seconds. Raises LaunchError
+    when rank 0 cannot be reached any more.
+    """
     if placement.world_size == 1:
-        return agree(placement, report, launcher=launcher, timeout=timeout), HashStore()
-
-    if launcher.has_store(os.environ):
-        return _rendezvous_by_agent_store(detection, report, deadline)
-
-    environ = without_inherited(os.environ)
-    found = agree(placement, report, launcher=launcher, timeout=timeout, environ=environ)
-    return found, _open_store_of_rank_0(placement, found, deadline)
-
-
-def _open_store_of_rank_0(placement: Placement, found: Rendezvous, deadline: float) -> Store:
+        return HashStore()
+    if agent is not None:
+        if found.listener is not None:
+            found.listener.close()
+        return PrefixStore(f"ddpkit/{found.token}", agent.store)
     try:
         return TCPStore(
             found.rank_0_addr,
@@ -68,41 +69,29 @@ def _open_store_of_rank_0(placement: Placement, found: Rendezvous, deadline: flo
         ) from error
 
 
-# torchrun's store --------------------------------------------------------------------------------
-# The env:// rendezvous of torch prefixes the keys with TORCHELASTIC_RESTART_COUNT. Each agent
-# counts its own restarts, so after one the ranks of several agents would use different keys.
+class AgentStore(NameService):
+    """torchrun's store, also as the name service of the launch.
 
-
-def agree_by_agent_store(
-    detection: Detection, report: RankReport, deadline: float
-) -> tuple[Rendezvous, Store]:
-    """Return what agree() returns under an agent of torchrun, and the store that it serves.
-
-    deadline: monotonic seconds. Raises LaunchError when the ranks cannot start together.
+    The store outlives the workers, and nothing in a worker's environment identifies the attempt.
+    So rank 0 of each attempt overwrites the address. A rank that reads the address of an earlier
+    attempt finds nobody there who knows the secret, and reads again. For the same reason the
+    ranks' keys have a prefix of their own: the env:// rendezvous of torch uses
+    TORCHELASTIC_RESTART_COUNT, which each agent counts for itself.
     """
-    agent_store = _connect_to_agent_store(deadline)
-    placement = detection.placement
-    found = agree(
-        placement,
-        report,
-        launcher=detection.launcher,
-        timeout=deadline - time.monotonic(),
-        name_service=_AgentStore(agent_store, placement.world_size),
-        environ=without_inherited(os.environ),
-    )
-    return found, agent_store
 
+    is_private = False
 
-def _rendezvous_by_agent_store(
-    detection: Detection, report: RankReport, deadline: float
-) -> tuple[Rendezvous, Store]:
-    found, agent_store = agree_by_agent_store(detection, report, deadline)
-    if found.listener is not None:
-        found.listener.close()
-    found = replace(
-        found, master_addr=os.environ["MASTER_ADDR"], master_port=int(os.environ["MASTER_PORT"])
-    )
-    return found, PrefixStore(f"ddpkit/{found.token}", agent_store)
+    def __init__(self, store: Store, world_size: int) -> None:
+        self.store, self._key = store, f"ddpkit/address/{world_size}"
+
+    def publish(self, text: str, timeout: float) -> None:
+        self.store.set(self._key, text)
+
+    def look_up(self, timeout: float) -> str | None:
+        def published() -> str | None:
+            return self.store.get(self._key).decode() if self.store.check([self._key]) else None
+
+        return poll(published, timeout)
 
 
 def _connect_to_agent_store(deadline: float) -> Store:
@@ -133,29 +122,6 @@ def _connect_to_agent_store(deadline: float) -> Store:
         wait_for_workers=False,
         timeout=_remaining(deadline),
     )
-
-
-class _AgentStore(NameService):
-    """torchrun's store as the name service of the launch.
-
-    The store outlives the workers, and nothing in a worker's environment identifies the attempt.
-    So rank 0 of each attempt overwrites the address. A rank that reads the address of an earlier
-    attempt finds nobody there who knows the secret, and reads again.
-    """
-
-    is_private = False
-
-    def __init__(self, store: Store, world_size: int) -> None:
-        self._store, self._key = store, f"ddpkit/address/{world_size}"
-
-    def publish(self, text: str, timeout: float) -> None:
-        self._store.set(self._key, text)
-
-    def look_up(self, timeout: float) -> str | None:
-        def published() -> str | None:
-            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
-
-        return poll(published, timeout)
 
 
 def _remaining(deadline: float) -> timedelta:

@@ -57,7 +57,7 @@ class Lead(PeerServer):
         """Wait for the ranks. Raises LaunchError where one has not reported its host."""
         assert found.listener is not None
         self.placement, self.notes = placement, found.notes
-        self._monitor = found.monitor
+        self._of_start = found.connections
         self._channels: dict[int, Channel] = {}
         self._ended: set[int] = set()
         self._number, self._replies = _FIRST, dict[int, Any]()  # of the latest request
@@ -98,8 +98,8 @@ class Lead(PeerServer):
         """Leave: rank 0 as the last one, because its exit status may end the others."""
         for rank in self._channels.keys() - self._ended:
             self._channels[rank].send({"kind": "end", "cause": ""})
-        if self._monitor is not None:
-            self._monitor.leave(None)
+        for connection in self._of_start:
+            connection.close()
         limit = time.monotonic() + 3.0
         while self._channels.keys() - self._ended and time.monotonic() < limit:
             self._loop.run_once(0.2)
@@ -157,27 +157,31 @@ def join(timeout: float, step: Step) -> Lead | None:
         # host_cores: placement.py reports on the cores, which is a note of the start otherwise.
         report: RankReport = {**make_report(detection.placement, bind=False), "host_cores": 1}
         found = _agree(detection, report, time.monotonic() + seconds)
-        assert found.monitor is not None  # of every launch with several ranks
-        found.monitor.started()
     if placement.rank == 0:
         threading.Thread(target=_reply, args=(placement, found, step), daemon=True).start()
         return Lead(placement, found)
     try:
         _reply(placement, found, step)
     finally:
-        if found.monitor is not None:
-            found.monitor.leave(None)
+        for connection in found.connections:
+            connection.close()
     return None
 
 
 def _agree(detection: Detection, report: RankReport, deadline: float) -> Rendezvous:
-    launcher, timeout = detection.launcher, deadline - time.monotonic()
+    launcher, agent = detection.launcher, None
     if launcher.has_store(os.environ):
-        from ...startup.store import agree_by_agent_store  # imports torch
+        from ...startup.store import agent_store  # imports torch
 
-        return agree_by_agent_store(detection, report, deadline)[0]
-    environ = without_inherited(os.environ)
-    return agree(detection.placement, report, launcher=launcher, timeout=timeout, environ=environ)
+        agent = agent_store(detection, deadline)
+    return agree(
+        detection.placement,
+        report,
+        launcher=launcher,
+        timeout=deadline - time.monotonic(),
+        environ=without_inherited(os.environ),
+        name_service=agent,
+    )
 
 
 def _reply(placement: Placement, found: Rendezvous, step: Step) -> None:

@@ -1,0 +1,140 @@
+"""Which rank failed first, as a table: what the ranks report, and what rank 0 then sends."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from utils.monitor.decisions import Action, Decisions, Report, Send, State
+from utils.monitor.hang import Collective, Group, Position
+from utils.monitor.launch_report import Failure
+
+HOSTS = {0: "h0 (pid 1)", 1: "h1 (pid 2)", 2: "h2 (pid 3)"}
+BAD = Failure("rank 1 failed: ValueError", "exception", 1, "h1")
+OTHER = Failure("rank 2 failed: KeyError", "exception", 2, "h2")
+LEFT = Failure("rank 1 left normally", "uneven", 1, "h1")
+
+
+def decisions(rank: int = 0) -> Decisions:
+    """Those of a rank after the start."""
+    of = Decisions(rank, HOSTS if rank == 0 else {0: HOSTS[0], rank: HOSTS[rank]})
+    for connected in of.states:
+        of.connected(connected)
+    assert of.all_started
+    return of
+
+
+def position(entered: int) -> Position:
+    return Position(entered, f"train.py, line {entered}", groups={"": Group("0-2", entered)})
+
+
+def call(number: int) -> Collective:
+    return Collective(group="", number=number, operation="all_reduce", sizes="", between_two=False, peer=None,
+                      location="", thread=1, pending=True, blocks=True)
+
+
+def killed(of: Decisions, rank: int = 1, lost: bool = False) -> None:
+    of.connection_ended(rank, host_lost=lost)
+
+
+@pytest.mark.parametrize(("events", "state", "kind", "text"), [
+    ([lambda of: of.failed(1, BAD)], State.FAILED, "exception", "rank 1 failed: ValueError"),
+    ([lambda of: of.failed(1, BAD), lambda of: of.left(1, BAD, None, 3)], State.LEFT, "exception", "ValueError"),
+    ([lambda of: of.left(1, LEFT, None, 3)], State.LEFT, "uneven", "rank 1 left normally"),
+    ([killed], State.KILLED, "killed", "rank 1 on h1 (pid 2) ended without a report"),
+    ([lambda of: killed(of, lost=True)], State.LOST, "lost", "rank 1 on h1 (pid 2) does not respond to h0"),
+    ([lambda of: of.left(1, None, OTHER, 3), killed], State.LEFT, "exception", "rank 2 failed: KeyError"),
+    ([lambda of: of.failed(2, OTHER), killed], State.KILLED, "exception", "rank 2 failed: KeyError"),
+], ids=["failed", "failed and left", "left", "killed", "lost", "left with another's cause", "killed after a failure"])
+def test_events_move_a_rank_on(events: list[Callable[[Decisions], object]], state: State, kind: str, text: str) -> None:
+    of = decisions()
+    for event in events:
+        event(of)
+    cause = of.known_cause()
+    assert of.states[1] is state and cause and (cause.kind, text in cause.text) == (kind, True)
+    of.query(2, "lost", now=0.0)
+    for now, rank in ((1.0, 1), (1.0, 2)):  # where the running ranks are, if it asks for that
+        of.respond(now)
+        of.positions[rank] = of.positions[0] = position(4)
+    of.query(2, "lost", now=0.0)
+    [sent, report] = of.respond(2.0)
+    assert isinstance(sent, Send) and sent.message["cause"].kind == kind and list(sent.ranks) == [2]
+    assert isinstance(report, Report) and report.cause == of.first
+
+
+def test_a_rank_that_ends_during_the_start_fails_it_on_all() -> None:
+    of = Decisions(0, HOSTS)
+    of.connected(0)
+    [sent] = of.connection_ended(2, host_lost=False)
+    assert isinstance(sent, Send) and sent.message["kind"] == "start_failed" and list(sent.ranks) == [1, 2]
+    assert of.start_failure and "rank 2 on h2 (pid 3) died while torch was connecting" in of.start_failure.text
+    assert not of.departed
+
+
+def test_all_ranks_are_told_when_the_last_is_connected() -> None:
+    of = Decisions(0, HOSTS)
+    assert of.connected(2) == [] == of.connected(0) and not of.all_started
+    assert of.connected(1) == [Send({"kind": "connected"}, [1, 2])] and of.all_started
+
+
+@pytest.mark.parametrize(("reported", "waited", "expected"), [
+    ({0: 4, 1: 3, 2: 4}, 1.0, "rank 1 on h1 (pid 2) did not enter collective 4"),
+    ({0: 4, 2: 4}, 1.0, None),  # rank 1 may still report
+    ({0: 4, 2: 4}, 4.0, "rank 1 on h1 (pid 2) does not respond"),
+    ({0: 4, 1: 4, 2: 4}, 1.0, "all ranks have entered collective 4 by now"),
+])
+def test_a_collective_that_times_out_is_explained_by_positions(
+        reported: dict[int, int], waited: float, expected: str | None) -> None:
+    of = decisions()
+    of.query(2, "timeout", now=0.0)
+    assert of.respond(0.1) == [Send({"kind": "ask_position", "ends": True}, [0, 1, 2])]
+    of.positions.update({rank: position(entered) for rank, entered in reported.items()})
+    actions: list[Action] = of.respond(waited)
+    assert (of.first is None) == (not actions) == (expected is None)
+    assert expected is None or (of.first and expected in of.first.text)
+
+
+def test_ranks_that_hang_are_ended_when_no_other_runs() -> None:
+    of = decisions()
+    of.query(2, "timeout", now=0.0)
+    of.respond(0.1)
+    of.positions.update({0: position(4), 1: position(3), 2: position(4)})
+    of.respond(0.2)
+    assert of.hung == {1} and of.end_hung(of.running()) == []
+    of.left(2, None, None, 4)
+    [sent] = of.end_hung(running=())  # rank 0 leaves, too
+    assert isinstance(sent, Send) and sent.message["kind"] == "end" and sent.ranks == {1} and not of.hung
+
+
+@pytest.mark.parametrize(("event", "entered", "after", "message"), [
+    (lambda of: killed(of, lost=True), 3, 19, None),
+    (lambda of: killed(of, lost=True), 3, 21, "A host is lost: no response for 60 s, then no collective for 21 s"),
+    (lambda of: of.left(1, LEFT, None, 4), 4, 400, None),  # it has entered what this rank waits in
+    (lambda of: of.left(1, LEFT, None, 3), 4, 21, "A rank has ended: no collective for 21 s since then"),
+    (lambda of: of.left(1, None, None, 3), 4, 400, None),  # another rank's failure stopped it
+])
+def test_a_rank_that_waits_for_ended_ones_is_stuck(
+        event: Callable[[Decisions], object], entered: int, after: float, message: str | None) -> None:
+    of = decisions()
+    event(of)
+    assert of.find_stuck(0.0, progress=5, read_collectives=lambda: [call(entered)]) is None
+    stuck = of.find_stuck(after, progress=5, read_collectives=lambda: [call(entered)])
+    assert (stuck.message.partition(".\n")[0] if stuck else None) == message
+
+
+def test_progress_begins_the_limit_of_a_lost_host_again() -> None:
+    of = decisions()
+    killed(of, lost=True)
+    assert of.find_stuck(0.0, 5, lambda: [call(3)]) is None
+    assert of.find_stuck(19.0, 6, lambda: [call(4)]) is None
+    assert of.find_stuck(38.0, 6, lambda: [call(4)]) is None
+    assert of.find_stuck(40.0, 6, lambda: [call(4)]) is not None
+
+
+@pytest.mark.parametrize(("rank", "rank_0_left", "expected"), [
+    (0, False, True), (1, False, True), (2, False, False), (2, True, True)])
+def test_rank_0_and_the_one_at_fault_report_to_the_launcher(rank: int, rank_0_left: bool, expected: bool) -> None:
+    of = decisions(rank)
+    if rank_0_left:
+        of.left(0, None, None, 3)
+    assert of.reports(BAD) == expected

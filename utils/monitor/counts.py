@@ -1,0 +1,31 @@
+"""How many collectives this rank has entered. Private API of torch: it offers no public count."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def entered_collectives() -> int | None:
+    """Return how many collectives of the default group this rank has entered.
+
+    None where torch does not count them. It is the only count that the backends keep themselves,
+    also of DistributedDataParallel's reductions.
+    """
+    group = dist.group.WORLD
+    return None if group is None else sequence_number(group)
+
+
+def total_collectives() -> int:
+    """Return how many collectives of all groups this rank has entered; 0 where torch counts none.
+
+    torch lists its groups nowhere else.
+    """
+    return sum(sequence_number(group) or 0 for group in list(dist.distributed_c10d._world.pg_map))
+
+
+def sequence_number(group: dist.ProcessGroup) -> int | None:
+    """Return how many collectives of a group this rank has entered; None where not counted."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, ValueError):
+        return None

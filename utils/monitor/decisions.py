@@ -1,0 +1,353 @@
+"""Which rank failed first: reports of the ranks go in, what to do comes out.
+
+Nothing here sends, waits or reads a clock, so a table of events tests it. monitor.py delivers the
+events and carries out the actions. No torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..channel import Message
+from .launch_report import Failure
+
+if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
+    from .hang import Collective, Position
+
+HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
+DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
+_LONGEST_CAUSE = 1 << 14  # characters, such as of an exception with a long text
+_BLOCKED_SHARE, _BUSY_SHARE = 1 / 3, 5  # of HOST_LOST_SECONDS, without progress since a rank ended
+_SHOWN_CAUSES = 8
+
+
+class State(enum.Enum):
+    """What one rank is for another; see Decisions."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    FAILED = "failed"
+    LEFT = "left"
+    KILLED = "killed"
+    LOST = "lost"
+
+
+ENDED = (State.LEFT, State.KILLED, State.LOST)
+
+
+class Send(NamedTuple):
+    """Send a message. ranks: to these; this rank itself then handles it, too."""
+
+    message: Message
+    ranks: Collection[int]
+
+
+class Report(NamedTuple):
+    """Report the first cause to launch.py."""
+
+    cause: Failure
+
+
+Action = Send | Report
+
+
+class Stuck(NamedTuple):
+    """Ranks have ended, and this one makes no progress without them: the job has to end."""
+
+    message: str
+    cause: Failure
+
+
+class _Query(NamedTuple):
+    """A rank's query for the cause, which waits for rank 0's response."""
+
+    kind: str  # "lost" or "timeout"
+    since: float  # monotonic seconds
+
+
+class Decisions:
+    """The states of the ranks as this one knows them, and which of them failed first.
+
+    A rank's state, and what moves it on:
+
+        starting --connected--> running --left--> left
+            |                      |--failed--> failed --left--> left
+            |                      |
+            '----------------------'--its connection ends without "left"--> killed,
+                                      or lost: its host's kernel does not respond either
+
+    A rank of which no heartbeat arrives is silent; positions.HangWatch, with hang_timeout, knows.
+
+    Rank 0 is connected to all ranks, and decides. The first rank that is `failed` is the cause.
+    Without one it is the first that is killed or lost, then the one that the others wait for in a
+    collective, then the first that left while others still needed it. A rank that queries the
+    cause gets an answer after DECIDE_SECONDS at the latest. The other ranks only see rank 0; once
+    it has ended they use what it sent when it left.
+    """
+
+    def __init__(self, rank: int, hosts: Mapping[int, str]) -> None:
+        """rank: this one. hosts: of it and of the ranks it is connected to, "n1 (pid 7)"."""
+        self.rank, self.hosts = rank, dict(hosts)
+        self.states = dict.fromkeys(self.hosts, State.STARTING)
+        self.start_failure: Failure | None = None
+        self.first: Failure | None = None  # that every rank reports
+        # The ranks that have ended, and what those that still need them report; None where another
+        # rank's failure stopped them.
+        self.departed: dict[int, Failure | None] = {}
+        self.hung: set[int] = set()  # ranks, as far as rank 0 knows
+        self.positions: dict[int, Position] = {}
+        self.positions_requested = False
+        self.silent: dict[int, str] = {}  # what is known of ranks that do not respond
+        self._left_after: dict[int, int] = {}  # rank -> collectives that it had entered
+        self._queries: dict[int, _Query] = {}
+        self._last_progress, self._progressed_at = (0, 0), 0.0  # since ranks ended, and how many
+        self._next_check = 0.0  # of these
+
+    # Events --------------------------------------------------------------------------------------
+
+    def connected(self, rank: int) -> list[Action]:
+        """Torch has connected a rank. Rank 0 tells the others when it has connected all."""
+        for one in [rank] if self.rank == 0 else self.hosts:  # rank 0 says so of all ranks
+            if self.states[one] is State.STARTING:
+                self.states[one] = State.RUNNING
+        if self.rank == 0 and self.all_started:
+            return [Send({"kind": "connected"}, self.others())]
+        return []
+
+    def failed(self, rank: int, cause: Failure) -> list[Action]:
+        """A rank has failed: it gets the cause that came first."""
+        self.states[rank] = State.FAILED
+        self.first = self.first or cause
+        return [Send({"kind": "cause", "cause": self.first}, [rank])]
+
+    def left(
+        self, rank: int, cause: Failure | None, first: Failure | None, entered: int | None
+    ) -> None:
+        """A rank has left. first: the cause that it knows. entered: so many collectives."""
+        self.states[rank] = State.LEFT
+        self.departed[rank] = cause
+        if entered is not None:
+            self._left_after[rank] = entered
+        self.first = self.first or first
+
+    def connection_ended(self, rank: int, *, host_lost: bool) -> list[Action]:
+        """The connection to a rank has ended."""
+        self._queries.pop(rank, None)
+        if self.states[rank] in ENDED:
+            return []
+        name = f"rank {rank} on {self.hosts[rank]}"
+        is_starting = not self.all_started
+        if host_lost:
+            text = (
+                f"{name} does not respond to {self.this_host}: its host is down, or the network "
+                "between them is cut"
+            )
+        elif is_starting:
+            text = f"{name} died while torch was connecting the ranks. Look for its own message"
+        else:
+            text = (
+                f"{name} ended without a report. It was killed (out of memory, or a signal), "
+                "crashed, or called os._exit(). The launcher's output has its exit status"
+            )
+        self.states[rank] = State.LOST if host_lost else State.KILLED
+        failure = self.failure_of(rank, text, self.states[rank].value)
+        if not is_starting:
+            self.departed[rank] = failure
+            return []
+        return self.start_failed(failure)
+
+    def start_failed(self, failure: Failure) -> list[Action]:
+        """The start has failed. Rank 0 tells the others."""
+        self.start_failure = self.start_failure or failure
+        message = {"kind": "start_failed", "cause": self.start_failure}
+        return [Send(message, self.others())] if self.rank == 0 else []
+
+    def query(self, rank: int, kind: str, now: float) -> None:
+        """A rank asks for the cause. kind: "lost" for a connection, "timeout" of a collective."""
+        self._queries[rank] = _Query(kind, now)
+
+    # What is known -------------------------------------------------------------------------------
+
+    @property
+    def all_started(self) -> bool:
+        """Whether no rank starts any more, as far as this one knows."""
+        return State.STARTING not in self.states.values()
+
+    @property
+    def has_queries(self) -> bool:
+        return bool(self._queries)
+
+    @property
+    def this_host(self) -> str:
+        return host_of(self.hosts[self.rank])
+
+    def others(self) -> list[int]:
+        """Return the ranks that this one is connected to, ended ones included."""
+        return [rank for rank in self.hosts if rank != self.rank]
+
+    def running(self) -> list[int]:
+        """Return the ranks that have not ended, this one included."""
+        return [rank for rank, state in sorted(self.states.items()) if state not in ENDED]
+
+    def known_cause(self) -> Failure | None:
+        """Return the first cause, else what the first rank that ended gave as the cause."""
+        return self.first or next(filter(None, self.departed.values()), None)
+
+    def has_ended(self, *kinds: str) -> bool:
+        """Whether a rank has ended in one of these ways, by Failure.kind."""
+        return any(cause.kind in kinds for cause in self.departed.values() if cause)
+
+    def failure_of(self, rank: int, text: str, kind: str) -> Failure:
+        return Failure(text, kind, rank, host_of(self.hosts[rank]))
+
+    def hang(self, text: str, ranks_at_fault: Collection[int]) -> Failure:
+        """Return the failure that is a hang: of one rank, if that one alone is at fault."""
+        text = text[:_LONGEST_CAUSE]
+        if len(ranks_at_fault) == 1:
+            return self.failure_of(min(ranks_at_fault), text, "hang")
+        return Failure(text, "hang")
+
+    def reports(self, cause: Failure) -> bool:
+        """Whether this rank reports a cause to launch.py: rank 0, the rank at fault, or any."""
+        return self.rank in (0, cause.rank) or 0 in self.departed
+
+    # Decisions -----------------------------------------------------------------------------------
+
+    def request_positions(self, *, ends: bool = True) -> list[Action]:
+        """Ask the running ranks where they are, once. ends: the job ends in any case."""
+        if self.positions_requested:
+            return []
+        self.positions_requested = True
+        return [Send({"kind": "ask_position", "ends": ends}, self.running())]
+
+    def respond(self, now: float) -> list[Action]:
+        """Rank 0: answer the queries when the cause is known, or time is up. now: monotonic."""
+        if not self._queries or self.rank != 0:
+            return []
+        last_chance = now - min(query.since for query in self._queries.values()) > DECIDE_SECONDS
+        timed_out = any(query.kind == "timeout" for query in self._queries.values())
+        if not self.first:
+            killed = self.has_ended("killed")
+            if killed or (timed_out and not self.has_ended("lost")):
+                if requests := self.request_positions():
+                    return requests
+                if not last_chance and not self.positions.keys() >= set(self.running()):
+                    return []
+                if killed:
+                    self._explain_killed()
+                else:
+                    self._find_hung()
+        self.first = self.known_cause()
+        if not self.first and not last_chance:
+            return []
+
+        asked_by = list(self._queries)
+        self._queries.clear()
+        actions: list[Action] = [Send({"kind": "cause", "cause": self.first}, asked_by)]
+        if self.first and 0 not in asked_by:  # this rank may need no other one, and end well
+            actions.append(Report(self.first))
+        return actions
+
+    def _explain_killed(self) -> None:
+        """Say what a killed rank has to do with what the others wait in, if anything.
+
+        gloo ends the process of a rank that receives more than it expects.
+        """
+        from . import hang
+
+        known = self.known_cause()
+        if not known:
+            return
+        if mismatch := hang.describe_mismatch(self.positions, self.hosts):
+            ranks = hang.at_fault(self.positions, [])
+            self.first = self.hang(f"{mismatch}. Then {known.text}", ranks)
+        elif example := hang.describe_waiting(self.positions):
+            text = (
+                f"{known.text}. {example}. gloo aborts a rank (SIGABRT, status 134) that "
+                "has entered a smaller collective than the others: compare the sizes of tensors"
+            )
+            self.first = known._replace(text=text)
+
+    def _find_hung(self) -> None:
+        """Find the ranks for which a collective has timed out."""
+        from . import hang
+
+        running = self.running()
+        missing = hang.unreported(self.positions, running)
+        self.hung = {*hang.late(self.positions, running), *missing}
+        # A rank that has left, such as one that only sent, is not the cause if another is late.
+        if self.hung or not self.known_cause():
+            text = hang.describe(self.positions, self.hosts, running, self.silent)
+            self.first = self.hang(text, hang.at_fault(self.positions, running))
+
+    def end_hung(self, running: Collection[int]) -> list[Action]:
+        """End the hung ranks when no others are running: they may never notice themselves."""
+        if not self.hung or not self.hung >= set(running) or not self.first:
+            return []
+        hung, self.hung = self.hung, set()
+        return [Send({"kind": "end", "cause": self.first}, hung)]
+
+    def find_stuck(
+        self, now: float, progress: int, read_collectives: Callable[[], Sequence[Collective]]
+    ) -> Stuck | None:
+        """Find out whether ranks have ended and this one makes no progress without them.
+
+        A collective of NCCL, or of other ranks that wait for them, does not raise. The collectives
+        may use another network than the connections of the monitor, and a rank that computes or
+        saves needs no other one for a while. Call it once a second or more often.
+        """
+        if not self.departed or now < self._next_check:
+            return None
+        self._next_check = now + 1.0  # not for every message of thousands of ranks that leave
+        calls = read_collectives()
+        awaited = self._awaited_after_leaving(calls)
+        causes = {rank: one for rank, one in self.departed.items() if one and one.kind == "lost"}
+        is_lost = bool(causes)
+        causes = causes or {
+            rank: cause
+            for rank, cause in self.departed.items()
+            if cause and (cause.kind != "uneven" or rank in awaited)
+        }
+        if not causes:
+            return None
+        if (progress, len(causes)) != self._last_progress:
+            self._last_progress, self._progressed_at = (progress, len(causes)), now
+        seconds = now - self._progressed_at
+        share = _BLOCKED_SHARE if waits(calls) else _BUSY_SHARE
+        if seconds < HOST_LOST_SECONDS * share:
+            return None
+        cause, *others = (cause for _, cause in sorted(causes.items())[:_SHOWN_CAUSES])
+        if others:
+            cause = Failure("; ".join(one.text for one in (cause, *others)), cause.kind)
+        found = f"A rank has ended: no collective for {seconds:.0f} s since then"
+        if is_lost:
+            found = (
+                f"A host is lost: no response for {HOST_LOST_SECONDS} s, then no collective for "
+                f"{seconds:.0f} s"
+            )
+        return Stuck(f"{found}.\n  {cause.text}\n", cause)
+
+    def _awaited_after_leaving(self, calls: Sequence[Collective]) -> set[int]:
+        """Return the ranks that left before they entered the collective that this rank waits in.
+
+        gloo also counts transfers as entered: there the ranks may be more than are returned.
+        """
+        of_all = (
+            call["number"]
+            for call in calls
+            if call["blocks"] and not call["group"] and not call["between_two"]
+        )
+        newest = max(of_all, default=0)
+        return {rank for rank, entered in self._left_after.items() if entered < newest}
+
+
+def waits(calls: Sequence[Collective]) -> bool:
+    """Whether this rank waits in one of its last collectives; True where none are recorded."""
+    return not calls or any(call["blocks"] for call in calls)
+
+
+def host_of(name: str) -> str:
+    """Return "node17" for "node17 (pid 4711)"."""
+    return name.partition(" ")[0]
