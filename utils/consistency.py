@@ -31,9 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .coordination import CoordinationError
 from .log import get_logger
@@ -376,8 +374,6 @@ class TrainingWatch:
         self._has_left = False
         # Each rank uses its optimizers and loaders in the same order; some have ended meanwhile.
         self._numbers, self._numbers_of_loaders = itertools.count(), itertools.count()
-        self._handle = register_optimizer_step_post_hook(self._stepped)
-        _patch(self)
         atexit.register(self._close_at_exit)
 
     def close(self, *, orderly: bool = True) -> None:
@@ -389,8 +385,6 @@ class TrainingWatch:
         global watch
         atexit.unregister(self._close_at_exit)
         watch = None if watch is self else watch
-        self._handle.remove()
-        _patch(None)
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -412,10 +406,8 @@ class TrainingWatch:
 
     # The main thread
 
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called by torch after each step of any optimizer."""
-        if torch.compiler.is_compiling():
-            return
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note a step of any optimizer, after it."""
         count = self._optimizers.get(optimizer)
         if count is None:
             count = self._optimizers[optimizer] = [next(self._numbers), 0, 1]
@@ -570,27 +562,3 @@ def _is_capturing() -> bool:
 
 
 watch: TrainingWatch | None = None  # of this process, while its job is open
-_original_iter, _original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
-
-
-def _patch(watch: TrainingWatch | None) -> None:
-    """Let a watch see which loaders are iterated; None: undo that."""
-    if watch is None:
-        DataLoader.__iter__ = _original_iter  # type: ignore[method-assign]
-        _BaseDataLoaderIter.__next__ = _original_next  # type: ignore[method-assign]
-        return
-
-    def iterate(loader: DataLoader[Any]) -> Any:
-        iterator = _original_iter(loader)
-        watch.begin_epoch(loader, iterator)
-        return iterator
-
-    def advance(iterator: _BaseDataLoaderIter) -> Any:
-        batch = _original_next(iterator)
-        watch.iterator = weakref.ref(iterator)  # which ends its workers with its last reference
-        if watch.epochs:
-            watch.first_batch(iterator, batch)
-        return batch
-
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
-    _BaseDataLoaderIter.__next__ = advance  # type: ignore

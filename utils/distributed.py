@@ -50,10 +50,9 @@ from .startup.address import Rendezvous, agree
 from .startup.exchange import host_and_pid
 from .startup.reports import RankReport, make_report
 from .startup.store import AgentStore, agent_store, open_store
+from .training_hooks import TrainingHooks
 
 if TYPE_CHECKING:
-    from .consistency import TrainingWatch
-    from .coordination import StoreCommunicator
     from .monitor.hang import Collective, Group
 
 CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off
@@ -84,7 +83,7 @@ class Distributed:
     master_port: int
     _shutdown: Shutdown = field(repr=False)
     _reported_progress: int = field(default=0, init=False, repr=False)
-    _watch: TrainingWatch | None = field(default=None, init=False, repr=False)
+    _hooks: TrainingHooks | None = field(default=None, init=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -133,8 +132,8 @@ class Distributed:
         of the same host, and one of them may still save. Otherwise, and when a rank has failed,
         it waits at most 20 s.
         """
-        if self._watch is not None:
-            self._watch.close()
+        if self._hooks is not None:
+            self._hooks.close()
         self._shutdown.close()
 
     def __enter__(self) -> Distributed:
@@ -146,8 +145,8 @@ class Distributed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._watch is not None:
-            self._watch.close(orderly=error is None or isinstance(error, SystemExit))
+        if self._hooks is not None:
+            self._hooks.close(orderly=error is None or isinstance(error, SystemExit))
         self._shutdown.exit(error)
 
 
@@ -217,9 +216,7 @@ def setup_distributed(
     if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
-        from .consistency import TrainingWatch
-
-        job._watch = TrainingWatch(_communicator(job))
+        job._hooks = TrainingHooks(job.rank, job.world_size, job.store)
     return job
 
 
@@ -464,16 +461,6 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
             )
         recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
         monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
-
-
-def _communicator(job: Distributed) -> StoreCommunicator | None:
-    if job.world_size == 1:
-        return None
-    from .coordination import StoreCommunicator
-
-    # A wait of the script in its store would hold this one up.
-    store = job.store.clone()  # type: ignore[attr-defined, unused-ignore]
-    return StoreCommunicator("training", job.rank, job.world_size, store)
 
 
 def _log_start(job: Distributed, found: Rendezvous) -> None:

@@ -30,7 +30,7 @@ def timed(function):
     return call
 
 watch = consistency.TrainingWatch
-for name in ("_stepped", "begin_epoch", "first_batch"):
+for name in ("stepped", "begin_epoch", "first_batch"):
     setattr(watch, name, timed(getattr(watch, name)))
 run = watch._run
 

@@ -24,9 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import Distributed, consistency, setup_distributed
-from utils.consistency import TrainingWatch
-from utils.coordination import StoreCommunicator
 from utils.data import ResumableDataLoader, ResumableDistributedSampler
+from utils.training_hooks import TrainingHooks
 
 MISTAKES: dict[str, tuple[Callable[[Distributed], object], str]] = {}
 UNNOTICED: dict[str, tuple[Callable[[Distributed], object], str]] = {}
@@ -550,10 +549,9 @@ def main() -> None:
         for number, name in enumerate(scenarios):
             messages = Messages()
             consistency._log.addHandler(messages)
-            store = job.store.clone()  # type: ignore[attr-defined]
-            watch = TrainingWatch(StoreCommunicator(f"scenario {number}", job.rank, job.world_size, store))
+            hooks = TrainingHooks(job.rank, job.world_size, dist.PrefixStore(f"scenario {number}", job.store))
             KEPT.append(scenarios[name](job))
-            watch.close()
+            hooks.close()
             KEPT.clear()
             consistency._log.removeHandler(messages)
             gathered: list[Any] = [None] * job.world_size

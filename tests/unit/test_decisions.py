@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from utils.launch_report import Failure
 from utils.monitor.decisions import Action, Decisions, Report, Send, State
 from utils.monitor.hang import Collective, Group, Position
-from utils.monitor.launch_report import Failure
 
 HOSTS = {0: "h0 (pid 1)", 1: "h1 (pid 2)", 2: "h2 (pid 3)"}
 BAD = Failure("rank 1 failed: ValueError", "exception", 1, "h1")

@@ -18,7 +18,7 @@ from tests.unit.launch_plans import SLURM, job, make
 from tests.unit.notices import served
 from utils.channel import Channel, Loop, Message
 from utils.host.cores import cpus_of_mask
-from utils.monitor.launch_report import VARIABLE, parse_address, report_saved
+from utils.launch_report import VARIABLE, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
 from utils.tools.launch.event_loop import EventLoop
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables

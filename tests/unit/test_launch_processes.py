@@ -21,7 +21,7 @@ from utils.host import network, process
 from utils.host.cores import parse_ranges
 from utils.job import exclude_file
 from utils.launch_error import LaunchError
-from utils.monitor.launch_report import VARIABLE, Failure
+from utils.launch_report import VARIABLE, Failure
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator

@@ -14,8 +14,8 @@ from tests.cluster.hosts import wait_until
 from tests.unit.channels import opened_pair
 from tests.unit.notices import served
 from utils.channel import Channel, Peer
+from utils.launch_report import VARIABLE, Failure, report_first_cause
 from utils.monitor.hang import Collective, Group, user_frame
-from utils.monitor.launch_report import VARIABLE, Failure, report_first_cause
 from utils.monitor.monitor import Monitor
 
 Channels = list[list[Channel]]  # of each rank

@@ -24,7 +24,7 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.notices import served
-from utils.monitor.launch_report import VARIABLE
+from utils.launch_report import VARIABLE
 from utils.preemption import EXIT_REQUEUE, StopSignal, shield_worker, stop_signal
 from utils.preemption.agreement import StopAgreement
 from utils.preemption.sources import TimeLimit

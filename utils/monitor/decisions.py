@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..channel import Message
-from .launch_report import Failure
+from ..launch_report import Failure
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
     from .hang import Collective, Position

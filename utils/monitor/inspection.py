@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..channel import Message
 from ..host import process
+from ..launch_report import Failure
 from .decisions import DECIDE_SECONDS, host_of
 from .hang import (
     Group,
@@ -26,7 +27,6 @@ from .hang import (
     summary,
     unreported,
 )
-from .launch_report import Failure
 from .positions import BUSY_FACTOR, HangWatch, Heartbeat
 
 if TYPE_CHECKING:

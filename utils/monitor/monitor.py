@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..channel import Channel, Message, Peer
 from ..host import process
+from ..launch_report import Failure, report_first_cause
 from . import decisions as rules
 from .decisions import DECIDE_SECONDS, Action, Decisions, Send, waits
-from .launch_report import Failure, report_first_cause
 
 if TYPE_CHECKING:  # loaded when a rank hangs or times out, or with hang_timeout
     from .hang import Collective, Group

@@ -30,10 +30,10 @@ from .. import effects
 from ..host import process
 from ..job.notation import EXIT_REQUEUE
 from ..launch_error import LaunchError
+from ..launch_report import Failure, report_first_cause
 from ..launchers.launcher import Placement
 from ..log import get_logger
 from .counts import entered_collectives
-from .launch_report import Failure, report_first_cause
 from .monitor import Monitor
 
 _log = get_logger(__name__)

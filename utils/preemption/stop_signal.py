@@ -31,9 +31,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from .. import launch_report
 from ..job.notation import EXIT_REQUEUE, STOP_FILE
 from ..log import get_logger
-from ..monitor import launch_report
 from .agreement import StopAgreement
 from .sources import (
     SignalCatcher,

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..launch_error import LaunchError
+from ..launch_report import VARIABLE, parse_address
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import launch_rank
 from ..log import get_logger
-from ..monitor.launch_report import VARIABLE, parse_address
 
 _log = get_logger(__name__)
 FILE = "DDPKIT_SECRET_FILE"  # a file that all ranks can read and no other user

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ...monitor.launch_report import FAILURE, Failure
+from ...launch_report import FAILURE, Failure
 from .causes import CAUSES, CauseLevel, FailureCause
 
 _WORD = r"[A-Za-z0-9_][\w.-]{0,252}"  # at most as long as a host name

@@ -14,7 +14,7 @@ from contextlib import closing
 
 from ...channel import Channel, Message
 from ...launch_error import LaunchError
-from ...monitor.launch_report import VARIABLE
+from ...launch_report import VARIABLE
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import start_on_host

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 
 from ...channel import Channel, Message
 from ...host import network
-from ...monitor.launch_report import VARIABLE
+from ...launch_report import VARIABLE
 from . import agent
 from .bootstrap import module_command
 from .host_ranks import host_processes, signals_workers

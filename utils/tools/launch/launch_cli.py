@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from ...host.gpus import count_gpus, gpu_vendor
 from ...launch_error import LaunchError
+from ...launch_report import Failure
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
-from ...monitor.launch_report import Failure
 from .. import interpreter
 from ..arguments import ArgumentParser
 from ..schedulers import current_allocation

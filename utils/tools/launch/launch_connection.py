@@ -15,7 +15,7 @@ from ... import channel
 from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...host import network
 from ...launch_error import LaunchError
-from ...monitor.launch_report import VARIABLE, Failure
+from ...launch_report import VARIABLE, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .launch_plan import Plan

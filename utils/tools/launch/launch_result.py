@@ -6,7 +6,7 @@ import itertools
 import signal
 import sys
 
-from ...monitor.launch_report import Failure
+from ...launch_report import Failure
 
 # Seconds from the first failure until the other ranks are ended: they may report what they know.
 END_DELAY = 0.5

@@ -18,8 +18,8 @@ from contextlib import suppress
 from ...channel import Channel, Message
 from ...host import process
 from ...launch_error import LaunchError
+from ...launch_report import VARIABLE, parse_address
 from ...launchers.detect import detect
-from ...monitor.launch_report import VARIABLE, parse_address
 from . import proc_reader
 from .child_processes import HANDLER_SECONDS, HELD, LAUNCH_VARIABLE
 from .host_ranks import report_mask, shares_of_ranks

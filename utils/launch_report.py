@@ -72,7 +72,7 @@ def report_first_cause(failure: Failure, environ: Mapping[str, str] = os.environ
 
 def _send(what: str, environ: Mapping[str, str], failure: Failure = _NONE) -> bool:
     """Send a notice; return whether launch.py has it. This process may end in a moment."""
-    from .. import channel  # most ranks send none
+    from . import channel  # most ranks send none
 
     addresses, port, secret = parse_address(environ.get(VARIABLE, ""))
     for address in addresses:

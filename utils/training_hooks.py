@@ -1,0 +1,80 @@
+"""Hooks on optimizers and data loaders, which load consistency.py when a script uses one of these.
+
+A process has hooks only between setup_distributed() and close(). Both hooks are the least that
+sees what a training does: torch calls the first one after the step of any optimizer; for loaders
+it has no hook, so DataLoader.__iter__ and the __next__ of its iterators are wrapped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+if TYPE_CHECKING:
+    from .consistency import TrainingWatch
+
+_original_iter, _original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+
+class TrainingHooks:
+    """The hooks of this process. They pass on what the main thread does to a TrainingWatch."""
+
+    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+        """Set the hooks. store: of all ranks."""
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._watch: TrainingWatch | None = None
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+        hooks = self
+
+        def iterate(loader: DataLoader[Any]) -> Any:
+            iterator = _original_iter(loader)
+            hooks.watch.begin_epoch(loader, iterator)
+            return iterator
+
+        def advance(iterator: _BaseDataLoaderIter) -> Any:
+            batch = _original_next(iterator)
+            if hooks._watch is not None:
+                hooks._watch.iterator = weakref.ref(iterator)  # the last reference ends its workers
+                if hooks._watch.epochs:
+                    hooks._watch.first_batch(iterator, batch)
+            return batch
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = advance  # type: ignore
+
+    @property
+    def watch(self) -> TrainingWatch:
+        """What compares this training with that of the other ranks, from its first use on."""
+        if self._watch is None:
+            from .consistency import TrainingWatch
+            from .coordination import StoreCommunicator
+
+            communicator = None
+            if self._world_size > 1:
+                # A wait of the script in its store would hold this one up.
+                store = self._store.clone()  # type: ignore[attr-defined, unused-ignore]
+                communicator = StoreCommunicator("training", self._rank, self._world_size, store)
+            self._watch = TrainingWatch(communicator)
+        return self._watch
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.watch.stepped(optimizer)
+
+    def close(self, *, orderly: bool = True) -> None:
+        """Remove the hooks, and end the comparison; a second call does nothing.
+
+        orderly: the other ranks close, too.
+        """
+        self._handle.remove()
+        DataLoader.__iter__ = _original_iter  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = _original_next  # type: ignore[method-assign]
+        if self._watch is not None:
+            self._watch.close(orderly=orderly)
