@@ -74,7 +74,8 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> Non
     limit, cause = KINDS[kind]
     result = hang_lab.run(kind, limit)
     check(result, cause, kind)
-    assert None not in result.statuses and any(result.statuses) and not result.remaining, result
+    ended = [status for rank, status in enumerate(result.statuses) if rank != 5 or kind != "stopped"]
+    assert None not in ended and any(ended) and len(result.remaining) == (kind == "stopped"), result
     if kind == "gil":
         assert re.search(r'^Timeout \(.*\n(.*\n)*? .*hangs\.py", line \d+ in go_wrong', result.output, re.MULTILINE)
     if kind == "blocked-loader":
@@ -85,24 +86,13 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> Non
         assert "NOT ENDED, at " in waiting and "NOT ENDED" not in hung
 
 
-def test_lost_host_and_stopped_rank_end_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
+def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
     """Also on the lost host itself. A cut network or a switched-off host closes no connection."""
     result = hang_lab.run("cut-host", limit=0, seconds=40, lost_seconds=6)
     check(result, LOST, "cut-host")
     waiting = [status for rank, status in enumerate(result.statuses) if rank != 5]  # which sleeps in no collective
     assert waiting == [1] * 7, result.output
     assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* does not respond to h3", result.output)
-    stopped = hang_lab.run("stopped", limit=0, seconds=40, lost_seconds=6)
-    assert stopped.statuses == [1] * 5 + [None] + [1] * 2, stopped.output
-    assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* has found that the job must end", stopped.output)
-    words = r"rank 5 on h3 \(pid (\d+)\) has sent nothing .*: its process is stopped by .* run kill -CONT \1 there"
-    assert len(re.findall(words, stopped.output)) == 1, stopped.output
-    alone = hang_lab.run("stopped-alone", limit=0, seconds=40, lost_seconds=6)  # it is ended from its own host
-    assert alone.statuses == [1] * 5 + [-9] + [1] * 2 and not alone.remaining, alone.output
-    notices = re.findall(r"rank 5 on h3 \(pid \d+\) has sent nothing .*: its process is stopped, or", alone.output)
-    assert len(notices) == 1, alone.output
-    cause = r"\n.*rank 5 on h3 .* had sent nothing for a while, and ended without a report. It was stopped"
-    assert re.search(cause, alone.output)
 
 
 def test_killed_rank_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
