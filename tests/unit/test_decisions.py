@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from utils.launch_report import Failure
-from utils.monitor.decisions import Action, Decisions, Report, Send, State
+from utils.monitor.decisions import Action, Decisions, ReportToLauncher, Send, State
 from utils.monitor.hang import Collective, Group, Position
 
 HOSTS = {0: "h0 (pid 1)", 1: "h1 (pid 2)", 2: "h2 (pid 3)"}
@@ -59,7 +59,7 @@ def test_events_move_a_rank_on(events: list[Callable[[Decisions], object]], stat
     of.query(2, "lost", now=0.0)
     [sent, report] = of.respond(2.0)
     assert isinstance(sent, Send) and sent.message["cause"].kind == kind and list(sent.ranks) == [2]
-    assert isinstance(report, Report) and report.cause == of.first
+    assert isinstance(report, ReportToLauncher) and report.cause == of.first
 
 
 def test_a_rank_that_ends_during_the_start_fails_it_on_all() -> None:

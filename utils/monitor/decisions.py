@@ -44,13 +44,13 @@ class Send(NamedTuple):
     ranks: Collection[int]
 
 
-class Report(NamedTuple):
-    """Report the first cause to launch.py."""
+class ReportToLauncher(NamedTuple):
+    """ReportToLauncher the first cause to launch.py."""
 
     cause: Failure
 
 
-Action = Send | Report
+Action = Send | ReportToLauncher
 
 
 class Stuck(NamedTuple):
@@ -247,7 +247,7 @@ class Decisions:
         self._queries.clear()
         actions: list[Action] = [Send({"kind": "cause", "cause": self.first}, asked_by)]
         if self.first and 0 not in asked_by:  # this rank may need no other one, and end well
-            actions.append(Report(self.first))
+            actions.append(ReportToLauncher(self.first))
         return actions
 
     def _explain_killed(self) -> None:
