@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -253,26 +254,80 @@ srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-21T04:42:48 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***
 srun: error: n1: tasks 0-1: Terminated"""
 TIME_LIMIT = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-21T04:04:15 DUE TO TIME LIMIT ***"
+# Recorded with one task on each of two hosts of Slurm 26.05.3. slurmstepd no longer names its host.
+CANCELLED_26 = "[2026-11-28T11:11:23.010] error: *** STEP 3.0 ON n1 CANCELLED AT 2026-11-28T11:11:23 DUE {} ***"
+TIME_LIMIT_26 = f"""{CANCELLED_26.format("TO TIME LIMIT")}
+[2026-11-28T11:11:23.010] error: *** JOB 3 ON n1 CANCELLED AT 2026-11-28T11:11:23 DUE TO TIME LIMIT ***
+srun: Job step aborted: Waiting up to 17 seconds for job step to finish.
+srun: error: n1: task 0: Terminated
+srun: error: n2: task 1: Terminated"""
+PREEMPTED_26 = f"""{CANCELLED_26.format("to SIGNAL Terminated")}
+srun: error: n1: task 0: {{}}
+srun: Terminating StepId=4.0
+srun: error: n2: task 1: Terminated
+srun: Force Terminated StepId=4.0"""
+TASK_FAILED_26 = """srun: error: n2: task 1: {}
+srun: Terminating StepId=2.0
+[2026-11-28T11:11:05.190] error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-28T11:11:05 DUE TO TASK FAILURE ***
+srun: error: n1: task 0: Terminated"""
+MEMORY = "StepId=1.0 exceeded memory limit (1581395968 > 629145600), being killed"
+OVER_MEMORY = f"""slurmstepd-n2: error: {MEMORY}
+slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-28T11:10:55 ***
+srun: Job step aborted: Waiting up to 17 seconds for job step to finish.
+slurmstepd-n1: error: Exceeded job memory limit
+srun: error: n1: task 0: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=1.0
+srun: error: n2: task 1: Killed"""
+OVER_MEMORY_26 = f"""[2026-11-28T11:10:55.513] error: {MEMORY}
+srun: Job step aborted: Waiting up to 17 seconds for job step to finish.
+[2026-11-28T11:10:55.522] error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-28T11:10:55 DUE to SIGNAL Killed ***
+[2026-11-28T11:10:55.524] error: Exceeded job memory limit
+srun: error: n1: task 0: Killed
+srun: error: n2: task 1: Killed"""
+OOM_KILL = "Detected 1 oom_kill event in StepId=41.0. Some of the step tasks have been OOM Killed."
+CGROUP = """slurmstepd{}: error: {}
+srun: error: n2: task 1: Out Of Memory
+srun: Terminating StepId=41.0
+srun: error: n1: task 0: Terminated"""
 
 
-@pytest.mark.parametrize(("text", "last", "lost"), [
-    (NODE_FAILURE, "Slurm has ended the ranks: srun: error: Node failure on n2", ["n2"]),
-    (TIME_LIMIT, f"Slurm has ended the ranks: {TIME_LIMIT}", []),
+@pytest.mark.parametrize(("text", "last", "lost", "host"), [
+    (NODE_FAILURE, "Slurm has ended the ranks: srun: error: Node failure on n2", ["n2"], "n2"),
+    (TIME_LIMIT, f"Slurm has ended the ranks: {TIME_LIMIT}", [], None),
+    (TIME_LIMIT_26, f"Slurm has ended the ranks: {TIME_LIMIT_26.splitlines()[0]}", [], None),
+    *((PREEMPTED_26.format(end), f"Slurm has ended the ranks: {PREEMPTED_26.splitlines()[0]}", [], None)
+      for end in ("Terminated", "Exited with exit code 1")),
+    (OVER_MEMORY, f"Slurm has ended the ranks: out of memory on n2: {MEMORY}", [], "n2"),
+    (OVER_MEMORY_26, f"Slurm has ended the ranks: out of memory: {MEMORY}", [], None),
+    (CGROUP.format("-n2", OOM_KILL), f"Slurm has ended the ranks: out of memory on n2: {OOM_KILL}", [], "n2"),
+    (CGROUP.format("", OOM_KILL), f"Slurm has ended the ranks: out of memory on n2: {OOM_KILL}", [], "n2"),
+    (TASK_FAILED_26.format("Exited with exit code 7"), "rank 1 on n2 ended with exit status 7", [], "n2"),
+    (TASK_FAILED_26.format("Killed"), "rank 1 on n2 was ended by SIGKILL (exit status 137)", [], "n2"),
     ("srun: error: n1: tasks 0-1: Killed\nslurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-11-21T04:00:47 ***",
-     "2 of 2 ranks did not join", [])])
-def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list[str], tmp_path: Path,
+     "rank 0-1 on n1 was ended by SIGKILL", [], "n1")])
+def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list[str], host: str | None, tmp_path: Path,
                                                 capfd: pytest.CaptureFixture[str]) -> None:
     srun, file = program(tmp_path / "srun", f"cat >&2 <<'E'\n{text}\nE\nexit 143"), tmp_path / "bad-hosts.txt"
     environ = {**SLURM, "PATH": os.environ["PATH"], exclude_file.VARIABLE: str(file)}
     plan = make(job("slurm", (1, 1)), environ, programs=Programs({"srun": srun}), python=sys.executable)
-    assert run(plan) == (143 if "Killed" not in text else 137)
-    assert last in capfd.readouterr().err.splitlines()[-1]
+    assert run(plan) in (137, 143, 7)
+    printed = capfd.readouterr().err.splitlines()
+    messages = [line for line in printed if line.startswith("ddpkit launch: error: ") and "did not join" not in line]
+    assert len(messages) == 1 and messages[0].startswith(f"ddpkit launch: error: {last}")
+    [failure] = [json.loads(line.partition(" ")[2]) for line in printed if line.startswith("ddpkit-failure ")]
+    assert (failure["cause"], failure["host"]) == (messages[0].removeprefix("ddpkit launch: error: "), host)
     assert [entry.host for entry in exclude_file.read(file)] == lost
 
 
 @pytest.mark.parametrize(("reported", "exit_statuses", "status", "last"), [
     (Failure("rank 2 on h2 ended without a report", "killed", 2), {2: 0, 0: 1}, 1,
-     "failed first: rank 2 on h2 ended without a report. Rank 2 ended with exit status 0"),
+     "failed first: rank 2 ended with exit status 0 before the others: os._exit(0), or the end of its program"),
+    (Failure("rank 2 on h2 ended without a report. See the output of the launcher", "killed", 2, "h2"), {2: 137, 0: 1},
+     137, "failed first: rank 2 on h2 was ended by SIGKILL (exit status 137), perhaps because its host ran out of mem"),
+    (Failure("rank 2 on h2 ended without a report", "killed", 2, "h2"), {2: 7, 0: 1}, 7,
+     "failed first: rank 2 on h2 ended with exit status 7 and without an exception, as by os._exit(7)"),
+    (Failure("rank 2 on h2 ended without a report", "killed", 2, "h2"), {0: 1}, 1,
+     "failed first: rank 2 on h2 ended without a report"),
     (Failure("rank 2 on h2 failed: KeyError", "exception", 2), {0: 1, 2: 7}, 7,
      "KeyError. Rank 2 ended with exit status 7"),
     (Failure("a host is down", "lost"), {0: 1}, 1, "failed first: a host is down"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+from typing import NamedTuple
 
 from ...launch_report import Failure
 
@@ -41,6 +42,34 @@ def describe_status(status: int) -> str:
     return f"ended with exit status {status}"
 
 
+def _describe_rank(rank: int, host: str | None) -> str:
+    return f"rank {rank}" + (f" on {host}" if host else "")
+
+
+def _end_of(failure: Failure, status: int) -> Failure:
+    """Return the failure of a rank that ended without a report, told by its exit status."""
+    assert failure.rank is not None
+    who = _describe_rank(failure.rank, failure.host)
+    if not status:
+        text = "ended with exit status 0 before the others: os._exit(0), or the end of its program"
+        return failure._replace(text=f"{who} {text}", kind="left")
+    if status > 128:
+        memory = ", perhaps because its host ran out of memory" * (status == 128 + signal.SIGKILL)
+        return failure._replace(text=f"{who} {describe_status(status)}{memory}", kind="status")
+    text = f"ended with exit status {status} and without an exception, as by os._exit({status})"
+    return failure._replace(text=f"{who} {text}")
+
+
+class OutOfMemory(NamedTuple):
+    """What a scheduler has printed about a process that it ended for its memory."""
+
+    text: str
+    host: str | None = None  # None: the line does not name it
+
+    def __str__(self) -> str:
+        return "out of memory" + (f" on {self.host}" if self.host else "") + f": {self.text}"
+
+
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -51,7 +80,7 @@ class LaunchResult:
 
     status: of the first process that failed; 0 while none has. failed_at: when that was.
     warning: to be printed if nothing fails. reason: what has ended the ranks, where it was none of
-    them. lost_hosts: those that have failed.
+    them; reason_host: where. lost_hosts: those that have failed. out_of_memory: what Slurm reports.
     """
 
     def __init__(self) -> None:
@@ -60,6 +89,8 @@ class LaunchResult:
         self.warning = ""
         self.lost_hosts: set[str] = set()
         self.reason = self._stop_reason = ""
+        self.reason_host: str | None = None
+        self.out_of_memory: OutOfMemory | None = None
         self._stopped_by = 0  # the signal
         # Ranks that ended by themselves, in order: name, exit status, host.
         self._ended: dict[int, tuple[str, int, str | None]] = {}
@@ -85,6 +116,10 @@ class LaunchResult:
             rest = ", the others will be ended" if others else ""
             message = f"{who} {describe_status(status)}{rest}"
             self.fail(message, now, status, kind="status", rank=rank, host=host)
+
+    def note_end(self, rank: int, status: int, host: str | None) -> None:
+        """Note the exit status of a rank, of which its launcher knows only now."""
+        self._ended.setdefault(rank, (_describe_rank(rank, host), status, host))
 
     def fail(
         self,
@@ -123,7 +158,7 @@ class LaunchResult:
         if not self.reason:
             self._conclude(first)
         if self.status and (reason := self.reason or self._stop_reason):
-            Failure(reason, "stop").write()
+            Failure(reason, "stop", host=self.reason_host).write()
             print_error(reason)
 
     def _conclude(self, first: Failure | None) -> None:
@@ -132,13 +167,21 @@ class LaunchResult:
         if not self.status or self._at_once:
             return
         if first is not None:
-            text = first.text.rstrip(".")
-            if first.rank in self._ended:
-                who, status, _ = self._ended[first.rank]
-                text += f". R{who[1:]} {describe_status(status)}"
+            ended = None if first.rank is None else self._ended.get(first.rank)
+            if ended is not None:
+                _, status, host = ended
                 self.status = status or self.status
+                first = first._replace(host=first.host or host, text=first.text.rstrip("."))
+                if first.kind == "killed":
+                    first = _end_of(first, status)
+                else:
+                    which = f"Rank {first.rank} {describe_status(status)}"
+                    first = first._replace(text=f"{first.text}. {which}")
+            if self.out_of_memory is not None:
+                text = f"{first.text.rstrip('.')}. Slurm reports: {self.out_of_memory}"
+                first = first._replace(text=text)
             first.write()
-            print_status(f"the ranks report what failed first: {text}")
+            print_status(f"the ranks report what failed first: {first.text.rstrip('.')}")
             return
 
         left = list(itertools.takewhile(lambda one: not one[1][1], self._ended.items()))
@@ -171,6 +214,11 @@ class LaunchResult:
     def end_after(self, failed_at: float, seconds: float) -> float:
         """Return when the others are to be ended, some seconds after the first failure."""
         return failed_at + (END_DELAY_AFTER_STOP if self._is_after_stop(failed_at) else seconds)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a stop signal has come."""
+        return self._stopped_at is not None
 
     def _is_after_stop(self, now: float) -> bool:
         return self._stopped_at is not None and now < self._stopped_at + _STOP_SECONDS

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
+from ...job.slurm_job import expand_hostlist
 from . import remote_shell
 from .bootstrap import module_command
 from .child_processes import HELD
@@ -24,7 +25,7 @@ from .host_readiness import checksum_of
 from .join import JoinServer
 from .launch_connection import Launch
 from .launch_plan import HOST_FILE, REMOTE_SHELL, Plan
-from .launch_result import describe_status, print_error, print_status
+from .launch_result import OutOfMemory, describe_status, print_error, print_status
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
 RETURN_SECONDS = 60.0  # after the end of all ranks
@@ -66,16 +67,40 @@ class NativeLaunch:
             self._receive_last_reports()
             self._ranks.close()
 
-        reason, lost_hosts = self._errors.reason()
-        self._result.lost_hosts.update(lost_hosts)
-        if reason and (lost_hosts or not self._rank_failed_by_itself()):
-            self._result.reason = f"Slurm has ended the ranks: {reason}"
+        self._note_reason()
+        self._note_end_of_first()
         if self._result.status:  # the reason was printed when it happened
             if self._ranks.lost_rank:  # perhaps because others could not start
                 self._print_missing()
             return
         by_signal = child is not None and (child.returncode or 0) < 0
         self._result.status = self._status_of_ranks(status, by_signal)
+
+    def _note_reason(self) -> None:
+        """Note why Slurm has ended the ranks, if it has."""
+        errors, result, hosts = self._errors, self._result, self._plan.hosts
+        reason, lost_hosts = errors.reason(stopped=result.was_stopped)
+        result.lost_hosts.update(lost_hosts)
+        if errors.out_of_memory is not None:
+            host = errors.out_of_memory.host or (hosts[0] if len(hosts) == 1 else None)
+            result.out_of_memory = errors.out_of_memory._replace(host=host)
+        if lost_hosts or not self._rank_failed_by_itself():
+            if result.out_of_memory is not None and not lost_hosts:
+                reason, result.reason_host = str(result.out_of_memory), result.out_of_memory.host
+            if lost_hosts:
+                result.reason_host = lost_hosts[0]
+            if reason:
+                result.reason = f"Slurm has ended the ranks: {reason}"
+
+    def _note_end_of_first(self) -> None:
+        """Note how the rank ended that failed first. srun reports each task that fails."""
+        first = self._notices.first_cause
+        if first is None or first.rank is None or not self._plan.method.reports_errors:
+            return
+        failed = self._errors.failed.get(first.rank)
+        if failed is not None or self._ranks.complete:
+            status, host = failed or (0, first.host or "")
+            self._result.note_end(first.rank, status, host or None)
 
     def _wait_for_end(self) -> int:
         """Serve until the command has ended; return its exit status."""
@@ -204,6 +229,8 @@ class NativeLaunch:
 
     def _rank_failed_by_itself(self) -> bool:
         first = self._errors.first
+        if self._errors.signalled_before and not self._result.was_stopped:
+            return False
         ended = (0, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
         return (first.status if first else self._result.status) not in ended
 
@@ -267,11 +294,24 @@ _TASK_FAILED = re.compile(
     rb"(?: \(core dumped\))?)\s*$"
 )
 # Why Slurm ends a step: "srun: error: Node failure on n2", "slurmstepd-n1: error: *** STEP 7.0 ON
-# n1 CANCELLED AT 2026-11-21T04:04:15 DUE TO TIME LIMIT ***". srun itself ends one without a reason.
+# n1 CANCELLED AT 2026-11-21T04:04:15 DUE TO TIME LIMIT ***". srun itself ends one without a reason,
+# or since 26.05 DUE TO TASK FAILURE. A line of 26.05 begins "[2026-11-28T08:43:46.113] error: ".
 _NODE_FAILED = re.compile(rb"^srun: error: Node failure on (\S+)\s*$")
+_BY_SLURM = rb"^(?:slurmstepd(?:-(\S+))?:|\[\d{4}-\d\d-\d\dT[\d:.]+\]) error: "
 _CANCELLED = re.compile(
-    rb"^slurmstepd\S*: error: \*{3} (?:JOB \S+ ON \S+ CANCELLED AT|STEP .* CANCELLED AT .* DUE TO)"
+    _BY_SLURM + rb"\*{3} (?:JOB \S+ ON \S+ CANCELLED AT"
+    rb"|STEP .* CANCELLED AT .* DUE TO (?!TASK FAILURE))"
 )
+# Also after a preemption, scancel, or a signal that ddpkit launch has sent by scancel. Since 26.05.
+_SIGNALLED = re.compile(_BY_SLURM + rb"\*{3} STEP .* CANCELLED AT .* DUE to SIGNAL ")
+# Of the accounting of jobs: "StepId=41.0 exceeded memory limit (2092810240 > 629145600), being
+# killed" on the host, then "Exceeded job memory limit" on any. Of a cgroup: "Detected 1 oom_kill
+# event in StepId=41.0. Some of the step tasks have been OOM Killed."
+_OUT_OF_MEMORY = re.compile(
+    _BY_SLURM + rb"(\S+ exceeded memory limit .*|Exceeded \w+ memory limit.*"
+    rb"|Detected \d+ oom[-_]kill event.*)"
+)
+_KILLED_FOR_MEMORY = "Out Of Memory"  # srun's description of a task
 
 
 class TaskFailure(NamedTuple):
@@ -286,8 +326,10 @@ class SrunErrors:
     """The standard error of srun.
 
     srun itself ends with the highest status: that of a task killed because another had failed.
-    first: the first task that failed before Slurm ended the step. aborted: Slurm itself is ending
-    the step. waits_for_resources: another step of the job holds them.
+    first: the first task that failed before Slurm ended the step. failed: status and host of each
+    rank that failed. out_of_memory: what Slurm says first about memory. signalled_before: something
+    outside had signalled the step before the first task failed. aborted: Slurm itself is ending the
+    step. waits_for_resources: another step of the job holds them.
     """
 
     def __init__(self, pipe: IO[bytes] | None) -> None:
@@ -296,9 +338,13 @@ class SrunErrors:
         self._rest = b""
         self.closed = pipe is None
         self.first: TaskFailure | None = None
+        self.failed: dict[int, tuple[int, str]] = {}
+        self.out_of_memory: OutOfMemory | None = None
         self.waits_for_resources = False
         self.aborted = False
         self._by_slurm: list[bytes] = []  # lines that say why Slurm ends the step
+        self.signalled_before = False
+        self._signalled = b""  # the line that says that something outside has signalled the step
         if pipe is not None:
             os.set_blocking(self._descriptor, False)
 
@@ -325,10 +371,14 @@ class SrunErrors:
         while not self.closed and select.select([self], [], [], 0.05)[0]:
             self.pass_on()
 
-    def reason(self) -> tuple[str, list[str]]:
-        """Return why Slurm has ended the step, in its own words, or ""; and the failed hosts."""
+    def reason(self, *, stopped: bool) -> tuple[str, list[str]]:
+        """Return why Slurm has ended the step, in its own words, or ""; and the failed hosts.
+
+        stopped: whether ddpkit launch itself was stopped, and has signalled the step.
+        """
         lost = [found for line in self._by_slurm if (found := _NODE_FAILED.match(line))]
-        line = lost[0][0] if lost else next(iter(self._by_slurm), b"")
+        signalled = b"" if stopped else self._signalled
+        line = lost[0][0] if lost else next(iter(self._by_slurm), signalled)
         return line.decode(errors="replace").rstrip(), [found[1].decode() for found in lost]
 
     def _note(self, line: bytes) -> None:
@@ -338,15 +388,35 @@ class SrunErrors:
             self.waits_for_resources = True
         if _NODE_FAILED.match(line) or _CANCELLED.match(line):
             self._by_slurm.append(line)
-        found = _TASK_FAILED.match(line)
-        if self.first is None and not self._by_slurm and found is not None:
-            status = int(found[3]) if found[3] else _status_of(found[4].decode())
-            if status:
-                self.first = TaskFailure(status, found[1].decode(), found[2].decode())
+        if _SIGNALLED.match(line):
+            self._signalled = self._signalled or line
+        if self.out_of_memory is None and (memory := _OUT_OF_MEMORY.match(line)):
+            host = memory[1].decode() if memory[1] else None
+            self.out_of_memory = OutOfMemory(memory[2].decode(errors="replace").rstrip(), host)
+        if found := _TASK_FAILED.match(line):
+            self._note_task(found)
+
+    def _note_task(self, found: re.Match[bytes]) -> None:
+        host, ranks = found[1].decode(), found[2].decode()
+        description = found[4].decode() if found[4] else ""
+        status = int(found[3]) if found[3] else _status_of(description)
+        if not status:
+            return
+        with suppress(ValueError):
+            for rank in expand_hostlist(f"[{ranks}]"):
+                self.failed.setdefault(int(rank), (status, host))
+        by_memory = description == _KILLED_FOR_MEMORY
+        if by_memory and self.out_of_memory is not None and self.out_of_memory.host is None:
+            self.out_of_memory = self.out_of_memory._replace(host=host)
+        if self.first is None and (by_memory or not self._by_slurm and not self.out_of_memory):
+            self.first = TaskFailure(status, host, ranks)
+            self.signalled_before = bool(self._signalled)
 
 
 def _status_of(description: str) -> int:
     """Convert "Segmentation fault" to 139; 0 where no signal has this description."""
+    if description == _KILLED_FOR_MEMORY:
+        return 128 + signal.SIGKILL
     for number in signal.valid_signals():
         if signal.strsignal(number) == description:
             return 128 + number
