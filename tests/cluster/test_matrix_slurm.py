@@ -30,7 +30,8 @@ JOBS = [
     ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi5", RUN),
     ("-N2 --gpus-per-node=2", [2, 2], "torchrun", RUN),  # one task per node is requested, and two GPUs
     ("-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2], "srun", RUN),
-    ("-N2 --ntasks-per-node=1 --gpus-per-node=2", [1, 1], "srun", RUN),
+    ("-N2 --ntasks-per-node=1 --gpus-per-node=2", [2, 2], "srun mpich5", RUN),  # the header of a torchrun script
+    ("-N2 --ntasks-per-node=1 --gpus-per-node=2", [1, 1], "srun", "exec {launch} --ntasks-per-node 1 {rank}"),
     ("-N2 -n2 --gpus-per-task=2", [2, 2], "srun intel", "exec {launch} --ntasks-per-node 2 {rank}"),
     ("-N2 -n3 --gpus-per-task=1", [1, 2], "torchrun openmpi5", RUN),
     ("-N2 --gpus=3", [1, 2], "mpich4", RUN),

@@ -10,6 +10,7 @@ from utils.tools.launch.dry_run import shell_lines
 from utils.tools.launch.host_ranks import host_processes
 from utils.tools.launch.launch_plan import Plan, PlanError
 from utils.tools.launch.methods import NAMES
+from utils.tools.launch.planner import describe
 from utils.tools.launch.rank_environment import clean, rank_environment
 
 SSH = {"ssh": "/bin/ssh"}
@@ -27,9 +28,12 @@ SSH = {"ssh": "/bin/ssh"}
     # One task on each node, as for torchrun: one rank for each GPU. Otherwise the slots
     (pbs(ranks=(1, 1), gpus=(4, 4)), "pbs_tmrsh n1:4 n2:4"), (pbs(ranks=(1, 1), gpus=(4, 2)), "pbs_tmrsh n1:4 n2:2"),
     (pbs(gpus=(4, 4)), "pbs_tmrsh n1:2 n2:2"), (pbs(ranks=(1, 1), gpus=(None, 4)), "pbs_tmrsh n1:1 n2:4"),
-    # Tasks that the job requested are kept, except that of a torchrun agent
+    # Tasks that the job requested are kept, except one on each host, as for torchrun
     (slurm(ranks=(1, 1), gpus=(2, 2)), "srun n1:2 n2:2"),
-    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True), "srun n1:1 n2:1"),
+    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True), "srun n1:2 n2:2"),
+    (slurm(ranks=(2, 2), gpus=(4, 4), tasks_requested=True), "srun n1:2 n2:2"),
+    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True, ntasks_per_node=1), "srun n1:1 n2:1"),
+    (slurm(ranks=(1, 1), gpus_here=2, tasks_requested=True), "srun n1:1 n2:1"),
     (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True, torchrun=True), "srun n1:2 n2:2"),
     # GPUs are counted where the scheduler does not, and not on a login host
     (pbs(ranks=(1, 1), gpus_here=4), "pbs_tmrsh n1:4 n2:4"),
@@ -82,8 +86,9 @@ def test_an_open_pipe_without_data_is_no_input() -> None:
 
 @pytest.mark.parametrize(("plan", "note"), [
     (pbs(ranks=(8, 8), gpus=(4, 4)), "for one rank on each gpu give ddpkit launch --ntasks-per-node 4"),
-    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True),
-     "requests 1 rank but 2 gpus on n1. for one rank on each gpu give ddpkit launch --ntasks-per-node 2"),
+    (slurm(ranks=(2, 2), gpus=(4, 4), tasks_requested=True),
+     "requests 2 ranks but 4 gpus on n1. for one rank on each gpu give ddpkit launch --ntasks-per-node 4"),
+    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True), ""),
     (pbs(ranks=(1, 1), gpus_here=4), "pbs job 7 does not report how many gpus"),
     (slurm(cores=(2, 1)), "the 2 ranks on n2 share 1 core, all that the job has there. for more, request --cpus-per-"),
     (pbs(cores=(2, 1)), "all that the job has there. for more, request ncpus; for fewer ranks, mpiprocs"),
@@ -95,6 +100,13 @@ def test_an_open_pipe_without_data_is_no_input() -> None:
 def test_notes_for_the_user(plan: Callable[[], Plan], note: str) -> None:
     notes = "\n".join(plan().notes).lower()
     assert note in notes and bool(note) == bool(notes)
+
+
+def test_first_line_says_that_each_gpu_gets_a_rank() -> None:
+    first = next(describe(slurm(ranks=(1, 1), gpus=(4, 4), tasks_requested=True)()))
+    assert first.startswith("8 ranks on 2 hosts (4 each) by srun, one for each GPU: the job requests one task per host")
+    for one in ({"ntasks_per_node": 1}, {"ntasks": 2}, {"torchrun": True}):
+        assert "each GPU" not in next(describe(slurm(ranks=(1, 1), gpus=(4, 4), tasks_requested=True, **one)()))
 
 
 @pytest.mark.parametrize(("command", "program", "under_torchrun"), [

@@ -45,9 +45,9 @@ ddpkit launch --container a.sif train.py   in an image, with Apptainer or Singul
 ddpkit launch --dry-run train.py           print the exact commands and start nothing
 
 Without -n or --ntasks-per-node, the tasks that the job requested start; one rank per GPU where it
-requested none. One slot on each host counts as none in PBS and with --torchrun. Each rank has
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT
-in its environment, as torchrun sets them. A command whose first word does not end in .py is run as
+requested none, or one on each host, as job scripts of torchrun do. Each rank has RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT in its environment,
+as torchrun sets them. A command whose first word does not end in .py is run as
 it is; "python" is the Python chosen for the ranks. Under srun and on this host alone, rank 0 reads
 a file or pipe that is the standard input of ddpkit launch. The exit status is that of the rank that
 failed first, and 75 when all ranks have saved after a stop.

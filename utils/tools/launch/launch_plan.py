@@ -72,6 +72,7 @@ class Hosts(NamedTuple):
     gpus: tuple[int | None, ...]
     partial: bool  # other hosts of the job, which could have ranks, are left out
     notes: tuple[str, ...]  # for the user
+    one_per_gpu: bool = False  # although the job requests one task on each host
 
 
 class Request(NamedTuple):
@@ -107,6 +108,7 @@ class Plan(NamedTuple):
     python: str  # path of the Python that runs the ranks
     host: str  # name of the host of ddpkit launch
     notes: tuple[str, ...] = ()  # for the user
+    one_per_gpu: bool = False  # as in Hosts
 
     @property
     def world_size(self) -> int:

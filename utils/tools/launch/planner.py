@@ -77,6 +77,7 @@ def make_plan(
             *hosts.notes,
             *_notes_on_sharing(hosts, allocation, host_info, environ),
         ),
+        one_per_gpu=hosts.one_per_gpu,
     )
     threads = [count for count in plan.threads if count is not None]
     if plan.native_launcher_starts_ranks and threads:  # its ranks have one environment on all hosts
@@ -140,7 +141,15 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
         notes = []  # they suggest other numbers of ranks
 
     names, ranks, cores, gpus = zip(*chosen, strict=True)
-    return Hosts(names, ranks, cores, gpus, len(chosen) < len(with_ranks), tuple(notes))
+    one_per_gpu = (
+        allocation is not None
+        and allocation.tasks_requested
+        and options.ntasks is options.ntasks_per_node is None
+        and not options.torchrun
+        and max(allocation.ranks_per_host) == 1 < max(ranks)
+    )
+    partial = len(chosen) < len(with_ranks)
+    return Hosts(names, ranks, cores, gpus, partial, tuple(notes), one_per_gpu)
 
 
 class _Host(NamedTuple):
@@ -181,8 +190,8 @@ def _ranks_per_host(
 ) -> tuple[list[int], list[str]]:
     """Return --ntasks-per-node, else the slots of the job, else one rank for each GPU; and notes.
 
-    One slot on each host is what a job has that requested no tasks, or a task for torchrun: then
-    each GPU gets a rank.
+    One slot on each host is what a job has that requested no tasks, or a task for torchrun, as most
+    job scripts of torchrun do: then each GPU gets a rank.
     """
     slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
     if options.ntasks_per_node is not None:
@@ -190,7 +199,7 @@ def _ranks_per_host(
         return [each if count or not any(slots) else 0 for count in slots], []
 
     notes = []
-    if max(slots) > 1 or allocation.tasks_requested and not options.torchrun:
+    if max(slots) > 1:
         for host, slot, gpu in zip(allocation.hosts, slots, gpus, strict=True):
             if gpu and slot and slot != gpu:
                 notes.append(
@@ -203,7 +212,9 @@ def _ranks_per_host(
 
     index = index_of(host_info.name, allocation.hosts)
     has_slot_here = index is not None and slots[index] > 0
-    if all(count is None for count in gpus) and host_info.gpus > 1 and has_slot_here:
+    one_requested = allocation.tasks_requested and not options.torchrun
+    unknown = all(count is None for count in gpus)
+    if unknown and host_info.gpus > 1 and has_slot_here and not one_requested:
         notes.append(
             f"{job_name(allocation)} does not report how many GPUs it has. {host_info.gpus} are "
             f"assumed on each host, as counted on {host_info.name}. Otherwise give "
@@ -276,5 +287,9 @@ def describe(plan: Plan) -> Iterator[str]:
     hosts = f"{len(plan.hosts)} hosts ({each})" if len(plan.hosts) > 1 else plan.hosts[0]
     agents = ", with one torchrun agent on each" if plan.options.torchrun else ""
     ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    yield f"{ranks} on {hosts} {plan.method.describe()}".rstrip() + agents
+    per_gpu = (
+        ", one for each GPU: the job requests one task per host, as for torchrun; to start one "
+        "rank, give ddpkit launch --ntasks-per-node 1"
+    ) * plan.one_per_gpu
+    yield f"{ranks} on {hosts} {plan.method.describe()}".rstrip() + agents + per_gpu
     yield from plan.notes
