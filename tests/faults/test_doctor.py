@@ -132,9 +132,8 @@ def black_hole(run: Cluster) -> None:
         packets.drop(run.hosts, "h3", direction, *packets.NOT_SSH, packets.longer_than(1400))
 
 
-def odd_network(run: Cluster) -> None:
+def odd_mtu(run: Cluster) -> None:
     packets.run(run.hosts, "h2", "ip link set eth0 mtu 1200")
-    packets.delay(run.hosts, "h3", 0.1)
 
 
 def wrong_interfaces(run: Cluster) -> None:
@@ -173,9 +172,8 @@ CASES: dict[str, tuple[Callable[[Cluster], None], str, list[tuple[str, str, str]
         ("connections", "h2 h3", "h2 and h3 cannot connect in both directions: no response from h2 to h3")]),
     "path MTU black hole": (black_hole, "connections", [
         ("connections", "h3", "h3 cannot exchange data with any of 3 other hosts: .*packets of full size from h3")]),
-    "odd network": (odd_network, "connections", [
-        ("connections", "h2", "eth0 of h2 has MTU 1200, while h1, h3 and h4 have 1500"),
-        ("connections", "h3", "a round trip to h3 takes 20. ms")]),
+    "odd MTU": (odd_mtu, "connections", [
+        ("connections", "h2", "eth0 of h2 has MTU 1200, while h1, h3 and h4 have 1500")]),
     "wrong interfaces": (wrong_interfaces, "equality,connections,collectives", [
         ("connections", "h2 h3", "GLOO_SOCKET_IFNAME=lo is the loopback interface of h2 and h3"),
         ("connections", "h4", "GLOO_SOCKET_IFNAME=ib7, but h4 has no interface ib7")]),

@@ -7,7 +7,6 @@ import errno
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,12 +127,11 @@ def stop(listener: socket.socket) -> None:
     listener.close()
 
 
-def connect_hosts(ranks: Ranks, address: str) -> Exchange[dict[int, tuple[str, float | None]]]:
+def connect_hosts(ranks: Ranks, address: str) -> Exchange[dict[int, str]]:
     """Exchange 12 KB in both directions with the partners of this host, while they do so.
 
-    address: of this host. Returns for the number of each host that listens the problem or "", and
-    the shortest round trip in seconds, where the kernel knows it. Only the first rank of a host
-    connects.
+    address: of this host. Returns for the number of each host that listens the problem or "". Only
+    the first rank of a host connects.
     """
     is_first = ranks.me.local_rank == 0
     listener = listen(address) if is_first else None
@@ -152,30 +150,30 @@ def connect_hosts(ranks: Ranks, address: str) -> Exchange[dict[int, tuple[str, f
     if listener:
         stop(listener)
     return {
-        node: found.get(node, ("timed out" if node in jobs else "same address", None))
+        node: found.get(node, "timed out" if node in jobs else "same address")
         for node in others
         if places[node]
     }
 
 
-def _exchange(address: str, port: int) -> tuple[str, float | None]:
+def _exchange(address: str, port: int) -> str:
     try:
         connected = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
     except ConnectionRefusedError:
-        return "refused", None
+        return "refused"
     except TimeoutError:
-        return "timed out", None
+        return "timed out"
     except OSError as error:
         unreachable = error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-        return "no route" if unreachable else str(error.strerror or error), None
+        return "no route" if unreachable else str(error.strerror or error)
     problem = NO_DATA[0]
     with connected, contextlib.suppress(OSError):
         connected.sendall(bytes(_BULK_BYTES))
         _receive(connected, 1)
         problem = NO_DATA[1]
         _receive(connected, _BULK_BYTES)
-        return "", _round_trip(connected)
-    return problem, None
+        problem = ""
+    return problem
 
 
 def respond(connected: socket.socket) -> None:
@@ -193,18 +191,6 @@ def _receive(connected: socket.socket, size: int) -> None:
         if not chunk:
             raise ConnectionError("the other host closed the connection")
         size -= len(chunk)
-
-
-def _round_trip(connected: socket.socket) -> float | None:
-    """Return tcpi_min_rtt of struct tcp_info in linux/tcp.h; None before Linux 4.6.
-
-    The kernel itself acknowledges packets, so that a busy host does not delay it.
-    """
-    content = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-    if len(content) < 152:
-        return None
-    (microseconds,) = struct.unpack_from("I", content, 148)
-    return microseconds / 1e6 if microseconds < 0xFFFFFFFF else None
 
 
 def in_threads(

@@ -22,7 +22,6 @@ from ..check import CPUS, Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch
 
-FAR_SECONDS = 0.05  # a round trip with which the start of gloo takes minutes
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
 _CAUSES = ("connections", CPUS, "equality", "installation", "import")
 _SECONDS = 50.0  # for a process, which imports torch
@@ -36,8 +35,7 @@ class CollectiveFacts:
     """The result of one rank: a Trial of all_reduce.py, or the error.
 
     ranks: that took part; 0 where this rank did not. network: the line about it; warning: what
-    is wrong with it. unreachable: numbers of hosts that this host cannot connect to, or only with
-    a long round trip.
+    is wrong with it. unreachable: numbers of hosts that this host cannot connect to.
     """
 
     ranks: int
@@ -117,14 +115,11 @@ class Collectives(Check[CollectiveFacts]):
             )
 
     def _try_links(self, ranks: Ranks) -> Exchange[tuple[list[int], str]]:
-        """Return the hosts that collectives would hang or crawl with, and this host's address."""
+        """Return the hosts that collectives would hang with, and this host's address."""
         address = data_address(ranks.address)
         found = yield from connect_hosts(ranks, address)
-        near = {
-            node for node, (bad, trip) in found.items() if not bad and (trip or 0) < FAR_SECONDS
-        }
         others = partners(len(ranks.hosts), ranks.me.node) if ranks.me.local_rank == 0 else []
-        return [node for node in others if node not in near], address
+        return [node for node in others if found.get(node) != ""], address
 
 
 def _run_two_ranks() -> CollectiveFacts:

@@ -6,7 +6,6 @@ Each host connects by TCP to the others, at the addresses that the collectives u
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from ...host_pairs import attribute
 from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import NO_DATA, connect_hosts, data_address, interface_problem, names_of
 
-LONG_ROUND_TRIP_SECONDS = 20e-3
 _SHOWN = 6  # links
 
 
@@ -25,18 +23,18 @@ class ConnectionFacts:
     """What a host has found.
 
     interface_problem: why gloo or NCCL find no interface, or "".
-    others: number of a host, the problem or "", round trip in seconds or None.
+    others: number of a host, and the problem or "".
     """
 
     address: str
     interface: str
     mtu: int | None
     interface_problem: str = ""
-    others: list[tuple[int, str, float | None]] = field(default_factory=list)
+    others: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Connections(Check[ConnectionFacts]):
-    """Connections, interfaces, packet sizes and round-trip times between hosts."""
+    """Connections, interfaces and packet sizes between hosts."""
 
     name = "connections"
     quick = True
@@ -51,32 +49,25 @@ class Connections(Check[ConnectionFacts]):
         facts = ConnectionFacts(address, interface, network.mtu(interface), problem)
         if len(ranks.hosts) > 1:
             found = yield from connect_hosts(ranks, address)
-            facts.others = [(node, *result) for node, result in found.items()]
+            facts.others = list(found.items())
         return facts
 
     def conclude(self, reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:
-        """Report broken connections, then packet sizes, then long round trips."""
+        """Report broken connections, then packet sizes."""
         findings = list(_wrong_interfaces(reported))
         if len(reported) < 2:
             yield from findings
             return
         seen = _Seen(reported)
-        findings += [
-            *_same_address(seen),
-            *_broken(seen),
-            *_interface_mtus(seen),
-            *_long_round_trips(seen),
-        ]
+        findings += [*_same_address(seen), *_broken(seen), *_interface_mtus(seen)]
         yield from findings
         if not findings:
             interfaces = names_of(sorted({one.interface for one in seen.facts.values()}))
             mtus = names_of(sorted({str(one.mtu) for one in seen.facts.values() if one.mtu}))
-            trips = list(seen.round_trips().values())
-            usual = f", round trip {statistics.median(trips) * 1e6:.0f} us" if trips else ""
             yield Finding(
                 Level.GOOD,
                 f"{len(reported)} hosts connect in both directions over {interfaces} "
-                f"(MTU {mtus or 'unknown'}){usual}",
+                f"(MTU {mtus or 'unknown'})",
             )
 
 
@@ -90,14 +81,10 @@ class _Seen:
         self.hosts = {one.place.node: one.place.host for one in reported}
         self.facts = {one.place.node: one.facts for one in reported}
         self.problem: dict[tuple[int, int], str] = {}
-        self.trip: dict[tuple[int, int], float] = {}
         for one in reported:
-            for other, problem, trip in one.facts.others:
-                if other not in self.hosts:  # the runner reports it
-                    continue
-                self.problem[one.place.node, other] = problem
-                if trip is not None:
-                    self.trip[one.place.node, other] = trip
+            for other, problem in one.facts.others:
+                if other in self.hosts:  # otherwise the runner reports it
+                    self.problem[one.place.node, other] = problem
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return the pairs of which at least one host has tried to connect."""
@@ -106,14 +93,6 @@ class _Seen:
     def broken(self) -> list[tuple[int, int]]:
         """Return the pairs of which at least one host could not connect."""
         return sorted({(min(pair), max(pair)) for pair, found in self.problem.items() if found})
-
-    def round_trips(self) -> dict[tuple[int, int], float]:
-        """Return the shorter round trip of each pair."""
-        found: dict[tuple[int, int], float] = {}
-        for (a, b), trip in self.trip.items():
-            pair = (min(a, b), max(a, b))
-            found[pair] = min(trip, found.get(pair, trip))
-        return found
 
 
 def _wrong_interfaces(reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:
@@ -245,40 +224,3 @@ def _interface_mtus(seen: _Seen) -> Iterator[Finding]:
             "of the network",
             hosts=names,
         )
-
-
-def _long_round_trips(seen: _Seen) -> Iterator[Finding]:
-    trips = seen.round_trips()
-    if not trips:
-        return
-    shortest = min(trips.values()) if len(trips) > 1 else 0.0
-    limit = max(LONG_ROUND_TRIP_SECONDS, 4 * shortest)
-    long = {pair for pair, trip in trips.items() if trip > limit}
-    usual = [trip for pair, trip in trips.items() if pair not in long]
-    hosts, links = attribute(trips, long)
-    for node in hosts:
-        own = [trip for pair, trip in trips.items() if node in pair]
-        yield Finding(
-            Level.WARNING,
-            f"a round trip to {seen.hosts[node]} takes {_milliseconds(own)} from every other host, "
-            f"among the others {_milliseconds(usual)}",
-            f"Exclude {seen.hosts[node]}, or look for a wrong route (`ip route`, `traceroute`), a "
-            "VPN, or an overloaded link there",
-            hosts=(seen.hosts[node],),
-            exclude=True,
-        )
-    for pair in links[:_SHOWN]:
-        one, other = (seen.hosts[node] for node in pair)
-        yield Finding(
-            Level.WARNING,
-            f"a round trip between {one} and {other} takes {_milliseconds([trips[pair]])}; "  # type: ignore[index]
-            f"expected under {LONG_ROUND_TRIP_SECONDS * 1e3:.0f} ms, usual is "
-            f"{_milliseconds(usual)}",
-            "Look for a wrong route between them (`ip route`, `traceroute`), a VPN, or an "
-            "overloaded link",
-            hosts=(one, other),
-        )
-
-
-def _milliseconds(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.3g} ms" if seconds else "unknown"
