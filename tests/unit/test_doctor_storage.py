@@ -39,15 +39,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_hosts_write_and_read_and_leave_nothing_behind(folder: Path) -> None:
-    (folder / "data").mkdir()
-    (folder / "data" / "sample").write_bytes(b"1" * 5000)
     before = sorted(folder.rglob("*"))
     written: list[str] = []
-    facts = collected([StorageCheck("shared", "data") for _ in range(3)],
+    facts = collected([StorageCheck("shared") for _ in range(3)],
                       lambda: written.extend(map(str, folder.glob("*/.doctor-*/*/mark"))))
     assert len(set(written)) == 6
     assert sorted(folder.rglob("*")) == before
-    assert [one["purpose"] for one in facts[0].folders] == ["checkpoints", "data", "temporary"]
+    assert [one["purpose"] for one in facts[0].folders] == ["checkpoints", "temporary"]
     assert [one.folders[0]["shared"] for one in facts] == [True] * 3
     assert all(one["seconds"] is not None and not one["problem"] for host in facts for one in host.folders)
     free = facts[0].folders[0]["free_bytes"] or 0
@@ -66,16 +64,11 @@ def test_folder_that_is_not_shared_or_missing_is_named(folder: Path) -> None:
     assert not list(folder.rglob(".doctor-*"))
 
 
-def test_checkpoint_folder_may_be_made_later_and_data_be_a_file(folder: Path) -> None:
+def test_checkpoint_folder_may_be_made_later(folder: Path) -> None:
     facts = collected([StorageCheck("shared/run-7/weights") for _ in range(2)])
     assert [one.folders[0]["path"] for one in facts] == [str(folder / "shared")] * 2
     assert not problems(StorageCheck(), facts)
     assert not list((folder / "shared").iterdir())
-    # Data may be a file, or missing.
-    (folder / "samples.bin").write_bytes(b"1" * 5000)
-    assert not problems(StorageCheck(), collected([StorageCheck(data="samples.bin")]))
-    finding = only(problems(StorageCheck(), collected([StorageCheck(data="nowhere")])))
-    assert "h1 cannot read in the data folder" in finding.message and not finding.exclude
 
 
 def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +83,10 @@ def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pyte
 
 def one(purpose: str = "checkpoints", **values: Any) -> Folder:
     code = values.get("code", 0)
-    problem = f"write: {os.strerror(code)}" if code else ""
+    problem = os.strerror(code) if code else ""
     return {"purpose": purpose, "path": "/scratch", "problem": problem, "code": 0, "seconds": None if code else 0.02,
             "free_bytes": 100 * GIB, "free_files": 10**6, "file_system": "nfs4", "shared": None if code else True,
-            "empty": False, **values}  # type: ignore[typeddict-item]
+            **values}  # type: ignore[typeddict-item]
 
 
 FULL, READ_ONLY = {"code": errno.ENOSPC}, {"code": errno.EROFS}
@@ -112,11 +105,6 @@ FULL, READ_ONLY = {"code": errno.ENOSPC}, {"code": errno.EROFS}
     ([one("temporary", free_bytes=GIB), one("temporary", free_bytes=1000)], Level.WARNING, ("h2",), False),
     ([one(), one(free_files=10, free_bytes=99 * GIB)], Level.WARNING, ("h2",), False),
     ([one(free_files=None)], None, (), False),  # a file system without a table of inodes
-    ([one("data", empty=True), one("data"), one("data")], Level.BAD, ("h1",), True),
-    ([one("data", empty=True)] * 2, Level.WARNING, (), False),
-    ([one(seconds=0.9), one(seconds=0.1), one(seconds=0.2)], Level.WARNING, ("h1",), False),
-    ([one(seconds=0.2), one(seconds=0.01), one(seconds=0.01)], None, (), False),  # other programs use the disk
-    ([one(seconds=30)], None, (), False), ([one(seconds=3), one(seconds=2.5)], None, (), False),
     ([one(shared=False), one(shared=False)], None, (), False),  # the first host's facts are missing
 ])
 def test_conclusion(hosts: list[Folder], level: Level | None, named: tuple[str, ...], exclude: bool) -> None:

@@ -90,7 +90,6 @@ def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
     names = run_checks.names()
     add("--only", metavar="CHECK,...", help=f"only these checks: {', '.join(names)}")
     add("--checkpoints", metavar="FOLDER", help="where the job will write its checkpoints")
-    add("--data", metavar="FOLDER", help="where the training data are")
     seconds = run_checks.CheckOptions.timeout
     help_timeout = f"until a rank that does not join is an error (default: {seconds:.0f})"
     add("--timeout", type=float, default=seconds, metavar="SECONDS", help=help_timeout)
@@ -113,7 +112,6 @@ def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
         only=only,
         exclude_file=args.exclude_file,
         checkpoints=args.checkpoints,
-        data=args.data,
         timeout=args.timeout,
     )
 

@@ -53,7 +53,6 @@ class CheckOptions:
     only: tuple[str, ...] = ()
     exclude_file: str | None = None
     checkpoints: str | None = None
-    data: str | None = None
     timeout: float = 40.0
 
 
@@ -64,7 +63,7 @@ def all_checks(options: CheckOptions) -> list[Check[Any]]:
         Equality(),
         Limits(),
         Installation(options.quick),
-        StorageCheck(options.checkpoints, options.data),
+        StorageCheck(options.checkpoints),
         TorchImportCheck(),
         Gpus(),
         Connections(),

@@ -120,11 +120,10 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
 def _preflight(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the options of doctor for --preflight; none without it."""
     if args.preflight:
-        return preflight.options(args.checkpoints, args.data)
-    given = [name for name in ("checkpoints", "data") if getattr(args, name) is not None]
-    if given:
+        return preflight.options(args.checkpoints)
+    if args.checkpoints is not None:
         raise UsageError(
-            f"--{given[0]} is given, which is for the check of the hosts, and --preflight is not. "
+            "--checkpoints is given, which is for the check of the hosts, and --preflight is not. "
             "Add --preflight, or give the option to the script, behind its name."
         )
     return ()

@@ -24,13 +24,11 @@ MAX_RESTARTS = 10  # of one job; that many bad nodes in a row are another proble
 _GOOD, _WARNING, _BAD = range(3)  # exit statuses of doctor
 
 
-def options(checkpoints: str | None, data: str | None) -> tuple[str, ...]:
-    """Return the options of doctor for a job with these folders."""
-    words = ["--quick"]
-    for name, folder in (("--checkpoints", checkpoints), ("--data", data)):
-        if folder is not None:
-            words += [name, os.path.abspath(folder)]
-    return tuple(words)
+def options(checkpoints: str | None) -> tuple[str, ...]:
+    """Return the options of doctor for a job with this folder."""
+    if checkpoints is None:
+        return ("--quick",)
+    return "--quick", "--checkpoints", os.path.abspath(checkpoints)
 
 
 def check(

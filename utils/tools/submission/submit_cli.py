@@ -269,8 +269,7 @@ def _add_job_options(add: Callable[..., object]) -> None:
         help="check the hosts before the training starts (doctor --quick). If one is bad, the "
         "job is requeued, or the next one of its chain runs, without that host",
     )
-    for name, use in (("--checkpoints", "write"), ("--data", "read")):
-        add(name, metavar="FOLDER", help=f"all hosts have to {use} this, for --preflight")
+    add("--checkpoints", metavar="FOLDER", help="all hosts have to write this, for --preflight")
     add(
         "--directive",
         dest="directives",

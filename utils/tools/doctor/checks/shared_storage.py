@@ -1,4 +1,4 @@
-"""Can every host use the folders of checkpoints and data, and is one of them slow?
+"""Can every host use the folder of checkpoints, and the one for temporary files?
 
 A host writes, syncs, reads and renames a few files in each folder, and removes them again.
 """
@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..check import CPUS, Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
+from ..check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of
 from .limits import size_of
 
 LARGE_FILE_BYTES = 1 << 20
 SMALL_FILES = 8
-ROUNDS = 3  # the fastest one counts: other programs use the disk, too
-ROUND_SECONDS = 0.8  # no further round after this time
 VISIBLE_SECONDS = 1.5  # network file systems show a new file a little later
-READ_BYTES = 4 << 20  # of the data, at most
-
-# A host is slow if it takes this many times the median of the others, and this much longer.
-SLOW_FACTOR, SLOW_SECONDS = 4.0, 0.3
 MIN_FREE_BYTES = {"checkpoints": 2 << 30, "working": 256 << 20, "temporary": 64 << 20}
 MIN_FREE_FILES = 1000
 
@@ -37,7 +29,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HOST_FAULTS = (errno.ENOSPC, errno.EROFS, errno.EIO)  # on a local disk
 _NAMES = {
     "checkpoints": "the checkpoint folder",
-    "data": "the data folder",
     "working": "the working folder",
     "temporary": "the folder for temporary files",
 }
@@ -46,10 +37,10 @@ _NAMES = {
 class Folder(TypedDict):
     """What one host found in one folder.
 
-    purpose: a key of _NAMES. problem: "" or what failed, such as "write: Read-only file system";
-    code: its errno, or 0. seconds: of the fastest round; None where nothing was measured.
+    purpose: a key of _NAMES. problem: "" or what failed, such as "Read-only file system";
+    code: its errno, or 0. seconds: that it took; None where it failed.
     file_system: its type, such as "nfs4"; "" if unknown. shared: whether the file of the first host
-    is visible; None where that does not matter. empty: whether a data folder has no entry.
+    is visible; None where that does not matter.
     """
 
     purpose: str
@@ -61,7 +52,6 @@ class Folder(TypedDict):
     free_files: int | None
     file_system: str
     shared: bool | None
-    empty: bool
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class StorageFacts:
 
 
 class StorageCheck(Check[StorageFacts]):
-    """Write to and read from the folders that a training uses, on every host."""
+    """Write to and read from the folders that a training writes to, on every host."""
 
     name = "storage"
     per = "host"
@@ -80,17 +70,11 @@ class StorageCheck(Check[StorageFacts]):
     seconds = 25.0  # a busy parallel file system may need ten for a file
     facts = StorageFacts
 
-    def __init__(self, checkpoints: str | None = None, data: str | None = None) -> None:
-        """Choose what to check.
-
-        checkpoints: a folder that all hosts write to, or will make; None: the working folder.
-        data: a folder or file that all hosts read.
-        """
+    def __init__(self, checkpoints: str | None = None) -> None:
+        """checkpoints: that all hosts write to, or will make; None: check the working folder."""
         self._folders = [("working", os.curdir)]
         if checkpoints is not None:
             self._folders = [("checkpoints", checkpoints)]
-        if data is not None:
-            self._folders.append(("data", data))
         self._folders.append(("temporary", os.environ.get("TMPDIR") or "/tmp"))
 
     def collect(self, ranks: Ranks) -> Exchange[StorageFacts]:
@@ -138,7 +122,6 @@ class _Trial:
             free_files=None,
             file_system="",
             shared=None,
-            empty=False,
         )
         self._use(os.path.abspath(os.path.expanduser(path)))
 
@@ -152,10 +135,11 @@ class _Trial:
         """Use the folder, and note the first problem."""
         if self.found["purpose"] == "checkpoints":
             self._use(_existing(self._path))
-        if self.found["purpose"] == "data":
-            self._try("read", self._read_data)
-        else:
-            self._try("write", self._measure_rounds)
+        try:
+            self._use_files()
+        except OSError as error:
+            self.found["problem"] = error.strerror or str(error)
+            self.found["code"] = error.errno or 0
         with contextlib.suppress(OSError):
             space = os.statvfs(self._path)
             self.found["free_bytes"] = space.f_bavail * space.f_frsize
@@ -175,33 +159,17 @@ class _Trial:
 
     def remove_files(self) -> None:
         """Remove the files of this host; the first host removes what is left of all others'."""
-        if self.found["purpose"] == "data":
-            return
         shutil.rmtree(self._own_folder, ignore_errors=True)
         if self._me.node == 0:
             shutil.rmtree(self._shared_folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rmdir(self._shared_folder)
 
-    def _try(self, what: str, use: Callable[[], None]) -> None:
-        try:
-            use()
-        except OSError as error:
-            self.found["problem"] = f"{what}: {error.strerror or error}"
-            self.found["code"] = error.errno or 0
-
-    def _measure_rounds(self) -> None:
+    def _use_files(self) -> None:
+        """Write, sync, rename, read and remove files."""
         if not os.path.isdir(self._path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         os.makedirs(self._own_folder, exist_ok=True)
-        began = time.monotonic()
-        rounds: list[float] = []
-        while len(rounds) < ROUNDS and time.monotonic() - began < ROUND_SECONDS:
-            rounds.append(self._measure_round())
-        self.found["seconds"] = min(rounds)
-
-    def _measure_round(self) -> float:
-        """Return the seconds that it takes to write, sync, rename, read and remove files."""
         began = time.perf_counter()
         content = os.urandom(1 << 10)
         unfinished, large = (
@@ -218,23 +186,8 @@ class _Trial:
         for path in small:
             os.stat(path)
             os.unlink(path)
-        seconds = time.perf_counter() - began
-        _write(os.path.join(self._own_folder, "mark"), b"")
-        return seconds
-
-    def _read_data(self) -> None:
-        """Read some of the files of the folder."""
-        began = time.perf_counter()
-        names = [self._path]
-        if not os.path.isfile(self._path):
-            with os.scandir(self._path) as entries:
-                names = [entry.path for entry in itertools.islice(entries, SMALL_FILES)]
-        left = READ_BYTES
-        for path in filter(os.path.isfile, names):
-            with contextlib.suppress(OSError):  # of somebody else, or deleted meanwhile
-                left -= len(_read(path, left))
-        self.found["empty"] = not names
         self.found["seconds"] = time.perf_counter() - began
+        _write(os.path.join(self._own_folder, "mark"), b"")
 
 
 def _existing(path: str) -> str:
@@ -253,13 +206,13 @@ def _write(path: str, content: bytes, sync: bool = False) -> None:
             os.fsync(file.fileno())
 
 
-def _read(path: str, limit: int = -1) -> bytes:
+def _read(path: str) -> bytes:
     """Read a file from the disk, not from memory, where the file system can do that."""
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return file.read(limit)
+        return file.read()
 
 
 def _file_system(path: str) -> str:
@@ -291,7 +244,7 @@ def _with_missing(of_host: dict[str, Folder]) -> dict[str, Folder]:
     path = max((folder["path"] for folder in of_host.values()), key=len)
     code = errno.ENOENT
     return {
-        host: {**folder, "path": path, "code": code, "problem": f"write: {os.strerror(code)}"}
+        host: {**folder, "path": path, "code": code, "problem": os.strerror(code)}
         if folder["purpose"] == "checkpoints" and _is_above(folder["path"], path)
         else folder
         for host, folder in of_host.items()
@@ -307,9 +260,7 @@ def _conclude_on_folder(of_host: dict[str, Folder]) -> Iterator[Finding]:
     if not used:
         return
     yield from _conclude_on_sharing(used)
-    yield from _conclude_on_empty(used)
     yield from _conclude_on_space(used)
-    yield from _conclude_on_slow(used)
 
 
 def _conclude_on_failures(
@@ -324,12 +275,11 @@ def _conclude_on_failures(
             continue  # some centres mount home read-only on compute nodes
         # Many programs replace a missing TMPDIR by /tmp.
         is_hint = purpose == "temporary" and code == errno.ENOENT
-        what, _, reason = problem.partition(": ")
         others = f"; {able} other host{'s' * (able > 1)} can" if able else ""
         yield Finding(
             Level.WARNING if is_hint else Level.BAD,
-            f"{names_of(hosts)} cannot {what} in {_describe(folder)}: {reason}{others}. "
-            f"Expected a folder that every host can {what} in",
+            f"{names_of(hosts)} cannot write in {_describe(folder)}: {problem}{others}. "
+            f"Expected a folder that every host can write in",
             _remedy(folder, bool(able)),
             hosts=tuple(hosts),
             exclude=not is_hint and _is_fault_of_host(folder, len(of_host), able),
@@ -369,25 +319,6 @@ def _conclude_on_sharing(used: dict[str, Folder]) -> Iterator[Finding]:
         )
 
 
-def _conclude_on_empty(used: dict[str, Folder]) -> Iterator[Finding]:
-    empty = [host for host, folder in used.items() if folder["empty"]]
-    if empty and len(empty) == len(used):
-        path = used[empty[0]]["path"]
-        yield Finding(
-            Level.WARNING, f"The data folder {path} is empty", "Check the path given with --data"
-        )
-    elif empty:
-        yield Finding(
-            Level.BAD,
-            f"The data folder {used[empty[0]]['path']} is empty on {names_of(empty)}, and not on "
-            f"{len(used) - len(empty)} other hosts. Expected the same files on all "
-            "hosts: a file system may not be mounted",
-            "Copy the data there, or exclude the hosts and report them. See there: mount",
-            hosts=tuple(empty),
-            exclude=True,
-        )
-
-
 def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
     for host, folder in used.items():
         least = MIN_FREE_BYTES.get(folder["purpose"])
@@ -413,33 +344,6 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
                 "Remove files there, or use another folder. See: df -h; df -i",
                 hosts=tuple(same),
             )
-
-
-def _conclude_on_slow(used: dict[str, Folder]) -> Iterator[Finding]:
-    seconds = {host: folder["seconds"] for host, folder in used.items()}
-    for host, took, usual in outliers(seconds, SLOW_FACTOR, SLOW_SECONDS):
-        what = "read" if used[host]["purpose"] == "data" else "write, read and remove"
-        yield Finding(
-            Level.WARNING,
-            f"{host} took {took:.2f} s to {what} a few files in {_describe(used[host])}; the "
-            f"median of the other hosts is {usual:.2f} s",
-            "Exclude the host if that happens again, and report it. See there: iostat -x; dmesg",
-            hosts=(host,),
-            follows=(CPUS,),
-        )
-
-
-def outliers(
-    values: dict[str, float | None], factor: float, margin: float
-) -> Iterator[tuple[str, float, float]]:
-    """Yield hosts that are much slower than the others: host, its seconds, median of the others."""
-    known = {host: value for host, value in values.items() if value is not None}
-    for host, value in known.items():
-        others = [other for name, other in known.items() if name != host]
-        if others:
-            usual = statistics.median(others)
-            if value > factor * usual and value > usual + margin:
-                yield host, value, usual
 
 
 def _summary(facts: Sequence[StorageFacts]) -> str:

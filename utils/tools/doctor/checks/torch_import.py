@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import threading
 import time
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 
 from ....host import process
 from ..check import CPUS, Check, Finding, Level, Ranks, Reported
-from .shared_storage import outliers
 
 LONGEST_SECONDS = 60.0  # then the check ends without a result: the cores may be busy
 # Of the time that an import waits for files:
@@ -84,7 +84,7 @@ class TorchImportCheck(Check[ImportFacts]):
         if failed:
             return
         seconds = {one.place.host: one.facts.seconds for one in reported}
-        slow = list(outliers(seconds, SLOW_FACTOR, SLOW_SECONDS))
+        slow = list(_outliers(seconds, SLOW_FACTOR, SLOW_SECONDS))
         for host, waited, usual in slow:
             yield Finding(
                 Level.WARNING,
@@ -92,7 +92,7 @@ class TorchImportCheck(Check[ImportFacts]):
                 f"the other hosts is {usual:.0f} s",
                 "Exclude the host if that happens again, and report it. See there: iostat -x",
                 hosts=(host,),
-                follows=("storage", CPUS),
+                follows=(CPUS,),
             )
         known = [one for one in seconds.values() if one is not None]
         longest = max(known, default=0.0)
@@ -105,3 +105,16 @@ class TorchImportCheck(Check[ImportFacts]):
             )
         elif known and not slow:
             yield Finding(Level.GOOD, f"Importing torch waited at most {longest:.1f} s for files")
+
+
+def _outliers(
+    values: dict[str, float | None], factor: float, margin: float
+) -> Iterator[tuple[str, float, float]]:
+    """Yield hosts that are much slower than the others: host, its seconds, median of the others."""
+    known = {host: value for host, value in values.items() if value is not None}
+    for host, value in known.items():
+        others = [other for name, other in known.items() if name != host]
+        if others:
+            usual = statistics.median(others)
+            if value > factor * usual and value > usual + margin:
+                yield host, value, usual
