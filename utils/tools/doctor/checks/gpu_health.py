@@ -1,6 +1,6 @@
-"""Check the health of the GPUs: memory in use, errors, throttling, temperature, NVLink.
+"""Check the health of GPUs of NVIDIA: memory in use, errors, throttling, temperature.
 
-NVIDIA's thresholds are those of its documentation; this check has not run on hardware yet.
+The thresholds are those of NVIDIA's documentation; this check has not run on hardware yet.
 https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
 Columns of nvidia-smi: `nvidia-smi --help-query-gpu` and
 https://docs.nvidia.com/deploy/nvidia-smi/index.html
@@ -9,11 +9,8 @@ https://docs.nvidia.com/deploy/nvidia-smi/index.html
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import shutil
-import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +20,6 @@ from ....host import gpus as host_gpus
 from ..check import Check, Finding, Level, Ranks, Reported
 
 _USED_SHARE = 0.05  # of the memory, before any rank uses the GPU
-_ROCM_SMI_SECONDS = 15.0
 _NVIDIA_SMI_SECONDS = 20.0
 _QUERIES = {
     "gpu": "index,name,uuid,pci.bus_id,memory.total,memory.used,"
@@ -58,10 +54,7 @@ class Gpus(Check[GpuFacts]):
 
     def collect(self, ranks: Ranks) -> GpuFacts:
         """Read the GPUs that this rank sees."""
-        vendor = host_gpus.gpu_vendor()
-        if vendor == "amd":
-            return GpuFacts([asdict(one) for one in _read_rocm()])
-        if vendor != "nvidia":
+        if host_gpus.gpu_vendor() != "nvidia":
             return GpuFacts([])
         visible = host_gpus.visible_gpu_addresses(os.environ)
         seen = [
@@ -80,7 +73,6 @@ class Gpus(Check[GpuFacts]):
                 seen.setdefault((host, gpu.uuid or gpu.address or str(gpu.index)), gpu)
         for (host, _), gpu in seen.items():
             findings += _of_gpu(host, gpu)
-        findings += _nvlinks(seen)
         yield from findings
         if seen and not findings:
             names = ", ".join(sorted({gpu.name for gpu in seen.values() if gpu.name}))
@@ -143,56 +135,6 @@ def _of_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
         )
 
 
-def _nvlinks(seen: Mapping[tuple[str, str], Gpu]) -> Iterator[Finding]:
-    """Report GPUs with fewer NVLinks than most GPUs of the same kind. Those on PCIe use a part."""
-    for kind in {gpu.name for gpu in seen.values()}:
-        up = {key: gpu.nvlinks for key, gpu in seen.items() if gpu.name == kind}
-        usual = statistics.mode(up.values())
-        for (host, key), count in up.items():
-            if count < usual:
-                yield Finding(
-                    Level.WARNING,
-                    f"GPU {seen[host, key].index} of {host} has {count} NVLinks that are up; "
-                    f"expected {usual}, as on the other GPUs",
-                    f"Exclude {host}, and report it (`nvidia-smi nvlink -s`)",
-                    hosts=(host,),
-                    exclude=True,
-                )
-
-
-def _read_rocm() -> list[Gpu]:
-    """Return the GPUs that rocm-smi shows; empty where it is missing or fails."""
-    if shutil.which("rocm-smi") is None:
-        return []
-    words = ["rocm-smi", "--showmeminfo", "vram", "--showtemp", "--showproductname", "--json"]
-    try:
-        output = subprocess.run(
-            words, capture_output=True, text=True, timeout=_ROCM_SMI_SECONDS, check=True
-        ).stdout
-        return parse_rocm(output)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-
-
-def parse_rocm(output: str) -> list[Gpu]:
-    """Return the GPUs in the output of `rocm-smi --json`. Raises ValueError."""
-    found = []
-    for device, values in json.loads(output).items():
-        if not device.startswith("card"):
-            continue
-        gpu = Gpu(int(device[4:]), values.get("Card Series", values.get("Card series", "")))
-        for name, value in values.items():
-            with contextlib.suppress(ValueError):
-                if name == "VRAM Total Memory (B)":
-                    gpu.memory_bytes = int(value)
-                elif name == "VRAM Total Used Memory (B)":
-                    gpu.used_bytes = int(value)
-                elif name.startswith("Temperature") and "memory" not in name:
-                    gpu.temperature = max(gpu.temperature or 0, int(float(value)))
-        found.append(gpu)
-    return found
-
-
 # nvidia-smi --------------------------------------------------------------------------------------
 
 
@@ -201,7 +143,7 @@ class Gpu:
     """One GPU. None: this GPU, driver or user does not show it.
 
     address: on the PCI bus, "0000:41:00.0". throttle_reasons: a mask of nvmlClocksEventReasons.
-    processes: ids of those that compute. nvlinks: how many are up.
+    processes: ids of those that compute.
     """
 
     index: int
@@ -220,16 +162,16 @@ class Gpu:
     throttle_reasons: int | None = None
     power_watts: str = ""
     temperature: int | None = None
-    nvlinks: int = 0
 
 
 def read_gpus() -> list[Gpu]:
     """Return all GPUs of this host that the driver shows; none where nvidia-smi fails."""
-    outputs = {
-        query: _output(f"--query-{query}={columns}", "--format=csv,noheader,nounits")
-        for query, columns in _QUERIES.items()
-    }
-    return parse(outputs, _output("nvlink", "-s"))
+    return parse(
+        {
+            query: _output(f"--query-{query}={columns}", "--format=csv,noheader,nounits")
+            for query, columns in _QUERIES.items()
+        }
+    )
 
 
 def _output(*words: str) -> str:
@@ -246,7 +188,7 @@ def _output(*words: str) -> str:
     return ""
 
 
-def parse(outputs: Mapping[str, str], nvlinks: str) -> list[Gpu]:
+def parse(outputs: Mapping[str, str]) -> list[Gpu]:
     """Return the GPUs in the outputs of the queries "gpu", "remapped-rows" and "compute-apps"."""
     rows = {
         query: [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line]
@@ -256,7 +198,6 @@ def parse(outputs: Mapping[str, str], nvlinks: str) -> list[Gpu]:
     for cells in rows["gpu"]:
         row = dict(zip(_QUERIES["gpu"].split(","), cells, strict=True))
         remapped = [one for one in rows["remapped-rows"] if one[0] == row["uuid"]]
-        links = re.search(rf"^GPU {row['index']}:.*((?:\n\s+Link .*)*)", nvlinks, re.MULTILINE)
         found.append(
             Gpu(
                 int(row["index"]),
@@ -275,7 +216,6 @@ def parse(outputs: Mapping[str, str], nvlinks: str) -> list[Gpu]:
                 throttle_reasons=_number(row["clocks_throttle_reasons.active"]),
                 power_watts=row["power.draw"],
                 temperature=_number(row["temperature.gpu"]),
-                nvlinks=links[1].count("GB/s") if links else 0,
             )
         )
     return found
