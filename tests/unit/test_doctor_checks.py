@@ -17,7 +17,7 @@ from tests.unit.programs import ROOT
 from utils.tools.doctor import doctor_cli
 from utils.tools.doctor.check import Check, Finding, Level
 from utils.tools.doctor.checks import equality, installation, limits, placement
-from utils.tools.doctor.report import FindingsOfCheck, Report, fold
+from utils.tools.doctor.report import FindingsOfCheck, Report
 from utils.tools.doctor.run_checks import merge
 
 GIB = 1 << 30
@@ -125,7 +125,7 @@ def test_installation(change: dict[str, Any], message: str) -> None:
     check_odd_host(installation.Installation(False), INSTALLED, change, message)
 
 
-# one cause, one finding ------------------------------------------------------------------------------------------
+# findings -------------------------------------------------------------------------------------------------------
 
 def test_findings_that_say_the_same_of_several_hosts_are_one() -> None:
     found = merge([Finding(Level.BAD, f"{host} may open 64 files", f"ulimit -n on {host}", (rank,), (host,))
@@ -135,23 +135,12 @@ def test_findings_that_say_the_same_of_several_hosts_are_one() -> None:
         ("n1, n10 and n2 may open 64 files", ("n1", "n10", "n2"), (0, 1, 2)), ("n1 is slow", ("n1",), ())]
 
 
-@pytest.mark.parametrize(("cause", "effect", "is_below"), [
-    ({"hosts": ("a",)}, {"hosts": ("a", "b"), "follows": ("limits",)}, True),
-    ({"hosts": ("a",)}, {"hosts": ("b",), "follows": ("limits",)}, False),  # another host
-    ({"hosts": ("a",)}, {"hosts": ("a",), "follows": ("storage",)}, False),
-    ({"hosts": ("a",)}, {"follows": ("limits",)}, False),  # a failure of all, after a warning for one
-    ({"hosts": ("a",), "subject": "X"}, {"hosts": ("b",), "subject": "X", "follows": ("X",)}, True),  # the odd one is b
-    ({"hosts": ("a",), "subject": "X", "follows": ("network",)}, {"hosts": ("a",), "follows": ("X",)}, True)])
-def test_finding_that_follows_from_another_is_listed_below_it(cause: dict[str, Any], effect: dict[str, Any],
-                                                              is_below: bool) -> None:
-    results = [FindingsOfCheck("network", [Finding(Level.BAD, "slow", "", exclude=True, **effect)]),
-               FindingsOfCheck("limits", [Finding(Level.WARNING, "few cores", "Ask", **cause)])]
-    fold(results)
+def test_report_lists_hosts_to_exclude_and_the_most_serious_level() -> None:
+    results = [FindingsOfCheck("network", [Finding(Level.BAD, "slow", hosts=("a",), exclude=True)]),
+               FindingsOfCheck("limits", [Finding(Level.WARNING, "few cores", "Ask", hosts=("b",), exclude=True)])]
     report = Report(places("a", "b"), "srun", results, 1.0)
-    below = [one.effects for result in results for one in result.findings if one.level is not Level.GOOD]
-    assert below == ([("BAD network: slow",)] if is_below else [(), ()])
-    assert report.level is Level.BAD and bool(report.hosts_to_exclude) is (not is_below and bool(effect.get("hosts")))
-    assert ("  Possible effect: BAD network: slow." in report.as_text()) is is_below
+    assert report.level is Level.BAD and report.hosts_to_exclude == {"a": "network: slow"}
+    assert "BAD network: slow." in report.as_text() and "WARNING limits: few cores." in report.as_text()
 
 
 # the command -----------------------------------------------------------------------------------------------------

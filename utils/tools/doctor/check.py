@@ -13,8 +13,6 @@ Facts = TypeVar("Facts")
 # rank that has sent none within the time limit. Only connections to rank 0 are needed.
 Exchange = Generator[Any, list[Any], Facts]
 
-CPUS = "CPUs"  # the subject of findings that explain that a host is slow
-
 
 class Level(enum.IntEnum):
     """How serious a finding is. The highest one is the exit status of `doctor`."""
@@ -32,9 +30,6 @@ class Finding:
     remedy: the next step; "" for GOOD.
     ranks, hosts: those at fault; empty where it concerns the whole job.
     exclude: whether a later job should avoid these hosts.
-    subject: what it is about, where another finding may follow from it, such as a variable.
-    follows: the checks and subjects whose findings about the same hosts explain this one.
-    effects: what fold() has put below this one.
     """
 
     level: Level
@@ -43,9 +38,6 @@ class Finding:
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     exclude: bool = False
-    subject: str = ""
-    follows: tuple[str, ...] = ()
-    effects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .check import Finding, Level, RankPlace
@@ -24,34 +24,6 @@ class FindingsOfCheck:
     def level(self) -> Level:
         """That of the most serious finding."""
         return max((one.level for one in self.findings), default=Level.GOOD)
-
-
-def fold(results: Sequence[FindingsOfCheck]) -> None:
-    """Put each finding that follows from another one below that, as one of its effects."""
-    found = [(one, finding) for one in results for finding in one.findings if finding.level]
-    roots = list(range(len(found)))
-    for index, (_, finding) in enumerate(found):
-        for other, (result, cause) in enumerate(found):
-            on_same_host = not set(finding.hosts).isdisjoint(cause.hosts or finding.hosts)
-            # A failure without a host follows from no mere warning of another check.
-            is_cause = cause.subject in finding.follows or (
-                result.name in finding.follows and (on_same_host or cause.level >= finding.level)
-            )
-            together = not finding.hosts or on_same_host
-            is_same = cause.subject and cause.subject == finding.subject
-            if is_cause and (together or is_same) and roots[other] not in (index, roots[index]):
-                roots = [roots[other] if root == index else root for root in roots]
-                break
-    for index, (result, finding) in enumerate(found):
-        below = [one for number, one in enumerate(found) if roots[number] == index != number]
-        result.findings.remove(finding)
-        if roots[index] == index:
-            shown = [f"{LABELS[one.level]} {check.name}: {one.message}" for check, one in below]
-            level = max([finding.level, *(one.level for _, one in below)])
-            result.findings.append(replace(finding, level=level, effects=tuple(shown)))
-        elif not result.findings:
-            name = found[roots[index]][0].name
-            result.findings.append(Finding(Level.GOOD, f"see what {name} has found"))
 
 
 @dataclass(frozen=True)
@@ -92,7 +64,6 @@ class Report:
             lines += ["", f"{LABELS[finding.level]} {name}: {finding.message}."]
             if finding.remedy:
                 lines.append(f"  Remedy: {finding.remedy}.")
-            lines += [f"  Possible effect: {effect}." for effect in finding.effects]
         if self.hosts_to_exclude:
             lines += ["", f"Hosts to exclude: {','.join(self.hosts_to_exclude)}"]
         return "\n".join(lines)

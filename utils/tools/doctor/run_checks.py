@@ -36,7 +36,7 @@ from .checks.shared_storage import StorageCheck
 from .checks.torch_import import TorchImportCheck
 from .doctor_exchange import EARLIER_SECONDS, Lead, Rank0Lost, join
 from .peers import names_of, show
-from .report import LABELS, FindingsOfCheck, Report, fold
+from .report import LABELS, FindingsOfCheck, Report
 
 _LAUNCH = "launch"  # the name of the check that the runner itself does
 
@@ -100,7 +100,6 @@ def _lead(lead: Lead, options: CheckOptions, start: float) -> int:
             result = run_check(check, lead, missing)
             if result.findings:  # otherwise the check does not apply here
                 results.append(result)
-    fold(results)
     launcher = _launcher_name(lead.placement.launcher)
     report = Report(lead.everyone, launcher, results, time.monotonic() - start)
     _print(report, options)

@@ -13,17 +13,16 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ....host import gpus
 from ...child_ranks import environment, free_port, words
-from ..check import CPUS, Check, Exchange, Finding, Level, Ranks, Reported
+from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch
 
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
-_CAUSES = ("connections", CPUS, "equality", "installation", "import")
 _SECONDS = 50.0  # for a process, which imports torch
 _LATE = "did not end within"
 START_FAILED = "the ranks do not start: "
@@ -94,11 +93,13 @@ class Collectives(Check[CollectiveFacts]):
         members = [one for one in reported if one.facts.ranks]
         failed = [one for one in members if one.facts.error]
         if failed:
-            yield replace(_failure(failed, members), follows=_CAUSES)
+            yield _failure(failed, members)
             return
         trials = [one for one in members if one.facts.trial]
         if not trials:
-            yield Finding(Level.GOOD, "not run: the ranks are on one host, which has no GPUs")
+            several = len({one.place.node for one in reported}) > 1
+            why = "see the other checks" if several else "the ranks are on one host without GPUs"
+            yield Finding(Level.GOOD, f"not run: {why}")
             return
         bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
         findings = [*_wrong_sums(trials), *_networks(trials), *_slow_gpus(trials)]

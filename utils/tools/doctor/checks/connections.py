@@ -99,8 +99,7 @@ def _wrong_interfaces(reported: Sequence[Reported[ConnectionFacts]]) -> Iterator
     for one in reported:
         if problem := one.facts.interface_problem:
             what, _, remedy = problem.rpartition(". ")
-            variable = what.partition("=")[0]
-            yield Finding(Level.BAD, what, remedy, hosts=(one.place.host,), subject=variable)
+            yield Finding(Level.BAD, what, remedy, hosts=(one.place.host,))
 
 
 def _same_address(seen: _Seen) -> Iterator[Finding]:

@@ -72,13 +72,13 @@ class Equality(Check[EqualityFacts]):
         for name in _names(one.facts.software for one in reported):
             values = {one.place: one.facts.software.get(name, "none") for one in reported}
             level = Level.BAD if name in _VERSIONS else Level.WARNING
-            findings += compare(name, values, level, _ONE_ENVIRONMENT, ("Python", _TORCH))
+            findings += compare(name, values, level, _ONE_ENVIRONMENT)
         for name in _names(one.facts.variables for one in reported):
             values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
             if _depends_on_local_rank(name, values):
                 continue
-            findings += compare(name, values, Level.WARNING, remedy, (name,))
+            findings += compare(name, values, Level.WARNING, remedy)
         if not findings and reported:
             facts = reported[0].facts
             versions = ", ".join(
@@ -164,7 +164,6 @@ def compare(
     values: Mapping[RankPlace, str],
     level: Level,
     remedy: str,
-    follows: tuple[str, ...] = (),
 ) -> Iterator[Finding]:
     """Name those that differ from most ranks."""
     counts = Counter(values.values())
@@ -186,8 +185,6 @@ def compare(
         remedy,
         tuple(one.rank for one in odd),
         tuple(dict.fromkeys(one.host for one in odd)),
-        subject=name.partition(" (")[0],
-        follows=follows,
     )
 
 

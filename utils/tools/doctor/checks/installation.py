@@ -123,8 +123,6 @@ def _check_torch(facts: InstallationFacts, host: str) -> Iterator[Finding]:
             f"the Python of {host} has no torch. Expected an environment with torch",
             "Activate the environment of the training, or install it: ./scripts/setup_env.sh",
             hosts=(host,),
-            subject="torch",
-            follows=("Python",),
         )
         return
     build = {"nvidia": facts.cuda, "amd": facts.hip}.get(facts.gpu_vendor)

@@ -30,7 +30,7 @@ from ....launch_error import LaunchError
 from ....launchers.detect import detect
 from ...schedulers import current_allocation
 from ...schedulers.allocation import AllocationError
-from ..check import CPUS, Check, Finding, Level, RankPlace, Ranks, Reported
+from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import show
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -325,7 +325,7 @@ def _check_cores(
         yield _finding(Level.BAD, str(error), "Correct or unset the variable", places)
         return
     if note:
-        yield _finding(Level.WARNING, note.problem, note.remedy, places, subject=CPUS)
+        yield _finding(Level.WARNING, note.problem, note.remedy, places)
 
     usable = {cpu for one in on_host for cpu in cpus_of_mask(one.facts.mask)}
     # 0: outside of a job, where all CPUs count. None: unknown, since other jobs may run there.
@@ -358,7 +358,6 @@ def _check_cores(
             f"Unset {name}: setup_distributed() then divides the cores; or set it to "
             f"{max(1, len(usable) // len(on_host))}",
             places,
-            subject=name,
         )
 
 
@@ -397,8 +396,7 @@ def _finding(
     remedy: str,
     places: Iterable[RankPlace] = (),
     hosts: Sequence[str] = (),
-    subject: str = "",
 ) -> Finding:
     ranks = tuple(one.rank for one in places)
     named = tuple(hosts or dict.fromkeys(one.host for one in places))
-    return Finding(level, message, remedy, ranks, named, subject=subject)
+    return Finding(level, message, remedy, ranks, named)

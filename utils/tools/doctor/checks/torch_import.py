@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ....host import process
-from ..check import CPUS, Check, Finding, Level, Ranks, Reported
+from ..check import Check, Finding, Level, Ranks, Reported
 
 LONGEST_SECONDS = 60.0  # then the check ends without a result: the cores may be busy
 # Of the time that an import waits for files:
@@ -79,7 +79,6 @@ class TorchImportCheck(Check[ImportFacts]):
                 "Reinstall the package or library that the message names. Unset PYTHONPATH if it "
                 "contains packages of another Python",
                 hosts=(one.place.host,),
-                follows=("installation", "Python", "torch"),
             )
         if failed:
             return
@@ -92,7 +91,6 @@ class TorchImportCheck(Check[ImportFacts]):
                 f"the other hosts is {usual:.0f} s",
                 "Exclude the host if that happens again, and report it. See there: iostat -x",
                 hosts=(host,),
-                follows=(CPUS,),
             )
         known = [one for one in seconds.values() if one is not None]
         longest = max(known, default=0.0)
