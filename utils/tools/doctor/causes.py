@@ -417,13 +417,6 @@ CAUSES = (
            ": Terminated", "^KeyboardInterrupt",
            "STEP ... CANCELLED AT",
            "RendezvousClosedError")),
-    FailureCause("std_terminate", None, _EXIT,
-          "A C++ thread was still running when std::terminate ended the process. gloo does so when "
-          "the interpreter ends (pytorch issue 190489), but the output does not show whether the "
-          "training had ended.",
-          "The last results and checkpoints: are they complete?",
-          "If they are, nothing is lost. Close the process group before the program ends.",
-          ("terminate called without an active exception",)),
     FailureCause("unknown", None, _EXIT,
           "A process failed, and the output has no message that this table knows.",
           "The lines before the first failure; the output of each rank (`--output-dir`).",
@@ -435,7 +428,7 @@ CAUSES = (
            "xit status{status}",
            "xit_status{status}", "xit code{status}", "xitcode{status}", "xitCode{status}",
            "on-zero status", "on-zero exit", "on-zero code", "MPI_Abort", "MPI_ABORT",
-           "terminate called after throwing", ".py: job ...: failed", "command not found",
+           "terminate called ", ".py: job ...: failed", "command not found",
            ": rank ... exited with code", "srun: error: Unable to", "srun: error: Task launch",
            "failed (exitcode", "Fatal error", "fatal error", "FATAL ERROR",
            "Traceback (most recent call last)", "died unexpectedly")),

@@ -75,8 +75,7 @@ _EXIT = re.compile(
 )
 # Lines that say no cause, but where the job ran or which process failed.
 CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  time  ", "  host  ",
-           "  rank  ", "Process name: [", "RUNNING AT", " ranks on ", "closing signal SIGTERM",
-           "others will be ended", FAILURE)  # fmt: skip
+           "  rank  ", "Process name: [", "RUNNING AT", FAILURE)  # fmt: skip
 
 _GPU_MEMORY = re.compile(
     r"(?P<total>\S+ \wiB) total capacity; (?P<used>\S+ \w+) already allocated; (?P<free>\S+ \w+)"
@@ -176,11 +175,6 @@ def rank_and_host(line: str) -> tuple[int | None, str | None]:
 def reports_exit(line: str) -> bool:
     """Whether a launcher reports the end of a process in this line."""
     return _EXIT.search(line) is not None
-
-
-def reports_abort(line: str) -> bool:
-    """Whether this line says only that a process called abort()."""
-    return re.search(r"\bAborted\b|SIGABRT|[Ss]ignal 6\b|\b134\b|: -6\b", line) is not None
 
 
 def _held_by_another_process(line: str) -> bool:

@@ -10,7 +10,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import BinaryIO
 
@@ -22,7 +22,6 @@ from .lines import (
     match,
     rank_and_host,
     read_failure,
-    reports_abort,
     reports_exit,
 )
 
@@ -44,17 +43,6 @@ _TIME = re.compile(
     rb"(?:\d{4}-(\d\d)-(\d\d)[T _]|\b[IWEF](\d{1,2})(\d\d) |\b)(\d\d):(\d\d):(\d\d(?:[.,]\d+)?)"
 )
 _LINES_AFTER_HINT = 200  # a job that prints more after a warning has survived it
-_STD_TERMINATE = "std_terminate"
-# An abort in a training makes the other ranks report a loss, or the launcher end them.
-_TRAINING_ENDED = (
-    "The training had ended: no other rank failed or was ended. The abort came while the "
-    "interpreter ended, where a C++ thread was still running. gloo leaves one (pytorch 190489)."
-)
-_NUM_RANKS = re.compile(r"\b(\d+) ranks on \d+ host")
-_ENDED_BY_LAUNCHER = re.compile(
-    "others will be ended|closing signal SIGTERM|: Terminated|CANCELLED AT"
-    "|noticed that process rank|BAD TERMINATION OF|exited on signal|MPI_ABORT"
-)
 _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
 _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
 
@@ -123,8 +111,6 @@ class _Reader:
         self._root_causes: list[_Exit] = []  # of torchrun's agents
         self._first_agent = ""  # the host of the agent that ended first
         self._num_lines: list[int] = []  # of each file
-        self._num_ranks = self._num_aborts = 0  # as the kit prints at the start; of std::terminate
-        self._other_failure = self._ranks_were_ended = False  # besides aborts; by a launcher
 
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
@@ -143,9 +129,6 @@ class _Reader:
                 self._first_exit = self._first_exit or _Exit(rank, host)
                 self._first_agent = self._first_agent or (host or "" if rank is None else "")
             self._note_exit(line, rank, host)
-            if ranks := _NUM_RANKS.search(line):
-                self._num_ranks = int(ranks[1])
-            self._ranks_were_ended |= _ENDED_BY_LAUNCHER.search(line) is not None
 
             if failure:
                 cause, named_host = cause_of(failure), host
@@ -153,10 +136,6 @@ class _Reader:
                 continue
             else:
                 cause, named_host = found
-            if cause.name == _STD_TERMINATE:
-                self._num_aborts += 1
-            elif not reports_abort(line):
-                self._other_failure |= cause.level < CauseLevel.HINT
             key = _key(cause), number
             if key not in self._findings:
                 date, seconds = _last_time(context)
@@ -191,14 +170,7 @@ class _Reader:
         findings = [one for one in self._findings.values() if not self._went_on_after(one)]
         if not findings:
             return None
-        abort = next((one for one in findings if one.cause.name == _STD_TERMINATE), None)
         finding = _first(findings)
-        if abort is not None and not self._other_failure:
-            finding = abort
-            if not self._ranks_were_ended and self._num_aborts < self._num_ranks:
-                finding.cause = replace(
-                    abort.cause, level=CauseLevel.FAILURE, meaning=_TRAINING_ENDED
-                )
         while reasons := [one for one in findings if _explains(one, finding)]:
             finding = _first(reasons)
         same = [one for one in findings if one.key == finding.key]
