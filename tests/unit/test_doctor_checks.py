@@ -162,8 +162,7 @@ def test_ranks_report_and_rank_0_prints_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "environ", "words"), [
-    ("--quick", {"RANK": "3"}, ["WORLD_SIZE not set, but RANK='3'", "RANK=3 are set, and no launcher has set them",
-                                "unset RANK"]),
+    ("--quick", {"RANK": "3"}, ["WORLD_SIZE not set, but RANK='3'"]),
     ("--timeout 0.5", {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"},
      ["2 of 3 ranks did not join: ranks 1-2"])], ids=["stale rank", "missing ranks"])
 def test_launch_that_fails_is_explained(options: str, environ: dict[str, str], words: list[str]) -> None:

@@ -18,8 +18,6 @@ from typing import Any
 from ...job import exclude_file
 from ...launch_error import LaunchError
 from ...launchers.detect import find_launcher
-from ...launchers.launcher import shown
-from ...launchers.rank_variables import RANK_VARIABLES
 from ...log import print_result
 from ..launch.child_processes import LAUNCH_VARIABLE
 from ..schedulers import current_allocation
@@ -151,9 +149,8 @@ def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int
     if getattr(error, "reported_by_rank_0", False):
         time.sleep(EARLIER_SECONDS)  # rank 0 ends first, with its own status
         return int(Level.BAD)
-    rank, set_by_hand = _rank()
     message = str(error).rstrip(".")
-    if rank and not set_by_hand:
+    if _rank():
         print(f"doctor: {LABELS[Level.BAD]} {_LAUNCH}: {message}.", file=sys.stderr, flush=True)
         time.sleep(2 * EARLIER_SECONDS)
         return int(Level.BAD)
@@ -165,12 +162,6 @@ def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int
             f"Log in to {hosts[0]}: does it respond, and can it reach rank 0's host and port? "
             "Exclude it otherwise"
         )
-    elif set_by_hand:
-        message = f"{set_by_hand} are set, and no launcher has set them: {message}"
-        remedy = (
-            "If they are left over from another launch or a start-up file of the shell, unset "
-            "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT. Otherwise start all ranks"
-        )
     finding = Finding(Level.BAD, message, remedy, hosts=tuple(hosts), exclude=True)
     report = Report((), "", [FindingsOfCheck(_LAUNCH, [finding])], time.monotonic() - start)
     _print(report, options)
@@ -178,19 +169,12 @@ def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int
     return int(Level.BAD)
 
 
-def _rank() -> tuple[int | None, str]:
-    """Return this process's rank, and the variables that set it if no launcher did.
-
-    The rank is None where that is the problem.
-    """
-    by_hand = shown(os.environ, RANK_VARIABLES)
-    if os.environ.get(LAUNCH_VARIABLE):
-        by_hand = ""
+def _rank() -> int | None:
+    """Return this process's rank; None where that is the problem."""
     try:
-        detection = find_launcher()
+        return find_launcher().placement.rank
     except LaunchError:
-        return None, by_hand
-    return detection.placement.rank, "" if detection.launcher.starts_processes else by_hand
+        return None
 
 
 def _absent_hosts(message: str) -> list[str]:
