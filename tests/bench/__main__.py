@@ -1,4 +1,4 @@
-"""Check bench.py on hosts with limited links: python -m tests.bench links|causes|try [RATE ...]. Root."""
+"""Check bench.py on hosts with limited links: python -m tests.bench links|causes. Root."""
 from __future__ import annotations
 
 import random
@@ -76,21 +76,9 @@ def check_causes(names: list[str]) -> int:
     return right
 
 
-def check_try(rates: list[str]) -> None:
-    for rate in rates:
-        with Hosts(2) as hosts:
-            shape(hosts, "" if rate == "fast" else rate)
-            words = [str(ROOT / "utils"), "bench", "ddp", "--try", "hook=powersgd-16", "--try", "default",
-                     "--steps", "8" if rate == "100mbit" else "20", TRAINING,
-                     "--batch", "32", "--width", "1024", "--layers", "4"]
-            print(f"--- {rate}\n{run_ranks(hosts, words, seconds=480)}", flush=True)
-
-
 if __name__ == "__main__":
     what, *more = sys.argv[1:]
     if what == "links":
         sys.exit(check_links(20, 8) < 20)
-    if what == "causes":
-        planted = more or list(PLANTED)
-        sys.exit(check_causes(planted) < len(planted))
-    check_try(more or ["1gbit", "100mbit", "fast"])
+    planted = more or list(PLANTED)
+    sys.exit(check_causes(planted) < len(planted))

@@ -1,1 +1,1 @@
-"""Measure collectives, links between hosts, the scaling of a training, and its settings."""
+"""Measure collectives, links between hosts, and the scaling of a training."""

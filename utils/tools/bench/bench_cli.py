@@ -6,10 +6,8 @@ import argparse
 import json
 import re
 import socket
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from ...distributed import Distributed, setup_distributed
@@ -19,12 +17,11 @@ from ..arguments import ArgumentParser
 from ..charts import draw_lines
 from ..operations import OPERATIONS, Participants, gather_objects
 from . import collective_bench as collectives
-from . import links, scaling, try_settings
-from .trials import TrialFailed, Trials, start_trials
+from . import links, scaling
+from .trials import TrialFailed, start_trials
 
 _log = get_logger(__name__)
 _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "03_text_lm.py"
-_DEFAULT = "default"  # of --try
 EPILOG = """\
 Start it with any launcher, like a training:
   torchrun --standalone --nproc-per-node 2 -m ddpkit bench collectives
@@ -93,22 +90,11 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, metavar="N", help="measured per phase; default: 10")
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
     add("--full-only", action="store_true", help="weak scaling on one rank and on all ranks only")
-    add(
-        "--try",
-        dest="tried",
-        nargs="?",
-        action="append",
-        type=_setting,
-        const=_DEFAULT,
-        metavar="NAME[=VALUE]",
-        help="compare this setting with none, in turns; several times: each with none; without a "
-        f"name: {', '.join(try_settings.DEFAULT)}",
-    )
     add("--json", type=Path, metavar="FILE", help="write the table")
     add("--png", type=Path, metavar="FILE", help="draw the efficiency (needs matplotlib)")
     help_script = "training script and ARGUMENTS; default: examples/03_text_lm.py"
     add("script", nargs=argparse.REMAINDER, help=help_script)
-    args = parser.parse_args(_lone_try(sys.argv[1:] if words is None else words))
+    args = parser.parse_args(words)
     if args.run is _ddp:
         if min(args.batch, args.steps) < 1 or not args.trial_timeout > 0:
             two.error("expected --batch, --steps and --trial-timeout above 0. Correct them")
@@ -120,21 +106,6 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         one.error("expected 0 < -b <= -e, and -n at least 1. Correct them")
     args.operations = list(dict.fromkeys(args.operations))  # each once
     return args
-
-
-def _setting(text: str) -> str:
-    if text != _DEFAULT:
-        try_settings.parse(text)
-    return text
-
-
-def _lone_try(words: Sequence[str]) -> list[str]:
-    """Let the word after --try be the script, not a setting, where it ends in .py."""
-    words = list(words)
-    script = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
-    if script and words[script - 1] == "--try":
-        words[script - 1] = f"--try={_DEFAULT}"
-    return words
 
 
 def _bytes(text: str) -> int:
@@ -227,8 +198,6 @@ def _ddp(args: argparse.Namespace) -> int:
     if "{batch}" in " ".join(script) and not args.full_only:
         kinds.append("strong")  # the global batch can be kept
     with start_trials(script, args.trial_timeout) as (job, trials):
-        if args.tried:
-            return _try(args, job, trials, script)
         numbers = scaling.numbers_of_ranks(job.world_size)
         numbers = [1, job.world_size] if args.full_only else numbers
         points: list[scaling.MeasuredPoint] = []
@@ -262,27 +231,6 @@ def _ddp(args: argparse.Namespace) -> int:
             _write_points(args, points, script)
         _log.info(scaling.explain(weak, scaling.find_causes(weak, between)))
     return 0
-
-
-def _try(args: argparse.Namespace, job: Distributed, trials: Trials, script: list[str]) -> int:
-    names = [name for one in args.tried for name in _names(one)]
-    try:
-        tried = try_settings.compare(
-            trials, job.world_size, names, steps=args.steps, batch=args.batch
-        )
-    except TrialFailed as error:
-        if job.is_main:
-            _log.error("%s", error)
-        return 1
-    if job.is_main and args.json:
-        rows = [asdict(one) for one in tried]
-        collectives.write(args.json, json.dumps({"script": script, "tried": rows}, indent=1))
-    _log.info(try_settings.describe(tried))
-    return 0
-
-
-def _names(text: str) -> Sequence[str]:
-    return try_settings.DEFAULT if text == _DEFAULT else [text]
 
 
 def _write_points(

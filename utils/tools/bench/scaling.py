@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .. import host_pairs
 from .trials import Trials
-from .worker import Settings, TrialReport
+from .worker import TrialReport
 
 LOW = 0.9  # efficiency below which causes are named
 HIGH = 1.25  # above which the measurement on one rank was disturbed
@@ -103,7 +103,7 @@ def batch_per_rank(kind: str, batch: int, world_size: int, ranks: int) -> int | 
 def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[TrialReport]:
     """Measure the script on the first `ranks` ranks. batch: for {batch} in its arguments."""
     phases = [("sync", steps), ("local", steps)] * 2  # in turns: the load of the host may change
-    return trials.run(ranks, Settings(placeholders={"batch": batch}), phases)
+    return trials.run(ranks, batch, phases)
 
 
 # The likeliest causes of a low efficiency, each with its evidence ---------------------------------
@@ -269,8 +269,7 @@ def _micro_batch(point: MeasuredPoint) -> Iterator[ScalingCause]:
             min(point.exposed, report.whole_seconds * report.exchanges) / 2,
             f"The exchange of {report.gradient_bytes / 1e6:.1f} MB takes "
             f"{report.whole_seconds * 1e3:.1f} ms, the computation {point.compute * 1e3:.1f} ms: "
-            "overlap cannot hide it. Use larger micro-batches, accumulate, or compress "
-            "(--try hook=bf16)",
+            "overlap cannot hide it. Use larger micro-batches, or accumulate",
         )
 
 

@@ -1,8 +1,7 @@
 """Run a training script on some of the ranks of this launch, again and again.
 
 The ranks of ddpkit bench do not train. Each starts a process, which is a rank of a new
-launch (RANK, WORLD_SIZE, ...), and waits for it. A trial can therefore have fewer ranks, and
-settings that take effect when a process starts.
+launch (RANK, WORLD_SIZE, ...), and waits for it. A trial can therefore have fewer ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from ...distributed import Distributed, setup_distributed
 from .. import child_ranks
 from ..operations import gather_objects
-from .worker import VARIABLE, Phase, Settings, Trial, TrialReport
+from .worker import VARIABLE, Phase, Trial, TrialReport
 
 _FOLLOWER = "ended because another rank has failed"
 
@@ -57,12 +56,10 @@ class Trials:
         """Return the number of hosts that the first `ranks` ranks are on."""
         return len({node for node, _, _ in self._places[:ranks]})
 
-    def run(
-        self, ranks: int, settings: Settings, phases: Sequence[tuple[str, int]]
-    ) -> list[TrialReport]:
+    def run(self, ranks: int, batch: int, phases: Sequence[tuple[str, int]]) -> list[TrialReport]:
         """Run the script on the first `ranks` ranks; return their reports.
 
-        phases: as in Trial. Raises TrialFailed on all ranks.
+        batch: for {batch} in its arguments. phases: as in Trial. Raises TrialFailed on all ranks.
         """
         self._count += 1
         port = gather_objects(child_ranks.free_port())[0]  # rank 0 is on the first host
@@ -72,8 +69,8 @@ class Trials:
             number, nodes = chosen.index(self._place), [node for node, _, _ in chosen]
             environ = child_ranks.environment(nodes, number, self._job.master_addr, port)
             with tempfile.TemporaryDirectory(prefix="ddpkit-trial-") as folder:
-                trial = Trial(settings, list(phases), f"{folder}/report")
-                result = (number, *self._run_rank(trial, environ))
+                trial = Trial(list(phases), f"{folder}/report")
+                result = (number, *self._run_rank(trial, batch, environ))
         found = sorted(one for one in gather_objects(result) if one is not None)
         failed = [(number, error) for number, _, error in found if error]
         if failed:
@@ -81,9 +78,9 @@ class Trials:
             raise TrialFailed(f"rank {number} of {ranks}: {error}")
         return [_read_report(text) for _, text, _ in found]
 
-    def _run_rank(self, trial: Trial, environ: dict[str, str]) -> tuple[str, str]:
+    def _run_rank(self, trial: Trial, batch: int, environ: dict[str, str]) -> tuple[str, str]:
         """Run this rank's process. Returns its report, or "" and an error."""
-        command = [_fill(word, trial.settings.placeholders) for word in self._command]
+        command = [word.replace("{batch}", str(batch)) for word in self._command]
         environ[VARIABLE] = json.dumps(asdict(trial))
         output = Path(f"{trial.output}.out")
         words = [*child_ranks.words(f"{__package__}.worker"), *command]
@@ -123,12 +120,6 @@ class Trials:
         if error:
             self._job.store.set(key, error)
         return error
-
-
-def _fill(word: str, placeholders: dict[str, int]) -> str:
-    for name, value in placeholders.items():
-        word = word.replace(f"{{{name}}}", str(value))
-    return word
 
 
 def _read_report(text: str) -> TrialReport:

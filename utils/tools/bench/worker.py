@@ -1,4 +1,4 @@
-"""Run a training script with some settings changed, and measure its steps.
+"""Run a training script, and measure its steps.
 
 trials.py starts it for each rank, with a Trial in the environment. A step ends with the step of the
 first optimizer that the script uses. Phases in which the ranks exchange gradients alternate with
@@ -28,12 +28,10 @@ from torch.utils.data import DataLoader
 
 from ..operations import AllReduce, Participants, time_iterations
 from ..script_modules import name_conflict, script_modules
-from . import hooks
 
 VARIABLE = "DDPKIT_TRIAL"
-HOOKS = ("bf16", "fp16")
 SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
-WARM_UP_STEPS = 5  # not measured; PowerSGD exchanges whole gradients in so many backward passes
+WARM_UP_STEPS = 5  # not measured
 # Work.wait() is timed, too.
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
@@ -45,20 +43,9 @@ COLLECTIVES = (
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a trial changes in the script; the defaults change nothing."""
-
-    ddp: dict[str, Any] = field(default_factory=dict)  # arguments of DistributedDataParallel
-    hook: str = ""  # of HOOKS, or powersgd-RANK
-    fused: bool = False  # the optimizer
-    placeholders: dict[str, int] = field(default_factory=dict)  # {batch} in the arguments
-
-
-@dataclass(frozen=True)
 class Trial:
     """How to run the script. phases: "sync" or "local", each with a number of steps."""
 
-    settings: Settings
     phases: list[tuple[str, int]]
     output: str
 
@@ -70,7 +57,6 @@ class Phase:
     seconds: float = 0.0
     data_seconds: float = 0.0
     steps: int = 0
-    step_seconds: list[float] = field(default_factory=list)  # on a GPU only their sum is exact
 
 
 @dataclass
@@ -79,7 +65,6 @@ class TrialReport:
 
     host: str = field(default_factory=socket.gethostname)
     phases: dict[str, Phase] = field(default_factory=lambda: {"sync": Phase(), "local": Phase()})
-    losses: list[float] = field(default_factory=list)  # of each backward pass before "local"
     passes: int = 0  # backward passes per step
     exchanges: int = 0  # passes per step that exchange gradients
     models: int = 1  # DistributedDataParallel; the bytes and buckets are those of all
@@ -99,21 +84,13 @@ class TrialReport:
         """Return the seconds of a step."""
         return self.phases[kind].seconds / self.phases[kind].steps
 
-    def typical_step(self, kind: str) -> float:
-        """Return the seconds of a step; on the CPU the mean of the middle half of all steps."""
-        times = sorted(self.phases[kind].step_seconds)
-        quarter = len(times) // 4
-        if self.backend != "gloo" or not quarter:
-            return self.step(kind)
-        return statistics.fmean(times[quarter : len(times) - quarter])
-
     def data(self, kind: str) -> float:
         """Return the seconds per step in which the rank waited for data."""
         return self.phases[kind].data_seconds / self.phases[kind].steps
 
 
 class Recorder:
-    """Change the script's settings and measure its steps."""
+    """Measure the steps of the script."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -132,17 +109,13 @@ class Recorder:
 
     def install(self) -> None:
         """Replace what the script will call."""
-        settings = self._trial.settings
-        _wrap_init(DistributedDataParallel, settings.ddp, self._prepare_ddp)
-        if settings.fused:
-            for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
-                _wrap_init(kind, {"fused": True})
-        if settings.hook:
-            register = DistributedDataParallel.register_comm_hook
-            self._register_hook = register
-            setattr(DistributedDataParallel, "register_comm_hook", lambda *_: None)  # noqa: B010
+        init = DistributedDataParallel.__init__
         load, backward = DataLoader.__iter__, torch.Tensor.backward
-        scale = torch.amp.GradScaler.scale
+
+        def recorded_init(ddp: DistributedDataParallel, *args: Any, **options: Any) -> None:
+            init(ddp, *args, **options)
+            self._ddps.append(ddp)
+            ddp.register_forward_pre_hook(self._before_forward)
 
         def timed_load(loader: DataLoader[Any]) -> Iterator[Any]:
             batches, is_first = load(loader), True
@@ -164,21 +137,11 @@ class Recorder:
             self._passes += 1
             self._exchanges += self._will_exchange
             self._will_exchange = False
-            value = unscaled.pop() if unscaled else loss
-            if value.numel() == 1 and not self._alone:
-                losses.append(value.detach())  # it is read later: that would wait for a GPU
             backward(loss, *args, **options)  # type: ignore[no-untyped-call]
 
-        def recorded_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-            unscaled[:] = [outputs] if isinstance(outputs, torch.Tensor) else []
-            return scale(scaler, outputs)
-
-        losses: list[torch.Tensor] = []
-        unscaled: list[torch.Tensor] = []  # the loss of the next backward pass
-        self._losses = losses
+        setattr(DistributedDataParallel, "__init__", recorded_init)  # noqa: B010
         setattr(DataLoader, "__iter__", timed_load)  # noqa: B010
         setattr(torch.Tensor, "backward", recorded_backward)  # noqa: B010
-        setattr(torch.amp.GradScaler, "scale", recorded_scale)  # noqa: B010
         setattr(torch.multiprocessing, "spawn", _refuse_spawn)  # noqa: B010
         for owner, name in [*((dist, name) for name in COLLECTIVES), (dist.Work, "wait")]:
             if hasattr(owner, name):  # the *_single collectives: torch 2.13
@@ -208,18 +171,6 @@ class Recorder:
 
         return timed
 
-    def _prepare_ddp(self, ddp: DistributedDataParallel) -> None:
-        self._ddps.append(ddp)
-        name = self._trial.settings.hook
-        if name.startswith("powersgd"):
-            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-
-            state = powersgd.PowerSGDState(None, **powersgd_arguments(name))
-            self._register_hook(ddp, state, hooks.in_order(powersgd.powerSGD_hook))
-        elif name:
-            self._register_hook(ddp, None, getattr(hooks, f"{name}_hook"))
-        ddp.register_forward_pre_hook(self._before_forward)
-
     def _before_forward(self, ddp: DistributedDataParallel, inputs: object) -> None:
         if not torch.is_grad_enabled():
             return
@@ -239,9 +190,7 @@ class Recorder:
         now = time.perf_counter()
         if measured:
             phase = self.report.phases[kind]
-            seconds = now - self._step_start - self._wait_seconds
-            phase.seconds += seconds
-            phase.step_seconds.append(seconds)
+            phase.seconds += now - self._step_start - self._wait_seconds
             phase.data_seconds += self._data_seconds
             phase.steps += 1
         if kind != "local":
@@ -273,7 +222,6 @@ class Recorder:
             raise RuntimeError(
                 "the script has created no DistributedDataParallel. Expected one. Wrap the model"
             )
-        report.losses = [loss.item() for loss in self._losses]
         report.backend = dist.get_backend() if dist.is_initialized() else ""
         report.threads, report.cpus = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
         report.models = len(ddps)
@@ -298,26 +246,6 @@ class Recorder:
         Path(self._trial.output).write_text(json.dumps(asdict(report)))
 
 
-def powersgd_arguments(hook: str) -> dict[str, Any]:
-    """Return the keyword arguments of PowerSGDState for a hook such as "powersgd-16"."""
-    rank = int(hook.rpartition("-")[2])
-    return {"matrix_approximation_rank": rank, "start_powerSGD_iter": WARM_UP_STEPS}
-
-
-def _wrap_init(
-    kind: type, changed: dict[str, Any], then: Callable[[Any], None] | None = None
-) -> None:
-    """Let a class be constructed with changed keyword arguments."""
-    init = kind.__init__  # type: ignore[misc]
-
-    def changed_init(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **{**options, **changed})
-        if then is not None:
-            then(self)
-
-    kind.__init__ = changed_init  # type: ignore[misc]
-
-
 def _refuse_spawn(*args: object, **options: object) -> None:
     sys.exit(
         "the script starts its own ranks with torch.multiprocessing.spawn. Expected one process "
@@ -340,8 +268,7 @@ def _synchronize() -> None:
 
 
 def main() -> None:
-    content = json.loads(os.environ[VARIABLE])
-    trial = Trial(**{**content, "settings": Settings(**content["settings"])})
+    trial = Trial(**json.loads(os.environ[VARIABLE]))
     script, *arguments = sys.argv[1:]
     recorder = Recorder(trial)
     recorder.install()
