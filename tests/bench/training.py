@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 from pathlib import Path
@@ -30,17 +29,6 @@ class Data(Dataset[torch.Tensor]):
         return self._samples[index % len(self._samples)]
 
 
-def waiting_hook(group: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    gradients = bucket.buffer()
-    torch.distributed.all_reduce(gradients.div_(torch.distributed.get_world_size()))
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(gradients)
-    return done
-
-
-waiting_hook.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plant", default="")
@@ -54,23 +42,18 @@ def main() -> None:
         model = nn.Sequential(*(layer for a, b in zip(sizes, sizes[1:], strict=False)
                                 for layer in (nn.Linear(a, b), nn.Tanh())), nn.Linear(args.width, 16))
         target = torch.randn(256, 16)
-        options = {"buckets": {"bucket_cap_mb": 0.01}, "unused": {"find_unused_parameters": True}}
-        ddp = DDP(model, **options.get(args.plant, {}))  # type: ignore[arg-type]
-        if args.plant == "hook":
-            ddp.register_comm_hook(None, waiting_hook)
+        ddp = DDP(model)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         slow = args.plant == "rank" and dist.rank == dist.world_size - 1
         loader = DataLoader(Data(0.02 / args.batch if args.plant == "data" else 0, dist.rank), args.batch)
         batches = iter(loader)
         while True:
-            for i in range(4 if args.plant in ("accumulation", "no_sync") else 1):
-                with ddp.no_sync() if args.plant == "no_sync" and i < 3 else contextlib.nullcontext():
-                    inputs = next(batches)
-                    for _ in range(4 if slow else 1):
-                        loss = nn.functional.mse_loss(ddp(inputs), torch.tanh(inputs @ target / 16))
-                    loss.backward()
-                    if slow:
-                        time.sleep(0.03)
+            inputs = next(batches)
+            for _ in range(4 if slow else 1):
+                loss = nn.functional.mse_loss(ddp(inputs), torch.tanh(inputs @ target / 16))
+            loss.backward()
+            if slow:
+                time.sleep(0.03)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -20,25 +20,23 @@ from utils.tools.bench import scaling, worker
 from utils.tools.bench.worker import Phase, TrialReport
 
 TRAINING = "tests/bench/training.py"
-HEALTHY = TrialReport(host="h1", passes=1, exchanges=1, backend="nccl", threads=4, cpus=[0, 1, 2, 3],
-                 small_seconds=0.0005, whole_seconds=0.02, gradient_bytes=100 << 20, bucket_bytes=[25 << 20] * 4,
+HEALTHY = TrialReport(host="h1", passes=1, exchanges=1, backend="nccl", whole_seconds=0.02, gradient_bytes=100 << 20,
                  phases={"sync": Phase(1.0, 0, 10), "local": Phase(0.9, 0, 10)})
 
 
 def reports(seconds: float = 0.1, local: float = 0.09, **changes: object) -> list[TrialReport]:
     """Return the reports of four ranks on two hosts with a step of `seconds`, `local` without communication."""
     phases = {"sync": Phase(seconds * 10, 0, 10), "local": Phase(local * 10, 0, 10)}
-    return [dataclasses.replace(HEALTHY, **{"host": f"h{rank // 2 + 1}", "phases": phases, **changes,  # type: ignore[arg-type]
-                                            "cpus": range(4 * (rank % 2), 4 * (rank % 2) + 4)}) for rank in range(4)]
+    return [dataclasses.replace(HEALTHY, **{"host": f"h{rank // 2 + 1}", "phases": phases, **changes})  # type: ignore[arg-type]
+            for rank in range(4)]
 
 
 def weak_scaling(found: list[TrialReport], one_rank: float = 0.09) -> scaling.MeasuredPoint:
     return scaling.split("weak", 2, found, scaling.split("weak", 1, reports(one_rank)[:1], None))
 
 
-def first_cause(found: list[TrialReport], links: scaling.Links | None = None) -> str:
-    point = weak_scaling(found)
-    return next((cause.name for cause in scaling.find_causes(point, links)), "")
+def first_cause(found: list[TrialReport]) -> str:
+    return next((cause.name for cause in scaling.find_causes(weak_scaling(found))), "")
 
 
 def test_healthy_training_has_no_cause_and_its_efficiency_counts_backward_passes() -> None:
@@ -50,30 +48,13 @@ def test_healthy_training_has_no_cause_and_its_efficiency_counts_backward_passes
     assert weak_scaling(reports(0.2, passes=2), 0.1).efficiency == pytest.approx(1)
 
 
-def test_causes_by_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert first_cause(reports(0.2, exchanges=4, passes=4)) == "accumulation that communicates each time"
-    assert first_cause(reports(0.2, exchanges=4, passes=4, models=2)) != "accumulation that communicates each time"
-    assert first_cause(reports(0.2, bucket_bytes=[1 << 18] * 400)) == "many small buckets"
-    assert first_cause(reports(0.11, hook="mine", find_unused_parameters=True)) == "no overlap"
-    assert first_cause(reports(0.1, 0.09, find_unused_parameters=True, small_seconds=0.01)) == "find_unused_parameters"
-    assert first_cause(reports(0.12, 0.12, threads=16)) == "too many threads"
-    assert first_cause(reports(0.12, 0.12, threads=1, backend="gloo")) == "too few threads"
+def test_causes_by_their_evidence() -> None:
     assert first_cause(reports(0.09, 0.01, whole_seconds=0.08)) == "too small a micro-batch"
     waiting = {"sync": Phase(1, 0.5, 10), "local": Phase(0.9, 0.5, 10)}
     assert first_cause(reports(phases=waiting)) == "data wait"
     slow = reports(0.2)
     slow[2] = dataclasses.replace(slow[2], phases={"sync": Phase(2, 0, 10), "local": Phase(1.9, 0, 10)})
     assert first_cause(slow) == "one slow rank"
-    links = scaling.Links({(0, 1): 1e9, (0, 2): 1e8, (1, 2): 1e9}, ["a", "b", "c"])
-    assert first_cause(reports(0.2, whole_seconds=0.1), links) == "one slow link"
-    warning = "NCCL uses TCP sockets over eth0, although IB is expected (DDPKIT_NETWORK)"
-    assert first_cause(reports(0.2, network=warning)) == "sockets instead of the fabric"
-    monkeypatch.setenv("DDPKIT_NETWORK", "AWS Libfabric")
-    assert first_cause(reports(0.2, backend="gloo", threads=3)) == "sockets instead of the fabric"
-    monkeypatch.undo()
-    shared = [dataclasses.replace(report, threads=2, cpus=[0, 1, 2, 3])
-              for report in reports(0.12, 0.12, backend="gloo")]
-    assert first_cause(shared) == "", "ranks that share their CPUs have enough threads"
 
 
 SEVERAL_MODELS = """
@@ -119,8 +100,8 @@ def test_all_models_of_a_script_are_measured(tmp_path: Path) -> None:
         steps = {int(step) for model, step in exchanges if model == name}
         assert steps.isdisjoint(range(first, 14)) and steps.issuperset({*range(1, 9), 15, 16}), exchanges
     found = json.loads(output.read_text())
-    assert (found["models"], found["passes"], found["exchanges"]) == (2, 2, 2)
-    assert found["gradient_bytes"] == sum(found["bucket_bytes"]) == 4 * (20 + 5)
+    assert (found["passes"], found["exchanges"]) == (2, 2)
+    assert found["gradient_bytes"] == 4 * (20 + 5)
 
 
 SLOW_RANK = """
@@ -177,7 +158,7 @@ def test_several_ranks_need_ddp_but_one_rank_trains_without(tmp_path: Path, rank
         return
     assert output.exists(), done.stderr
     found = json.loads(output.read_text())
-    assert (found["models"], found["passes"], found["exchanges"], found["gradient_bytes"]) == (0, 1, 0, 0)
+    assert (found["passes"], found["exchanges"], found["gradient_bytes"]) == (1, 0, 0)
     assert found["phases"]["local"]["steps"] == 3
 
 

@@ -224,12 +224,9 @@ def _ddp(args: argparse.Namespace) -> int:
                 _log.error("%s", error)
             return 1
         weak = next(one for one in reversed(points) if one.kind == "weak")
-        between = None
-        if weak.hosts > 1 and weak.reports[0].backend == "gloo":  # what the trials use, too
-            between = scaling.Links(*_measure_hosts(job, 1 << 20, 3)[:2])
         if job.is_main:
             _write_points(args, points, script)
-        _log.info(scaling.explain(weak, scaling.find_causes(weak, between)))
+        _log.info(scaling.explain(weak, scaling.find_causes(weak)))
     return 0
 
 

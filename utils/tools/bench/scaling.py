@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .. import host_pairs
 from .trials import Trials
 from .worker import TrialReport
 
@@ -118,19 +115,9 @@ class ScalingCause:
     evidence: str
 
 
-@dataclass(frozen=True)
-class Links:
-    """Bandwidths between hosts in bytes per second, as links.measure_pairs() finds them."""
-
-    bandwidths: Mapping[host_pairs.Pair, float]
-    names: Sequence[str]
-
-
-def find_causes(point: MeasuredPoint, links: Links | None = None) -> list[ScalingCause]:
+def find_causes(point: MeasuredPoint) -> list[ScalingCause]:
     """Return the causes that the measurement shows, the costliest first."""
     found = [cause for check in _CHECKS for cause in check(point)]
-    if links:
-        found += _slow_link(point, links)
     worth = [cause for cause in found if cause.seconds > _LEAST * point.step]
     return sorted(worth, key=lambda cause: -cause.seconds)
 
@@ -149,7 +136,7 @@ def explain(point: MeasuredPoint, causes: Sequence[ScalingCause]) -> str:
         return f"{start}, computing {computing:.0%} of the time: no problem found."
     if not causes:
         return (
-            f"{start}. No known cause was found: {point.exposed * 1e3:.1f} ms of "
+            f"{start}. No cause was found: {point.exposed * 1e3:.1f} ms of "
             f"{point.step * 1e3:.1f} ms per step are exposed communication."
         )
     lines = [
@@ -158,17 +145,6 @@ def explain(point: MeasuredPoint, causes: Sequence[ScalingCause]) -> str:
         for number, cause in enumerate(causes, 1)
     ]
     return "\n".join([f"{start}. Check first:", *lines])
-
-
-def _accumulation(point: MeasuredPoint) -> Iterator[ScalingCause]:
-    report = point.reports[0]
-    if report.exchanges > 1 and report.models == 1:  # several: each may need its exchange
-        yield ScalingCause(
-            "accumulation that communicates each time",
-            point.exposed * (1 - 1 / report.exchanges),
-            f"Gradients are exchanged in {report.exchanges} of {report.passes} backward passes per "
-            "step. Use ddp.no_sync() for all but the last (utils.training.accumulate)",
-        )
 
 
 def _data_wait(point: MeasuredPoint) -> Iterator[ScalingCause]:
@@ -194,72 +170,6 @@ def _slow_rank(point: MeasuredPoint) -> Iterator[ScalingCause]:
         )
 
 
-def _slow_link(point: MeasuredPoint, links: Links) -> Iterator[ScalingCause]:
-    slow_hosts, slow_links = host_pairs.find_slow(links.bandwidths)
-    slow = [pair for pair in links.bandwidths if pair in slow_links or set(pair) & set(slow_hosts)]
-    if slow:
-        usual = max(links.bandwidths.values())
-        share = min(links.bandwidths[pair] for pair in slow) / usual
-        yield ScalingCause(
-            "one slow link",
-            point.exposed * (1 - share),
-            host_pairs.describe(links.bandwidths, links.names).rstrip("."),
-        )
-
-
-def _overlap(point: MeasuredPoint) -> Iterator[ScalingCause]:
-    report = point.reports[0]
-    usual = math.ceil(report.gradient_bytes / (25 * _MIB)) + report.models
-    more = len(report.bucket_bytes) - usual
-    mean = statistics.fmean(report.bucket_bytes or [0]) / _MIB
-    if more > 0 and mean < 1:
-        in_one = report.whole_seconds * report.exchanges
-        latencies = more * report.small_seconds * report.exchanges
-        yield ScalingCause(
-            "many small buckets",
-            min(point.exposed, max(latencies, point.exposed - in_one)),
-            f"{len(report.bucket_bytes)} buckets of {mean:.2f} MiB on average. One all-reduce of "
-            f"all gradients takes {report.whole_seconds * 1e3:.1f} ms, the smallest one "
-            f"{report.small_seconds * 1e3:.2f} ms. Raise bucket_cap_mb (default: 25)",
-        )
-    hidden = report.whole_seconds - point.exposed / max(1, report.exchanges)
-    possible = min(report.whole_seconds, 0.5 * point.compute)  # the backward pass is half or more
-    if report.hook and hidden < 0.4 * possible:
-        yield ScalingCause(
-            "no overlap",
-            possible - max(0.0, hidden),
-            f"The hook {report.hook} hides {max(0.0, hidden) * 1e3:.1f} ms of an exchange of "
-            f"{report.whole_seconds * 1e3:.1f} ms. A hook that waits before it returns hides "
-            "nothing: return the Future",
-        )
-    if report.find_unused_parameters and not report.unused_bytes:
-        yield ScalingCause(
-            "find_unused_parameters",
-            report.small_seconds + 0.03 * point.compute,
-            "It traverses the autograd graph in each step, and no parameter was unused. Remove it",
-        )
-
-
-def _threads(point: MeasuredPoint) -> Iterator[ScalingCause]:
-    for host in dict.fromkeys(report.host for report in point.reports):
-        local = [report for report in point.reports if report.host == host]
-        threads = sum(report.threads for report in local)
-        cpus = len({cpu for report in local for cpu in report.cpus})
-        if threads > cpus:
-            name, share = "too many threads", 1 - cpus / threads
-        elif local[0].backend == "gloo" and cpus >= 2 * threads:
-            name, share = "too few threads", (1 - threads / cpus) / 2
-        else:
-            continue
-        yield ScalingCause(
-            name,
-            point.compute * share,
-            f"{len(local)} ranks on {host} run {threads} threads on {cpus} CPUs. Set "
-            f"OMP_NUM_THREADS={max(1, cpus // len(local))}",
-        )
-        return
-
-
 def _micro_batch(point: MeasuredPoint) -> Iterator[ScalingCause]:
     report = point.reports[0]
     if report.whole_seconds > point.compute:
@@ -273,26 +183,8 @@ def _micro_batch(point: MeasuredPoint) -> Iterator[ScalingCause]:
         )
 
 
-def _sockets(point: MeasuredPoint) -> Iterator[ScalingCause]:
-    expected = os.environ.get("DDPKIT_NETWORK", "Socket")
-    warning = next((report.network for report in point.reports if report.network), "")
-    if point.hosts > 1 and point.reports[0].backend == "gloo" and expected != "Socket":
-        warning = (
-            f"gloo uses TCP sockets, although {expected} is expected (DDPKIT_NETWORK). Use the "
-            "backend of the GPUs"
-        )
-    if warning:
-        yield ScalingCause(
-            "sockets instead of the fabric", 0.6 * point.exposed, warning.rstrip(".")
-        )
-
-
 _CHECKS: tuple[Callable[[MeasuredPoint], Iterator[ScalingCause]], ...] = (
-    _accumulation,
     _data_wait,
     _slow_rank,
-    _overlap,
-    _threads,
-    _sockets,
     _micro_batch,
 )

@@ -67,18 +67,9 @@ class TrialReport:
     phases: dict[str, Phase] = field(default_factory=lambda: {"sync": Phase(), "local": Phase()})
     passes: int = 0  # backward passes per step
     exchanges: int = 0  # passes per step that exchange gradients
-    models: int = 1  # DistributedDataParallel; the bytes and buckets are those of all
     backend: str = ""
-    network: str = ""  # a warning that the network is not the expected one
-    threads: int = 0
-    cpus: list[int] = field(default_factory=list)
-    small_seconds: float = 0.0  # of an all-reduce of one number
     whole_seconds: float = 0.0  # of an all-reduce of as many bytes as all gradients
     gradient_bytes: int = 0
-    hook: str = ""
-    bucket_bytes: list[int] = field(default_factory=list)
-    find_unused_parameters: bool = False
-    unused_bytes: int = 0
 
     def step(self, kind: str) -> float:
         """Return the seconds of a step."""
@@ -223,26 +214,11 @@ class Recorder:
                 "the script has created no DistributedDataParallel. Expected one. Wrap the model"
             )
         report.backend = dist.get_backend() if dist.is_initialized() else ""
-        report.threads, report.cpus = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
-        report.models = len(ddps)
-        for ddp in ddps:
-            # Prototype interface of torch: no other one reports the buckets.
-            data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-            sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-            report.bucket_bytes += [int(size) for size in sizes.split(", ") if size]
-            report.hook = report.hook or data.get("comm_hook", "")
-            report.gradient_bytes += sum(
-                parameter.numel() * parameter.element_size()
-                for parameter in ddp.parameters()
-                if parameter.requires_grad
-            )
-            report.find_unused_parameters |= bool(ddp.find_unused_parameters)
-            report.unused_bytes += data.get("unused_parameter_size", 0)
+        parameters = [one for ddp in ddps for one in ddp.parameters() if one.requires_grad]
+        report.gradient_bytes = sum(one.numel() * one.element_size() for one in parameters)
         # What scaling.find_causes() needs.
         if ddps and any(kind == "local" for kind, _ in self._trial.phases):
-            device = next(ddps[0].parameters()).device
-            report.small_seconds = _time_all_reduce(4, device)
-            report.whole_seconds = _time_all_reduce(report.gradient_bytes, device)
+            report.whole_seconds = _time_all_reduce(report.gradient_bytes, parameters[0].device)
         Path(self._trial.output).write_text(json.dumps(asdict(report)))
 
 
