@@ -106,6 +106,25 @@ def test_a_shell_in_an_allocation_starts_ranks(launches: Launches, command: str,
     assert done.output.count("notes ()") == len(expected.split()), done.output
 
 
+def test_ranks_start_in_an_allocation_that_is_held_elsewhere(launches: Launches) -> None:
+    """As by salloc --no-shell, beside another step, which holds all cores and GPUs."""
+    slurm = launches.slurm
+    held = slurm.run(["salloc", "--no-shell", "-N2", "--ntasks-per-node=1", "--gpus-per-node=2"]).output
+    [job_id] = re.findall("Granted job allocation ([0-9]+)", held)
+    inside = launches.rank("").replace("launch.py ", f"launch.py --jobid {job_id} ")
+    other = slurm.start(["srun", f"--jobid={job_id}", "--gpus-per-node=2", "sh", "-c", "echo started; exec sleep 60"])
+    try:
+        wait_until(lambda: f"{job_id}.0" in slurm.run(["squeue", "--steps", "--noheader"]).output, "step")
+        assert_met(slurm.run(["sh", "-c", inside]), "node1 node1 node2 node2", "slurm")
+        done = slurm.run(["env", f"SLURM_JOB_ID={job_id}", "sh", "-c", launches.rank("")])
+        assert done.status == 2 and f"give ddpkit launch --jobid {job_id}" in done.output
+    finally:
+        slurm.run(["scancel", job_id])
+        other.wait(60)
+    done = slurm.run(["sh", "-c", inside])
+    assert done.status == 2 and f"Slurm job {job_id} is CANCELLED. Expected a running job" in done.output
+
+
 @pytest.mark.parametrize(("fault", "code", "cause"), [
     ("exit=7:2", "7:0", "rank 2 on node2 ended with exit status 7"),
     ("kill:1", "137:0", "rank 1 on node1 was ended by SIGKILL")])

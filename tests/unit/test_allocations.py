@@ -13,7 +13,7 @@ from utils.job.pbs_job import objects
 from utils.tools.schedulers import current_allocation
 from utils.tools.schedulers.allocation import Allocation, AllocationError
 from utils.tools.schedulers.pbs_allocation import chunk_resources, read_nodefile
-from utils.tools.schedulers.slurm_allocation import gpu_count
+from utils.tools.schedulers.slurm_allocation import enter_job, gpu_count
 
 
 def allocation(environ: dict[str, str], *, query: bool = False) -> Allocation:
@@ -109,6 +109,23 @@ def test_contradicting_variables_are_an_error(name: str, value: str) -> None:
                "SLURM_TASKS_PER_NODE": "2(x2)", name: value}
     with pytest.raises(AllocationError, match="Slurm job 7"):
         current_allocation(environ, query=False)
+
+
+def test_variables_of_a_job_that_is_held_elsewhere(commands: Commands) -> None:
+    commands.add("scontrol", slurm_output("job-odd-name"))
+    job_id = slurm_output("job-odd-name").partition("JobId=")[2].split()[0]
+    outside = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "PBS_JOBID": "1", "A": "1"}
+    found = enter_job(job_id, outside)
+    assert {name: found.get(name) for name in ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_OVERLAP", "A")} == {
+        "SLURM_CONF": "/c", "SLURM_JOB_ID": job_id, "SLURM_OVERLAP": "1", "A": "1"}
+    assert "PBS_JOBID" not in found and "SLURM_STEP_ID" not in found
+    assert allocation(found).hosts == ("node1", "node2")
+
+    commands.add("scontrol", slurm_output("job-never"))
+    with pytest.raises(AllocationError, match="is not known|is PENDING"):
+        enter_job("33", {})
+    with pytest.raises(AllocationError, match="ddpkit launch --jobid 13"):
+        current_allocation({"SLURM_JOB_ID": "13"})
 
 
 @pytest.mark.parametrize(("text", "count"), [

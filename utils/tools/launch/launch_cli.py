@@ -11,9 +11,10 @@ import socket
 import stat
 import sys
 import termios
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...host.gpus import count_gpus, gpu_vendor
+from ...job.commands import SchedulerError
 from ...launch_error import LaunchError
 from ...launch_report import Failure
 from ...launchers.detect import find_launcher
@@ -40,6 +41,7 @@ ddpkit launch train.py --epochs 3          in a job of Slurm or PBS, or on a lap
 ddpkit launch -m package.module --lr 0.1   a module, as python -m would
 ddpkit launch --torchrun train.py          one torchrun agent on each host
 ddpkit launch --nodes 2 train.py           on the first two hosts of the job
+ddpkit launch --jobid 1234 train.py        in a job held elsewhere, such as by salloc --no-shell
 ddpkit launch --launcher ssh train.py      with this launcher instead of the best available one
 ddpkit launch --container a.sif train.py   in an image, with Apptainer or Singularity
 ddpkit launch --dry-run train.py           print the exact commands and start nothing
@@ -83,6 +85,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = "use only these hosts of the job: node3,node4 or node[3-4]"
     add("-w", "--nodelist", metavar="NAMES", help=names)
 
+    other = "start in this running job of Slurm, from outside, beside its steps"
+    add("--jobid", metavar="ID", help=other)
+
     add = parser.add_argument_group("container").add_argument
     add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
 
@@ -119,7 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_command(args)
         plan = _make_plan(args)
         lines = list(shell_lines(plan, os.environ))
-    except (AllocationError, LaunchError, PlanError, interpreter.InterpreterError) as error:
+    except (
+        AllocationError,
+        LaunchError,
+        PlanError,
+        SchedulerError,
+        interpreter.InterpreterError,
+    ) as error:
         Failure(str(error), "command" if isinstance(error, PlanError) else "launch").write()
         print_error(str(error))
         return 2
@@ -191,6 +202,15 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
     return chosen.path
 
 
+def _environment(args: argparse.Namespace) -> Mapping[str, str]:
+    """Return the environment of this process, or as it would be in the job of --jobid."""
+    if args.jobid is None:
+        return os.environ
+    from ..schedulers.slurm_allocation import enter_job
+
+    return enter_job(args.jobid, os.environ)
+
+
 def _make_plan(args: argparse.Namespace) -> Plan:
     path = os.path.abspath(args.launcher) if os.sep in args.launcher else None
     programs = Programs(mpiexec=path)
@@ -208,11 +228,13 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     args.output_dir = os.path.abspath(args.output_dir) if args.output_dir else ""
     args.input, args.input_waits = _own_input()
     options = Options(*(getattr(args, name) for name in Options._fields))
-    allocation = current_allocation()
+    environ = _environment(args)
+    allocation = current_allocation(environ)
     is_root = os.geteuid() == 0
     python = _python_for_ranks(args)
     host_info = HostInfo(socket.gethostname(), count_gpus(), python, programs, is_root)
-    environ = {**os.environ, INDEPENDENT: "1"} if args.independent else os.environ
+    if args.independent:
+        environ = {**environ, INDEPENDENT: "1"}
     return make_plan(command, options, allocation, host_info, environ)
 
 

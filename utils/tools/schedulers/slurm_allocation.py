@@ -80,7 +80,10 @@ def resources(environ: Mapping[str, str]) -> Resources:
         name = f"SLURM_JOB_NODELIST{suffix}"
         hosts = expand_hostlist(environ.get(name, ""))
         if not hosts:
-            raise ValueError(f"{name} is not set, expected a list of nodes")
+            raise ValueError(
+                f"{name} is not set, expected a list of nodes. For an allocation that is held "
+                f"elsewhere, give ddpkit launch --jobid {environ.get('SLURM_JOB_ID', '')}"
+            )
         cores = _counts(environ, f"SLURM_JOB_CPUS_PER_NODE{suffix}", len(hosts))
         found.hosts += hosts
         found.tasks += _tasks(environ, suffix, len(hosts))
@@ -181,6 +184,42 @@ def slurm_allocation(environ: Mapping[str, str], *, query: bool = True) -> Alloc
         restarts,
         tasks_requested=found.tasks_requested,
     )
+
+
+def enter_job(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that starts steps in a job which is held elsewhere.
+
+    The step shares the job's resources with other steps: SLURM_OVERLAP, as srun --overlap.
+
+    Raises AllocationError where the job does not run, and SchedulerError where Slurm does not know
+    it or does not respond.
+    """
+    query = ["scontrol", "--details", "show", "job", job_id]
+    jobs = records(run_command(query, timeout_seconds=_TIMEOUT_SECONDS))
+    job = next((job for job in jobs if job.get("JobId") == job_id), {})
+    state = job.get("JobState", "not known")
+    if state != "RUNNING" or "HetJobId" in job:
+        found = "heterogeneous" if "HetJobId" in job else state
+        raise AllocationError(
+            f"Slurm job {job_id} is {found}. Expected a running job, whose hosts are all alike. "
+            "Check it with: squeue --me"
+        )
+    nodes = parse_number(job.get("NumNodes", "")) or 1
+    # "NtasksPerN:B:S:C=2:0:*:*"; NumTasks=2 also where no number was requested, for two nodes
+    per_node = parse_number(job.get("NtasksPerN:B:S:C", "").partition(":")[0])
+    tasks = parse_number(job.get("NumTasks", "")) or nodes
+    if not per_node and tasks > nodes and tasks % nodes == 0:
+        per_node = tasks // nodes
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "PBS_"))
+    }
+    of_job = {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": job.get("NodeList", "")}
+    if per_node:
+        of_job["SLURM_NTASKS_PER_NODE"] = str(per_node)
+        of_job["SLURM_TASKS_PER_NODE"] = f"{per_node}(x{nodes})"
+    return {**kept, **of_job, "SLURM_OVERLAP": "1"}
 
 
 def _add_from_scontrol(job_id: str, found: Resources) -> None:
